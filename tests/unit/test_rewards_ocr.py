@@ -16,7 +16,13 @@ from PIL import ImageDraw, ImageFont
 
 from spotlight.rewards import ocr as ocr_module
 from spotlight.rewards.ocr import check, ocr, readings
-from spotlight.rewards.reading.legibility import legibility, levenshtein, missing_scripts, target_of
+from spotlight.rewards.reading.legibility import (
+    KnownCharacters,
+    legibility,
+    levenshtein,
+    missing_scripts,
+    target_of,
+)
 from spotlight.rewards.reading.tesseract_data import readable_characters
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
 
@@ -107,7 +113,7 @@ class TestFormula:
         ],
     )
     def test_scripts_that_a_reader_lacks_are_named(self, target: str, scripts: list[str]) -> None:
-        assert missing_scripts(target, "ABCDEFNOP012345") == scripts
+        assert missing_scripts(target, KnownCharacters.of("ABCDEFNOP012345")) == scripts
 
     @given(words, words, words)
     def test_levenshtein_is_a_metric(self, a: str, b: str, c: str) -> None:

@@ -18,7 +18,13 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 from PIL import Image as PILImage
 
-from spotlight.rewards.reading.legibility import is_short, legibility, missing_scripts, target_of
+from spotlight.rewards.reading.legibility import (
+    KnownCharacters,
+    is_short,
+    legibility,
+    missing_scripts,
+    target_of,
+)
 from spotlight.rewards.reading.tesseract_data import readable_characters
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
@@ -202,10 +208,12 @@ def _score(target: str, image: Image, language: str, ways: Sequence[Thresholding
 
 
 @lru_cache(maxsize=4)
-def _characters(language: str) -> frozenset[str]:
+def _characters(language: str) -> KnownCharacters:
     directory = _data_directory(language)
     names = _engine(language).GetLoadedLanguages()  # also those that the named ones load
-    return frozenset().union(*(readable_characters(directory / f"{name}.traineddata") for name in names))
+    return KnownCharacters.of(
+        each for name in names for each in readable_characters(directory / f"{name}.traineddata")
+    )
 
 
 def reduced(image: Image, side_px: int) -> Image:

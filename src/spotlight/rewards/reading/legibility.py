@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Collection
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
 
 from spotlight.rewards.reward import RewardInputError
 
@@ -78,17 +80,30 @@ def normalized(text: str) -> str:
     return "".join(text.split()).lower()
 
 
-def missing_scripts(target: str, characters: Collection[str]) -> list[str]:
-    """Scripts of the target of which a reader of these characters knows none; ``Symbol`` if it has no
-    letters, and nothing that is known.
+@dataclass(frozen=True, slots=True)
+class KnownCharacters:
+    """What a reader can read, in lower case, and the scripts of it."""
+
+    characters: frozenset[str]
+    scripts: frozenset[str]
+
+    @classmethod
+    def of(cls, characters: Iterable[str]) -> Self:
+        """Of a reader's alphabet, which may have tens of thousands."""
+        known = frozenset(characters)
+        return cls(frozenset(each.lower() for each in known), frozenset(map(_script, known)))
+
+
+def missing_scripts(target: str, known: KnownCharacters) -> list[str]:
+    """Scripts of the target of which a reader knows no character; ``Symbol`` if it has no letters, and
+    nothing that is known.
 
     A single missing letter (an accent) costs its place in the score; a missing script would cost all of it.
     """
     letters = {_script(each) for each in target if each.isalpha()}
     if not letters:
-        known = {each.lower() for each in characters}
-        return [] if any(each in known for each in target) else ["Symbol"]
-    return sorted(letters - {_script(each) for each in characters})
+        return [] if any(each in known.characters for each in target) else ["Symbol"]
+    return sorted(letters - known.scripts)
 
 
 def _script(character: str) -> str:

@@ -108,7 +108,7 @@ def tiny(folder: Path) -> dict[str, Any]:
 
 def _target(prompt: str, recognizer: str, reader: TextRecognizer) -> str:
     target = target_of(prompt, "ocr-neural")
-    lacking = missing_scripts(target, reader.characters)
+    lacking = missing_scripts(target, reader.known)
     if lacking:
         raise RewardInputError(
             f"ocr-neural reward: the prompt {prompt!r} asks for {' and '.join(lacking)} characters, of which "

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from spotlight.rewards.geneval.pretrained_model import load_pretrained
+from spotlight.rewards.reading.legibility import KnownCharacters
 from spotlight.rewards.reading.text_boxes import cut_out, find_boxes
 from spotlight.rewards.reward import Image, RewardSetupError
 
@@ -125,6 +126,7 @@ class TextRecognizer:
                 f"{key} is {source!r}, whose preprocessor_config.json lists {len(self.characters)} "
                 f"characters; expected {classes}, as its model has. {remedy}"
             )
+        self.known = KnownCharacters.of(self.characters)
         self._device, self._batch_size = device, batch_size
         # PP-OCRv5 was trained with red first and with smoothing, PP-OCRv6 as opencv does it.
         self._as_opencv = "pp_ocrv6" in self._model.config.model_type
