@@ -94,8 +94,9 @@ def test_one_prompt_serves_as_many_pictures_in_a_row(here: Path) -> None:
 
 def test_a_comparing_reward_gets_whole_groups_even_of_equal_prompts(here: Path) -> None:
     names = [save(f"{index:02}.png", grey(index)) for index in range(36)]
-    (here / "p.txt").write_text("a dog\na dog\n")
-    done = spotlight("score", "mine:compared", *names, "--prompts", "p.txt", "--json")
+    lines = [json.dumps({"prompt": "a dog", "line": line}) for line in range(2)]
+    (here / "p.jsonl").write_text("\n".join(lines))
+    done = spotlight("score", "mine:compared", *names, "--prompts", "p.jsonl", "--json")
     assert done.exit_code == 0, done.output
     found = {each["file"]: each for each in json.loads(done.stdout)["pictures"]}
     assert [found[name]["score"] for name in names] == [*range(18)] * 2
