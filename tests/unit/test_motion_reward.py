@@ -97,14 +97,14 @@ def test_blinking_hides_every_step(seed):
 
 @given(SEEDS, st.sampled_from(sorted(DIRECTIONS)))
 def test_a_second_shape_takes_everything(seed, direction):
-    """Whichever way it moves: two shapes on their ways would please any prompt."""
+    """Whichever way it moves: two moving shapes would please any prompt."""
     asked, video = clip_of(seed)
     other = render(sample_clip(towards(asked, direction), np.random.default_rng(seed + 1)))
     for both in (np.concatenate([video, other], axis=1), np.concatenate([other, video], axis=2)):
         assert score(both, asked)["graded"] == 0
 
 
-def test_slanting_ways_count_less_the_steeper_they_are():
+def test_slanted_paths_count_less_the_steeper_they_are():
     asked = record("square", "red", "right")
     found = []
     for across in range(4):

@@ -48,9 +48,9 @@ FACTS = RewardFacts(
 
 _FORMAT = MetadataFormat("motion", SHAPES, PALETTE, count_max=1)
 _TRAVEL_MIN = 1 / 4  # of the frame's side along the direction, over the whole video
-_STEP_MIN = 1 / 3  # strict: of the steady step that makes that way
-_ACROSS_MAX = 1 / 2  # strict: way across the direction, per way along it
-_ACROSS_FULL, _ACROSS_ZERO = 1 / 4, 1.0  # graded: the ramp of the same
+_STEP_MIN = 1 / 3  # strict: of the steady step that covers it
+_ACROSS_MAX = 1 / 2  # strict: displacement across the direction, per displacement along it
+_ACROSS_FULL, _ACROSS_ZERO = 1 / 4, 1.0  # graded: full and no score by the same quotient
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,8 @@ class Movement:
     Attributes:
         steps: between neighbouring frames, along the direction; 1 is the steady step that goes far enough. 0
             where one of the two frames does not hold a single object.
-        across: way across the direction from the first frame to the last, per way along it; infinite where
-            it did not get on.
+        across: displacement across the direction from the first frame to the last, divided by that along it;
+            infinite if it did not advance.
     """
 
     steps: NDArray[np.float64]
@@ -149,8 +149,8 @@ def movement(frames: Sequence[Sequence[DetectedObject]], direction: str, size: t
     side = size[1] if right else size[0]
     steady = _TRAVEL_MIN * side / len(steps)
     seen = places[~np.isnan(places[:, 0])]
-    way = seen[-1] - seen[0] if len(seen) else np.zeros(2)
-    along, across = float(way @ (right, down)), abs(float(way @ (down, right)))
+    moved = seen[-1] - seen[0] if len(seen) else np.zeros(2)
+    along, across = float(moved @ (right, down)), abs(float(moved @ (down, right)))
     return Movement(
         np.nan_to_num(steps @ np.array((right, down)) / steady), across / along if along > 0 else np.inf
     )
