@@ -74,8 +74,8 @@ HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "ray")
 HOLD_MODELS = {
     f"spotlight.rewards.{module}"
     for module in (
-        *(f"geneval.{each}" for each in ("mask2former", "object_colors", "openmmlab", "pretrained_model")),
-        "geneval.tiny_detector",
+        *(f"geneval.{each}" for each in ("mask2former", "object_colors", "openmmlab", "tiny_detector")),
+        "models.pretrained_model",
         "reading.pp_ocr",
         "reading.tiny_pp_ocr",
         *(

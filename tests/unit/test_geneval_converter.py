@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from spotlight.cli.main import app
 from spotlight.rewards.geneval.mask2former import UNREAD
 from spotlight.rewards.geneval.openmmlab import convert_checkpoint, converted_model
-from spotlight.rewards.geneval.pretrained_model import load_pretrained
+from spotlight.rewards.models.pretrained_model import load_pretrained
 from spotlight.rewards.reward import RewardSetupError
 
 SHAPE = Shape()

@@ -19,8 +19,8 @@ from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.geneval.geneval_reward import geneval
 from spotlight.rewards.geneval.mask2former import UNREAD, InstanceDetector
 from spotlight.rewards.geneval.object_colors import ColorClassifier
-from spotlight.rewards.geneval.pretrained_model import weights_digest
 from spotlight.rewards.geneval.vocabulary import OBJECTS, TAGS
+from spotlight.rewards.models.pretrained_model import weights_digest
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import RewardFailure
 from spotlight.rewards.reward import RewardInputError, RewardSetupError

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit import clip_oracle as oracle
 
 from spotlight.rewards.frames import FrameRule
-from spotlight.rewards.geneval.pretrained_model import find_file
+from spotlight.rewards.models.pretrained_model import find_file
 from spotlight.rewards.preference.aesthetic import aesthetic
 from spotlight.rewards.preference.aesthetic import tiny as tiny_aesthetic
 from spotlight.rewards.preference.clip_score import clip_score

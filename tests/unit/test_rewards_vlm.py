@@ -393,7 +393,7 @@ def test_ocr_scores_what_the_model_reads_like_ocr() -> None:
 
     def read(request: BaseHTTPRequestHandler, body: Any) -> Reply:
         assert "OPEN" not in question_in(body)  # it must not be told what to read
-        level = int(picture_in(body)[0, 0, 0]) % 255  # a white sign is the first question
+        level = int(picture_in(body)[0, 0, 0]) % 176  # the sign of the first question hangs on a gray wall
         return completion(texts[level], finish="length" if level == 2 else "stop")
 
     with reward_server(read) as server:

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from spotlight.config.sections.rewards import RewardConfig
     from spotlight.rewards.pool.reward_pool import RewardPool
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
-
 
 def serve(
     reward: Annotated[list[str], typer.Option("--reward", help="As in rewards[].name; repeat for several.")],
@@ -113,6 +111,7 @@ def _require_servable(pool: RewardPool) -> None:
 
 
 def _token(host: str, token_env: str) -> str:
+    from spotlight.rewards.endpoints.json_client import LOOPBACK
     from spotlight.rewards.reward import RewardSetupError
 
     token = os.environ.get(token_env, "").strip() if token_env else ""
@@ -120,7 +119,7 @@ def _token(host: str, token_env: str) -> str:
         raise RewardSetupError(
             f"--token-env is {token_env!r}, not set in the environment; expected a token. Export {token_env}."
         )
-    if not token and host not in _LOOPBACK:
+    if not token and host not in LOOPBACK:
         raise RewardSetupError(
             f"--host is {host!r}, which other machines reach, without a token; expected --token-env with the "
             "name of an environment variable that holds one, or --host 127.0.0.1."

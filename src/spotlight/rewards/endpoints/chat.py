@@ -141,6 +141,13 @@ def merged(
     return whole, [read for _, read in found]
 
 
+def curve_of(
+    answers: Sequence[tuple[ChatAnswer, Read] | SampleError], value: Callable[[Read], float]
+) -> list[float | SampleError]:
+    """A curve of what the answers say; errors stay where they are."""
+    return [each if isinstance(each, SampleError) else value(each[1]) for each in answers]
+
+
 def token_curves(
     endpoint: ChatEndpoint, answers: Sequence[tuple[ChatAnswer, object] | SampleError]
 ) -> dict[str, list[float | SampleError]]:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from spotlight.rewards.endpoints.chat import (
     ChatAnswer,
     ChatEndpoint,
     ask_about,
+    curve_of,
     merged,
     token_curves,
     try_out,
@@ -100,11 +102,9 @@ def edit_score(
     answers = ask_about(place, shown, questions, tokens_max=tokens_max, read=parse_grade_pair)
     found = [merged(answers[at : at + 2]) for at in range(0, len(answers), 2)]
     return {
-        "score": [
-            each if isinstance(each, SampleError) else math.sqrt(each[1][0] * each[1][1]) for each in found
-        ],
-        "faithfulness": [each if isinstance(each, SampleError) else each[1][0] for each in found],
-        "quality": [each if isinstance(each, SampleError) else each[1][1] for each in found],
+        "score": curve_of(found, lambda sides: math.sqrt(math.prod(sides))),
+        "faithfulness": curve_of(found, itemgetter(0)),
+        "quality": curve_of(found, itemgetter(1)),
         **token_curves(place, found),
     }
 

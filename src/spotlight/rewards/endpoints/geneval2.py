@@ -16,6 +16,7 @@ from spotlight.rewards.endpoints.chat import (
     ChatAnswer,
     ChatEndpoint,
     ask_about,
+    curve_of,
     merged,
     token_curves,
     try_out,
@@ -93,13 +94,13 @@ def geneval2(
     )
     pairs = iter(zip((answer for own in atoms for _, answer in own), answers, strict=True))
     found = [merged([_judged(*next(pairs)) for _ in own]) for own in atoms]
-    arithmetic = [each if isinstance(each, SampleError) else float(np.mean(each[1])) for each in found]
-    geometric = [each if isinstance(each, SampleError) else geometric_mean(each[1]) for each in found]
+    arithmetic = curve_of(found, lambda atoms: float(np.mean(atoms)))
+    geometric = curve_of(found, geometric_mean)
     return {
         "score": list(geometric if mean == "geometric" else arithmetic),
         "arithmetic": arithmetic,
         "geometric": geometric,
-        "weakest": [each if isinstance(each, SampleError) else min(each[1]) for each in found],
+        "weakest": curve_of(found, min),
         **token_curves(place, found),
     }
 

@@ -37,7 +37,7 @@ _MESSAGE_START, _MESSAGE_END = 600, 400
 """Characters kept of a long message: what was found comes first, what was expected and the remedy last."""
 _SEARCHED = 1 << 17
 """Characters at each end of a message that are searched for the key; the rest is dropped unseen."""
-_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 
 Seconds = Annotated[float, Field(gt=0, le=1e6)]
 Read = TypeVar("Read")
@@ -188,7 +188,7 @@ async def _ask_all(
         timeout=server.timeout_s,
         limits=httpx2.Limits(max_connections=concurrency),
         verify=_tls(),
-        trust_env=host not in _LOOPBACK,  # a proxy does not lead to this machine
+        trust_env=host not in LOOPBACK,  # a proxy does not lead to this machine
     ) as client:
         tasks = [asyncio.create_task(_answer(client, gate, server, call, read)) for call in calls]
         try:

@@ -8,12 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from PIL import Image as PILImage
-from PIL import ImageDraw, ImageFont
-
 from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about, token_curves, try_out
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
+from spotlight.rewards.example_pictures import example_picture
 from spotlight.rewards.reading.legibility import legibility, target_of
 from spotlight.rewards.reward import Image, SampleError, adds_over_frames
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
@@ -31,7 +28,6 @@ INSTRUCTION = (
     "Transcribe all text in this picture exactly as it is drawn, misspellings included. Answer with the text "
     f"and nothing else; if there is no text, answer {NO_TEXT}"
 )
-_WORD = "OPEN"
 
 
 @adds_over_frames(*COSTS)
@@ -99,7 +95,7 @@ def check(
     """
     for prompt in prompts:
         target_of(prompt)
-    try_out(_settings(endpoint), _sign(), instruction, tokens_max=tokens_max, read=_something)
+    try_out(_settings(endpoint), example_picture("sign"), instruction, tokens_max=tokens_max, read=_something)
 
 
 def scored_by(*, endpoint: Mapping[str, Any], deadline_s: float | None = None) -> str:
@@ -121,13 +117,6 @@ def reading(answer: str) -> str:
 def _something(answer: ChatAnswer) -> None:
     if not reading(answer.text):
         raise SampleError(
-            f"it read nothing ({answer.text!r}) in a picture of the word {_WORD}; expected it. Correct "
+            f"it read nothing ({answer.text!r}) in a picture of the word OPEN; expected it. Correct "
             "params.instruction, or use another model."
         )
-
-
-def _sign() -> Image:
-    picture = PILImage.new("RGB", (256, 128), "white")
-    font = ImageFont.load_default(size=64)
-    ImageDraw.Draw(picture).text((128, 64), _WORD, fill="black", font=font, anchor="mm")
-    return np.asarray(picture)

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
-from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about, token_curves, try_out
+from spotlight.rewards.endpoints.chat import (
+    ChatAnswer,
+    ChatEndpoint,
+    ask_about,
+    curve_of,
+    token_curves,
+    try_out,
+)
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
 from spotlight.rewards.example_pictures import example_picture
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames
@@ -71,12 +79,11 @@ def unified_reward(
     place = _settings(endpoint, train_on)
     questions = [question.replace("{prompt}", prompt) for prompt in prompts]
     answers = ask_about(place, images, questions, tokens_max=_TOKENS_MAX, read=parse_grades)
-
-    def curve(axis: str) -> list[float | SampleError]:
-        return [each if isinstance(each, SampleError) else each[1][axis] for each in answers]
-
-    score = [each if isinstance(each, SampleError) else each / _GRADE_MAX for each in curve(train_on)]
-    return {"score": score, **{axis: curve(axis) for axis in AXES}, **token_curves(place, answers)}
+    return {
+        "score": curve_of(answers, lambda grades: grades[train_on] / _GRADE_MAX),
+        **{axis: curve_of(answers, itemgetter(axis)) for axis in AXES},
+        **token_curves(place, answers),
+    }
 
 
 def check(

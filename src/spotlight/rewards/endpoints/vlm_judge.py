@@ -10,11 +10,19 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any, Literal, get_args
 
 import numpy as np
 
-from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about, token_curves, try_out
+from spotlight.rewards.endpoints.chat import (
+    ChatAnswer,
+    ChatEndpoint,
+    ask_about,
+    curve_of,
+    token_curves,
+    try_out,
+)
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
@@ -88,8 +96,8 @@ def vlm_judge(
     )
     second = "no" if answer == "yes-no" else "grade"
     return {
-        "score": [each if isinstance(each, SampleError) else each[1][0] for each in answers],
-        second: [0.0 if isinstance(each, SampleError) else each[1][1] for each in answers],
+        "score": curve_of(answers, itemgetter(0)),
+        second: curve_of(answers, itemgetter(1)),
         **token_curves(place, answers),
     }
 

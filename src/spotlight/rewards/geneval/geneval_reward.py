@@ -149,7 +149,7 @@ def _models(
 ) -> tuple[InstanceDetector, ColorClassifier]:
     from spotlight.rewards.geneval.mask2former import InstanceDetector
     from spotlight.rewards.geneval.object_colors import ColorClassifier
-    from spotlight.rewards.geneval.pretrained_model import find_device
+    from spotlight.rewards.models.pretrained_model import find_device
 
     if not isinstance(batch_size, int) or batch_size < 1:
         raise RewardSetupError(f"geneval reward: batch_size is {batch_size!r}; expected 1 or more")

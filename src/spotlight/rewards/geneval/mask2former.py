@@ -17,9 +17,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from spotlight.rewards.geneval.pretrained_model import load_pretrained
 from spotlight.rewards.geneval.verdicts import SCORE_MIN, Detection
 from spotlight.rewards.geneval.vocabulary import OBJECTS
+from spotlight.rewards.models.pretrained_model import load_pretrained
 from spotlight.rewards.reward import Image, RewardSetupError
 
 UNREAD = r"(^criterion\.|\.swin\.layernorm\.)"

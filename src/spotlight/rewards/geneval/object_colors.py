@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from PIL import Image as PILImage
 
-from spotlight.rewards.geneval.pretrained_model import load_pretrained, load_tokenizer
 from spotlight.rewards.geneval.verdicts import Detection
 from spotlight.rewards.geneval.vocabulary import COLORS
+from spotlight.rewards.models.pretrained_model import load_pretrained, load_tokenizer
 from spotlight.rewards.reward import Image
 
 UNREAD = r"position_ids$"

@@ -21,6 +21,7 @@ import torch
 
 from spotlight.rewards.geneval.mask2former import UNREAD
 from spotlight.rewards.geneval.vocabulary import OBJECTS
+from spotlight.rewards.models.pretrained_model import first_line
 from spotlight.rewards.reward import RewardSetupError
 
 _EXPECTED = (
@@ -133,9 +134,9 @@ def read_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     except RewardSetupError:
         raise
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
         raise RewardSetupError(
-            f"{path} cannot be read as a checkpoint ({type(error).__name__}: {reason}); {_EXPECTED}"
+            f"{path} cannot be read as a checkpoint ({type(error).__name__}: {first_line(error)}); "
+            f"{_EXPECTED}"
         ) from error
     return tensors, f"openmmlab/{path.name}:{digest[:8]}"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from spotlight.rewards.geneval.pretrained_model import find_file, read_tensors, tensors_digest
+from spotlight.rewards.models.pretrained_model import find_file, read_tensors, tensors_digest
 from spotlight.rewards.preference.clip_towers import load_towers
 from spotlight.rewards.reward import Image, RewardSetupError
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image as PILImage
 
-from spotlight.rewards.geneval.pretrained_model import (
+from spotlight.rewards.models.pretrained_model import (
     find_device,
     load_image_processor,
     load_pretrained,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from spotlight.rewards.geneval.pretrained_model import (
+from spotlight.rewards.models.pretrained_model import (
     find_device,
     find_file,
     load_tokenizer,

@@ -129,7 +129,7 @@ def _models(
             f"ocr-neural reward: the Python package 'cv2' cannot be imported ({error}). "
             "Install it: pip install 'spotlight-rl[ocr-neural]'"
         ) from error
-    from spotlight.rewards.geneval.pretrained_model import find_device
+    from spotlight.rewards.models.pretrained_model import find_device
     from spotlight.rewards.reading.pp_ocr import TextDetector, TextRecognizer
 
     if not isinstance(batch_size, int) or batch_size < 1:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from spotlight.rewards.geneval.pretrained_model import load_pretrained
+from spotlight.rewards.models.pretrained_model import first_line, load_pretrained
 from spotlight.rewards.reading.legibility import KnownCharacters
 from spotlight.rewards.reading.text_boxes import cut_out, find_boxes
 from spotlight.rewards.reward import Image, RewardSetupError
@@ -205,7 +205,7 @@ def read_settings(source: str, defaults: Mapping[str, Any], key: str, remedy: st
         path = cached_file(str(local) if local.is_dir() else source, "preprocessor_config.json")
         told = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = first_line(error)
         raise RewardSetupError(
             f"{key} is {source!r}, which has no preprocessor_config.json that can be read: {reason}. {remedy}"
         ) from error

@@ -44,7 +44,7 @@ def load_pretrained(
     try:
         model, told = model_class.from_pretrained(place, output_loading_info=True, dtype=torch.float32)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = first_line(error)
         raise RewardSetupError(
             f"{key} is {source!r}, from which transformers reads no {model_class.__name__}: {reason}. "
             f"{remedy}"
@@ -60,6 +60,11 @@ def load_pretrained(
     return model.eval().requires_grad_(False).to(device), f"{origin}@{digest}"
 
 
+def first_line(error: Exception) -> str:
+    """Of its message, without the full stop; its type if it has none. Libraries write pages."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
 def load_tokenizer(source: str, *, key: str, remedy: str) -> Any:
     """A model's tokenizer. Raises RewardSetupError."""
     from transformers import AutoTokenizer
@@ -68,7 +73,7 @@ def load_tokenizer(source: str, *, key: str, remedy: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(local) if local.is_dir() else source)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = first_line(error)
         raise RewardSetupError(f"{key} is {source!r}, which has no tokenizer: {reason}. {remedy}") from error
 
 
@@ -80,7 +85,7 @@ def load_image_processor(source: str, *, key: str, remedy: str) -> Any:
     try:
         return AutoImageProcessor.from_pretrained(str(local) if local.is_dir() else source, backend="pil")
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = first_line(error)
         raise RewardSetupError(
             f"{key} is {source!r}, which has no image processor: {reason}. {remedy}"
         ) from error
@@ -109,7 +114,7 @@ def find_file(source: str, names: Sequence[str], *, key: str, remedy: str) -> Pa
         except EntryNotFoundError:
             continue
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+            reason = first_line(error)
             raise RewardSetupError(
                 f"{key} is {source!r}, which cannot be read: {reason}. {remedy}"
             ) from error
@@ -133,7 +138,7 @@ def read_tensors(path: Path, *, key: str, remedy: str) -> dict[str, torch.Tensor
         state = content.get("state_dict", content)
         return {str(name): tensor.detach() for name, tensor in state.items()}
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+        reason = first_line(error)
         raise RewardSetupError(
             f"{key} is {path}, which holds no readable weights: {reason}. {remedy}"
         ) from error
@@ -163,7 +168,7 @@ def find_device(name: str, key: str) -> torch.device:
         device = torch.device(name) if device is None else device
         torch.empty(1, device=device)
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         raise RewardSetupError(
             f"{key} is {name!r}, which cannot be used ({reason}); expected auto, cpu, cuda or cuda:INDEX."
         ) from error

@@ -1,0 +1,1 @@
+"""What rewards share that score with a model of their own."""
