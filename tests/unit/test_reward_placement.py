@@ -16,6 +16,8 @@ from spotlight.cluster.nodes.listing import read_view
 from spotlight.cluster.scorers.scorer_places import (
     ScorerNode,
     choose_node,
+    has_spot,
+    preferred_cores,
     require_places,
     scorer_nodes,
 )
@@ -23,10 +25,11 @@ from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.pool.channel import Sample, Values
+from spotlight.registry import REWARDS
+from spotlight.rewards.pool.channel import Sample, Score, Values, encode
 from spotlight.rewards.pool.gpu_placement import LocalGpus, place_on_gpus, visible_names
 from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.reward_process import ProcessLost
+from spotlight.rewards.pool.reward_process import ProcessLost, RewardProcess
 from spotlight.rewards.pool.scoring import PREEMPTIONS_MAX, SharedSample, score_batch
 from spotlight.rewards.results import ScoredSample
 from spotlight.rewards.reward import RewardScore, RewardSetupError
@@ -138,6 +141,12 @@ class TestGpusOfThisMachine:
         with pytest.raises(ConfigError, match=words):
             place_on_gpus([reward(device)], 1, gpus)
 
+    def test_rewards_of_a_rank_find_the_gpu_of_that_rank_only(self) -> None:
+        visible = visible_names({}, 3)
+        assert [LocalGpus(visible, rank, 3, True).of_rank for rank in range(3)] == ["0", "1", "2"]
+        assert LocalGpus(visible, 0, 1, trained_on=True).of_rank is None
+        assert LocalGpus(visible, 1, 3, trained_on=False).of_rank is None
+
     def test_without_a_trainers_gpu_all_are_free(self) -> None:
         assert LocalGpus(("0", "1"), 0, 1, trained_on=False).free == ("0", "1")
 
@@ -186,6 +195,29 @@ class TestNodesOfACluster:
         assert self.placed("cuda", every, 3) == ["a", "a"]
         assert self.placed("cuda", [self.HEAD, self.RESERVED], 1) == []
 
+    def test_full_nodes_leave_the_rest_to_others_and_then_share(self) -> None:
+        nodes = [self.HEAD, self.RESERVED, *self.SPOT, self.ASIDE]
+        by_node = Counter(self.placed("cpu", nodes, 20))
+        assert by_node == {"a": 4, "r": 8, "h": 8}
+        assert Counter(self.placed("spot", nodes, 25)) == {"s": 4, "t": 1, **by_node}
+        assert sum(Counter(self.placed("cpu", nodes, 60)).values()) == 60
+        emulated = [ScorerNode("s", "spot", NodeKind.SPOT, 0, 0, False), self.HEAD]
+        assert self.placed("spot", emulated, 30) == ["s"] * 30
+
+    def test_a_spot_node_counts_while_it_has_a_cpu_and_has_refused_nothing(self) -> None:
+        nodes = [self.HEAD, *self.SPOT]
+        assert has_spot(nodes, {"s": 4}, ())
+        assert not has_spot(nodes, {"s": 4}, {"t"})
+        assert not has_spot(nodes, {"s": 4, "t": 1}, ())
+        assert not has_spot([self.HEAD], {}, ())
+
+    def test_processes_by_core_are_those_of_the_nodes_they_go_to(self) -> None:
+        nodes = [self.HEAD, self.RESERVED, *self.SPOT]
+        assert preferred_cores(nodes, "spot") == 5
+        assert preferred_cores(nodes, "cpu") == 8
+        assert preferred_cores([*nodes, self.ASIDE], "auto") == 4
+        assert preferred_cores([], "cpu") == 0
+
     def test_a_node_that_has_just_lost_a_process_comes_last(self) -> None:
         every = [*self.SPOT, self.HEAD]
         assert choose_node(every, "spot", {}, avoided={"s"}) == self.SPOT[1]
@@ -231,6 +263,34 @@ def test_a_preemption_is_no_failure_of_the_reward(losses: int, scored: bool) -> 
     found = score_batch(scorer, reward("spot", retries=0, isolation_s=0), samples)  # type: ignore[arg-type]
     assert all(isinstance(each, RewardScore) for each in found) is scored
     assert scorer.asked == min(losses, PREEMPTIONS_MAX) + 1
+
+
+def test_machines_lost_are_counted_over_a_batch_with_its_retries() -> None:
+    scorer = Doomed(10**6)
+    samples = [SharedSample(Sample(image, "a", {})) for image in pictures(2)]
+    score_batch(scorer, reward("spot", retries=3, isolation_s=0), samples)  # type: ignore[arg-type]
+    assert scorer.asked == PREEMPTIONS_MAX + 1 + 3
+
+
+def test_rewards_that_take_long_for_a_picture_limit_their_calls() -> None:
+    """The deadline is per call, and on Ray a call could hold all that waits."""
+    for name in set(REWARDS) - {"shapes", "motion", "jpeg_size", "vlm-rank"}:
+        function = REWARDS.load(name)
+        assert 1 <= function.traits.batch_size <= 64, name  # type: ignore[attr-defined]
+
+
+def test_output_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "talks.py").write_text(
+        "def talks(images, prompts, metadata):\n    print('hello')\n    return [1]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    process = RewardProcess(RewardConfig(name="talks:talks"), 60.0)
+    try:
+        process.ask(Score(10.0, 1), [encode(Sample(pictures(1)[0], "a", {}))])
+        assert process.take_output(1 << 10) == b"hello\n"
+        assert process.take_output(1 << 10) == b""
+    finally:
+        process.close()
 
 
 def test_a_resumed_run_may_place_its_rewards_elsewhere_but_not_weigh_them_otherwise(tmp_path: Path) -> None:

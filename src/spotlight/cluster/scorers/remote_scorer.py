@@ -3,35 +3,46 @@
     lane's thread ── ask ──► actor ──► reward process      (the actor keeps the deadlines, on its node)
 
 An actor that dies takes nothing with it: its thread still holds the samples, places another actor and asks
-again. That does not count as a failure of the reward (``ProcessLost.preempted``). Pictures travel as the
-bytes that all rewards share.
+again. That does not count as a failure of the reward (``ProcessLost.preempted``), and no more does a node
+on which a reward that has scored elsewhere cannot be loaded: it is left out. Pictures travel as the bytes
+that all rewards share.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes.listing import read_view
 from spotlight.cluster.remote_calls import Notify, cause_of
-from spotlight.cluster.scorers.scorer_places import ScorerNode, choose_node, scorer_nodes
-from spotlight.config.sections.rewards import RewardConfig
+from spotlight.cluster.scorers.scorer_places import (
+    ScorerNode,
+    choose_node,
+    has_spot,
+    preferred_cores,
+    scorer_nodes,
+)
+from spotlight.config.sections.rewards import RewardConfig, RewardDevice
 from spotlight.rewards.pool.channel import Done, Failed, Request, Values
 from spotlight.rewards.pool.gpu_placement import cpu_environment
-from spotlight.rewards.pool.reward_process import PoolClosedError, ProcessLost, RewardProcess
+from spotlight.rewards.pool.reward_process import (
+    PoolClosedError,
+    ProcessLost,
+    RewardProcess,
+    setup_error,
+)
 from spotlight.rewards.reward import RewardSetupError, RewardTraits
 from spotlight.scheduler.types import NodeKind
 
@@ -77,9 +88,6 @@ class ScorerActor:
         self._process = RewardProcess(
             reward, order.start_deadline_s, order.replica, order.replicas, environment
         )
-        self._output = Path(tempfile.mkstemp(prefix="spotlight-reward-")[1])
-        self._told = 0
-        self._process.log_to(self._output)
 
     def start(self) -> tuple[str, RewardTraits]:
         """Start and load the reward; what scores, and what it declares. Raises RewardSetupError."""
@@ -94,11 +102,7 @@ class ScorerActor:
             reply: Done | Values | Failed | LostThere = self._process.ask(request, samples)
         except ProcessLost as lost:
             reply = LostThere(str(lost), lost.timed_out)
-        with self._output.open("rb") as file:
-            file.seek(self._told)
-            printed = file.read(_OUTPUT_MAX_BYTES)
-        self._told += len(printed)
-        return reply, printed
+        return reply, self._process.take_output(_OUTPUT_MAX_BYTES)
 
 
 class ScorerNodes:
@@ -109,34 +113,62 @@ class ScorerNodes:
         self._lock = threading.Lock()
         self._held: Counter[str] = Counter()
 
-    def take(self, reward: RewardConfig, limit_s: float, avoided: str | None) -> ScorerNode:
-        """Reserve a place, waiting for a node for ``limit_s``. Raises RewardSetupError if none comes."""
+    def take(
+        self,
+        reward: RewardConfig,
+        limit_s: float,
+        closed: threading.Event,
+        avoided: Collection[str] = (),
+        refused: Collection[str] = (),
+    ) -> ScorerNode:
+        """Reserve a place, waiting for a node for ``limit_s``.
+
+        Args:
+            closed: ends the wait.
+            avoided: see :func:`choose_node`.
+            refused: taken only if no other node is left.
+
+        Raises:
+            RewardSetupError: no node came.
+            PoolClosedError: ``closed`` is set.
+        """
         end_s = time.monotonic() + limit_s
-        while True:
+        while not closed.is_set():
+            nodes = self._living()  # asks Ray: not under the lock, which closing needs
+            willing = [node for node in nodes if node.ray_id not in refused]
             with self._lock:
-                rows = ray.nodes()
-                nodes = scorer_nodes(rows, read_view(rows), self._here)
-                chosen = choose_node(nodes, reward.device, self._held, () if avoided is None else (avoided,))
+                chosen = choose_node(willing, reward.device, self._held, avoided)
+                chosen = chosen or choose_node(nodes, reward.device, self._held, avoided)
                 if chosen is not None:
                     self._held[chosen.ray_id] += 1
                     return chosen
             if time.monotonic() > end_s:
+                remedy = ", or set device: cpu" if reward.device == "cuda" else ""
                 raise RewardSetupError(
                     f"reward {reward.curve!r}: no node for rewards[].device={reward.device!r} came within "
-                    f"{limit_s:g} s (reward_policy.start_deadline_s); expected one. Start a node, or set "
-                    "device: cpu."
+                    f"{limit_s:g} s (reward_policy.start_deadline_s); expected one. Start a node{remedy}."
                 )
-            time.sleep(_LOOK_AGAIN_S)
+            closed.wait(_LOOK_AGAIN_S)
+        raise PoolClosedError("the reward pool is closed")
 
-    def has_spot(self) -> bool:
-        """Whether a spot node lives."""
-        rows = ray.nodes()
-        return any(node.kind is NodeKind.SPOT for node in scorer_nodes(rows, read_view(rows), self._here))
+    def has_spot(self, refused: Collection[str]) -> bool:
+        """See :func:`~spotlight.cluster.scorers.scorer_places.has_spot`."""
+        nodes = self._living()
+        with self._lock:
+            return has_spot(nodes, self._held, refused)
+
+    def cores(self, device: RewardDevice) -> int:
+        """Cores that a reward's processes on these nodes share."""
+        return preferred_cores(self._living(), device) or os.cpu_count() or 1
 
     def leave(self, node: ScorerNode) -> None:
         """Give a place back."""
         with self._lock:
             self._held[node.ray_id] -= 1
+
+    def _living(self) -> list[ScorerNode]:
+        rows = ray.nodes()
+        return scorer_nodes(rows, read_view(rows), self._here)
 
 
 class RemoteScorer:
@@ -150,12 +182,13 @@ class RemoteScorer:
             reward.model_dump_json(), start_deadline_s, replica, replicas, reward.device == "cuda",
             str(Path.cwd()), tuple(str(path) for path in sys.path),
         )  # fmt: skip
-        self._lock = threading.Lock()  # guards _actor and _closed
+        self._lock = threading.Lock()  # guards _actor
         self._actor: Any = None
         self._node: ScorerNode | None = None
-        self._last: str | None = None
+        self._last: tuple[str, ...] = ()
+        self._refused: set[str] = set()
         self._looks_s = 0.0
-        self._closed = False
+        self._closed = threading.Event()
         self._kept: Path | None = None
         self._printed = b""
         self.scored_by: str | None = None
@@ -166,32 +199,53 @@ class RemoteScorer:
         """None: it runs elsewhere."""
         return None
 
+    @property
+    def cores(self) -> int:
+        """Those of the nodes that its kind of process goes to."""
+        return self._nodes.cores(self._reward.device)
+
     def log_to(self, path: Path) -> None:
         """Append its output, which arrives with each reply, to ``path``."""
         self._kept = path
         self._keep(b"")
 
     def start(self) -> None:
-        """See :class:`Scorer`. A node that vanishes meanwhile is replaced by another."""
+        """See :class:`Scorer`. A node that vanishes meanwhile, or refuses, is replaced by another."""
         if self._may_move():
             self._drop()
         for _ in range(_STARTS_MAX):
             if self._actor is not None:
                 return
+            limit_s = self._start_deadline_s
+            node = self._nodes.take(self._reward, limit_s, self._closed, self._last, self._refused)
             try:
-                self._start()
+                self._start_on(node)
             except ProcessLost as lost:
-                self._nodes.note(f"{lost}; it is started again")
+                if not lost.preempted:
+                    what = f"reward {self._reward.curve!r} did not start on node {node.name!r}"
+                    self._refuse(node, setup_error(what, lost))
+                else:
+                    self._nodes.note(f"{lost}; it is started again")
+            except RewardSetupError as error:
+                self._refuse(node, error)
         if self._actor is None:
             raise RewardSetupError(
-                f"reward {self._reward.curve!r} did not start: {_STARTS_MAX} nodes were lost meanwhile. "
-                "Set rewards[].device to cpu, the reserved nodes'."
+                f"reward {self._reward.curve!r} did not start: {_STARTS_MAX} nodes were lost or refused it "
+                "meanwhile. Set rewards[].device to cpu, the reserved nodes'."
             )
 
     def ask(self, request: Request, samples: Sequence[bytes] = ()) -> Done | Values | Failed:
         """See :class:`Scorer`; ProcessLost is ``preempted`` if the actor was lost, too."""
         self.start()
-        reply, printed = self._call("ask", request.deadline_s + _GRACE_S, request, list(samples))
+        node = self._node
+        # The actor may have to restart the process first.
+        limit_s = self._start_deadline_s + request.deadline_s + _GRACE_S
+        try:
+            reply, printed = self._call("ask", limit_s, request, list(samples))
+        except RewardSetupError as error:
+            assert node is not None, "a process that was asked has a node"
+            self._refuse(node, error)
+            raise ProcessLost(str(error), timed_out=False, preempted=True) from None
         self._keep(printed)
         if isinstance(reply, LostThere):
             raise ProcessLost(reply.message, timed_out=reply.timed_out)
@@ -200,8 +254,8 @@ class RemoteScorer:
 
     def interrupt(self) -> None:
         """See :class:`Scorer`."""
+        self._closed.set()
         with self._lock:
-            self._closed = True
             self._kill()
 
     def close(self) -> None:
@@ -215,19 +269,25 @@ class RemoteScorer:
         if not stands_in or now < self._looks_s:
             return False
         self._looks_s = now + _LOOK_FOR_SPOT_S
-        return self._nodes.has_spot()
+        return self._nodes.has_spot(self._refused)
 
-    def _start(self) -> None:
-        node = self._nodes.take(self._reward, self._start_deadline_s, self._last)
+    def _refuse(self, node: ScorerNode, error: RewardSetupError) -> None:
+        """Leave a node out. Raises the error where the reward never loaded, or no other node was left."""
+        if self.scored_by is None or node.ray_id in self._refused:
+            raise error
+        self._refused.add(node.ray_id)
+        self._nodes.note(f"node {node.name!r} is left out for reward {self._reward.curve!r}: {error}")
+
+    def _start_on(self, node: ScorerNode) -> None:
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 self._nodes.leave(node)
                 raise PoolClosedError("the reward pool is closed")
-            self._node, self._last = node, node.ray_id
+            self._node, self._last = node, (node.ray_id,)
             self._actor = (
                 ray.remote(ScorerActor)
                 .options(
-                    num_cpus=1 if node.cpus >= 1 and not self._order.on_gpu else 0,
+                    num_cpus=0,  # counted by ScorerNodes; what Ray counts would wait where others share
                     num_gpus=1 if self._order.on_gpu else 0,
                     max_restarts=0,
                     max_task_retries=0,
@@ -244,6 +304,7 @@ class RemoteScorer:
                 "began with."
             )
         self.scored_by, self.traits = scored_by, traits
+        self._refused.discard(node.ray_id)
         self._nodes.note(f"reward {self._reward.curve!r}: process {self._order.replica} runs on {node.name}")
 
     def _call(self, method: str, limit_s: float, *arguments: object) -> Any:
@@ -260,13 +321,17 @@ class RemoteScorer:
             raise
         except RayError as error:
             self._drop()
-            if self._closed:
+            if self._closed.is_set():
                 raise PoolClosedError("the reward pool was closed before this was scored") from None
+            if isinstance(error, RayActorError) and error.actor_init_failed:
+                raise RewardSetupError(
+                    f"reward {self._reward.curve!r} did not start on node {node.name!r}: {cause_of(error)}"
+                ) from None
             why = f"no answer in {limit_s:g} s" if isinstance(error, GetTimeoutError) else cause_of(error)
             raise ProcessLost(
                 f"the process of reward {self._reward.curve!r} on node {node.name!r} is gone ({why})",
                 timed_out=False,
-                preempted=True,
+                preempted=not isinstance(error, OutOfMemoryError),
             ) from None
 
     def _drop(self) -> None:

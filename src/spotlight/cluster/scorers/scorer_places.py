@@ -52,9 +52,10 @@ def choose_node(
 ) -> ScorerNode | None:
     """The node for one more process; None: there is none now.
 
-    Preferred are, for ``spot``, spot nodes; else nodes set aside for rewards, then reserved ones, and of
-    these last the one that runs the command. ``cuda`` goes to nodes set aside only. Among equals, the one
-    with the fewest processes per CPU.
+    Preferred are nodes with a CPU for it; of these, for ``spot``, spot nodes, then nodes set aside for
+    rewards, then reserved ones, and of these last the one that runs the command. Among equals, the one with
+    the fewest processes per CPU. Where no CPU is left, processes share. ``cuda`` goes to nodes set aside
+    only, with a GPU for each.
 
     Args:
         held: processes by Ray id of their node.
@@ -64,12 +65,28 @@ def choose_node(
     if device == "cuda":
         able = [node for node in able if held.get(node.ray_id, 0) < int(node.gpus)]
 
-    def order(node: ScorerNode) -> tuple[bool, int, float, str]:
-        rank = _rank(node, device)
+    def order(node: ScorerNode) -> tuple[bool, bool, int, float, str]:
+        rank, here = _rank(node, device), held.get(node.ray_id, 0)
         assert rank is not None
-        return node.ray_id in avoided, rank, (held.get(node.ray_id, 0) + 1) / max(1.0, node.cpus), node.name
+        full = device != "cuda" and not _has_cpu(node, here)
+        return node.ray_id in avoided, full, rank, (here + 1) / max(1.0, node.cpus), node.name
 
     return min(able, key=order, default=None)
+
+
+def has_spot(nodes: Sequence[ScorerNode], held: Mapping[str, int], refused: Collection[str]) -> bool:
+    """Whether a spot node has a CPU for one more process, and has not refused it."""
+    return any(
+        node.kind is NodeKind.SPOT and node.ray_id not in refused and _has_cpu(node, held.get(node.ray_id, 0))
+        for node in nodes
+    )
+
+
+def preferred_cores(nodes: Sequence[ScorerNode], device: RewardDevice) -> int:
+    """CPUs of the nodes that processes go to while there is room; 0 for emulated ones."""
+    ranks = {node.ray_id: rank for node in nodes if (rank := _rank(node, device)) is not None}
+    best = min(ranks.values(), default=None)
+    return sum(int(node.cpus) for node in nodes if ranks.get(node.ray_id, -1) == best)
 
 
 def require_places(rewards: Sequence[RewardConfig], replicas: int, nodes: Sequence[ScorerNode]) -> None:
@@ -88,6 +105,10 @@ def require_places(rewards: Sequence[RewardConfig], replicas: int, nodes: Sequen
             "rewards[].replicas, or set device: cpu.",
         )  # fmt: skip
         raise ConfigError("the cluster", [problem])
+
+
+def _has_cpu(node: ScorerNode, held: int) -> bool:
+    return held < int(node.cpus) or int(node.cpus) == 0  # emulated nodes have no number
 
 
 def _rank(node: ScorerNode, device: RewardDevice) -> int | None:

@@ -34,10 +34,11 @@ class RewardConfig(Section):
     isolation_s: Annotated[float, Field(ge=0)] | None = None
     """Time for retrying a failed batch image by image, to lose only the bad one; default: 4 deadlines."""
     device: RewardDevice = "auto"
-    """Where its processes run. ``auto``: beside this command, with what they find there (``cpu`` with
-    ``fleet.address``); ``cpu``: without GPUs, on a cluster on reserved nodes; ``spot``: idle CPUs of spot
-    nodes, of reserved ones while there are none; ``cuda``: a GPU of its own for each, on a cluster of nodes
-    started with the resource ``spotlight_reward``; ``learner``: all share the GPU of the trainer beside them.
+    """Where its processes run. ``auto``: beside this command, with the GPUs there, under torchrun its rank's
+    alone (``cpu`` with ``fleet.address``); ``cpu``: without GPUs, on a cluster on reserved nodes; ``spot``:
+    idle CPUs of spot nodes, of reserved ones while there are none; ``cuda``: a GPU of its own for each, on a
+    cluster of nodes started with the resource ``spotlight_reward``; ``learner``: all share the GPU of the
+    trainer beside them.
     """
     replicas: PositiveInt | None = None
     """Processes of this reward; default: ``reward_policy.workers``."""

@@ -29,7 +29,14 @@ from spotlight.rewards.endpoints.chat import (
 )
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
 from spotlight.rewards.example_pictures import example_picture
-from spotlight.rewards.reward import Image, RewardInputError, SampleError, adds_over_frames, reads_files
+from spotlight.rewards.reward import (
+    Image,
+    RewardInputError,
+    SampleError,
+    adds_over_frames,
+    best_with,
+    reads_files,
+)
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
@@ -61,6 +68,7 @@ QUALITY = (
 )
 
 
+@best_with(batch_size=16)
 @reads_files
 @adds_over_frames(*COSTS)
 def edit_score(

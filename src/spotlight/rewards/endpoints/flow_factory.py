@@ -22,7 +22,7 @@ from spotlight.rewards.endpoints.json_client import (
     png_base64,
 )
 from spotlight.rewards.example_pictures import example_picture
-from spotlight.rewards.reward import Image, RewardSetupError, SampleError
+from spotlight.rewards.reward import Image, RewardSetupError, SampleError, best_with
 from spotlight.rewards.reward_facts import Reads, RewardFacts
 
 FACTS = RewardFacts(
@@ -34,6 +34,7 @@ FACTS = RewardFacts(
 )
 
 
+@best_with(batch_size=16)
 def flow_factory(
     images: Sequence[Image],
     prompts: Sequence[str],

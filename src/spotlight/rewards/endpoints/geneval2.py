@@ -22,7 +22,14 @@ from spotlight.rewards.endpoints.chat import (
     try_out,
 )
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
-from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError, SampleError, adds_over_frames
+from spotlight.rewards.reward import (
+    Image,
+    RewardInputError,
+    RewardSetupError,
+    SampleError,
+    adds_over_frames,
+    best_with,
+)
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 Mean = Literal["geometric", "arithmetic"]
@@ -54,6 +61,7 @@ _UNCLEAR_MAX = 0.1
 """Probability of tokens that may or may not begin the answer, from which they are no detail."""
 
 
+@best_with(batch_size=16)
 @adds_over_frames(*COSTS)
 def geneval2(
     images: Sequence[Image],

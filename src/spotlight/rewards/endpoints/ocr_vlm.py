@@ -12,7 +12,7 @@ from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
 from spotlight.rewards.example_pictures import example_picture
 from spotlight.rewards.reading.legibility import legibility, target_of
-from spotlight.rewards.reward import Image, SampleError, adds_over_frames
+from spotlight.rewards.reward import Image, SampleError, adds_over_frames, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
@@ -30,6 +30,7 @@ INSTRUCTION = (
 )
 
 
+@best_with(batch_size=16)
 @adds_over_frames(*COSTS)
 def ocr_vlm(
     images: Sequence[Image],

@@ -26,7 +26,7 @@ from spotlight.rewards.endpoints.json_client import (
     png_base64,
     safe_message,
 )
-from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames
+from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames, best_with
 from spotlight.rewards.reward_facts import Reads, RewardFacts
 
 FACTS = RewardFacts(
@@ -40,6 +40,7 @@ Scores = dict[str, float]
 """One sample's scores, by the service's names."""
 
 
+@best_with(batch_size=64)
 @adds_over_frames(*COSTS)
 def http(
     images: Sequence[Image],

@@ -20,7 +20,7 @@ from spotlight.rewards.endpoints.chat import (
 )
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
 from spotlight.rewards.example_pictures import example_picture
-from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames
+from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 Axis = Literal["mean", "alignment", "coherence", "style"]
@@ -49,6 +49,7 @@ _TOKENS_MAX = 64
 _GRADE_MAX = 5.0
 
 
+@best_with(batch_size=16)
 @adds_over_frames(*COSTS)
 def unified_reward(
     images: Sequence[Image],

@@ -24,7 +24,7 @@ from spotlight.rewards.endpoints.chat import (
     try_out,
 )
 from spotlight.rewards.endpoints.json_client import COSTS, parse_server
-from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames
+from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 AnswerKind = Literal["yes-no", "grade"]
@@ -55,6 +55,7 @@ _GRADE = re.compile(
 )
 
 
+@best_with(batch_size=16)
 @adds_over_frames(*COSTS)
 def vlm_judge(
     images: Sequence[Image],

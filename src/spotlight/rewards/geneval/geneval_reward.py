@@ -20,7 +20,7 @@ from spotlight.rewards.geneval.verdicts import (
     to_color,
 )
 from spotlight.rewards.geneval.vocabulary import COLORS, OBJECTS, TAGS
-from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ FACTS = RewardFacts(
 _FORMAT = MetadataFormat("geneval", OBJECTS, COLORS, count_max=OBJECTS_MAX)
 
 
+@best_with(batch_size=16)
 def geneval(
     images: Sequence[Image],
     prompts: Sequence[str],

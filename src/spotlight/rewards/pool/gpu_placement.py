@@ -37,6 +37,15 @@ class LocalGpus:
         others = self.visible[self.ranks :] if self.trained_on else self.visible
         return others[self.rank :: self.ranks]
 
+    @property
+    def of_rank(self) -> str | None:
+        """The only one that rewards of this rank may find; None: whatever there is.
+
+        Otherwise the rewards of all ranks would take the first GPU.
+        """
+        shared = self.trained_on and self.ranks > 1 and self.rank < len(self.visible)
+        return self.visible[self.rank] if shared else None
+
 
 def visible_names(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
     """Names of the ``count`` GPUs that CUDA finds."""

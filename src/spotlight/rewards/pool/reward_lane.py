@@ -22,6 +22,8 @@ from spotlight.rewards.results import SampleResult, combine
 from spotlight.rewards.reward import RewardInputError, RewardSetupError, RewardTraits
 
 _CLOSED = "the reward pool is closed"
+_PROCESSES_MAX = 64
+"""Without ``replicas``, where other machines have more cores than this one."""
 
 
 class ScorerStarter(Protocol):
@@ -84,7 +86,8 @@ class RewardLane:
         self._lock, self._closed = threading.Lock(), False
         self.processes: tuple[Scorer, ...] = ()
         self._threads = ThreadPoolExecutor(
-            max_workers=replicas or (os.cpu_count() or 1), thread_name_prefix=f"reward-{reward.curve}"
+            max_workers=replicas or max(os.cpu_count() or 1, _PROCESSES_MAX),
+            thread_name_prefix=f"reward-{reward.curve}",
         )
 
     def start(self) -> list[Future[None]]:
@@ -98,8 +101,8 @@ class RewardLane:
         self._waiting.batch_size = self.reward.batch_size or traits.batch_size
         if self._chosen is not None or traits.cores_per_process is None:
             return []
-        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        wanted = max(1, cores // traits.cores_per_process)
+        wanted = self.processes[0].cores // traits.cores_per_process
+        wanted = max(1, min(wanted, max(os.cpu_count() or 1, _PROCESSES_MAX)))
         return self._start(wanted - 1, wanted)
 
     def require_one_scorer(self) -> None:

@@ -68,6 +68,10 @@ class Scorer(Protocol):
     def pid(self) -> int | None:
         """Process id on this machine, or None."""
 
+    @property
+    def cores(self) -> int:
+        """Cores that the reward's processes share where they run."""
+
     def log_to(self, path: Path) -> None:
         """Append its output to ``path``."""
 
@@ -137,10 +141,22 @@ class RewardProcess:
         process = self._process
         return None if process is None else process.pid
 
+    @property
+    def cores(self) -> int:
+        """This machine's, divided among the ranks of torchrun."""
+        return (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
     def log_to(self, path: Path) -> None:
         """Append its output, past and future, to ``path``: after each request and on close."""
         self._kept = path
         self._keep_log()
+
+    def take_output(self, max_bytes: int) -> bytes:
+        """Instead of :meth:`log_to`: what it has printed since the last call."""
+        with self._log_lock:
+            printed = os.pread(self._log.fileno(), max_bytes, self._kept_bytes)
+            self._kept_bytes += len(printed)
+        return printed
 
     def start(self) -> None:
         """Start the process and load the reward; does nothing if it is running.

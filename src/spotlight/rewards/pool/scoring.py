@@ -29,7 +29,14 @@ Outcome: TypeAlias = RewardScore | RewardFailure
 
 
 PREEMPTIONS_MAX = 20
-"""Machines lost in a row, while they scored one batch, after which the batch fails."""
+"""Machines lost with one batch, retries included, that do not count as failures."""
+
+
+@dataclass(slots=True)
+class _Losses:
+    """Machines lost so far with one batch."""
+
+    machines: int = 0
 
 
 class SharedSample:
@@ -83,14 +90,15 @@ def _score_batch(
     process: Scorer, reward: RewardConfig, batch: Sequence[SharedSample], *, isolate: bool
 ) -> list[Outcome]:
     samples = len(batch)
-    whole = _attempt(process, reward, batch)
+    losses = _Losses()
+    whole = _attempt(process, reward, batch, losses)
     for _ in range(reward.retries):
         if isinstance(whole, list) or not whole.again:
             break
         logger.warning(
             "reward %s failed on %d images, retrying: %s", reward.curve, samples, whole.failure.message
         )
-        whole = _attempt(process, reward, batch)
+        whole = _attempt(process, reward, batch, losses)
     if isinstance(whole, list):
         return whole
     if samples == 1 or not isolate or not whole.again or reward.isolation_limit_s == 0:
@@ -98,11 +106,15 @@ def _score_batch(
     logger.warning(
         "reward %s failed on %d images, trying each: %s", reward.curve, samples, whole.failure.message
     )
-    return _one_by_one(process, reward, batch, whole.failure)
+    return _one_by_one(process, reward, batch, whole.failure, losses)
 
 
 def _one_by_one(
-    process: Scorer, reward: RewardConfig, batch: Sequence[SharedSample], whole: RewardFailure
+    process: Scorer,
+    reward: RewardConfig,
+    batch: Sequence[SharedSample],
+    whole: RewardFailure,
+    losses: _Losses,
 ) -> list[Outcome]:
     end_s = time.monotonic() + reward.isolation_limit_s
     outcomes: list[Outcome] = []
@@ -114,20 +126,21 @@ def _one_by_one(
             )
             outcomes.append(RewardFailure(whole.kind, reward.curve, message))
             continue
-        single = _attempt(process, reward, [sample])
+        single = _attempt(process, reward, [sample], losses)
         outcomes.extend(single if isinstance(single, list) else [single.failure])
     return outcomes
 
 
 def _attempt(
-    process: Scorer, reward: RewardConfig, batch: Sequence[SharedSample], preemptions: int = 0
+    process: Scorer, reward: RewardConfig, batch: Sequence[SharedSample], losses: _Losses
 ) -> list[Outcome] | _Attempt:
     try:
         reply = process.ask(Score(reward.deadline_s, len(batch)), [sample.encoded for sample in batch])
     except ProcessLost as lost:
-        if lost.preempted and preemptions < PREEMPTIONS_MAX:
+        if lost.preempted and losses.machines < PREEMPTIONS_MAX:
+            losses.machines += 1
             logger.warning("reward %s: %s; its %d images are scored again", reward.curve, lost, len(batch))
-            return _attempt(process, reward, batch, preemptions + 1)
+            return _attempt(process, reward, batch, losses)
         kind = FailureKind.TIMEOUT if lost.timed_out else FailureKind.ERROR
         return _Attempt(RewardFailure(kind, reward.curve, f"reward {reward.curve!r}: {lost}"), again=True)
     except RewardSetupError as error:  # it loaded before, but the restarted process could not

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spotlight.rewards.reward import Image
+from spotlight.rewards.reward import Image, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ FACTS = RewardFacts(
 )
 
 
+@best_with(batch_size=16)
 def aesthetic(
     images: Sequence[Image],
     prompts: Sequence[str],

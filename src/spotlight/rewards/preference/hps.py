@@ -11,7 +11,7 @@ from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spotlight.rewards.reward import Image
+from spotlight.rewards.reward import Image, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ FACTS = RewardFacts(
 _STRAIGHT = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 
 
+@best_with(batch_size=16)
 def hps(
     images: Sequence[Image],
     prompts: Sequence[str],

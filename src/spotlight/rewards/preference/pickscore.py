@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spotlight.rewards.reward import Image
+from spotlight.rewards.reward import Image, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _UNIT = 26.0
 _REMEDY = f"Name {MODEL} and the processor {PROCESSOR}, or directories that `hf download` filled with them."
 
 
+@best_with(batch_size=16)
 def pickscore(
     images: Sequence[Image],
     prompts: Sequence[str],

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight.rewards.reading.legibility import legibility, missing_scripts, target_of
-from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ FACTS = RewardFacts(
 )
 
 
+@best_with(batch_size=16)
 def ocr_neural(
     images: Sequence[Image],
     prompts: Sequence[str],
