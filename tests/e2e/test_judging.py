@@ -35,7 +35,9 @@ def test_pictures_are_scored_a_batch_at_a_time(straight: Straight, monkeypatch: 
     whole = run.evaluate(Silent()).row()
     assert sizes == [4]
     rollout = run.config.rollout.model_copy(update={"batch_size": 3})
-    in_parts = dataclasses.replace(run, config=run.config.model_copy(update={"rollout": rollout}))
+    there = tuple(each.model_copy(update={"device": "spot", "replicas": 3}) for each in run.config.rewards)
+    changed = run.config.model_copy(update={"rollout": rollout, "rewards": there})  # as on a cluster
+    in_parts = dataclasses.replace(run, config=changed)
     assert in_parts.evaluate(Silent()).row() == pytest.approx(whole, abs=0.02)
     assert sizes == [4, 3, 1]
 

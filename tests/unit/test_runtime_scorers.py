@@ -1,4 +1,4 @@
-"""A resumed run is scored by what scored it before."""
+"""A resumed run is scored by what scored it before; where rewards run on this machine."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from store_history import history, write
 
+from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config
 from spotlight.rewards.reward import RewardSetupError
 from spotlight.runtime.attempt import RunResult, open_attempt
+from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Silent
+from spotlight.runtime.run import train
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.run_directory import RunDirectory
@@ -60,3 +63,34 @@ def test_another_scorer_may_score_where_no_score_of_the_first_is_kept(tmp_path: 
     go_on(tmp_path, {"geneval": "detector b"}, save=True)
     with pytest.raises(RewardSetupError, match="was scored by 'detector b'"):
         go_on(tmp_path, {"geneval": "detector a"})
+
+
+def test_a_gpu_that_there_is_not_is_said_before_a_model_is_read(tmp_path: Path) -> None:
+    config = load_config(
+        None,
+        [f"runs_dir={tmp_path}", "device=cpu", f"model.path={tmp_path / 'no-model'}",
+         "rewards=[{name: shapes, device: cuda, replicas: 99}]"],
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"rewards\[0\]\.device: found 'cuda' for 99 processes"):
+        train(config, Silent())
+
+
+def test_under_torchrun_a_reward_finds_the_gpu_of_its_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    told: dict[str, dict[str, str]] = {}
+
+    def started(reward, deadline_s, replica, replicas, environment):  # type: ignore[no-untyped-def]
+        told[reward.curve] = environment
+
+    monkeypatch.setattr(build, "RewardProcess", started)
+    rewards = "rewards=[{name: shapes}, {name: ocr, device: cpu}, {name: jpeg_size, device: cuda}]"
+    config = load_config(None, [rewards])
+    start = build.local_starter(config)
+    for reward in config.rewards:
+        start(reward, 1.0, 0, 1)
+    assert {curve: each["CUDA_VISIBLE_DEVICES"] for curve, each in told.items()} == {
+        "shapes": "5", "ocr": "", "jpeg_size": "7",
+    }  # fmt: skip

@@ -160,7 +160,7 @@ class TrainedRun:
         issued = Counter(rollout.prompt_id for rollout in rollouts)
         waiting: list[tuple[list[FinishedRollout], Future[RewardBatch]]] = []
         finished, made = list[FinishedRollout](), 0
-        with build.make_reward_pool(self.config) as rewards:
+        with build.make_reward_pool(_rewards_here(self.config)) as rewards:
             rewards.check(list(texts.values()), [prompt.metadata for prompt in prompts.values()])
             for results in self._denoise(rollouts, texts, None, observer):
                 for result in results:
@@ -242,6 +242,15 @@ class TrainedRun:
                 results = engine.run(model, states)
                 observer.work(Phase.EVALUATION, start + len(part), len(rollouts))
                 yield results
+
+
+def _rewards_here(config: RunConfig) -> RunConfig:
+    """With rewards beside this command: the run's places may be those of a cluster."""
+    rewards = tuple(
+        reward.model_copy(update={"replicas": None, "device": "cpu" if reward.device == "cpu" else "auto"})
+        for reward in config.rewards
+    )
+    return config.model_copy(update={"rewards": rewards})
 
 
 def _require_slot(slots: WeightSlots, slot: Slot) -> None:

@@ -96,8 +96,9 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
         raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
     check_sinks(config.metrics.chosen)
     prompts = build.load_prompts(config)
+    starter = build.local_starter(config)  # too few GPUs: said before a large model is read
     model = prepare_model(config, device)
-    rewards = stack.enter_context(build.make_reward_pool(config, ranks.world))
+    rewards = stack.enter_context(build.make_reward_pool(config, ranks.world, starter=starter))
     used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
     conditions = fill_embeddings(config, model, used, ranks)

@@ -279,7 +279,8 @@ def local_starter(config: RunConfig) -> ScorerStarter:
 
     def start(reward: RewardConfig, start_deadline_s: float, replica: int, replicas: int) -> Scorer:
         environment = cpu_environment(replicas) if reward.device == "cpu" else {}
-        if (gpu := placed.get((reward.curve, replica))) is not None:
+        gpu = placed.get((reward.curve, replica), gpus.of_rank if reward.device == "auto" else None)
+        if gpu is not None:
             environment = {VISIBLE: gpu}
         return RewardProcess(reward, start_deadline_s, replica, replicas, environment)
 
