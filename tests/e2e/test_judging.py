@@ -27,9 +27,9 @@ def test_pictures_are_scored_a_batch_at_a_time(straight: Straight, monkeypatch: 
     sizes: list[int] = []
     submit = RewardPool.submit
 
-    def counted(self, images, prompts, metadata):  # type: ignore[no-untyped-def]
+    def counted(self, images, *rest):  # type: ignore[no-untyped-def]
         sizes.append(len(images))
-        return submit(self, images, prompts, metadata)
+        return submit(self, images, *rest)
 
     monkeypatch.setattr(RewardPool, "submit", counted)
     whole = run.evaluate(Silent()).row()
