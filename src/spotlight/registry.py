@@ -200,6 +200,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "edit-score": "spotlight.rewards.endpoints.edit_score:edit_score",
         "http": "spotlight.rewards.endpoints.service_scores:http",
         "flow-factory": "spotlight.rewards.endpoints.flow_factory:flow_factory",
+        "pickle-server": "spotlight.rewards.pickled.pickle_server:pickle_server",
     },
 )
 """Rewards: a :class:`~spotlight.rewards.reward.RewardFunction`."""

@@ -57,7 +57,7 @@ def reward_server(behaviour: Behaviour) -> Iterator[RewardServerWorld]:
                 with world.lock:
                     world.under_way -= 1
 
-        do_GET = do_POST  # noqa: N815
+        do_GET = do_HEAD = do_POST  # noqa: N815
 
         def log_message(self, format: str, *args: object) -> None:
             pass

@@ -75,7 +75,7 @@ HOLD_MODELS = {
     f"spotlight.rewards.{module}"
     for module in (
         *(f"geneval.{each}" for each in ("mask2former", "object_colors", "openmmlab", "tiny_detector")),
-        "models.pretrained_model",
+        *(f"models.{each}" for each in ("pretrained_model", "tiny_vlm", "vision_language")),
         "reading.pp_ocr",
         "reading.tiny_pp_ocr",
         *(

@@ -18,6 +18,7 @@ from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.memory_plan import Estimate, peak_bytes, weight_copies
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
+from spotlight.dry_run.reward_plan import reward_places
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
@@ -305,6 +306,7 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     assert f"rollout forwards {passes.rollout:,} " in words
     assert f"backwards {passes.backward:,} " in words
     assert "on the device at the peak" in words
+    assert "shapes 1 process beside each rank" in words
     assert "an iteration unknown not measured yet" in words
     assert "rollout.prompts_per_iteration is 1024, but data.train has" in words
     assert sorted(tmp_path.rglob("*")) == before
@@ -313,6 +315,35 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
 def test_a_reward_that_is_none_is_found_by_planning() -> None:
     with pytest.raises(RewardSetupError, match="Did you mean 'shapes'"):
         make_plan(config(rewards=[{"name": "shape"}]))
+
+
+def test_the_plan_says_where_each_reward_runs(tmp_path: Path) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    save_file({"a": np.zeros((10, 3), np.float16), "b": np.zeros(5, np.float32)}, weights / "m.safetensors")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "m.safetensors").write_bytes(b"\xff" * 20)
+    endpoint = {"base_url": "http://user:secret@10.0.0.7:8000/v1", "model": "m"}
+    model = {"path": str(weights)}
+    judge, here, own, clip, broken = reward_places(config(rewards=[
+        {"name": "vlm-judge", "replicas": 2, "params": {"endpoint": endpoint}},
+        {"name": "vlm-judge", "label": "here", "device": "learner", "params": {"model": model}},
+        {"name": "mine:own"},
+        {"name": "clip-score", "device": "cuda", "params": {"model": str(weights)}},
+        {"name": "clip-score", "label": "c2", "device": "cpu", "params": {"model": str(tmp_path / "broken")}},
+    ]))  # fmt: skip
+    assert (judge.replicas, judge.asks, judge.weights_bytes) == (2, "10.0.0.7:8000", 0)
+    assert (here.replicas, here.place, here.weights_bytes) == (
+        1,
+        "on the GPU of the trainer beside them",
+        2 * 35,
+    )
+    assert (own.replicas, own.weights_bytes) == (None, 0)
+    assert (clip.place, clip.weights_bytes) == ("a GPU each that no trainer uses", 4 * 35)
+    assert (broken.weights_bytes, broken.missing) == (None, (str(tmp_path / "broken"),))
+    cluster = {"driver": "ray", "address": "10.0.0.5:6379"}
+    (ocr,) = reward_places(config(fleet=cluster, rewards=[{"name": "ocr", "device": "spot"}]))
+    assert (ocr.replicas, ocr.place) == (None, "idle CPUs of spot nodes")
 
 
 @pytest.mark.parametrize(

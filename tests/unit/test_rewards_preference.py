@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 import re
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 from tests.unit import clip_oracle as oracle
+from tests.unit.reward_server import reward_server
 
 from spotlight.rewards.frames import FrameRule
+from spotlight.rewards.models import hub, pretrained_model
 from spotlight.rewards.models.pretrained_model import find_file
 from spotlight.rewards.preference.aesthetic import aesthetic
 from spotlight.rewards.preference.aesthetic import tiny as tiny_aesthetic
@@ -183,16 +186,41 @@ def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:
 def test_a_file_downloaded_before_is_found_where_the_hub_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def downloaded(source: str, name: str) -> str:
+    def downloaded(source: str, name: str, *, local_files_only: bool) -> str:
+        assert local_files_only
         if source == "org/there" and name == "b.pt":
             return str(tmp_path / name)
         raise LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", downloaded)
+    monkeypatch.setattr(pretrained_model, "unreachable", lambda: "the hub cannot be reached")
     names, about = ("a.safetensors", "b.pt"), {"key": "x reward: weights", "remedy": "Name another."}
     assert find_file("org/there", names, **about) == tmp_path / "b.pt"
-    with pytest.raises(RewardSetupError, match=r"'org/gone', which cannot be reached, and a.s.* b.pt was"):
+    with pytest.raises(RewardSetupError, match=r"no b\.pt is here\. the hub cannot be"):
         find_file("org/gone", names, **about)
+
+
+def test_a_hub_that_is_away_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
+    hub.unreachable.cache_clear()
+    begun_s = time.monotonic()
+    try:
+        told = refusal(clip_score, {"model": "org/gone"})
+    finally:
+        hub.unreachable.cache_clear()
+    assert time.monotonic() - begun_s < 10
+    assert "http://127.0.0.1:1 cannot be reached (ConnectError" in told
+    assert "not downloaded before" in told
+
+
+def test_a_hub_that_answers_is_downloaded_from() -> None:
+    with reward_server(lambda request, body: (503, b"")) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
+        hub.unreachable.cache_clear()
+        try:
+            assert hub.unreachable() == ""
+        finally:
+            hub.unreachable.cache_clear()
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
@@ -228,7 +256,7 @@ def test_weights_that_are_not_numbers_are_an_error_and_not_a_zero(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["pickscore", "hps", "clip-score", "aesthetic"])
 def test_videos_are_scored_by_their_frames(name: str, tmp_path: Path) -> None:
-    params = tiny_params(name, tmp_path)
+    params = tiny_params(name, tmp_path, {})
     assert params is not None
     reward = load(name, params, FrameRule(2, "min"))
     assert reward.scored_by is not None

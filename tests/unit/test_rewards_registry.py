@@ -66,6 +66,7 @@ NEEDED: dict[str, dict[str, object]] = {
     "edit-score": {"endpoint": ENDPOINT},
     "flow-factory": {"server": {"base_url": "http://127.0.0.1:1"}},
     "http": {"server": {"base_url": "http://127.0.0.1:1"}, "reward": "any"},
+    "pickle-server": {"server": {"base_url": "http://127.0.0.1:1"}, "protocol": "verl-omni"},
 }
 
 
@@ -92,7 +93,7 @@ def test_facts_of_another_type_are_refused(own: Path) -> None:
     with pytest.raises(RewardSetupError, match=r"'FACTS' of its module is of type 'dict'; expected a"):
         facts_of("bad_facts:f")
     assert facts_of("own_rewards:plain") is None
-    assert tiny_params("own_rewards:plain", own) is None
+    assert tiny_params("own_rewards:plain", own, {}) is None
 
 
 def test_parsing_imports_nothing() -> None:

@@ -46,6 +46,13 @@ def level(images, prompts, metadata):
             "asked": [float(record.get("asked", 0)) for record in metadata]}
 def scored_by(): return "own level"
 """
+WRITES = """
+def writes(images, prompts, metadata):
+    level = int(images[0][0, 0, 0])
+    with open(os.environ["SCORED"], "a") as file: print(level, file=file)
+    time.sleep(level / 50)
+    return [float(level)]
+"""
 UNSAFE = """
 from spotlight.rewards.reward import RewardSetupError, reads_files
 
@@ -228,6 +235,52 @@ def test_more_pictures_than_may_wait_are_refused_for_now(
         assert "2 pictures wait here; expected at most 1" in busy.json()["detail"]
         assert first.result().status_code == 200
         assert post(url, {"requests": [quick]}).json()["results"][0]["level"]["level"] == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [({"pixels_max": 150}, "96 pixels wait here; expected at most 150 with these 96"),
+     ({"bytes_max": 300}, "bytes wait here; expected at most 300")],
+)  # fmt: skip
+def test_the_memory_of_all_requests_together_is_bounded(
+    limits: dict[str, int], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bounded_reward.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    hung, quick = (request_of(png_base64(grays(level)[0]), "level") for level in (254, 1))
+    reward = RewardConfig(name="bounded_reward:level", deadline_s=2, retries=0)
+    with RewardPool([reward]) as pool, served({"level": pool}, "secret", **limits) as url:
+        with ThreadPoolExecutor() as threads:
+            first = threads.submit(post, url, {"requests": [hung]})
+            time.sleep(0.7)
+            busy = post(url, {"requests": [quick]})
+            assert httpx2.get(f"{url}/health", timeout=10).status_code == 200
+        assert (busy.status_code, busy.headers["retry-after"]) == (503, "5")
+        assert words in busy.json()["detail"]
+        assert first.result().status_code == 200
+        assert post(url, {"requests": [quick]}).json()["results"][0]["level"]["level"] == 1  # all given back
+
+
+def test_pictures_that_a_client_gave_up_on_are_not_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "left_reward.py").write_text(OWN + WRITES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCORED", str(tmp_path / "scored"))
+    reward = RewardConfig(name="left_reward:writes", deadline_s=20, retries=0, batch_size=1)
+
+    def asked(*levels: int) -> dict[str, Any]:
+        return {"requests": [request_of(png_base64(image), "writes") for image in grays(*levels)]}
+
+    headers = {"Authorization": "Bearer secret"}
+    with RewardPool([reward]) as pool, served({"writes": pool}, "secret") as url:
+        with pytest.raises(httpx2.TimeoutException):
+            httpx2.post(f"{url}/score", json=asked(100, 2, 3), headers=headers, timeout=0.7)
+        answer = post(url, asked(4)).json()
+        metrics = httpx2.get(f"{url}/metrics", headers=headers).text
+    assert answer["results"][0]["writes"]["writes"] == 4
+    assert (tmp_path / "scored").read_text().split() == ["100", "4"]
+    assert 'spotlight_reward_pictures_total{reward="writes",outcome="abandoned"} 3' in metrics
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from spotlight.dry_run.model_plan import (
     lora_parameters,
     read_sizes,
 )
+from spotlight.dry_run.reward_plan import RewardPlace, reward_places
 from spotlight.rewards.results import require_names
 from spotlight.store.metrics import read_metrics
 
@@ -89,6 +90,7 @@ class RunPlan:
     parameters_trained: int | None
     memory: tuple[Estimate, ...]
     disk: tuple[Estimate, ...]
+    rewards: tuple[RewardPlace, ...]
     seconds_per_iteration: float | None
 
 
@@ -126,6 +128,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         parameters_trained=trained,
         memory=memory,
         disk=disk_parts(config, trained, evaluations, images),
+        rewards=reward_places(config),
         seconds_per_iteration=_measured_seconds(config),
     )
 

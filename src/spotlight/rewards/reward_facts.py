@@ -5,6 +5,8 @@ classes in their place (``spotlight train --smoke``):
 
     def tiny(folder: Path) -> dict[str, Any]:
         ...  # write them into the folder, and return the params that name them
+
+It also gets those of the reward's parameters that its signature names.
 """
 
 from __future__ import annotations
@@ -50,11 +52,11 @@ class RewardFacts:
     Attributes:
         weights: hub ids or files that it scores with; empty: none.
         licence: of the weights.
-        runs_on: where it is fast enough: ``CPU``, ``GPU``, or ``a server``.
+        runs_on: where it is fast enough: ``CPU``, ``GPU``, ``a server``, or one of the last two.
         typical: scores of ordinary pictures; None: depends on what it asks.
     """
 
-    runs_on: Literal["CPU", "GPU", "a server"]
+    runs_on: Literal["CPU", "GPU", "a server", "GPU or a server"]
     typical: tuple[float, float] | None
     reads: Reads
     weights: tuple[str, ...] = ()

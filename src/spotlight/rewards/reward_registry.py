@@ -121,13 +121,15 @@ def facts_of(name_or_path: str) -> RewardFacts | None:
     return facts
 
 
-def tiny_params(name_or_path: str, folder: Path) -> dict[str, Any] | None:
+def tiny_params(name_or_path: str, folder: Path, params: Mapping[str, Any]) -> dict[str, Any] | None:
     """Params that name small random models in place of a reward's weights, written into ``folder``.
+
+    Of the configured ``params``, the module's ``tiny`` gets those that its signature names.
 
     None for a reward whose module has no ``tiny``. Raises RewardSetupError.
     """
     make = getattr(_import(name_or_path, parse(name_or_path).module), "tiny", None)
-    return None if make is None else dict(make(folder))
+    return None if make is None else dict(make(folder, **_named_by(make, params)))
 
 
 def _import(name_or_path: str, module: str) -> ModuleType:

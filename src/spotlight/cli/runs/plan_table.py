@@ -11,6 +11,7 @@ from spotlight.cluster.local.fleet_plan import FleetPlan
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.memory_plan import Estimate, peak_bytes
 from spotlight.dry_run.model_plan import NotHere
+from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
 from spotlight.report.wording import count, duration, money, size
 
@@ -27,6 +28,7 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
     total = size(sum(part.bytes for part in plan.disk))
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
     _print(console, f"Disk at the end, estimated: {total}{known}", _estimates(plan.disk))
+    _print(console, "Rewards", _rewards(plan.rewards))
     if fleet is not None:
         _print(console, "Fleet, emulated on this machine", _fleet(config, fleet))
     _print(console, "Time", [_time(config, plan)])
@@ -107,6 +109,23 @@ def _estimates(parts: tuple[Estimate, ...]) -> Iterator[tuple[str, str, str]]:
     for part in parts:
         held = {"always": "", "host": ", in this machine's memory"}.get(part.when, f", during {part.when}")
         yield part.part, size(part.bytes), part.formula + held
+
+
+def _rewards(places: tuple[RewardPlace, ...]) -> Iterator[tuple[str, str, str]]:
+    for each in places:
+        number = (
+            "processes" if each.replicas is None else f"{each.replicas} process" + "es" * (each.replicas != 1)
+        )
+        told = [each.place]
+        if each.asks:
+            told.append(f"asks {each.asks}")
+        if each.replicas is None:
+            told.append("as many as it declares")
+        if each.weights_bytes:
+            told.append(f"{size(each.weights_bytes)} of weights each")
+        if each.missing:
+            told.append(f"memory unknown, not here yet: {', '.join(each.missing)}")
+        yield each.reward, number, "; ".join(told)
 
 
 def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]]:

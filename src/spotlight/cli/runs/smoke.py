@@ -78,7 +78,7 @@ def _rewards(config: RunConfig, folder: Path) -> Iterator[tuple[str, object]]:
     rewards = [each.model_dump(mode="json", exclude_defaults=True) for each in config.rewards]
     changed = False
     for index, reward in enumerate(rewards):
-        params = tiny_params(reward["name"], folder / str(index))
+        params = tiny_params(reward["name"], folder / str(index), reward.get("params", {}))
         if params is not None:
             reward["params"], changed = reward.get("params", {}) | params, True
     if changed:

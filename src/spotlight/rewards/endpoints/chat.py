@@ -1,7 +1,8 @@
-"""Questions about pictures to a VLM at an OpenAI-compatible endpoint (vLLM, SGLang, others).
+"""Questions about pictures to a VLM at an OpenAI-compatible endpoint (vLLM, SGLang), or in this process.
 
-Protocol: ``POST /chat/completions`` of https://platform.openai.com/docs/api-reference/chat, as vLLM and
-SGLang serve it, with pictures as PNG data URLs and temperature 0.
+Protocol of endpoints: ``POST /chat/completions`` of
+https://platform.openai.com/docs/api-reference/chat, as vLLM and SGLang serve it, with pictures
+as PNG data URLs and temperature 0.
 """
 
 from __future__ import annotations
@@ -10,12 +11,21 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from pydantic import Field
 
-from spotlight.rewards.endpoints.json_client import HttpCall, Read, RewardServer, ask_all, png_base64
+from spotlight.rewards.endpoints.json_client import (
+    HttpCall,
+    Read,
+    RewardServer,
+    ask_all,
+    parse_server,
+    parse_settings,
+    png_base64,
+)
+from spotlight.rewards.endpoints.local_vlm import LocalVlm
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError
 
 TOP_LOGPROBS = 20
@@ -39,6 +49,16 @@ class ChatEndpoint(RewardServer):
     """Further fields of every request, such as ``chat_template_kwargs: {enable_thinking: false}``."""
 
     @property
+    def identity(self) -> str:
+        """What answers."""
+        return f"{self.model} at {self.base_url}"
+
+    @property
+    def title(self) -> str:
+        """The model's name, for messages."""
+        return self.model
+
+    @property
     def priced(self) -> bool:
         """Whether a price is given."""
         return (self.usd_per_million_prompt_tokens, self.usd_per_million_completion_tokens) != (None, None)
@@ -49,6 +69,9 @@ class ChatEndpoint(RewardServer):
             tokens.prompt * (self.usd_per_million_prompt_tokens or 0.0)
             + tokens.completion * (self.usd_per_million_completion_tokens or 0.0)
         ) / 1e6
+
+
+Vlm: TypeAlias = ChatEndpoint | LocalVlm
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +99,26 @@ class ChatAnswer:
     tokens: TokenCount | None
 
 
+def parse_vlm(
+    reward: str,
+    endpoint: Mapping[str, Any] | None,
+    model: Mapping[str, Any] | None,
+    deadline_s: float | None = None,
+) -> Vlm:
+    """Which VLM a reward's params name; loads nothing. Raises RewardSetupError."""
+    if (endpoint is None) == (model is None):
+        found = "neither endpoint nor model" if endpoint is None else "both endpoint and model"
+        raise RewardSetupError(
+            f"{reward} reward: params has {found}; expected one of them. Give endpoint: {{base_url: ..., "
+            "model: ...} for a server, or model: {path: HUB_ID_OR_DIRECTORY} for one in its own process."
+        )
+    if model is None:
+        return parse_server(ChatEndpoint, f"{reward} reward: params.endpoint", endpoint, deadline_s)
+    return parse_settings(LocalVlm, f"{reward} reward: params.model", model)
+
+
 def ask_about(
-    endpoint: ChatEndpoint,
+    place: Vlm,
     images: Sequence[Image | Sequence[Image]],
     questions: Sequence[str],
     *,
@@ -93,20 +134,24 @@ def ask_about(
     Raises:
         RewardSetupError: nothing can be asked: key, address or model are refused, or costs cannot be counted.
     """
+    shown = [[image] if isinstance(image, np.ndarray) else image for image in images]
+    if isinstance(place, LocalVlm):
+        answers = place.ask(shown, questions, tokens_max=tokens_max, logprobs=logprobs)
+        return [_understood(answer, read) for answer in answers]
     calls = [
-        HttpCall("/chat/completions", partial(_body, endpoint, image, question, tokens_max, logprobs))
-        for image, question in zip(images, questions, strict=True)
+        HttpCall("/chat/completions", partial(_body, place, own, question, tokens_max, logprobs))
+        for own, question in zip(shown, questions, strict=True)
     ]
 
     def parsed(body: object) -> tuple[ChatAnswer, Read]:
-        answer = parse_completion(endpoint, body)
+        answer = parse_completion(place, body)
         return answer, read(answer)
 
-    return ask_all(endpoint, calls, parsed)
+    return ask_all(place, calls, parsed)
 
 
 def try_out(
-    endpoint: ChatEndpoint,
+    place: Vlm,
     image: Image | Sequence[Image],
     question: str,
     *,
@@ -116,9 +161,9 @@ def try_out(
     hint: str = "",
 ) -> None:
     """Ask about one picture, before any work. Raises RewardSetupError if the answer cannot be read."""
-    (answer,) = ask_about(endpoint, [image], [question], tokens_max=tokens_max, read=read, logprobs=logprobs)
+    (answer,) = ask_about(place, [image], [question], tokens_max=tokens_max, read=read, logprobs=logprobs)
     if isinstance(answer, SampleError):
-        raise RewardSetupError(f"{endpoint.model!r} did not answer a first question: {answer}{hint}")
+        raise RewardSetupError(f"{place.title!r} did not answer a first question: {answer}{hint}")
 
 
 def merged(
@@ -149,7 +194,7 @@ def curve_of(
 
 
 def token_curves(
-    endpoint: ChatEndpoint, answers: Sequence[tuple[ChatAnswer, object] | SampleError]
+    place: Vlm, answers: Sequence[tuple[ChatAnswer, object] | SampleError]
 ) -> dict[str, list[float | SampleError]]:
     """``prompt_tokens``, ``completion_tokens`` and, with prices, ``cost_usd``; none if not told."""
     # Curves of failed samples are not read.
@@ -161,8 +206,8 @@ def token_curves(
         "prompt_tokens": [float(each.prompt) for each in counted],
         "completion_tokens": [float(each.completion) for each in counted],
     }
-    if endpoint.priced:
-        curves["cost_usd"] = [endpoint.cost_usd(each) for each in counted]
+    if isinstance(place, ChatEndpoint) and place.priced:
+        curves["cost_usd"] = [place.cost_usd(each) for each in counted]
     return curves
 
 
@@ -192,17 +237,27 @@ def parse_completion(endpoint: ChatEndpoint, body: object) -> ChatAnswer:
     return ChatAnswer(text, choice.get("finish_reason") == "length", _first_token(source, choice), tokens)
 
 
+def _understood(
+    answer: ChatAnswer | SampleError, read: Callable[[ChatAnswer], Read]
+) -> tuple[ChatAnswer, Read] | SampleError:
+    if isinstance(answer, SampleError):
+        return answer
+    try:
+        return answer, read(answer)
+    except SampleError as error:
+        return error
+
+
 def _body(
     endpoint: ChatEndpoint,
-    images: Image | Sequence[Image],
+    images: Sequence[Image],
     question: str,
     tokens_max: int,
     logprobs: bool,
 ) -> dict[str, Any]:
-    several = [images] if isinstance(images, np.ndarray) else images
     content: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
-        for image in several
+        for image in images
     ]
     content.append({"type": "text", "text": question})
     offer = {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if logprobs else {}

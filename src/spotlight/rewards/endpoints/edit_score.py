@@ -1,7 +1,8 @@
 """The reward ``edit-score``: a VLM grades an edit for faithfulness (SC) and quality (PQ), each from 0 to 25.
 
 Formula: EditScore (arXiv 2509.23909), after VIEScore: each side is the lower of its two grades, and the score
-the geometric mean of both sides. A prompt's metadata names the picture that was to be edited.
+the geometric mean of both sides; EditScore itself divides both by 2.5. A prompt's metadata names
+the picture that was to be edited.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from PIL import Image as PILImage
 
 from spotlight.rewards.endpoints.chat import (
     ChatAnswer,
-    ChatEndpoint,
     ask_about,
     curve_of,
     merged,
+    parse_vlm,
     token_curves,
     try_out,
 )
-from spotlight.rewards.endpoints.json_client import COSTS, parse_server
+from spotlight.rewards.endpoints.json_client import COSTS
 from spotlight.rewards.example_pictures import example_picture
 from spotlight.rewards.reward import (
     Image,
@@ -40,7 +41,7 @@ from spotlight.rewards.reward import (
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
-    runs_on="a server",
+    runs_on="GPU or a server",
     typical=(0, 25),
     reads=Reads.METADATA,
     weights=("EditScore/EditScore-Qwen3-VL-4B-Instruct",),
@@ -76,7 +77,8 @@ def edit_score(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     reference: str = "reference",
     tokens_max: int = 512,
 ) -> dict[str, list[float | SampleError]]:
@@ -87,6 +89,7 @@ def edit_score(
         prompts: the instructions.
         metadata: each names its original picture.
         endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
+        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
         reference: the metadata field with the original's path, absolute or from the current directory.
         tokens_max: length limit of an answer, reasoning included.
 
@@ -98,7 +101,7 @@ def edit_score(
         RewardInputError: an original is missing, or cannot be read as a picture.
         RewardSetupError: invalid settings, a refused key or model.
     """
-    place = _settings(endpoint)
+    place = parse_vlm("edit-score", endpoint, model)
     originals = [
         original_of(prompt, record, reference) for prompt, record in zip(prompts, metadata, strict=True)
     ]
@@ -121,21 +124,26 @@ def check(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     reference: str = "reference",
     tokens_max: int = 512,
 ) -> None:
     """Open every prompt's original, and ask once about a picture of a sign."""
-    place = _settings(endpoint)
+    place = parse_vlm("edit-score", endpoint, model)
     for prompt, record in zip(prompts, metadata, strict=True):
         original_of(prompt, record, reference)
     try_out(place, example_picture("sign"), QUALITY, tokens_max=tokens_max, read=parse_grade_pair)
 
 
-def scored_by(*, endpoint: Mapping[str, Any], deadline_s: float | None = None) -> str:
-    """The model and its endpoint; checks the endpoint's settings."""
-    place = _settings(endpoint, deadline_s)
-    return f"{place.model} at {place.base_url}"
+def scored_by(
+    *,
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    deadline_s: float | None = None,
+) -> str:
+    """What answers; checks an endpoint's settings, and loads a model."""
+    return parse_vlm("edit-score", endpoint, model, deadline_s).identity
 
 
 def original_of(prompt: str, record: Mapping[str, Any], field: str) -> Image:
@@ -181,7 +189,3 @@ def parse_grade_pair(answer: ChatAnswer) -> float:
 def _opened(path: str) -> Image:
     with PILImage.open(Path(path).expanduser()) as picture:
         return np.asarray(picture.convert("RGB"))
-
-
-def _settings(endpoint: Mapping[str, Any], deadline_s: float | None = None) -> ChatEndpoint:
-    return parse_server(ChatEndpoint, "edit-score reward: params.endpoint", endpoint, deadline_s)

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from spotlight.rewards.endpoints.chat import (
     ChatAnswer,
-    ChatEndpoint,
+    Vlm,
     ask_about,
     curve_of,
     merged,
+    parse_vlm,
     token_curves,
     try_out,
 )
-from spotlight.rewards.endpoints.json_client import COSTS, parse_server
+from spotlight.rewards.endpoints.json_client import COSTS
 from spotlight.rewards.reward import (
     Image,
     RewardInputError,
@@ -37,7 +39,7 @@ Atom = tuple[str, str]
 """Question and answer."""
 
 FACTS = RewardFacts(
-    runs_on="a server",
+    runs_on="GPU or a server",
     typical=(0, 1),
     reads=Reads.METADATA,
     weights=("Qwen/Qwen3-VL-8B-Instruct",),
@@ -68,7 +70,8 @@ def geneval2(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     mean: Mean = "geometric",
     instruction: str = INSTRUCTION,
 ) -> dict[str, list[float | SampleError]]:
@@ -79,6 +82,7 @@ def geneval2(
         prompts: used in error messages only.
         metadata: each with ``vqa_list``, its atoms as ``[question, answer]``.
         endpoint: fields of :class:`ChatEndpoint`, which must offer logprobs.
+        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
         mean: over a picture's atoms, for ``score``; GenEval 2 reports both.
         instruction: contains ``{question}``.
 
@@ -89,7 +93,7 @@ def geneval2(
         RewardInputError: metadata without atoms.
         RewardSetupError: invalid settings, a refused key or model, or logprobs that are not offered.
     """
-    place = _settings(endpoint, mean, instruction)
+    place = _settings(endpoint, model, mean, instruction)
     atoms = [atoms_of(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
     # One batch for all samples. The answer to look for differs by atom, so it is looked up afterwards.
     answers = ask_about(
@@ -117,12 +121,13 @@ def check(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     mean: Mean = "geometric",
     instruction: str = INSTRUCTION,
 ) -> None:
     """Read every prompt's atoms, and ask one question about a gray picture."""
-    place = _settings(endpoint, mean, instruction)
+    place = _settings(endpoint, model, mean, instruction)
     for prompt, record in zip(prompts, metadata, strict=True):
         atoms_of(prompt, record)
     question = instruction.replace("{question}", "Is this picture gray?")
@@ -130,10 +135,22 @@ def check(
     try_out(place, gray, question, tokens_max=1, read=_first_token, logprobs=True)
 
 
-def scored_by(*, endpoint: Mapping[str, Any], deadline_s: float | None = None) -> str:
-    """The model and its endpoint; checks the endpoint's settings."""
-    place = parse_server(ChatEndpoint, "geneval2 reward: params.endpoint", endpoint, deadline_s)
-    return f"{place.model} at {place.base_url}"
+def scored_by(
+    *,
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    deadline_s: float | None = None,
+) -> str:
+    """What answers; checks an endpoint's settings, and loads a model."""
+    return parse_vlm("geneval2", endpoint, model, deadline_s).identity
+
+
+def tiny(folder: Path) -> dict[str, Any]:
+    """Write a small random model that says Yes, No or a number; the params that name it."""
+    from spotlight.rewards.models.tiny_vlm import save_tiny_vlm
+
+    words = ["Yes", "No", *_NUMBERS]
+    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, words))}}
 
 
 def atoms_of(prompt: str, record: Mapping[str, Any]) -> list[Atom]:
@@ -223,7 +240,9 @@ def _judged(
         return error
 
 
-def _settings(endpoint: Mapping[str, Any], mean: Mean, instruction: str) -> ChatEndpoint:
+def _settings(
+    endpoint: Mapping[str, Any] | None, model: Mapping[str, Any] | None, mean: Mean, instruction: str
+) -> Vlm:
     if mean not in get_args(Mean):
         raise RewardSetupError(
             f"geneval2 reward: params.mean is {mean!r}; expected {' or '.join(get_args(Mean))}."
@@ -232,4 +251,4 @@ def _settings(endpoint: Mapping[str, Any], mean: Mean, instruction: str) -> Chat
         raise RewardSetupError(
             f"geneval2 reward: params.instruction is {instruction!r}; expected {{question}} in it."
         )
-    return parse_server(ChatEndpoint, "geneval2 reward: params.endpoint", endpoint)
+    return parse_vlm("geneval2", endpoint, model)

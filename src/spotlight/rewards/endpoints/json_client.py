@@ -79,6 +79,7 @@ class RewardServer(BaseModel):
 
 
 Server = TypeVar("Server", bound=RewardServer)
+Settings = TypeVar("Settings", bound=BaseModel)
 
 COSTS = ("prompt_tokens", "completion_tokens", "cost_usd")
 """Curves of what was paid for: summed over a video's frames."""
@@ -93,11 +94,11 @@ class HttpCall:
 
     Attributes:
         path: below the server's ``base_url``.
-        body: makes the JSON body of a POST, in a thread; None: a GET.
+        body: makes the body of a POST, in a thread, JSON's value or bytes; None: a GET.
     """
 
     path: str
-    body: Callable[[], Mapping[str, Any]] | None = None
+    body: Callable[[], Mapping[str, Any] | bytes] | None = None
 
     @property
     def method(self) -> Literal["GET", "POST"]:
@@ -123,20 +124,7 @@ def parse_server(kind: type[Server], key: str, value: object, deadline_s: float 
     Raises:
         RewardSetupError: names key, value found, value expected and remedy.
     """
-    if isinstance(value, kind):
-        return value
-    try:
-        server = kind.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = ".".join([key, *map(str, first["loc"])])
-        shown = set(kind.model_fields) - {"base_url", "extra_body"}  # these, and unknown ones, may hold a key
-        told = bool(first["loc"]) and first["loc"][0] in shown and first["type"] != "missing"
-        found = f" is {first['input']!r}" if told else ""
-        known = ", ".join(kind.model_fields)
-        raise RewardSetupError(
-            f"{where}{found}: {first['msg']}. The settings are {known}; correct them in the configuration."
-        ) from None
+    server = parse_settings(kind, key, value)
     if deadline_s is not None and server.batch_timeout_s > deadline_s:
         raise RewardSetupError(
             f"{key}.batch_timeout_s is {server.batch_timeout_s:g}, above the reward's rewards[].deadline_s, "
@@ -152,20 +140,44 @@ def parse_server(kind: type[Server], key: str, value: object, deadline_s: float 
     return server
 
 
+def parse_settings(kind: type[Settings], key: str, value: object) -> Settings:
+    """Check a reward's settings; RewardSetupError names key, value found, value expected and remedy."""
+    if isinstance(value, kind):
+        return value
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join([key, *map(str, first["loc"])])
+        shown = set(kind.model_fields) - {"base_url", "extra_body"}  # these, and unknown ones, may hold a key
+        told = bool(first["loc"]) and first["loc"][0] in shown and first["type"] != "missing"
+        found = f" is {first['input']!r}" if told else ""
+        known = ", ".join(kind.model_fields)
+        raise RewardSetupError(
+            f"{where}{found}: {first['msg']}. The settings are {known}; correct them in the configuration."
+        ) from None
+
+
 def ask_all(
-    server: RewardServer, calls: Sequence[HttpCall], read: Callable[[Any], Read]
+    server: RewardServer,
+    calls: Sequence[HttpCall],
+    read: Callable[[Any], Read],
+    *,
+    decode: Callable[[bytes], Any] | None = None,
 ) -> list[Read | SampleError]:
     """Send all calls and read their answers, in order.
 
     Args:
-        read: turns an answer's JSON into a value; may raise SampleError, or RewardSetupError for what would
-            fail every sample. TypeError, ValueError and OverflowError fail the sample: the server lied.
+        read: turns an answer's JSON, or what ``decode`` returns, into a value; may raise SampleError, or
+            RewardSetupError for what would fail every sample. TypeError, ValueError and OverflowError fail
+            the sample: the server lied.
+        decode: reads the body of an answer with status 200; ValueError fails the sample.
 
     Raises:
         RewardSetupError: no call can succeed: the key or the address is refused, or it is no such service.
             Once such a server has answered this process, it is the SampleError of that call instead.
     """
-    return asyncio.run(_ask_all(server, calls, read)) if calls else []
+    return asyncio.run(_ask_all(server, calls, read, decode or _from_json)) if calls else []
 
 
 def png_base64(image: Image) -> str:
@@ -176,7 +188,10 @@ def png_base64(image: Image) -> str:
 
 
 async def _ask_all(
-    server: RewardServer, calls: Sequence[HttpCall], read: Callable[[Any], Read]
+    server: RewardServer,
+    calls: Sequence[HttpCall],
+    read: Callable[[Any], Read],
+    decode: Callable[[bytes], Any],
 ) -> list[Read | SampleError]:
     import httpx2  # keeps start-up fast for runs without such a reward
 
@@ -190,7 +205,7 @@ async def _ask_all(
         verify=_tls(),
         trust_env=host not in LOOPBACK,  # a proxy does not lead to this machine
     ) as client:
-        tasks = [asyncio.create_task(_answer(client, gate, server, call, read)) for call in calls]
+        tasks = [asyncio.create_task(_answer(client, gate, server, call, read, decode)) for call in calls]
         try:
             await asyncio.wait(tasks, timeout=server.batch_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             late = {task for task in tasks if not task.done()}
@@ -215,12 +230,13 @@ async def _answer(
     server: RewardServer,
     call: HttpCall,
     read: Callable[[Any], Read],
+    decode: Callable[[bytes], Any],
 ) -> Read | SampleError:
     async with gate:
         content = None if call.body is None else await asyncio.to_thread(_encoded, call.body)
         settings = server.model_dump_json()
         try:
-            found = _read(await _with_retries(client, server, call, content), read)
+            found = _read(await _with_retries(client, server, call, content, decode), read)
         except SampleError as error:
             return SampleError(safe_message(server, error))
         except RewardSetupError as error:
@@ -241,18 +257,23 @@ def _read(body: Any, read: Callable[[Any], Read]) -> Read:
         ) from None
 
 
-def _encoded(body: Callable[[], Mapping[str, Any]]) -> bytes:
-    return json.dumps(body()).encode()
+def _encoded(body: Callable[[], Mapping[str, Any] | bytes]) -> bytes:
+    made = body()
+    return made if isinstance(made, bytes) else json.dumps(made).encode()
 
 
 async def _with_retries(
-    client: httpx2.AsyncClient, server: RewardServer, call: HttpCall, content: bytes | None
+    client: httpx2.AsyncClient,
+    server: RewardServer,
+    call: HttpCall,
+    content: bytes | None,
+    decode: Callable[[bytes], Any],
 ) -> Any:
     url = server.base_url + call.path
     for attempt in range(server.retries + 1):
         try:
             status, body = await _attempt(client, server, call.method, url, content)
-            return _json(server, f"{call.method} {url}", status, body)
+            return _decoded(server, f"{call.method} {url}", status, body, decode)
         except _TransientError as failed:
             if attempt == server.retries:
                 raise SampleError(
@@ -296,7 +317,9 @@ async def _attempt(
     return status, bytes(body)
 
 
-def _json(server: RewardServer, what: str, status: int, body: bytes) -> Any:
+def _decoded(
+    server: RewardServer, what: str, status: int, body: bytes, decode: Callable[[bytes], Any]
+) -> Any:
     found = f"{what} answered {status} ({_text(body)!r})"
     if status in (401, 403):
         source = f"the key in {server.api_key_env}" if server.api_key_env else "requests without a key"
@@ -309,10 +332,18 @@ def _json(server: RewardServer, what: str, status: int, body: bytes) -> Any:
     if status != 200:
         raise SampleError(f"{found}; expected 200 OK. The request does not suit this server or model.")
     try:
+        return decode(body)
+    except ValueError as error:
+        raise SampleError(f"{found}: {error}. Is base_url the service's own?") from None
+
+
+def _from_json(body: bytes) -> Any:
+    try:
         return json.loads(body.decode("utf-8", "replace"), parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        reason = str(error) if isinstance(error, _NotFiniteError) else "no JSON"
-        raise SampleError(f"{found}: {reason}; expected JSON. Is base_url the service's own?") from None
+    except _NotFiniteError as error:
+        raise ValueError(f"{error}; expected JSON") from None
+    except (ValueError, RecursionError):
+        raise ValueError("no JSON; expected JSON") from None
 
 
 class _NotFiniteError(ValueError):

@@ -5,18 +5,20 @@ Target and score are those of ``ocr`` (``reading/legibility.py``); only the read
 
 from __future__ import annotations
 
+import string
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from spotlight.rewards.endpoints.chat import ChatAnswer, ChatEndpoint, ask_about, token_curves, try_out
-from spotlight.rewards.endpoints.json_client import COSTS, parse_server
+from spotlight.rewards.endpoints.chat import ChatAnswer, ask_about, parse_vlm, token_curves, try_out
+from spotlight.rewards.endpoints.json_client import COSTS
 from spotlight.rewards.example_pictures import example_picture
 from spotlight.rewards.reading.legibility import legibility, target_of
 from spotlight.rewards.reward import Image, SampleError, adds_over_frames, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
-    runs_on="a server",
+    runs_on="GPU or a server",
     typical=(0, 1),
     reads=Reads.TEXT,
     weights=("any VLM",),
@@ -37,7 +39,8 @@ def ocr_vlm(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     instruction: str = INSTRUCTION,
     tokens_max: int = 512,
 ) -> dict[str, list[float | SampleError]]:
@@ -48,6 +51,7 @@ def ocr_vlm(
         prompts: each with its target in straight double quotes; the model does not see them.
         metadata: ignored.
         endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
+        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
         instruction: what the model is asked; readers such as DeepSeek-OCR have one of their own.
         tokens_max: length limit of a transcription.
 
@@ -59,7 +63,7 @@ def ocr_vlm(
         RewardInputError: a prompt without quoted text.
         RewardSetupError: invalid settings, a refused key or model.
     """
-    place = _settings(endpoint)
+    place = parse_vlm("ocr-vlm", endpoint, model)
     targets = [target_of(prompt) for prompt in prompts]
     answers = ask_about(
         place,
@@ -84,7 +88,8 @@ def check(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     instruction: str = INSTRUCTION,
     tokens_max: int = 512,
 ) -> None:
@@ -96,17 +101,31 @@ def check(
     """
     for prompt in prompts:
         target_of(prompt)
-    try_out(_settings(endpoint), example_picture("sign"), instruction, tokens_max=tokens_max, read=_something)
+    try_out(
+        parse_vlm("ocr-vlm", endpoint, model),
+        example_picture("sign"),
+        instruction,
+        tokens_max=tokens_max,
+        read=_something,
+    )
 
 
-def scored_by(*, endpoint: Mapping[str, Any], deadline_s: float | None = None) -> str:
-    """The model and its endpoint; checks the endpoint's settings."""
-    place = _settings(endpoint, deadline_s)
-    return f"{place.model} at {place.base_url}"
+def scored_by(
+    *,
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    deadline_s: float | None = None,
+) -> str:
+    """What answers; checks an endpoint's settings, and loads a model."""
+    return parse_vlm("ocr-vlm", endpoint, model, deadline_s).identity
 
 
-def _settings(endpoint: Mapping[str, Any], deadline_s: float | None = None) -> ChatEndpoint:
-    return parse_server(ChatEndpoint, "ocr-vlm reward: params.endpoint", endpoint, deadline_s)
+def tiny(folder: Path) -> dict[str, Any]:
+    """Write a small random model that reads a letter; the params that name it."""
+    from spotlight.rewards.models.tiny_vlm import save_tiny_vlm
+
+    words = string.ascii_uppercase
+    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, words))}}
 
 
 def reading(answer: str) -> str:

@@ -12,13 +12,14 @@ from typing import Any, Literal, get_args
 
 from spotlight.rewards.endpoints.chat import (
     ChatAnswer,
-    ChatEndpoint,
+    Vlm,
     ask_about,
     curve_of,
+    parse_vlm,
     token_curves,
     try_out,
 )
-from spotlight.rewards.endpoints.json_client import COSTS, parse_server
+from spotlight.rewards.endpoints.json_client import COSTS
 from spotlight.rewards.example_pictures import example_picture
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
@@ -27,7 +28,7 @@ Axis = Literal["mean", "alignment", "coherence", "style"]
 AXES = ("alignment", "coherence", "style")
 
 FACTS = RewardFacts(
-    runs_on="a server",
+    runs_on="GPU or a server",
     typical=(0.5, 0.9),
     reads=Reads.TEXT,
     weights=("CodeGoat24/UnifiedReward-2.0-qwen3vl-8b",),
@@ -56,7 +57,8 @@ def unified_reward(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     train_on: Axis = "mean",
     question: str = QUESTION,
 ) -> dict[str, list[float | SampleError]]:
@@ -67,6 +69,7 @@ def unified_reward(
         prompts: inserted for ``{prompt}`` in the question.
         metadata: ignored.
         endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
+        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
         train_on: the axis, or ``mean`` of the three, that becomes ``score``.
         question: what is asked.
 
@@ -77,7 +80,7 @@ def unified_reward(
     Raises:
         RewardSetupError: invalid settings, a refused key or model.
     """
-    place = _settings(endpoint, train_on)
+    place = _settings(endpoint, model, train_on)
     questions = [question.replace("{prompt}", prompt) for prompt in prompts]
     answers = ask_about(place, images, questions, tokens_max=_TOKENS_MAX, read=parse_grades)
     return {
@@ -91,20 +94,25 @@ def check(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     train_on: Axis = "mean",
     question: str = QUESTION,
 ) -> None:
     """Ask about a picture of a sign: does the model answer as it should?"""
-    place = _settings(endpoint, train_on)
+    place = _settings(endpoint, model, train_on)
     asked = question.replace("{prompt}", "a sign that says OPEN")
     try_out(place, example_picture("sign"), asked, tokens_max=_TOKENS_MAX, read=parse_grades)
 
 
-def scored_by(*, endpoint: Mapping[str, Any], deadline_s: float | None = None) -> str:
-    """The model and its endpoint; checks the endpoint's settings."""
-    place = parse_server(ChatEndpoint, "unified-reward reward: params.endpoint", endpoint, deadline_s)
-    return f"{place.model} at {place.base_url}"
+def scored_by(
+    *,
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    deadline_s: float | None = None,
+) -> str:
+    """What answers; checks an endpoint's settings, and loads a model."""
+    return parse_vlm("unified-reward", endpoint, model, deadline_s).identity
 
 
 def parse_grades(answer: ChatAnswer) -> dict[str, float]:
@@ -121,10 +129,10 @@ def parse_grades(answer: ChatAnswer) -> dict[str, float]:
     return grades | {"mean": sum(grades.values()) / len(grades)}
 
 
-def _settings(endpoint: Mapping[str, Any], train_on: Axis) -> ChatEndpoint:
+def _settings(endpoint: Mapping[str, Any] | None, model: Mapping[str, Any] | None, train_on: Axis) -> Vlm:
     if train_on not in get_args(Axis):
         raise RewardSetupError(
             f"unified-reward reward: params.train_on is {train_on!r}; expected one of "
             f"{', '.join(get_args(Axis))}."
         )
-    return parse_server(ChatEndpoint, "unified-reward reward: params.endpoint", endpoint)
+    return parse_vlm("unified-reward", endpoint, model)

@@ -11,25 +11,27 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from spotlight.rewards.endpoints.chat import (
     ChatAnswer,
-    ChatEndpoint,
+    Vlm,
     ask_about,
     curve_of,
+    parse_vlm,
     token_curves,
     try_out,
 )
-from spotlight.rewards.endpoints.json_client import COSTS, parse_server
+from spotlight.rewards.endpoints.json_client import COSTS
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 AnswerKind = Literal["yes-no", "grade"]
 FACTS = RewardFacts(
-    runs_on="a server",
+    runs_on="GPU or a server",
     typical=(0, 1),
     reads=Reads.TEXT,
     weights=("any VLM",),
@@ -62,7 +64,8 @@ def vlm_judge(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     answer: AnswerKind = "yes-no",
     question: str = "",
     scale: Sequence[float] = (0, 10),
@@ -74,6 +77,7 @@ def vlm_judge(
         prompts: inserted for ``{prompt}`` in the question.
         metadata: ignored.
         endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
+        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
         answer: ``yes-no`` needs an endpoint with logprobs; ``grade`` any.
         question: may contain ``{prompt}``, ``{low}`` and ``{high}``; empty: that of :data:`QUESTIONS`.
         scale: lowest and highest grade.
@@ -85,7 +89,7 @@ def vlm_judge(
     Raises:
         RewardSetupError: invalid settings, a refused key or model, or logprobs that are not offered.
     """
-    place = _settings(endpoint, answer, scale)
+    place = _settings(endpoint, model, answer, scale)
     questions = [_question(question, answer, prompt, scale) for prompt in prompts]
     answers = ask_about(
         place,
@@ -107,13 +111,14 @@ def check(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     answer: AnswerKind = "yes-no",
     question: str = "",
     scale: Sequence[float] = (0, 10),
 ) -> None:
     """Ask one question about a gray picture: is the model there, and does it answer as it should?"""
-    place = _settings(endpoint, answer, scale)
+    place = _settings(endpoint, model, answer, scale)
     first = _question(question, answer, prompts[0] if prompts else "a gray square", scale)
     try_out(
         place,
@@ -126,10 +131,23 @@ def check(
     )
 
 
-def scored_by(*, endpoint: Mapping[str, Any], deadline_s: float | None = None) -> str:
-    """The model and its endpoint; checks the endpoint's settings."""
-    place = parse_server(ChatEndpoint, "vlm-judge reward: params.endpoint", endpoint, deadline_s)
-    return f"{place.model} at {place.base_url}"
+def scored_by(
+    *,
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    deadline_s: float | None = None,
+) -> str:
+    """What answers; checks an endpoint's settings, and loads a model."""
+    return parse_vlm("vlm-judge", endpoint, model, deadline_s).identity
+
+
+def tiny(folder: Path, *, answer: AnswerKind = "yes-no", scale: Sequence[float] = (0, 10)) -> dict[str, Any]:
+    """Write a small random model that answers as asked; the params that name it."""
+    from spotlight.rewards.models.tiny_vlm import save_tiny_vlm
+
+    grades = [f"{each}" for each in range(math.ceil(scale[0]), math.floor(scale[1]) + 1)]
+    words = ["Yes", "No"] if answer == "yes-no" else grades
+    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, words))}}
 
 
 def probability_of_yes(first_token: Mapping[str, float]) -> tuple[float, float]:
@@ -177,7 +195,12 @@ def _score(answer: AnswerKind, scale: Sequence[float], found: ChatAnswer) -> tup
     return probability_of_yes(found.first_token)
 
 
-def _settings(endpoint: Mapping[str, Any], answer: AnswerKind, scale: Sequence[float]) -> ChatEndpoint:
+def _settings(
+    endpoint: Mapping[str, Any] | None,
+    model: Mapping[str, Any] | None,
+    answer: AnswerKind,
+    scale: Sequence[float],
+) -> Vlm:
     if answer not in get_args(AnswerKind):
         raise RewardSetupError(
             f"vlm-judge reward: params.answer is {answer!r}; expected {' or '.join(get_args(AnswerKind))}."
@@ -189,7 +212,7 @@ def _settings(endpoint: Mapping[str, Any], answer: AnswerKind, scale: Sequence[f
         raise RewardSetupError(
             f"vlm-judge reward: params.scale is {scale!r}; expected lowest and highest grade, as [0, 10]."
         )
-    return parse_server(ChatEndpoint, "vlm-judge reward: params.endpoint", endpoint)
+    return parse_vlm("vlm-judge", endpoint, model)
 
 
 def _question(question: str, answer: AnswerKind, prompt: str, scale: Sequence[float]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,17 @@ from spotlight.rewards.endpoints.chat import (
     ChatAnswer,
     ChatEndpoint,
     TokenCount,
+    Vlm,
     ask_about,
+    parse_vlm,
     try_out,
 )
-from spotlight.rewards.endpoints.json_client import parse_server
 from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.reward import Image, RewardSetupError, SampleError, takes_groups, takes_videos
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
-    runs_on="a server",
+    runs_on="GPU or a server",
     typical=(0, 1),
     reads=Reads.TEXT,
     weights=("any VLM that takes two pictures",),
@@ -56,7 +58,8 @@ def vlm_rank(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     opponents: int = 4,
     question: str = QUESTION,
 ) -> dict[str, list[float | SampleError]]:
@@ -67,6 +70,7 @@ def vlm_rank(
         prompts: inserted for ``{prompt}`` in the question.
         metadata: ignored.
         endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
+        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
         opponents: how many others each picture meets; at least that, at most all.
         question: about two pictures; asks for First or Second.
 
@@ -78,7 +82,7 @@ def vlm_rank(
     Raises:
         RewardSetupError: invalid settings, a refused key or model.
     """
-    place = _settings(endpoint, opponents, question)
+    place = _settings(endpoint, model, opponents, question)
     if len(images) < 2:
         alone = "it is alone: no other member of its group was made; expected two or more to compare."
         return {"score": [SampleError(alone)] * len(images)}
@@ -102,21 +106,34 @@ def check(
     prompts: Sequence[str],
     metadata: Sequence[Mapping[str, Any]],
     *,
-    endpoint: Mapping[str, Any],
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
     opponents: int = 4,
     question: str = QUESTION,
 ) -> None:
     """Let the model compare two plain squares: is it there, and does it take two pictures?"""
-    place = _settings(endpoint, opponents, question)
+    place = _settings(endpoint, model, opponents, question)
     squares = [np.full((64, 64, 3), level, np.uint8) for level in (64, 192)]
     first = question.replace("{prompt}", prompts[0] if prompts else "a bright square")
     try_out(place, squares, first, tokens_max=_TOKENS_MAX, read=first_wins)
 
 
-def scored_by(*, endpoint: Mapping[str, Any], deadline_s: float | None = None) -> str:
-    """The model and its endpoint; checks the endpoint's settings."""
-    place = parse_server(ChatEndpoint, "vlm-rank reward: params.endpoint", endpoint, deadline_s)
-    return f"{place.model} at {place.base_url}"
+def scored_by(
+    *,
+    endpoint: Mapping[str, Any] | None = None,
+    model: Mapping[str, Any] | None = None,
+    deadline_s: float | None = None,
+) -> str:
+    """What answers; checks an endpoint's settings, and loads a model."""
+    return parse_vlm("vlm-rank", endpoint, model, deadline_s).identity
+
+
+def tiny(folder: Path) -> dict[str, Any]:
+    """Write a small random model that prefers one of two pictures; the params that name it."""
+    from spotlight.rewards.models.tiny_vlm import save_tiny_vlm
+
+    words = ["First", "Second"]
+    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, words))}}
 
 
 def pairings(members: int, opponents: int) -> list[Pair]:
@@ -183,7 +200,7 @@ def first_wins(answer: ChatAnswer) -> bool:
 
 
 def _costs(
-    place: ChatEndpoint, answers: Sequence[tuple[ChatAnswer, bool] | SampleError], members: int
+    place: Vlm, answers: Sequence[tuple[ChatAnswer, bool] | SampleError], members: int
 ) -> dict[str, list[float | SampleError]]:
     answered = [each[0].tokens for each in answers if not isinstance(each, SampleError)]
     told = [each for each in answered if each is not None]
@@ -194,12 +211,14 @@ def _costs(
         "prompt_tokens": [total.prompt / members] * members,
         "completion_tokens": [total.completion / members] * members,
     }
-    if place.priced:
+    if isinstance(place, ChatEndpoint) and place.priced:
         curves["cost_usd"] = [place.cost_usd(total) / members] * members
     return curves
 
 
-def _settings(endpoint: Mapping[str, Any], opponents: int, question: str) -> ChatEndpoint:
+def _settings(
+    endpoint: Mapping[str, Any] | None, model: Mapping[str, Any] | None, opponents: int, question: str
+) -> Vlm:
     if isinstance(opponents, bool) or not isinstance(opponents, int) or opponents < 1:
         raise RewardSetupError(f"vlm-rank reward: params.opponents is {opponents!r}; expected 1 or more.")
     if not isinstance(question, str) or not question.strip():
@@ -207,4 +226,4 @@ def _settings(endpoint: Mapping[str, Any], opponents: int, question: str) -> Cha
             f"vlm-rank reward: params.question is {question!r}; expected a question about two pictures that "
             "asks for First or Second."
         )
-    return parse_server(ChatEndpoint, "vlm-rank reward: params.endpoint", endpoint)
+    return parse_vlm("vlm-rank", endpoint, model)

@@ -14,13 +14,21 @@ from typing import Any
 
 import torch
 
+from spotlight.rewards.models.hub import unreachable
 from spotlight.rewards.reward import RewardSetupError
 
 _DIGEST_CHARS = 12
 
 
 def load_pretrained(
-    model_class: Any, source: str, *, key: str, remedy: str, unread: str, device: torch.device
+    model_class: Any,
+    source: str,
+    *,
+    key: str,
+    remedy: str,
+    unread: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Any, str]:
     """Load a transformers model for inference.
 
@@ -40,14 +48,13 @@ def load_pretrained(
     local = Path(source).expanduser()
     if (source.startswith((".", "/", "~")) or source.count(os.sep) > 1) and not local.is_dir():
         raise RewardSetupError(f"{key} is {source!r}, which is no directory. {remedy}")
-    place = str(local) if local.is_dir() else source
+    place, options = where_from(source)
     try:
-        model, told = model_class.from_pretrained(place, output_loading_info=True, dtype=torch.float32)
+        model, told = model_class.from_pretrained(place, output_loading_info=True, dtype=dtype, **options)
     except Exception as error:
-        reason = first_line(error)
         raise RewardSetupError(
-            f"{key} is {source!r}, from which transformers reads no {model_class.__name__}: {reason}. "
-            f"{remedy}"
+            f"{key} is {source!r}, from which transformers reads no {model_class.__name__}: "
+            f"{why_not(error, options)}. {remedy}"
         ) from error
     missing = sorted(name for name in told["missing_keys"] if not re.search(unread, name))
     if missing:  # transformers would score with random numbers in their place
@@ -60,6 +67,24 @@ def load_pretrained(
     return model.eval().requires_grad_(False).to(device), f"{origin}@{digest}"
 
 
+def where_from(source: str) -> tuple[str, dict[str, bool]]:
+    """What ``from_pretrained`` takes for a directory or hub id, and how: without a hub, from here."""
+    local = Path(source).expanduser()
+    # Code from the hub is not run; unless told so, transformers asks at the terminal.
+    options = {"trust_remote_code": False}
+    if local.is_dir():
+        return str(local), options
+    return source, options | {"local_files_only": bool(unreachable())}
+
+
+def why_not(error: Exception, options: Mapping[str, bool]) -> str:
+    """Why nothing could be loaded with these options of :func:`where_from`."""
+    reason = first_line(error)
+    if options.get("local_files_only"):
+        return f"{unreachable()}, and it was not downloaded before, or not all of it ({reason})"
+    return reason
+
+
 def first_line(error: Exception) -> str:
     """Of its message, without the full stop; its type if it has none. Libraries write pages."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
@@ -69,25 +94,25 @@ def load_tokenizer(source: str, *, key: str, remedy: str) -> Any:
     """A model's tokenizer. Raises RewardSetupError."""
     from transformers import AutoTokenizer
 
-    local = Path(source).expanduser()
+    place, options = where_from(source)
     try:
-        return AutoTokenizer.from_pretrained(str(local) if local.is_dir() else source)
+        return AutoTokenizer.from_pretrained(place, **options)
     except Exception as error:
-        reason = first_line(error)
-        raise RewardSetupError(f"{key} is {source!r}, which has no tokenizer: {reason}. {remedy}") from error
+        raise RewardSetupError(
+            f"{key} is {source!r}, which has no tokenizer: {why_not(error, options)}. {remedy}"
+        ) from error
 
 
 def load_image_processor(source: str, *, key: str, remedy: str) -> Any:
     """A model's image processor, with Pillow's filters. Raises RewardSetupError."""
     from transformers import AutoImageProcessor
 
-    local = Path(source).expanduser()
+    place, options = where_from(source)
     try:
-        return AutoImageProcessor.from_pretrained(str(local) if local.is_dir() else source, backend="pil")
+        return AutoImageProcessor.from_pretrained(place, backend="pil", **options)
     except Exception as error:
-        reason = first_line(error)
         raise RewardSetupError(
-            f"{key} is {source!r}, which has no image processor: {reason}. {remedy}"
+            f"{key} is {source!r}, which has no image processor: {why_not(error, options)}. {remedy}"
         ) from error
 
 
@@ -105,12 +130,12 @@ def find_file(source: str, names: Sequence[str], *, key: str, remedy: str) -> Pa
                 return local / name
         what = f"holds none of {', '.join(names)}" if local.is_dir() else "is neither a file nor a directory"
         raise RewardSetupError(f"{key} is {source!r}, which {what}. {remedy}")
-    what = f"holds none of {', '.join(names)}"
+    what, away = f"holds none of {', '.join(names)}", unreachable()
     for name in names:
         try:
-            return Path(hf_hub_download(source, name))
+            return Path(hf_hub_download(source, name, local_files_only=bool(away)))
         except LocalEntryNotFoundError:  # the next one may have been downloaded before
-            what = f"cannot be reached, and {' or '.join(names)} was not downloaded before"
+            what = f"was not downloaded before: no {' and no '.join(names)} is here. {away}".rstrip(". ")
         except EntryNotFoundError:
             continue
         except Exception as error:

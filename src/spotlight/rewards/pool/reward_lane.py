@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -26,6 +26,10 @@ _PROCESSES_MAX = 64
 """Without ``replicas``, where other machines have more cores than this one."""
 
 
+class SampleAbandonedError(RuntimeError):
+    """Nobody waits for this sample any more, and it was not scored yet."""
+
+
 class ScorerStarter(Protocol):
     """Makes the handle of a process; see :class:`~spotlight.rewards.pool.reward_process.RewardProcess`."""
 
@@ -38,9 +42,13 @@ class PendingSample:
 
     Attributes:
         result: set when the last reward is done, or at the first error.
+        abandoned: whether nobody waits for it any more.
     """
 
-    def __init__(self, sample: Sample, rewards: Mapping[str, RewardConfig]) -> None:
+    def __init__(
+        self, sample: Sample, rewards: Mapping[str, RewardConfig], abandoned: Callable[[], bool]
+    ) -> None:
+        self.abandoned = abandoned
         self.message = SharedSample(sample)
         self.result: Future[SampleResult] = Future()
         self.result.set_running_or_notify_cancel()
@@ -171,9 +179,19 @@ class RewardLane:
         process = self._free.get()
         try:
             while not self._closed and (taken := self._take())[0]:
-                self._score(process, *taken)
+                if wanted := self._still_wanted(taken[0]):
+                    self._score(process, wanted, taken[1])
         finally:
             self._free.put(process)
+
+    def _still_wanted(self, batch: Sequence[PendingSample]) -> list[PendingSample]:
+        wanted = []
+        for each in batch:
+            if each.abandoned():
+                each.fail(SampleAbandonedError("nobody waits for this sample any more"))
+            else:
+                wanted.append(each)
+        return wanted
 
     def _score(self, process: Scorer, batch: Sequence[PendingSample], group: SampleGroup | None) -> None:
         try:

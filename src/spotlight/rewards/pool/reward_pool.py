@@ -139,13 +139,16 @@ class RewardPool:
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
         groups: Sequence[SampleGroup] | None = None,
+        *,
+        abandoned: Callable[[], bool] = lambda: False,
     ) -> Future[RewardBatch]:
         """Score samples in the background; see :meth:`submit_each`.
 
         Returns:
-            The results, in the order of ``images``; :class:`PoolClosedError` if the pool is closed first.
+            The results, in the order of ``images``; :class:`PoolClosedError` if the pool is closed first, and
+            :class:`SampleAbandonedError` if a sample was.
         """
-        pending = self.submit_each(images, prompts, metadata, groups)
+        pending = self.submit_each(images, prompts, metadata, groups, abandoned=abandoned)
         return _when_all(pending, lambda samples: RewardBatch(tuple(samples)))
 
     def submit_each(
@@ -154,6 +157,8 @@ class RewardPool:
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
         groups: Sequence[SampleGroup] | None = None,
+        *,
+        abandoned: Callable[[], bool] = lambda: False,
     ) -> list[Future[SampleResult]]:
         """Score samples in the background; each is done when every reward has scored it.
 
@@ -163,6 +168,7 @@ class RewardPool:
             prompts: one per image.
             metadata: one per image, picklable values.
             groups: the group of each image, for rewards that compare; default: images of one prompt.
+            abandoned: asked in other threads before a sample is scored; then it fails, SampleAbandonedError.
 
         Raises:
             ValueError: arguments differ in length, or an image has the wrong type or shape.
@@ -176,7 +182,7 @@ class RewardPool:
             groups = [SampleGroup(prompt, sizes[prompt]) for prompt in prompts]
         rewards = {lane.reward.curve: lane.reward for lane in self._lanes}
         pending = [
-            PendingSample(Sample(image, prompt, record), rewards)
+            PendingSample(Sample(image, prompt, record), rewards, abandoned)
             for image, prompt, record in zip(images, prompts, _plain(metadata), strict=True)
         ]
         for lane in self._lanes:

@@ -16,9 +16,11 @@ import base64
 import binascii
 import hmac
 import io
+import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +29,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from PIL import Image as PILImage
 from pydantic import BaseModel, Field
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from spotlight.rewards.pool.reward_lane import SampleAbandonedError
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import RewardBatch, RewardFailure
 from spotlight.rewards.reward import Image
@@ -37,10 +41,16 @@ PIXELS_MAX = 1 << 24
 """Of a picture. A file of a few kB may hold as many as its format can count."""
 REQUEST_PIXELS_MAX = 1 << 28
 """Of the pictures of a request together: 0.8 GB."""
+SERVICE_PIXELS_MAX = 1 << 29
+"""Of all pictures that wait or are scored."""
+SERVICE_BODIES_MAX_BYTES = 512 << 20
+"""Of all requests that are read or answered."""
 _FORMATS = ("PNG", "JPEG")
 _REQUESTS_MAX = 1024
 _RETRY_AFTER_S = 5
 _MESSAGE_MAX = 2000
+_LOOK_FOR_CLIENT_S = 0.2
+_UNREADABLE = (binascii.Error, OSError, ValueError, SyntaxError, PILImage.DecompressionBombError)
 
 
 class Turn(BaseModel):
@@ -81,35 +91,64 @@ class ScoreService:
 
     Args:
         pools: by reward, each with that reward alone.
-        waiting_max: pictures that may wait or be scored at once; one request always may.
+        waiting_max, pixels_max, bytes_max: pictures that may wait or be scored at once, their pixels, and the
+            bytes of requests that are read or answered. One request always may.
     """
 
-    def __init__(self, pools: Mapping[str, RewardPool], waiting_max: int = _REQUESTS_MAX) -> None:
+    def __init__(
+        self,
+        pools: Mapping[str, RewardPool],
+        waiting_max: int = _REQUESTS_MAX,
+        pixels_max: int = SERVICE_PIXELS_MAX,
+        bytes_max: int = SERVICE_BODIES_MAX_BYTES,
+    ) -> None:
         self.pools = pools
-        self._waiting, self._waiting_max = 0, waiting_max
+        self._limits = {"pictures": waiting_max, "pixels": pixels_max, "bytes": bytes_max}
+        self._held = dict.fromkeys(self._limits, 0)
         self._pictures: Counter[tuple[str, str]] = Counter()
         self._seconds = dict.fromkeys(pools, 0.0)
 
-    async def score(self, requests: Sequence[ScoreRequest]) -> list[Answer]:
+    @asynccontextmanager
+    async def holding(self, **wanted: int) -> AsyncIterator[None]:
+        """Keep within the limits of ``pictures``, ``pixels`` or ``bytes``. Raises ServiceBusyError."""
+        for what, number in wanted.items():
+            held, most = self._held[what], self._limits[what]
+            if number and held and held + number > most:
+                raise ServiceBusyError(
+                    f"{held:,} {what} wait here; expected at most {most:,} with these {number:,}. Come again "
+                    "later, or send fewer at once."
+                )
+        for what, number in wanted.items():
+            self._held[what] += number
+        try:
+            yield
+        finally:
+            for what, number in wanted.items():
+                self._held[what] -= number
+
+    async def score(
+        self, requests: Sequence[ScoreRequest], abandoned: Callable[[], bool] = lambda: False
+    ) -> list[Answer]:
         """Score all samples, each by the rewards that it requires.
 
-        Raises:
-            ServiceBusyError: too many pictures wait. Clients that gave up leave theirs behind.
-        """
-        if self._waiting and self._waiting + len(requests) > self._waiting_max:
-            raise ServiceBusyError(
-                f"{self._waiting} pictures wait here; expected at most {self._waiting_max} with these "
-                f"{len(requests)}. Come again later, or send fewer at once."
-            )
-        self._waiting += len(requests)
-        try:
-            return await self._score(requests)
-        finally:
-            self._waiting -= len(requests)
+        Args:
+            abandoned: nobody waits for the answers any more; what is not being scored yet then fails. Called
+                in other threads.
 
-    async def _score(self, requests: Sequence[ScoreRequest]) -> list[Answer]:
+        Raises:
+            ServiceBusyError: too many pictures, or too large ones, wait.
+        """
+        files = [each.history[-1].image_b64 for each in requests]
+        async with self.holding(pictures=len(requests)):
+            pixels = await asyncio.to_thread(lambda: sum(map(pixels_of, files)))
+            async with self.holding(pixels=min(pixels, REQUEST_PIXELS_MAX)):
+                return await self._score(requests, files, abandoned)
+
+    async def _score(
+        self, requests: Sequence[ScoreRequest], files: Sequence[str], abandoned: Callable[[], bool]
+    ) -> list[Answer]:
         answers = [Answer() for _ in requests]
-        images = await asyncio.to_thread(_decoded, [each.history[-1].image_b64 for each in requests])
+        images = await asyncio.to_thread(_decoded, files)
         wanted: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
             for name in dict.fromkeys(request.required_rewards):
@@ -123,7 +162,7 @@ class ScoreService:
                 else:
                     wanted.setdefault(name, []).append(index)
         await asyncio.gather(
-            *(self._by(name, own, requests, images, answers) for name, own in wanted.items())
+            *(self._by(name, own, requests, images, answers, abandoned) for name, own in wanted.items())
         )
         return answers
 
@@ -134,7 +173,7 @@ class ScoreService:
             f'spotlight_reward_pictures_total{{reward="{name}",outcome="{outcome}"}} '
             f"{self._pictures[name, outcome]}"
             for name in self.pools
-            for outcome in ("scored", "failed")
+            for outcome in ("scored", "failed", "abandoned")
         ]
         lines.append("# TYPE spotlight_reward_seconds_total counter")
         lines += [
@@ -150,15 +189,19 @@ class ScoreService:
         requests: Sequence[ScoreRequest],
         images: Sequence[Image | str],
         answers: Sequence[Answer],
+        abandoned: Callable[[], bool],
     ) -> None:
         pictures = [image for index in own if not isinstance(image := images[index], str)]
         texts = [requests[index].history[-1].text for index in own]
         batch: RewardBatch | str
         started_s = time.perf_counter()
         try:
-            batch = await asyncio.to_thread(
-                self.pools[name].score, pictures, texts, [requests[index].metadata for index in own]
-            )
+            records = [requests[index].metadata for index in own]
+            pending = self.pools[name].submit(pictures, texts, records, abandoned=abandoned)
+            batch = await asyncio.wrap_future(pending)
+        except SampleAbandonedError:
+            self._pictures[name, "abandoned"] += len(own)
+            return
         except Exception as error:  # noqa: BLE001 - whatever happened, these pictures have no score
             batch = f"{type(error).__name__}: {error}"
         for at, index in enumerate(own):
@@ -171,18 +214,37 @@ class ScoreService:
         self._seconds[name] += time.perf_counter() - started_s
 
 
-def service_app(service: ScoreService, token: str = "") -> FastAPI:
-    """The service as a FastAPI application.
+class RequestGate:
+    """Refuses requests without the token, and bodies that are too long, before they are read.
+
+    Not a middleware of Starlette's kind, behind which nobody learns that a client has gone.
 
     Args:
         token: expected as ``Authorization: Bearer TOKEN``; empty: none is.
     """
-    app = FastAPI(title="Spotlight rewards", docs_url=None, redoc_url=None, openapi_url=None)
 
-    @app.middleware("http")
-    async def gate(request: Request, go_on: Callable[[Request], Awaitable[Response]]) -> Response:
+    def __init__(self, app: ASGIApp, service: ScoreService, token: str) -> None:
+        self._app, self._service, self._token = app, service, token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request, as ASGI has it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        if (refusal := self._refusal(request)) is not None:
+            await refusal(scope, receive, send)
+            return
+        length = request.headers.get("content-length", "")
+        try:
+            async with self._service.holding(bytes=int(length) if length.isdecimal() else 0):
+                await self._app(scope, receive, send)
+        except ServiceBusyError as error:
+            await _busy(error)(scope, receive, send)
+
+    def _refusal(self, request: Request) -> Response | None:
         given = request.headers.get("authorization", "").encode()
-        right = not token or hmac.compare_digest(given, f"Bearer {token}".encode())
+        right = not self._token or hmac.compare_digest(given, f"Bearer {self._token}".encode())
         if not right and request.url.path != "/health":
             return _refusal(401, "no or a wrong token; expected Authorization: Bearer TOKEN")
         length = request.headers.get("content-length", "")
@@ -191,7 +253,13 @@ def service_app(service: ScoreService, token: str = "") -> FastAPI:
             return _refusal(411, "no Content-Length, or Transfer-Encoding beside it; expected a length alone")
         if length.isdecimal() and int(length) > BODY_MAX_BYTES:
             return _refusal(413, f"a body of {length} bytes; expected at most {BODY_MAX_BYTES}")
-        return await go_on(request)
+        return None
+
+
+def service_app(service: ScoreService, token: str = "") -> FastAPI:
+    """The service as a FastAPI application; ``token`` as :class:`RequestGate` has it."""
+    app = FastAPI(title="Spotlight rewards", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(RequestGate, service=service, token=token)
 
     @app.get("/health")
     async def health() -> dict[str, str]:
@@ -207,11 +275,15 @@ def service_app(service: ScoreService, token: str = "") -> FastAPI:
         return PlainTextResponse(service.metrics())
 
     @app.post("/score")
-    async def score(body: ScoreBody) -> JSONResponse:
+    async def score(body: ScoreBody, request: Request) -> JSONResponse:
+        gone = threading.Event()
+        watch = asyncio.create_task(_watch(request, gone))
         try:
-            answers = await service.score(body.requests)
+            answers = await service.score(body.requests, gone.is_set)
         except ServiceBusyError as error:
-            return _refusal(503, str(error), {"Retry-After": str(_RETRY_AFTER_S)})
+            return _busy(error)
+        finally:
+            watch.cancel()
         return JSONResponse(
             {"results": [each.scores for each in answers], "errors": [each.errors for each in answers]}
         )
@@ -219,19 +291,46 @@ def service_app(service: ScoreService, token: str = "") -> FastAPI:
     return app
 
 
+def pixels_of(image_b64: str) -> int:
+    """Of a picture that :func:`decode` would decode, without decoding it; else 0."""
+    found = _opened(image_b64)
+    pixels = 0 if isinstance(found, str) else found.width * found.height
+    return pixels if pixels <= PIXELS_MAX else 0
+
+
 def decode(image_b64: str, pixels_max: int = PIXELS_MAX) -> Image | str:
     """The picture [height, width, 3], or why it cannot be read; a larger one is not decoded."""
+    found = _opened(image_b64)
+    if isinstance(found, str):
+        return found
+    if found.width * found.height > pixels_max:
+        return (
+            f"the picture has {found.width} x {found.height} pixels; expected at most {PIXELS_MAX:,}, and "
+            f"{REQUEST_PIXELS_MAX:,} in all pictures of a request"
+        )
+    try:
+        return np.asarray(found.convert("RGB"))
+    except _UNREADABLE as error:
+        return _unreadable(error)
+
+
+def _opened(image_b64: str) -> PILImage.Image | str:
+    """The picture, of which only the size is read yet, or why it cannot be."""
     try:
         content = base64.b64decode(image_b64.partition("base64,")[2] or image_b64, validate=True)
-        with PILImage.open(io.BytesIO(content), formats=_FORMATS) as picture:
-            if picture.width * picture.height > pixels_max:
-                return (
-                    f"the picture has {picture.width} x {picture.height} pixels; expected at most "
-                    f"{PIXELS_MAX:,}, and {REQUEST_PIXELS_MAX:,} in all pictures of a request"
-                )
-            return np.asarray(picture.convert("RGB"))
-    except (binascii.Error, OSError, ValueError, SyntaxError, PILImage.DecompressionBombError) as error:
-        return f"the picture cannot be read ({type(error).__name__}: {error}); expected PNG or JPEG in base64"
+        return PILImage.open(io.BytesIO(content), formats=_FORMATS)
+    except _UNREADABLE as error:
+        return _unreadable(error)
+
+
+def _unreadable(error: Exception) -> str:
+    return f"the picture cannot be read ({type(error).__name__}: {error}); expected PNG or JPEG in base64"
+
+
+async def _watch(request: Request, gone: threading.Event) -> None:
+    while not await request.is_disconnected():
+        await asyncio.sleep(_LOOK_FOR_CLIENT_S)
+    gone.set()
 
 
 def _decoded(files_b64: Sequence[str]) -> list[Image | str]:
@@ -253,6 +352,10 @@ def _of(name: str, batch: RewardBatch | str, at: int) -> dict[str, float] | str:
         return f"{sample.kind}: {sample.message}"
     score = sample.scores[name]
     return {**score.details, name: score.value}
+
+
+def _busy(error: ServiceBusyError) -> JSONResponse:
+    return _refusal(503, str(error), {"Retry-After": str(_RETRY_AFTER_S)})
 
 
 def _refusal(status: int, found: str, headers: Mapping[str, str] | None = None) -> JSONResponse:

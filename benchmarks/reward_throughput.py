@@ -1,0 +1,132 @@
+"""Pictures per second of each reward that runs on this machine, in one process through the reward pool.
+
+    python -m benchmarks.reward_throughput
+    python -m benchmarks.reward_throughput ocr geneval --side 1024 --out build/rewards.json
+
+Rewards with weights score with small random models of the same classes, marked as stand-ins: their figures
+tell what Spotlight adds (transfer, preprocessing, parsing), not what the real models cost. ``--real`` scores
+with the real weights instead, and downloads them. Rewards that only ask servers are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import spotlight
+from spotlight.config.sections.rewards import RewardConfig
+from spotlight.registry import REWARDS
+from spotlight.rewards.example_pictures import example_picture
+from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.results import RewardFailure
+from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward_facts import Example
+from spotlight.rewards.reward_registry import facts_of, tiny_params
+
+_PLAIN = Example("sign", score=(0, 0), prompt="a white sign")
+_CALLS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """One reward's figures; seconds are medians of the calls after the first."""
+
+    reward: str
+    stand_in: bool
+    batch: int
+    side_px: int
+    load_s: float
+    first_call_s: float
+    call_s: float
+    pictures_per_s: float
+    failed: int
+
+
+def measure(name: str, side_px: int, batch: int, real: bool) -> Throughput | str:
+    """Score one batch several times; why not, if the reward cannot run here."""
+    facts = facts_of(name)
+    with tempfile.TemporaryDirectory() as folder:
+        params = {} if real else tiny_params(name, Path(folder), {})
+        if params is None and facts is not None and facts.runs_on != "CPU":
+            return "asks a server" if "server" in facts.runs_on else "has no stand-in"
+        example = (facts and facts.example) or _PLAIN
+        prompt, record = example.prompt, dict(example.metadata)
+        reward = RewardConfig(name=name, deadline_s=600, retries=0, batch_size=batch, params=params or {})
+        moving = example.picture == "moving"
+        images = [example_picture("moving")] * batch if moving else _pictures(side_px, batch)
+        began_s = time.perf_counter()
+        try:
+            with RewardPool([reward], workers=1, start_deadline_s=600) as pool:
+                pool.check([prompt], [record])
+                load_s, calls_s, failed = time.perf_counter() - began_s, [], 0
+                for _ in range(1 + _CALLS):
+                    began_s = time.perf_counter()
+                    found = pool.score(images, [prompt] * batch, [record] * batch).samples
+                    calls_s.append(time.perf_counter() - began_s)
+                    failed = sum(isinstance(each, RewardFailure) for each in found)
+        except (RewardSetupError, RewardInputError) as error:
+            return str(error)
+    later_s = sorted(calls_s[1:])[_CALLS // 2]
+    return Throughput(
+        name, bool(params), batch, side_px, load_s, calls_s[0], later_s, batch / later_s, failed
+    )
+
+
+def _pictures(side_px: int, number: int) -> list[Image]:
+    """Smooth random pictures: neither noise, which compresses badly, nor plain, which is quick to read."""
+    from PIL import Image as PILImage
+
+    rng = np.random.default_rng(0)
+    return [
+        np.asarray(
+            PILImage.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).resize((side_px, side_px), 3)
+        )
+        for _ in range(number)
+    ]
+
+
+def main(
+    rewards: Annotated[list[str] | None, typer.Argument(help="Registered rewards; default: all.")] = None,
+    side: Annotated[int, typer.Option(min=16, help="Width and height of the pictures, in px.")] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Pictures in a call.")] = 16,
+    real: Annotated[bool, typer.Option(help="Score with the real weights; downloads them.")] = False,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
+) -> None:
+    """Measure, print a table, and write JSON."""
+    table = Table("reward", "scores with", "pictures/s", "ms/picture", "load s", "failed", box=None)
+    measured: list[Throughput] = []
+    left_out: dict[str, str] = {}
+    for name in rewards or list(REWARDS):
+        found = measure(name, side, batch, real)
+        if isinstance(found, str):
+            left_out[name] = found
+            continue
+        measured.append(found)
+        table.add_row(
+            name, "random stand-in" if found.stand_in else "itself", f"{found.pictures_per_s:.1f}",
+            f"{1e3 / found.pictures_per_s:.1f}", f"{found.load_s:.1f}", str(found.failed),
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.print(table)
+    for name, why in left_out.items():
+        console.print(f"{name}: left out, {why}", markup=False, soft_wrap=True)
+    if out is not None:
+        machine = {"cores": os.cpu_count(), "machine": platform.machine(), "spotlight": spotlight.__version__}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        figures = {"machine": machine, "rewards": list(map(asdict, measured)), "left_out": left_out}
+        out.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)

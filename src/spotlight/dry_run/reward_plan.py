@@ -1,0 +1,166 @@
+"""Where a run's rewards will run, in how many processes, and the memory of their weights. Loads no model."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from spotlight.config.schema import RunConfig
+from spotlight.config.sections.rewards import RewardConfig
+from spotlight.registry import REWARDS, resolve
+from spotlight.rewards.reward import RewardTraits
+from spotlight.rewards.reward_registry import facts_of
+
+_CHECKPOINTS = (".bin", ".pt", ".pth")
+_HEADER_MAX_BYTES = 100_000_000
+"""The format's own limit."""
+_FLOAT32_BYTES, _HALF_BYTES = 4, 2
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPlace:
+    """One reward's processes.
+
+    Attributes:
+        replicas: processes; None: known only where it runs, or declared by a reward that is not imported.
+        place: in words.
+        asks: host and port of the server that it asks; empty: none.
+        weights_bytes: in memory, per process; None: some weights are not here yet.
+        missing: names of the weights that are not here.
+    """
+
+    reward: str
+    weight: float
+    replicas: int | None
+    place: str
+    asks: str
+    weights_bytes: float | None
+    missing: tuple[str, ...]
+
+
+def reward_places(config: RunConfig) -> tuple[RewardPlace, ...]:
+    """One per configured reward. Built-in rewards are imported, others are not."""
+    return tuple(_place_of(config, reward) for reward in config.rewards)
+
+
+def _place_of(config: RunConfig, reward: RewardConfig) -> RewardPlace:
+    function = resolve(REWARDS.locate(reward.name)) if reward.name in REWARDS.built_in else None
+    traits: RewardTraits = getattr(function, "traits", RewardTraits())
+    number_bytes = _FLOAT32_BYTES
+    named = {} if function is None else _weights(reward, function)
+    model = reward.params.get("model")
+    if isinstance(model, Mapping) and isinstance(model.get("path"), str):
+        named = {"model": model["path"]}
+        half = model.get("dtype", "auto") != "float32" and (
+            reward.device != "cpu" or model.get("dtype", "auto") != "auto"
+        )
+        number_bytes = _HALF_BYTES if half else _FLOAT32_BYTES
+    found = {source: _numbers(source) for source in named.values()}
+    missing = tuple(source for source, numbers in found.items() if numbers is None)
+    held = None if missing else float(sum(each or 0 for each in found.values()) * number_bytes)
+    own = reward.name not in REWARDS.built_in
+    return RewardPlace(
+        reward.curve,
+        reward.weight,
+        _replicas(config, reward, traits, own),
+        _where(config, reward),
+        _server(reward.params),
+        held,
+        missing,
+    )
+
+
+def _replicas(config: RunConfig, reward: RewardConfig, traits: RewardTraits, own: bool) -> int | None:
+    chosen = reward.replicas or config.reward_policy.workers
+    if chosen is not None:
+        return chosen
+    if reward.device in ("cuda", "learner"):
+        return 1
+    if own:
+        return None
+    if traits.cores_per_process is None:
+        return 1
+    elsewhere = config.fleet.driver == "ray" and config.fleet.address is not None
+    return None if elsewhere else max(1, (os.cpu_count() or 1) // traits.cores_per_process)
+
+
+def _where(config: RunConfig, reward: RewardConfig) -> str:
+    ray, cluster = config.fleet.driver == "ray", config.fleet.address is not None
+    places = {
+        "auto": "beside each rank, with the GPUs it finds",
+        "cpu": "beside each rank, without GPUs",
+        "cuda": "a GPU each that no trainer uses",
+        "learner": "on the GPU of the trainer beside them",
+    }
+    if ray:
+        cpus = "CPUs of nodes set aside for rewards, else of reserved nodes"
+        places = {
+            "auto": cpus if cluster else "beside this command, with the GPUs it finds",
+            "cpu": cpus,
+            "spot": "idle CPUs of spot nodes",
+            "cuda": "a GPU each, on nodes set aside for rewards",
+        }
+    return places[reward.device]
+
+
+def _server(params: Mapping[str, Any]) -> str:
+    for key in ("endpoint", "server"):
+        place = params.get(key)
+        url = place.get("base_url") if isinstance(place, Mapping) else None
+        if isinstance(url, str):
+            return urlsplit(url).netloc.rpartition("@")[2]  # never a password
+    return ""
+
+
+def _weights(reward: RewardConfig, function: Any) -> dict[str, str]:
+    """Hub ids or paths by the parameter that names them: one whose default is among the weights."""
+    facts = facts_of(reward.name)
+    known = () if facts is None else facts.weights
+    return {
+        name: str(reward.params.get(name, each.default))
+        for name, each in inspect.signature(function).parameters.items()
+        if each.default in known and reward.params.get(name, each.default)
+    }
+
+
+def _numbers(source: str) -> int | None:
+    """Numbers in the weights of a directory, a file or a downloaded model; None if they are not here."""
+    local = Path(source).expanduser()
+    folder = local if local.exists() else _downloaded(source)
+    if folder is None:
+        return None
+    files = [folder] if folder.is_file() else sorted(folder.iterdir())
+    whole = [each for each in files if each.suffix == ".safetensors"]
+    if whole:
+        try:
+            return sum(map(_in_header, whole))
+        except (OSError, ValueError, KeyError, TypeError):  # loading will say what is wrong with it
+            return None
+    sizes = [each.stat().st_size for each in files if each.suffix in _CHECKPOINTS]
+    return sum(sizes) // _FLOAT32_BYTES if sizes else None
+
+
+def _downloaded(source: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(source, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+
+
+def _in_header(path: Path) -> int:
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > _HEADER_MAX_BYTES:
+            raise ValueError(f"a header of {length} bytes")
+        header: Mapping[str, Any] = json.loads(file.read(length))
+    return sum(prod(each["shape"]) for name, each in header.items() if name != "__metadata__")
