@@ -1,4 +1,4 @@
-"""The keeper over a real Ray: what was acknowledged outlives its sender, and the head hears of it at once."""
+"""The blob store over a real Ray: what was acknowledged outlives its sender; the head hears at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MARK = "digest of the weights"
 SENDER = WorkerId("node/0")
 MEMORY = 1_000_000
 STATE_BYTES = 120_000
-"""Eight fit into the keeper's memory; larger than what Ray sends along with a call."""
+"""Eight fit into the blob store's memory; larger than what Ray sends along with a call."""
 ANSWER_S = 30.0
 
 
@@ -54,7 +54,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def keeper(node: str, directory: Path) -> Any:
+def store(node: str, directory: Path) -> Any:
     return start_blob_store(directory, MEMORY, node=node)
 
 
@@ -70,7 +70,7 @@ def committed(step: int, *rollouts: int) -> Report:
     return Report(SENDER, MARK, tuple(progress(rollout, step) for rollout in rollouts), (event,))
 
 
-def make_sender(keeper: Any) -> Any:
+def make_sender(store: Any) -> Any:
     """A process of its own that delivers."""
 
     # Defined here, so that Ray sends it by value: its processes cannot import this file.
@@ -78,42 +78,42 @@ def make_sender(keeper: Any) -> Any:
         def pid(self) -> int:
             return os.getpid()
 
-        def deliver(self, keeper: Any, report: Report) -> float:
+        def deliver(self, store: Any, report: Report) -> float:
             """When the call was made."""
             began = time.monotonic()
-            ray.get(keeper.deliver.remote(report), timeout=30)
+            ray.get(store.deliver.remote(report), timeout=30)
             return began
 
-        def deliver_until_killed(self, keeper: Any, reports: list[Report], told: str) -> None:
+        def deliver_until_killed(self, store: Any, reports: list[Report], told: str) -> None:
             for number, report in enumerate(reports):
-                ray.get(keeper.deliver.remote(report), timeout=30)
+                ray.get(store.deliver.remote(report), timeout=30)
                 Path(told).write_text(str(number))
 
     return ray.remote(Sender).options(num_cpus=0).remote()
 
 
-def take(keeper: Any, timeout_s: float = ANSWER_S) -> Any:
-    return ray.get(keeper.take.remote(timeout_s), timeout=2 * ANSWER_S)
+def take(store: Any, timeout_s: float = ANSWER_S) -> Any:
+    return ray.get(store.take.remote(timeout_s), timeout=2 * ANSWER_S)
 
 
-def fetch(keeper: Any, names: list[str]) -> list[StoredBlob | None]:
-    kept: list[StoredBlob | None] = ray.get(keeper.fetch.remote("progress", names, MARK), timeout=ANSWER_S)
+def fetch(store: Any, names: list[str]) -> list[StoredBlob | None]:
+    kept: list[StoredBlob | None] = ray.get(store.fetch.remote("progress", names, MARK), timeout=ANSWER_S)
     return kept
 
 
-def test_what_was_acknowledged_outlives_a_killed_sender(keeper: Any, tmp_path: Path) -> None:
-    sender, told = make_sender(keeper), tmp_path / "acknowledged"
+def test_what_was_acknowledged_outlives_a_killed_sender(store: Any, tmp_path: Path) -> None:
+    sender, told = make_sender(store), tmp_path / "acknowledged"
     pid = ray.get(sender.pid.remote(), timeout=ANSWER_S)
     # Twelve rollouts in turn: the older half is on disk when the sender dies.
     reports = [committed(step, step % 12, (step + 1) % 12) for step in range(200)]
-    running = sender.deliver_until_killed.remote(keeper, reports, str(told))
+    running = sender.deliver_until_killed.remote(store, reports, str(told))
     while not told.exists() or int(told.read_text() or 0) < 20:
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(running, timeout=ANSWER_S)
 
-    heard = [delivered.event.steps for delivered in take(keeper)]
+    heard = [delivered.event.steps for delivered in take(store)]
     acknowledged = int(told.read_text() or 20)  # empty if it died in the midst of writing it
     assert heard == list(range(len(heard)))
     assert acknowledged < len(heard) < 200  # the last may have come without its answer having gone out
@@ -121,26 +121,26 @@ def test_what_was_acknowledged_outlives_a_killed_sender(keeper: Any, tmp_path: P
     expected = {}
     for step in heard:
         expected |= {f"r{step % 12}": step, f"r{(step + 1) % 12}": step}
-    for name, kept in zip(expected, fetch(keeper, list(expected)), strict=True):
+    for name, kept in zip(expected, fetch(store, list(expected)), strict=True):
         assert kept is not None
         assert kept.step in (expected[name], last + 1)  # values of a report come before its event
         assert kept.data.startswith(f"{name[1:]} {kept.step} ".encode())
-    usage = ray.get(keeper.usage.remote(), timeout=ANSWER_S)
+    usage = ray.get(store.usage.remote(), timeout=ANSWER_S)
     assert usage.memory_bytes <= MEMORY
     assert usage.values == 12
     assert usage.values_on_disk >= 4
 
 
-def test_the_head_hears_at_once(keeper: Any) -> None:
-    sender = make_sender(keeper)
-    take(keeper, 0)
-    ray.get(sender.deliver.remote(keeper, committed(0, 1)), timeout=ANSWER_S)  # its process is up
-    take(keeper)
+def test_the_head_hears_at_once(store: Any) -> None:
+    sender = make_sender(store)
+    take(store, 0)
+    ray.get(sender.deliver.remote(store, committed(0, 1)), timeout=ANSWER_S)  # its process is up
+    take(store)
     waits = []
     for step in range(1, 21):
-        question = keeper.take.remote(ANSWER_S)
+        question = store.take.remote(ANSWER_S)
         time.sleep(0.01)  # so that it waits there before there is something to hear
-        answer = sender.deliver.remote(keeper, committed(step, 1))
+        answer = sender.deliver.remote(store, committed(step, 1))
         (heard,) = ray.get(question, timeout=ANSWER_S)
         now = time.monotonic()
         assert (heard.event.steps, heard.mark, heard.sender) == (step, MARK, SENDER)
@@ -150,26 +150,26 @@ def test_the_head_hears_at_once(keeper: Any) -> None:
     assert statistics.median(waits) < 0.1
 
 
-def test_a_full_disk_is_the_senders_error_as_it_is(keeper: Any, directory: Path) -> None:
+def test_a_full_disk_is_the_senders_error_as_it_is(store: Any, directory: Path) -> None:
     (folder,) = directory.glob("blobs-*")
     folder.rename(folder.with_name("away"))  # as if the disk were gone
     large = Report(SENDER, MARK, (ReportedValue("weights", "digest", b"w" * MEMORY),), committed(1).events)
     with pytest.raises(StoreError, match=r"cannot keep weights of digest .* Nothing .* was lost"):
-        ray.get(keeper.deliver.remote(large), timeout=ANSWER_S)
+        ray.get(store.deliver.remote(large), timeout=ANSWER_S)
     with pytest.raises(StoreError, match="cannot keep weights of digest"):
-        take(keeper, 0)  # the head hears of it too: senders only die of it
+        take(store, 0)  # the head hears of it too: senders only die of it
     folder.with_name("away").rename(folder)
-    ray.get(keeper.deliver.remote(large), timeout=ANSWER_S)
-    assert len(take(keeper)) == 1
-    assert ray.get(keeper.keep_only.remote("weights", []), timeout=ANSWER_S) == 1
+    ray.get(store.deliver.remote(large), timeout=ANSWER_S)
+    assert len(take(store)) == 1
+    assert ray.get(store.keep_only.remote("weights", []), timeout=ANSWER_S) == 1
 
 
-def test_a_keeper_that_dies_is_heard_of_and_leaves_its_files_to_the_next(
-    keeper: Any, directory: Path, node: str
+def test_a_blob_store_that_dies_is_heard_of_and_leaves_its_files_to_the_next(
+    store: Any, directory: Path, node: str
 ) -> None:
     (folder,) = directory.glob("blobs-*")
-    question = keeper.take.remote(ANSWER_S)
-    ray.kill(keeper)
+    question = store.take.remote(ANSWER_S)
+    ray.kill(store)
     began = time.monotonic()
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(question, timeout=ANSWER_S)

@@ -205,7 +205,7 @@ def test_senders_that_left_leave_nothing_behind(tmp_path: Path) -> None:
     played(scene, tmp_path)
 
 
-def test_the_keepers_process_starts_without_torch() -> None:
+def test_the_blob_stores_process_starts_without_torch() -> None:
     program = (
         "import sys, spotlight.cluster.blobs.blob_server\n"
         "print({'torch', 'ray', 'diffusers'} & set(sys.modules))"

@@ -171,15 +171,11 @@ class ModelFamily(ABC):
                 wanted[name] = replace(wanted[name], weights=False, lazy=True)
         files = locate(path, revision=revision, pipeline_class=cls.pipeline_class, components=wanted)
         scheduler = cls.make_scheduler(files)
-        parts = {
-            name: _transformer(files, name, dtype, device, read=read_transformer and transformer is None)
-            for name in cls.transformers(files)
-        }
-        module = parts["transformer"] if len(parts) == 1 else Experts(parts)
+        own = read_transformer and transformer is None
+        parts = {name: _transformer(files, name, dtype, device, read=own) for name in cls.transformers(files)}
         if read_transformer and transformer is not None:
-            source = Path(transformer).expanduser()
-            for name, part in parts.items():
-                fill_from_files(part, source if len(parts) == 1 else source / name, "model.transformer")
+            _fill(parts, Path(transformer).expanduser())
+        module = parts["transformer"] if len(parts) == 1 else Experts(parts)
         vae = load_weights(_class(files, "vae"), files, "vae", torch.float32, device)
         return cls(
             files,
@@ -496,6 +492,12 @@ def _class(files: PipelineFiles, component: str) -> Any:
     import diffusers
 
     return getattr(diffusers, files.component_class(component) or "")
+
+
+def _fill(transformers: Mapping[str, nn.Module], source: Path) -> None:
+    """Read weights from a file or directory; of two transformers, from a directory of each one's name."""
+    for name, part in transformers.items():
+        fill_from_files(part, source if len(transformers) == 1 else source / name, "model.transformer")
 
 
 def _transformer(

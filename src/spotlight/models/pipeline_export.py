@@ -196,16 +196,21 @@ def save_merged(
                 transformers[name].save_pretrained(partial / name, max_shard_size=_SHARD_SIZE)
             else:
                 shutil.copytree(files.folder(name), partial / name)
-        if directory.exists():
-            outgoing = _emptied(directory.with_name(f".{directory.name}.replaced"))
-            directory.replace(outgoing)
-            partial.replace(directory)
-            shutil.rmtree(outgoing)
-        else:
-            partial.replace(directory)
+        _put_in_place(partial, directory)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return directory
+
+
+def _put_in_place(partial: Path, directory: Path) -> None:
+    """Rename a complete directory, to the name of one that it replaces."""
+    if not directory.exists():
+        partial.replace(directory)
+        return
+    outgoing = _emptied(directory.with_name(f".{directory.name}.replaced"))
+    directory.replace(outgoing)
+    partial.replace(directory)
+    shutil.rmtree(outgoing)
 
 
 def _lora_folder(directory: Path, transformer: str) -> Path:

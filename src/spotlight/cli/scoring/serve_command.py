@@ -62,25 +62,30 @@ def serve(
                 f"rewards serve: the package {error.name!r} is missing. Install it: "
                 "pip install 'spotlight-rl[serve]'"
             ) from error
-        from spotlight.rewards.pool.reward_pool import RewardPool
 
         token = _token(host, token_env)
         configs = [reward_of(name, params, deadline_s) for name, params in _by_reward(reward, param or [])]
         _require_distinct(configs)
-        pools = {
-            config.curve: open_pools.enter_context(
-                RewardPool([config], workers, start_deadline_s=START_DEADLINE_S)
-            )
-            for config in configs
-        }
-        for pool in pools.values():
-            _require_servable(pool)
-            pool.check([], [])
+        pools = _opened(configs, workers, open_pools)
         app: FastAPI = service_app(ScoreService(pools), token)
         console.print(f"{', '.join(pools)} at http://{host}:{port} (POST /score, GET /rewards, /metrics)")
         # uvicorn ends by the signal that it got: without this, the rewards' processes would not be ended.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         uvicorn.run(app, host=host, port=port, log_level="warning")
+
+
+def _opened(configs: Sequence[RewardConfig], workers: int, stack: ExitStack) -> dict[str, RewardPool]:
+    """A pool per reward, checked, by curve; the stack closes them."""
+    from spotlight.rewards.pool.reward_pool import RewardPool
+
+    pools = {
+        config.curve: stack.enter_context(RewardPool([config], workers, start_deadline_s=START_DEADLINE_S))
+        for config in configs
+    }
+    for pool in pools.values():
+        _require_servable(pool)
+        pool.check([], [])
+    return pools
 
 
 def _require_distinct(configs: Sequence[RewardConfig]) -> None:

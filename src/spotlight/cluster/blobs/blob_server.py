@@ -72,7 +72,7 @@ class BlobServer:
         self._store = store
         self._mailbox: list[Delivered] = []
         self._mailbox_events = mailbox_events
-        self._threads = ThreadPoolExecutor(_DELIVERY_THREADS, "keeper-delivery")
+        self._threads = ThreadPoolExecutor(_DELIVERY_THREADS, "blob-delivery")
         self._filled, self._emptied = asyncio.Event(), asyncio.Event()
         self._failure: StoreError | None = None
         # Weak, so that locks of departed workers go away.

@@ -76,15 +76,15 @@ class RankOrder:
     directory: str
     log: str
     version: str
-    keeper_s: float
+    store_s: float
     threads: int | None
 
 
 class LearnerActor:
     """The process of one rank."""
 
-    def __init__(self, order: RankOrder, keeper: ActorHandle[Any]) -> None:
-        self._order, self._keeper = order, keeper
+    def __init__(self, order: RankOrder, store: ActorHandle[Any]) -> None:
+        self._order, self._store = order, store
         self._rank: LearnerRank | None = None
 
     def alive(self) -> None:
@@ -146,7 +146,7 @@ class LearnerActor:
                 some = names[start : start + _FETCHED_AT_ONCE]
                 for name, kept in zip(some, self._stored_blob("fetch", SAMPLE, some, mark), strict=True):
                     if kept is None:
-                        raise LookupError(f"the keeper has no sample of rollout {name} with mark {mark!r}")
+                        raise LookupError(f"no sample of rollout {name} with mark {mark!r} is stored")
                     samples[name] = kept.data
         self.rank.prepare(effect, rollouts, samples)
 
@@ -172,7 +172,7 @@ class LearnerActor:
         import ray
 
         try:
-            return ray.get(getattr(self._keeper, method).remote(*args), timeout=self._order.keeper_s)
+            return ray.get(getattr(self._store, method).remote(*args), timeout=self._order.store_s)
         except ray.exceptions.RayTaskError as error:
             raise error.cause from None
 
@@ -210,7 +210,7 @@ class RayLauncher:
         token: what :func:`~spotlight.cluster.learner.learner_rank.write_token` wrote.
         logs: directory for the ranks' output, on shared storage.
         exchange_s: timeout of a collective.
-        keeper_s: timeout of a blob store call.
+        store_s: timeout of a blob store call.
     """
 
     def __init__(
@@ -218,16 +218,16 @@ class RayLauncher:
         config: str,
         world: int,
         placements: Callable[[], Sequence[Placement]],
-        keeper: ActorHandle[Any],
+        store: ActorHandle[Any],
         token: str,
         logs: Path,
         *,
         exchange_s: float = 600.0,
-        keeper_s: float = 300.0,
+        store_s: float = 300.0,
     ) -> None:
         self.world = world
-        self._config, self._placements, self._keeper, self._token = config, placements, keeper, token
-        self._logs, self._exchange_s, self._keeper_s = logs.absolute(), exchange_s, keeper_s
+        self._config, self._placements, self._store, self._token = config, placements, store, token
+        self._logs, self._exchange_s, self._store_s = logs.absolute(), exchange_s, store_s
         self._thread = ThreadPoolExecutor(1, "learner-launcher")
 
     async def start(self, life: int) -> Sequence[RankHandle]:
@@ -273,7 +273,7 @@ class RayLauncher:
             directory=str(Path.cwd()),
             log=str(self._log(life, place.rank)),
             version=spotlight.__version__,
-            keeper_s=self._keeper_s,
+            store_s=self._store_s,
             threads=placement.threads,
         )
         remote: Any = ray.remote  # its annotations lack concurrency groups
@@ -288,7 +288,7 @@ class RayLauncher:
                 max_restarts=0,
                 max_task_retries=0,
             )
-            .remote(order, self._keeper)
+            .remote(order, self._store)
         )
         return RankActor(place.rank, placement.host, life, actor)
 

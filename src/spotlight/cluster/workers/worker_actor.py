@@ -39,8 +39,8 @@ class WorkerBlobClient:
     sent. So at most one finished step is unsaved.
     """
 
-    def __init__(self, keeper: Any, answer_s: float) -> None:
-        self._keeper, self._answer_s = keeper, answer_s
+    def __init__(self, store: Any, answer_s: float) -> None:
+        self._store, self._answer_s = store, answer_s
         self._carrier = ThreadPoolExecutor(1, "reports")
         self._under_way: Future[Any] | None = None
 
@@ -57,9 +57,10 @@ class WorkerBlobClient:
 
     def _call(self, method: str, *args: object) -> Any:
         try:
-            return ray.get(getattr(self._keeper, method).remote(*args), timeout=self._answer_s)
+            return ray.get(getattr(self._store, method).remote(*args), timeout=self._answer_s)
         except RayError as error:
-            raise HeadLostError(f"the keeper does not {method}: {type(error).__name__}: {error}") from error
+            detail = f"{type(error).__name__}: {error}"
+            raise HeadLostError(f"the blob store does not {method}: {detail}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class WorkerOrder:
 class WorkerActor:
     """One persistent process on one slot: imports and loads once, then only changes groups."""
 
-    def __init__(self, order: WorkerOrder, keeper: Any) -> None:
+    def __init__(self, order: WorkerOrder, store: Any) -> None:
         # Imported late: it pulls in diffusers, and the head needs this module only to start actors.
         with collection_paused():
             from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
@@ -99,7 +100,7 @@ class WorkerActor:
             torch.set_num_threads(order.threads)
         self._device, self._deterministic = _device(order), config.deterministic
         place = WorkerPlace(order.worker, order.epoch, self._device, order.meeting, order.run)
-        self._process = WorkerProcess(config, place, WorkerBlobClient(keeper, config.fleet.start_s))
+        self._process = WorkerProcess(config, place, WorkerBlobClient(store, config.fleet.start_s))
         self._ended = threading.Event()
         self._error: BaseException | None = None
         threading.Thread(target=self._work, name="work", daemon=True).start()
@@ -187,7 +188,7 @@ class ActorStarter:
     """
 
     config: str
-    keeper: Any
+    store: Any
     meeting: Address
     run: str
     placements: dict[NodeId, WorkerPlacement]
@@ -217,7 +218,7 @@ class ActorStarter:
             runtime_env=ALL_GPUS_VISIBLE if placement.gpus else None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(placement.ray_id, soft=False),
         )
-        return WorkerHandle(make.remote(told, self.keeper))
+        return WorkerHandle(make.remote(told, self.store))
 
     def kill(self, handle: WorkerHandle) -> None:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""

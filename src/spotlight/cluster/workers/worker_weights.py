@@ -59,6 +59,6 @@ class BundleLoader:
         (kept,) = self.home.fetch("weights", [manifest.digest])
         if kept is None:
             raise WeightsError(
-                f"the keeper no longer has the weights of {manifest}: a newer version is published"
+                f"the blob store no longer has the weights of {manifest}: a newer version is published"
             )
         return kept.data

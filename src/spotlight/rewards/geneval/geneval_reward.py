@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from spotlight.rewards.geneval.requirements import MetadataFormat, Requirements
 from spotlight.rewards.geneval.verdicts import (
     OBJECTS_MAX,
+    Colors,
+    Objects,
     graded_score,
     is_correct,
     present_objects,
@@ -99,6 +101,12 @@ def geneval(
         for each in to_color(objects, need)
     ]
     colors = dict(zip((each for _, each in asked), classifier.classify(asked), strict=True))
+    return _scores(present, wanted, colors, train_on)
+
+
+def _scores(
+    present: Sequence[Objects], wanted: Sequence[Requirements], colors: Colors, train_on: TrainedScore
+) -> dict[str, list[float]]:
     judged = [(objects, need, colors) for objects, need in zip(present, wanted, strict=True)]
     strict = [float(is_correct(*each)) for each in judged]
     graded = [graded_score(*each) for each in judged]

@@ -54,13 +54,14 @@ def geneval_prompts(
         PromptSetError: there are fewer prompts than asked for.
         RewardInputError: a record of ``without`` is invalid.
     """
+    excluded = frozenset(scene_of(record) for record in without)  # errors before the work
     drawn = split(
         {tag: list(scenes(tag)) for tag in TAGS},
         train=train,
         held_out=held_out,
         seed=seed,
         wordings=lambda scene: len(_OPENINGS) * len(scene.things),
-        without=frozenset(scene_of(record) for record in without),
+        without=excluded,
     )
     return [record(*each) for each in drawn.train], [record(*each) for each in drawn.held_out]
 
