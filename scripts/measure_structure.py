@@ -126,7 +126,6 @@ def walk(package: Path, driver: str) -> dict[str, list[str]]:
         shutil.copy(HOOK, flags / "sitecustomize.py")
         environment = os.environ | {
             "PYTHONPATH": f"{flags}:{package.parent}",
-            "PYTHONPYCACHEPREFIX": str(flags / "bytecode"),
             "WALK_FLAGS": str(flags),
             "WALK_PACKAGE": str(package),
         }

@@ -69,22 +69,23 @@ def carries(value: Any, depth: int) -> bool:
     return depth > 0 and any(carries(one, depth - 1) for one in inside)
 
 
-def marked(self: SourceFileLoader, data: Any, path: Any, **options: Any) -> Any:
-    """Compile a module, with a mark in every function if it is the package's."""
-    if not str(path).startswith(PACKAGE):
-        return compile_plain(self, data, path, **options)
-    tree = ast.parse(data)
+def marked(self: SourceFileLoader, name: str) -> Any:
+    """A module's code: of the package's with a mark in every function, and never from the bytecode cache."""
+    path = self.get_filename(name)
+    if not path.startswith(PACKAGE):
+        return plain(self, name)
+    tree = ast.parse(self.get_data(path))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             documented = isinstance(node.body[0], ast.Expr) and isinstance(node.body[0].value, ast.Constant)
             given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             given += [node.args.vararg] if node.args.vararg else []
             names = ", ".join(one.arg for one in given if one.arg not in ("self", "cls"))
-            mark = ast.parse(f"__walked__({str(path)!r}, [{names}])").body[0]
+            mark = ast.parse(f"__walked__({path!r}, [{names}])").body[0]
             node.body.insert(int(documented), mark)
     return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
 
-compile_plain = SourceFileLoader.source_to_code
+plain = SourceFileLoader.get_code
 builtins.__walked__ = walked  # type: ignore[attr-defined]
-SourceFileLoader.source_to_code = marked  # type: ignore[method-assign, assignment]
+SourceFileLoader.get_code = marked  # type: ignore[method-assign, assignment]
