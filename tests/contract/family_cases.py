@@ -297,12 +297,23 @@ VARIATIONS = [
 ]
 """(family, variant): those of the first tier, the others slow."""
 
+FULL_FIRST = ("qwen-image", "wan")
 TRAININGS = [
-    ("flow-grpo-fast", "lora"),
-    ("diffusion-nft", "full"),
-    pytest.param("flow-grpo-fast", "full", marks=pytest.mark.slow),
-    pytest.param("diffusion-nft", "lora", marks=pytest.mark.slow),
-    pytest.param("awm", "lora", marks=pytest.mark.slow),
-    pytest.param("awm", "full", marks=pytest.mark.slow),
+    pytest.param(
+        name,
+        variant,
+        algorithm,
+        mode,
+        marks=()
+        if variant in CASES[name].first
+        and (
+            (algorithm, mode) == ("flow-grpo-fast", "lora")
+            or ((algorithm, mode) == ("diffusion-nft", "full") and name in FULL_FIRST)
+        )
+        else pytest.mark.slow,
+    )
+    for name, variant in TRAINED
+    for algorithm in ("flow-grpo-fast", "diffusion-nft", "awm")
+    for mode in ("lora", "full")
 ]
-"""(algorithm, mode): in the first tier with and without replay, LoRA and full."""
+"""(family, variant, algorithm, mode): the first tier replays LoRA of every family and trains two in full."""

@@ -231,8 +231,7 @@ def test_degrees_of_sequence_parallelism_give_the_same(
         assert agree, case
 
 
-@pytest.mark.parametrize(("algorithm", "mode"), TRAININGS)
-@pytest.mark.parametrize(("name", "variant"), TRAINED_BY_TIER)
+@pytest.mark.parametrize(("name", "variant", "algorithm", "mode"), TRAININGS)
 def test_one_step_trains_every_targeted_weight(
     load: Load, name: str, variant: int, algorithm: str, mode: str
 ) -> None:
@@ -337,7 +336,18 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
         assert difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.wide])
+HALF = torch.bfloat16
+FROM_PEERS = (("qwen-image", 0, HALF), ("wan", 2, HALF), ("hunyuan-video", 0, HALF))
+"""Of the first tier: pictures, two transformers, videos."""
+
+PLANNED = [
+    pytest.param(name, marks=() if name in ("qwen-image", "flux") else pytest.mark.slow)
+    for name, case in CASES.items()
+    if case.wide
+]
+
+
+@pytest.mark.parametrize("name", PLANNED)
 def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> None:
     loaded = load(name, 0)
     family, costs = loaded.family, loaded.family.activations
@@ -374,8 +384,16 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
     assert found == pytest.approx(expected, rel=0.1)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-@pytest.mark.parametrize(("name", "variant"), TRAINED_BY_TIER)
+@pytest.mark.parametrize(
+    ("name", "variant", "dtype"),
+    [
+        pytest.param(
+            name, variant, dtype, marks=() if (name, variant, dtype) in FROM_PEERS else pytest.mark.slow
+        )
+        for name, variant in TRAINED
+        for dtype in (torch.float32, torch.bfloat16)
+    ],
+)
 def test_a_transformer_from_a_peer_is_the_one_on_disk(
     load: Load, name: str, variant: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:

@@ -62,7 +62,7 @@ def without_seconds(row: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in row.items() if not name.endswith("_s")}
 
 
-@pytest.mark.parametrize("algorithm", ["nft", "grpo", "full"])
+@pytest.mark.parametrize("algorithm", ["nft", pytest.param("grpo", marks=pytest.mark.slow), "full"])
 def test_one_rank_equals_the_inline_trainer_to_the_bit(
     random_pipeline: Path, tmp_path: Path, algorithm: str
 ) -> None:

@@ -84,7 +84,7 @@ def train_parts(
     return told
 
 
-@pytest.mark.parametrize("algorithm", ["nft", "grpo"])
+@pytest.mark.parametrize("algorithm", [pytest.param("nft", marks=pytest.mark.slow), "grpo"])
 def test_groups_in_parts_train_what_the_whole_batch_does_to_the_bit(
     random_pipeline: Path, tmp_path: Path, algorithm: str
 ) -> None:

@@ -377,6 +377,7 @@ def test_logs_of_a_worker_are_found(cluster: LocalCluster, membership: NodeMembe
     ray.kill(holder)
 
 
+@pytest.mark.slow  # test_ray_market.py plays traces on other machines; these machines' life is tested above
 def test_a_trace_is_played(cluster: LocalCluster, heard: Heard) -> None:
     add, notice, remove = TraceEventKind
     taken_s = 2.0 + 2 * max(usable_s, default=5.0)
@@ -403,7 +404,8 @@ def test_a_trace_is_played(cluster: LocalCluster, heard: Heard) -> None:
 # -- nothing is left ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL])
+@pytest.mark.slow  # test_ray_run.py kills a head, and looks for what is left of its Ray
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_an_owner_that_is_ended(end: signal.Signals) -> None:
     program = textwrap.dedent(
         """

@@ -10,6 +10,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from spotlight.cluster.nodes.listing import SHARE
 from spotlight.cluster.workers.worker_actor import WorkerPlacement
 from spotlight.scheduler.effects import StartWorker
@@ -47,6 +49,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.slow  # of Ray's version alone, and it starts a Ray
 def test_shares_of_all_slots_fit_in_any_order() -> None:
     command = [sys.executable, "-c", SCRIPT, str(SHARE)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

@@ -125,7 +125,7 @@ def test_the_noise_schedule_is_qwen_images(pipeline):
 
 
 def test_the_vae_is_near_lossless(parts):
-    quality = reconstruction_quality(parts, TEST * 2, seed=7)
+    quality = reconstruction_quality(parts, TEST, seed=7)
     assert quality["psnr_db_mean"] > 38
     assert quality["strict"] >= 0.995
     assert quality["graded"] >= 0.995
@@ -142,6 +142,7 @@ def test_latents_keep_the_scale_of_pixels(parts):
     assert 0.2 < float(latents.std()) < 0.5  # pictures are mostly ground
 
 
+@pytest.mark.slow  # of weights that do not change
 def test_pictures_follow_their_prompts(pipeline):
     records = [record for record in TEST if record["tag"] in ("colors", "counting", "two_object")] * 4
     images = generate(pipeline, [record["prompt"] for record in records], ScoreRecipe(), seed=1)
@@ -162,6 +163,7 @@ def test_the_record_is_of_these_weights_and_this_recipe():
     assert 0.1 < start["overall"]["strict"] < 0.7, "reinforcement learning needs room to rise and a signal"
 
 
+@pytest.mark.slow  # of the tool that made the weights
 def test_training_is_deterministic_and_learns():
     recipe = FlowRecipe(pictures=32, steps=40, batch=4, learning_rate=3e-3, warmup_steps=4)
 

@@ -59,6 +59,7 @@ def test_a_ratio_is_of_neighbours_and_says_its_spread() -> None:
     assert noisy.low < noisy.median < noisy.high
 
 
+@pytest.mark.slow  # many rollouts of the testbed
 def test_cheaper_previews_are_ranked_against_whole_rollouts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +73,7 @@ def test_cheaper_previews_are_ranked_against_whole_rollouts(
     assert any(tau != 1.0 for tau in rows["2 steps"]["tau"])
 
 
+@pytest.mark.slow  # that both draw the same is test_qwen_image_pipeline.py's
 def test_the_rollout_loop_is_compared_with_the_pipeline(
     random_pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,9 +95,10 @@ def test_the_rollout_loop_is_compared_with_the_pipeline(
 
 @pytest.mark.parametrize(
     "case",
-    [("flow-grpo", "full"), pytest.param(("diffusion-nft", "lora"), marks=pytest.mark.slow)],
+    [("flow-grpo", "full"), ("diffusion-nft", "lora")],
     ids="-".join,
 )
+@pytest.mark.slow  # that both train the same is test_families.py's
 def test_the_training_step_is_compared_with_a_plain_loop(
     case: tuple[str, str], random_pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import pty
+import select
 import signal
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from spotlight.report.record import read_run
 from spotlight.store.run_directory import RunPaths
 
 NAME = "by-command"
+processes = multiprocessing.get_context("forkserver")
 
 
 def invoke(*arguments: str) -> Result:
@@ -137,22 +139,27 @@ def test_on_a_terminal_the_bars_are_live_and_sigint_stops_after_a_checkpoint(job
 def run_on_a_terminal(arguments: Sequence[str], interrupt_at: str) -> tuple[str, int]:
     """Run the command on a pseudo-terminal; send SIGINT once ``interrupt_at`` is on it."""
     mine, its = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "spotlight.cli", *arguments], stdout=its, stderr=its, env=environment
-    )
-    os.close(its)
+    process = processes.Process(target=work_on_a_terminal, args=(os.ttyname(its), arguments))
+    process.start()
+    assert process.pid is not None
     seen, interrupted = b"", False
-    while True:
-        try:
-            part = os.read(mine, 65536)
-        except OSError:  # how a pseudo-terminal says that the other side is closed
-            break
-        if not part:
-            break
-        seen += part
+    while process.is_alive() or select.select([mine], [], [], 0)[0]:
+        if select.select([mine], [], [], 0.05)[0]:
+            seen += os.read(mine, 65536)
         if not interrupted and interrupt_at.encode() in seen:
-            process.send_signal(signal.SIGINT)
+            os.kill(process.pid, signal.SIGINT)
             interrupted = True
+    process.join()
     os.close(mine)
-    return seen.decode(errors="replace"), process.wait()
+    os.close(its)
+    assert process.exitcode is not None
+    return seen.decode(errors="replace"), process.exitcode
+
+
+def work_on_a_terminal(terminal: str, arguments: Sequence[str]) -> None:
+    there = os.open(terminal, os.O_RDWR)
+    os.dup2(there, 1)
+    os.dup2(there, 2)
+    os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120"}
+    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    app(list(arguments), prog_name="spotlight")

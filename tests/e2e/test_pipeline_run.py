@@ -38,8 +38,9 @@ def count(run: Path, query: str) -> int:
         return int(connection.execute(query).fetchone()[0])
 
 
+@pytest.mark.slow  # test_ray_run.py kills a head in the first tier; parts and overlap have tests of their own
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_with_every_switch_on_the_head_is_killed_and_each_mechanism_did_its_part(
     job: Job, ranks: int
 ) -> None:

@@ -139,7 +139,6 @@ def test_where_it_ran_changes_rounding_only(job: Job, survivor: Finished, report
 LOCAL = ("fleet.spot.nodes=0", "fleet.local.rollout_slots=1")
 
 
-@pytest.mark.slow  # with every switch on: test_pipeline_run.py
 def test_the_head_is_killed_and_the_same_command_finishes(job: Job) -> None:
     run = job.root / "headless"
     arguments = job.arguments("headless", *SMALL, *RAY, *LOCAL)

@@ -166,10 +166,10 @@ def contents(run: Path) -> dict[str, bytes]:
 
 
 def test_the_summary_counts_what_the_ledger_holds(straight: Straight) -> None:
-    run, _, _ = straight("flow-grpo, 2 updates")
+    run, _, _ = straight("diffusion-nft with EMA")
     summary = json.loads((run / "summary.json").read_text())
     report = clean_audit(run)
     assert summary["samples"] == {"issued": 24, "trained": 24, "dropped": {}}
-    assert report.counts.optimizer_steps == 8
+    assert report.counts.optimizer_steps == 4
     assert summary["cost_usd"] == pytest.approx(report.cost_usd, rel=0.02)
     assert sum(summary["gpu_seconds_by_phase"].values()) == pytest.approx(summary["wall_s"], rel=1e-6)

@@ -20,6 +20,8 @@ MOODS = {
     "hang": (DropReason.REWARD_TIMEOUT, "within 1 s"),
     "nan": (DropReason.REWARD_NOT_FINITE, "returned nan"),
 }
+EACH = ["nan", *(pytest.param(mood, marks=pytest.mark.slow) for mood in MOODS if mood != "nan")]
+"""How each failure gets its reason is test_rewards_failures.py's; what a run does with one is tested here."""
 
 
 def prompts_file(job: Job, name: str, *moods: str) -> Path:
@@ -53,7 +55,7 @@ def row(run: Path, query: str) -> tuple[object, ...]:
         return found
 
 
-@pytest.mark.parametrize("mood", MOODS)
+@pytest.mark.parametrize("mood", EACH)
 def test_with_stop_the_first_failure_ends_the_run(job: Job, mood: str) -> None:
     reason, message = MOODS[mood]
     name = f"stop-{mood}"
@@ -70,7 +72,7 @@ def test_with_stop_the_first_failure_ends_the_run(job: Job, mood: str) -> None:
     assert report.counts.dropped == {reason: 1}
 
 
-@pytest.mark.parametrize("mood", MOODS)
+@pytest.mark.parametrize("mood", EACH)
 def test_with_drop_a_failure_is_recorded_with_its_reason_and_never_a_zero(job: Job, mood: str) -> None:
     reason, _ = MOODS[mood]
     name = f"drop-{mood}"

@@ -21,8 +21,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(
     path.name for path in EXAMPLES.glob("*.yaml") if load_config(path, []).model.path not in TESTBEDS
 )
-FIRST = "flux1-dev-ocr.yaml"
-"""Runs in the first tier, the others in the long one: they take the same way."""
+FIRST = "flux2-klein-nft.yaml"
+"""Runs in the first tier, the others in the long one: they take the same way, with more steps."""
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,8 @@ from spotlight.scheduler.records import SampleDropped, SampleTrained
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.types import Baseline, Comparison, DropReason, Group, RolloutId
 
-SETTINGS = settings(max_examples=settings.default.max_examples // 2)
-"""Half as many as elsewhere: every example is a run, and the simulation checks hundreds of faulty ones."""
+SETTINGS = settings(max_examples=settings.default.max_examples // 4)
+"""A quarter of those elsewhere: every example is a run, and the simulation checks hundreds of faulty ones."""
 FAILING = 0.05
 
 

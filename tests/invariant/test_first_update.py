@@ -45,26 +45,26 @@ def assert_no_bit_differs(
     assert sums.means["ratio_deviation"] == sums.means["approx_kl"] == sums.means["clip_fraction"] == 0.0
 
 
-PASSES = [(2, 1), (6, 2), (2, "auto")]
-"""(samples of a micro-batch, timesteps of a pass) of the first tier."""
+FIRST = {"flow-grpo": {2: 1, 6: 2}, "flow-grpo-fast": {2: "auto", 6: 2}, "grpo-guard": {2: 1, 6: 2}}
+"""By algorithm and samples of a micro-batch, the timesteps of a pass in the first tier."""
 
 
 @pytest.mark.parametrize(
-    ("size", "per_pass"),
+    ("name", "size", "per_pass"),
     [
-        pytest.param(size, per_pass, marks=() if (size, per_pass) in PASSES else pytest.mark.slow)
+        pytest.param(name, size, per_pass, marks=() if per_pass == first[size] else pytest.mark.slow)
+        for name, first in FIRST.items()
         for size in (2, 6)
         for per_pass in (1, 2, "auto")
     ],
 )
-@pytest.mark.parametrize("name", NAMES)
 def test_without_the_pass_the_first_update_is_the_same_to_the_bit(
     world: World, name: str, size: int, per_pass: int | str
 ) -> None:
     assert_no_bit_differs(world, name, size, timesteps_per_pass=per_pass)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(NAMES[0], marks=pytest.mark.slow), *NAMES[1:]])
 def test_so_it_is_with_all_weights_trained_recomputed_activations_and_half_precision(
     world: World, name: str
 ) -> None:

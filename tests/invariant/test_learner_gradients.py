@@ -57,7 +57,7 @@ def nudge(learner: Learner, slot: Slot, size: float = 0.02) -> None:
     ],
     ids=["whole", "checkpointed", "single", "guided", "autocast"],
 )
-@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize("mode", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_ratio_is_bitwise_1_before_the_first_update(
     world: World, size: int, settings: dict[str, Any], guidance: float, mode: str
 ) -> None:
@@ -137,8 +137,14 @@ def plain_gradients(learner: Learner, samples: list[TrainingSample]) -> dict[str
     return result
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if (name != "flow-grpo") == (mode == "lora") else pytest.mark.slow)
+        for name in ALGORITHMS
+        for mode in ("lora", "full")
+    ],
+)
 def test_accumulated_gradients_equal_one_big_batch(world: World, name: str, mode: str) -> None:
     params = {} if name == "diffusion-nft" else {"kl_weight": 0.04}
     samples: list[TrainingSample] = []
@@ -157,8 +163,15 @@ def test_accumulated_gradients_equal_one_big_batch(world: World, name: str, mode
             )
 
 
-@pytest.mark.parametrize("mode", ["lora", "full"])
-@pytest.mark.parametrize("name", ["flow-grpo-fast", "diffusion-nft"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        ("flow-grpo-fast", "full"),
+        ("diffusion-nft", "lora"),
+        pytest.param("flow-grpo-fast", "lora", marks=pytest.mark.slow),
+        pytest.param("diffusion-nft", "full", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpointed_activations_give_equal_gradients(world: World, name: str, mode: str) -> None:
     """The frozen slots differ from the policy and are evaluated before its backward recomputes."""
     params = {} if name == "diffusion-nft" else {"kl_weight": 0.04}

@@ -29,8 +29,18 @@ def world(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> Wo
     return World(random_pipeline, tmp_path_factory.mktemp("cache"), layers=1)
 
 
-@pytest.mark.parametrize("per_pass", [1, 3, "auto"])
-@pytest.mark.parametrize("name", ["flow-grpo", "diffusion-nft"])
+FIRST = (("flow-grpo", "auto"), ("diffusion-nft", 1))
+"""(algorithm, timesteps of a pass) of the first tier."""
+
+
+@pytest.mark.parametrize(
+    ("name", "per_pass"),
+    [
+        pytest.param(name, each, marks=() if (name, each) in FIRST else pytest.mark.slow)
+        for name in ("flow-grpo", "diffusion-nft")
+        for each in (1, 3, "auto")
+    ],
+)
 def test_groups_trained_as_they_arrive_give_the_gradient_of_the_whole_batch_to_the_bit(
     world: World, name: str, per_pass: int | str
 ) -> None:

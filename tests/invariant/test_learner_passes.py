@@ -156,7 +156,7 @@ def counted(learner: Learner) -> Iterator[list[str]]:
         handle.remove()
 
 
-@pytest.mark.parametrize("per_pass", [2, 3, "auto"])
+@pytest.mark.parametrize("per_pass", [2, pytest.param(3, marks=pytest.mark.slow), "auto"])
 def test_the_first_ratio_is_bitwise_1_and_metrics_are_those_of_single_steps(
     world: World, per_pass: int | str
 ) -> None:
@@ -189,14 +189,20 @@ def measured(learner: Learner, samples: list[TrainingSample], per_pass: int) -> 
     return peak
 
 
-def test_auto_takes_the_largest_pass_within_the_budget_and_remembers_it(world: World) -> None:
+@pytest.mark.parametrize("largest", [(2, 3), pytest.param((1, 6), marks=pytest.mark.slow)])
+def test_auto_takes_the_largest_pass_within_the_budget_and_remembers_it(
+    world: World, largest: tuple[int, ...]
+) -> None:
     algo = algorithm("awm", train_timesteps=6)
     learner = make_learner(world, algo)
     samples = roll_out(world, learner)
     one, six = (measured(learner, samples, per_pass) for per_pass in (1, 6))
     assert 4 * one < six < 6.2 * one
     three = one + (six - one) * 2 / 5
-    for budget, expected in ((one / 2, 1), (three * 0.95, 2), (three * 1.05, 3), (six * 1.05, 6)):
+    budgets = {1: one / 2, 2: three * 0.95, 3: three * 1.05, 6: six * 1.05}
+    expected_gradients = gradients(make_learner(world, algo), samples, 3)
+    for expected in largest:
+        budget = budgets[expected]
         learner = make_learner(world, algo, timesteps_per_pass="auto", pass_memory_bytes=int(budget))
         found = gradients(learner, samples, 3)
         rows = [trial.rows for trial in learner.passes.memory.trials]
@@ -207,7 +213,6 @@ def test_auto_takes_the_largest_pass_within_the_budget_and_remembers_it(world: W
             assert train_batch(learner, samples, 3).timesteps_per_pass == expected
         assert seen.count("backward") == 2 * (6 // expected)
         assert [trial.rows for trial in learner.passes.memory.trials] == rows
-        expected_gradients = gradients(make_learner(world, algo), samples, 3)
         assert_same(found, expected_gradients)
 
 
@@ -246,8 +251,15 @@ def runs_out(learner: Learner, rows_max: int, *, when: str) -> Iterator[list[int
         handle.remove()
 
 
-@pytest.mark.parametrize("when", ["forward", "backward"])
-@pytest.mark.parametrize("name", ["flow-grpo", "diffusion-nft"])
+@pytest.mark.parametrize(
+    ("name", "when"),
+    [
+        ("flow-grpo", "backward"),
+        ("diffusion-nft", "forward"),
+        pytest.param("flow-grpo", "forward", marks=pytest.mark.slow),
+        pytest.param("diffusion-nft", "backward", marks=pytest.mark.slow),
+    ],
+)
 def test_out_of_memory_while_learning_what_fits_halves_the_pass(world: World, name: str, when: str) -> None:
     algo = algorithm(name, train_timesteps=3)
     plain = make_learner(world, algo)

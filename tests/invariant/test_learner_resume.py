@@ -40,7 +40,12 @@ def go_on(world: World, learner: Learner, batches: int) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [("diffusion-nft", "lora"), ("flow-grpo-fast", "lora"), ("diffusion-nft", "full")]
+    ("name", "mode"),
+    [
+        ("flow-grpo-fast", "lora"),
+        ("diffusion-nft", "full"),
+        pytest.param("diffusion-nft", "lora", marks=pytest.mark.slow),  # whole runs resume with it
+    ],
 )
 def test_resume_equals_uninterrupted_to_the_bit(world: World, name: str, mode: str, tmp_path: Path) -> None:
     straight = make(world, name, mode)

@@ -100,7 +100,7 @@ def test_weights_by_inclusion_give_the_true_gradient(policy: SelectionPolicy, dr
     assert estimate(policy, drawn=drawn, undo=True, centred=False).equals(TRUTH)
 
 
-@pytest.mark.parametrize("pool", [4, 8, 32])
+@pytest.mark.parametrize("pool", [4, 8, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("policy", "drawn"), [*RANDOMISED[:2], (SelectionPolicy.MAX_VARIANCE, 2)])
 def test_weights_hold_where_pools_are_flat(policy: SelectionPolicy, drawn: int, pool: int) -> None:
     """Rewards of 0 or 1, mostly 0: many pools are flat, and flat ones are low."""

@@ -1,7 +1,11 @@
-"""Real SIGKILLs: what was acknowledged before one is there after it, and what is there is whole."""
+"""Real SIGKILLs: what was acknowledged before one is there after it, and what is there is whole.
+
+Each test is a small process that forks: copies of the test runner, with torch in it, take ten times as long.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import shutil
@@ -11,8 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-
-import pytest
 
 from spotlight.scheduler.records import CommitRejected
 from spotlight.store.checkpoints import CheckpointStore
@@ -49,6 +51,13 @@ def loaded(directory: Path) -> int:
     return checkpoint.header.iteration
 
 
+def in_small_process(work: Callable[[Path], None], directory: Path) -> None:
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(directory,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0  # the error is in the captured output
+
+
 def in_child(work: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
@@ -81,17 +90,19 @@ def die_at_step(step: int) -> None:
     os.fsync = counted_fsync
 
 
-def test_sigkill_at_every_step_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigkill_at_every_step_of_a_checkpoint(tmp_path: Path) -> None:
+    in_small_process(sigkill_at_every_step, tmp_path)
+
+
+def sigkill_at_every_step(root: Path) -> None:
     outcomes: list[int] = []
-    base = tmp_path / "base"
+    base = root / "base"
     base.mkdir()
     for iteration in (1, 2):
         write_checkpoint(base, iteration)
-    monkeypatch.setattr(
-        os, "fsync", lambda descriptor: None
-    )  # a killed process leaves its writes to the system
+    os.fsync = lambda descriptor: None  # a killed process leaves its writes to the system
     for step in range(1000):
-        directory = shutil.copytree(base, tmp_path / str(step))
+        directory = shutil.copytree(base, root / str(step))
 
         def work(step: int = step, directory: Path = directory) -> None:
             die_at_step(step)
@@ -131,22 +142,30 @@ def acknowledged_until_killed(work: Callable[[], Iterator[int]], rng: random.Ran
 
 
 def test_acknowledged_checkpoints_survive_kills_at_random_moments(tmp_path: Path) -> None:
+    in_small_process(kill_while_checkpoints_are_written, tmp_path)
+
+
+def kill_while_checkpoints_are_written(root: Path) -> None:
     rng = random.Random(0)
     for _ in range(12):
-        start = loaded(tmp_path)
+        start = loaded(root)
 
         def work(start: int = start) -> Iterator[int]:
             for iteration in range(start + 1, 256):
-                write_checkpoint(tmp_path, iteration)
+                write_checkpoint(root, iteration)
                 yield iteration
 
         safe = acknowledged_until_killed(work, rng)
-        assert start < safe <= loaded(tmp_path) <= safe + 1
+        assert start < safe <= loaded(root) <= safe + 1
 
 
 def test_acknowledged_records_survive_kills_at_random_moments(tmp_path: Path) -> None:
+    in_small_process(kill_while_records_are_written, tmp_path)
+
+
+def kill_while_records_are_written(root: Path) -> None:
     rng = random.Random(1)
-    path = tmp_path / "ledger.sqlite"
+    path = root / "ledger.sqlite"
     for attempt in range(1, 13):
 
         def work(attempt: int = attempt) -> Iterator[int]:

@@ -61,8 +61,14 @@ def test_weights_come_from_another_process(home: Path) -> None:
         assert torch.equal(target, torch.arange(NUMBERS, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("bucket", [0, 1, 2, 30, 60])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("how", "bucket"),
+    [
+        pytest.param(how, bucket, marks=() if bucket in first else pytest.mark.slow)
+        for how, first in ((signal.SIGKILL, (0, 30)), (signal.SIGSTOP, (1, 60)))
+        for bucket in (0, 1, 2, 30, 60)
+    ],
+)
 def test_a_lender_lost_in_the_middle_is_told_in_time(home: Path, bucket: int, how: signal.Signals) -> None:
     with Child(serve(home, slow_s=0.002)) as server:
         assert server.hear() == "ready"

@@ -214,6 +214,7 @@ def test_a_stopped_rank_is_left_behind_and_its_past_does_not_count(
     assert_made(ranks, expected, TRIO)
 
 
+@pytest.mark.slow  # as a stopped rank; killed leaders are in the first tier
 def test_a_stopped_leader_is_left_behind(ranks: Ranks, expected: dict[RolloutId, Tensor]) -> None:
     """Nobody who can speak is asked to: the other commits all the same, and speaks after a while."""
     ranks.form("w0", "w1")

@@ -111,10 +111,15 @@ def reward_modules(directory: Path) -> Iterator[None]:
     """Write ``faulty.py`` and ``checked.py``; at the end no process that started meanwhile may be left."""
     (directory / "faulty.py").write_text(REWARDS)
     (directory / "checked.py").write_text(CHECKED)
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    before = _children()
     yield
-    gc.collect()
-    assert not {child.pid for child in psutil.Process().children(recursive=True)} - before
+    if _children() - before:
+        gc.collect()  # not always: it looks at all that the test runner has
+    assert not _children() - before
+
+
+def _children() -> set[int]:
+    return {child.pid for child in psutil.Process().children(recursive=True)}
 
 
 def pictures(*values: int) -> list[Image]:

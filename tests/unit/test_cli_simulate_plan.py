@@ -122,6 +122,7 @@ def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
         assert part in html
 
 
+@pytest.mark.slow  # as test_simulate_plan.py finds it
 def test_planning_says_when_nothing_meets_the_goal() -> None:
     result = call("plan", "paper-512", *SMALL, "--jobs", "1", "--budget-usd", "0.01")
     assert result.exit_code == 1

@@ -162,7 +162,7 @@ def test_the_gain_is_that_of_choosing() -> None:
     assert statistics.mean(one["gain"] for one in chosen) > 0.4 * 0.04
 
 
-@pytest.mark.parametrize("steps", [3, 8])
+@pytest.mark.parametrize("steps", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_fidelity_is_found_as_the_rewards_have_it(steps: int) -> None:
     model = RewardModel()
     run = ran(

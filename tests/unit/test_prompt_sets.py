@@ -96,7 +96,8 @@ def test_every_wording_of_a_scene_asks_for_that_scene_and_says_so(tag: str) -> N
 def test_the_same_seed_makes_the_same_prompts_on_any_machine(sets: Any) -> None:
     digest = hashlib.sha256(json.dumps(sets).encode()).hexdigest()[:16]
     assert digest == "1720659c0b22a6d2"
-    assert geneval_prompts(10, 6, seed=7)[0] != geneval_prompts(10, 6, seed=8)[0]
+    other, _ = geneval_prompts(10, 6, seed=8, without=OFFICIAL)
+    assert not [each for each in other if each in sets[0][:10]]
     told = hashlib.sha256(json.dumps(ocr_prompts(300, 30, seed=7)).encode()).hexdigest()[:16]
     assert told == "f27f775c4ed50bc8"
 

@@ -224,7 +224,7 @@ def test_more_pictures_than_may_wait_are_refused_for_now(
     (tmp_path / "slow_reward.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
     hung, quick = (request_of(png_base64(grays(level)[0]), "level") for level in (254, 1))
-    reward = RewardConfig(name="slow_reward:level", deadline_s=2, retries=0)
+    reward = RewardConfig(name="slow_reward:level", deadline_s=0.5, retries=0)
     with RewardPool([reward]) as pool, served({"level": pool}, "secret", waiting_max=1) as url:
         with ThreadPoolExecutor() as threads:
             # One request is taken whatever it holds, and until it is done no other.

@@ -151,7 +151,11 @@ def test_a_run_that_is_cut_off_says_so() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "uptime_h", "warned"),
-    [("spotlight", 50, True), ("spotlight", 0.03, False), ("reserved_only", 50, False)],
+    [
+        ("spotlight", 50, True),
+        pytest.param("spotlight", 0.03, False, marks=pytest.mark.slow),
+        ("reserved_only", 50, False),
+    ],
 )
 def test_too_short_a_span_for_preemptions_is_warned_of(strategy: str, uptime_h: float, warned: bool) -> None:
     prep = prepared(f"trace.mean_uptime_h={uptime_h}", "trace.bursts_per_h=0", "run.until_h=300")

@@ -194,6 +194,7 @@ def test_deep_pools_of_one_window_do_not_make_up_for_another() -> None:
     assert share(dataclasses.replace(whole, explorations=tuple(others))) == 1 - 1 / 5, "one was left out"
 
 
+@pytest.mark.slow  # means of sixty iterations
 def test_a_deeper_pool_is_judged_by_its_real_size() -> None:
     found = {}
     for limit in (16, 64):

@@ -167,6 +167,7 @@ def test_no_space_is_a_clear_error_and_leaves_nothing_behind(tmp_path: Path) -> 
     assert (clean, value) == ("True", "1.0")
 
 
+@pytest.mark.slow  # another cause of the error above, in a process with torch
 def test_full_shared_memory_is_told_with_what_is_free(tmp_path: Path) -> None:
     mount = shutil.which("mount")
     target = tmp_path / "shm"
