@@ -22,7 +22,7 @@ from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.group_gate import GroupProgress
-from spotlight.scheduler.types import Prompt, WorkerId
+from spotlight.scheduler.types import LeaseId, Prompt, WorkerId
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.reports import Report
 
@@ -42,6 +42,17 @@ class Store:
     def deliver(self, report: Report) -> None:
         for each in report.values:
             self.blobs[each.kind, each.name, report.mark] = StoredBlob(each.step, each.data)
+
+
+class Reports(Store):
+    """Keeps the reports themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reports: list[Report] = []
+
+    def deliver(self, report: Report) -> None:
+        self.reports.append(report)
 
 
 def test_a_picture_is_serialised_twice_for_three_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,3 +143,31 @@ def test_samples_wait_at_the_head_for_the_rest_of_their_group(
     assert [each["group_size"] for each in found] == [2.0, 2.0]
     assert [each["group_size/missing"] for each in found] == [1.0, 1.0]
     assert {each.lineage for each in events if isinstance(each, ev.SamplesRewarded)} == {5}
+
+
+@pytest.mark.parametrize("parts", [1, 3, 8])
+def test_large_reports_travel_in_parts_and_their_events_with_the_last(parts: int) -> None:
+    sizes = ReportOutbox(WorkerId("w"), Store())
+    made = [finished(seed, name=f"r{seed}") for seed in range(4)]
+    for each in made:
+        sizes.keep_finished(each)
+    values = list(sizes._values)
+    whole = sum(len(value.data) for value in values)
+    limit = {1: whole, 3: -(-whole // 2), 8: 1}[parts]
+    head = Reports()
+    outbox = ReportOutbox(WorkerId("w"), head, report_bytes=limit)
+    for each in made:
+        outbox.keep_finished(each)
+    told = ev.LeaseProgressed(WorkerId("w"), LeaseId(1), 1, 2)
+    outbox.tell(told)
+    outbox.deliver(DIGEST)
+    assert [value for report in head.reports for value in report.values] == values
+    assert [report.events for report in head.reports] == [()] * (len(head.reports) - 1) + [(told,)]
+    assert all(
+        len(report.values) == 1 or sum(len(value.data) for value in report.values) <= limit
+        for report in head.reports
+    )
+    assert len(head.reports) in {1: {1}, 3: {2, 3}, 8: {8}}[parts]
+    assert {report.mark for report in head.reports} == {DIGEST}
+    outbox.deliver(DIGEST)  # nothing is left
+    assert len(head.reports) in {1: {1}, 3: {2, 3}, 8: {8}}[parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import time
+from collections.abc import Sequence
 
 from spotlight.rollout.serialization import pack_image, pack_sample, pack_state
 from spotlight.rollout.state import FinishedRollout, RolloutState
@@ -12,12 +13,20 @@ from spotlight.scheduler.types import WorkerId
 from spotlight.worker.interfaces import HeadClient
 from spotlight.worker.reports import Report, ReportedValue
 
+REPORT_BYTES = 64 * 2**20
+"""Most bytes of values in a report that has several: Ray's smallest object store holds 75 MiB, and a batch of
+states of 129 frames at 720p takes hundreds (``benchmarks/state_bytes.py``)."""
+
 
 class ReportOutbox:
-    """Not thread-safe."""
+    """Not thread-safe.
 
-    def __init__(self, worker: WorkerId, head: HeadClient) -> None:
-        self._worker, self._head = worker, head
+    Args:
+        report_bytes: values beyond it are delivered before, in reports of their own without events.
+    """
+
+    def __init__(self, worker: WorkerId, head: HeadClient, report_bytes: int = REPORT_BYTES) -> None:
+        self._worker, self._head, self._report_bytes = worker, head, report_bytes
         self._values: list[ReportedValue] = []
         self._events: list[Event] = []
         self._later: list[tuple[float, int, Event]] = []
@@ -56,6 +65,21 @@ class ReportOutbox:
         while self._later and self._later[0][0] <= time.monotonic():
             self._events.append(heapq.heappop(self._later)[2])
         if self._values or self._events:
-            report = Report(self._worker, digest, tuple(self._values), tuple(self._events))
-            self._values, self._events = [], []
-            self._head.deliver(report)
+            *before, last = _parts(self._values, self._report_bytes)
+            events, self._values, self._events = tuple(self._events), [], []
+            for values in before:  # each has arrived before the next is sent
+                self._head.deliver(Report(self._worker, digest, values, ()))
+            self._head.deliver(Report(self._worker, digest, last, events))
+
+
+def _parts(values: Sequence[ReportedValue], most_bytes: int) -> list[tuple[ReportedValue, ...]]:
+    """In order, each of at most ``most_bytes`` or one value; at least one part."""
+    parts: list[list[ReportedValue]] = [[]]
+    size = 0
+    for value in values:
+        if parts[-1] and size + len(value.data) > most_bytes:
+            parts.append([])
+            size = 0
+        parts[-1].append(value)
+        size += len(value.data)
+    return [tuple(part) for part in parts]

@@ -1,0 +1,85 @@
+"""Bytes of a progress commit for published models and sizes of videos.
+
+    python -m benchmarks.state_bytes
+
+A state is packed as a worker packs it after a step: its latents, those kept for training (two stochastic
+steps keep three), and the embeddings of a prompt of a hundred tokens. Values are zero; nothing is compressed.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks._measure import wide_console
+from spotlight.diffusion.samplers import FlowSDE
+from spotlight.diffusion.schedule import RandomWindow
+from spotlight.models.condition import Condition
+from spotlight.models.media import MediaSize
+from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.registry import FAMILIES
+from spotlight.rollout.serialization import pack_state
+from spotlight.rollout.state import Recipe, RolloutState
+from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.worker.outbox import REPORT_BYTES
+
+STEPS, WINDOW = 10, 2
+TEXT_TOKENS, TEXT_WIDTH = 100, 4096
+CASES = (
+    ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", MediaSize(480, 832, frames=5)),
+    ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", MediaSize(480, 832, frames=81)),
+    ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", MediaSize(720, 1280, frames=81)),
+    ("wan", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", MediaSize(704, 1280, frames=121)),
+    ("hunyuan-video", "hunyuanvideo-community/HunyuanVideo", MediaSize(480, 480, frames=5)),
+    ("hunyuan-video", "hunyuanvideo-community/HunyuanVideo", MediaSize(720, 1280, frames=129)),
+)
+
+
+def state_bytes(family: str, model: str, size: MediaSize, kept: int) -> int:
+    """Of one state, packed.
+
+    Args:
+        kept: latents besides the current ones.
+    """
+    kind = FAMILIES.load(family)
+    published = kind.published[model]
+    files = PipelineFiles(Path(model), known={**published.configs, "model_index": published.settings})
+    dimensions = kind.read_dimensions(files)
+    dimensions.check_size(size, video=kind.video)
+    latents = torch.zeros(dimensions.channels, dimensions.latent_frames(size), *dimensions.grid(size))
+    rollout = Rollout(RolloutId("a"), Purpose.TRAIN, 0, PromptId("a"), 0, 0, STEPS, PolicyVersion(0))
+    recipe = Recipe(size, FlowSDE(0.7), RandomWindow(WINDOW, high=STEPS), 1.0, "trajectory")
+    condition = Condition({"embeds": torch.zeros(TEXT_TOKENS, TEXT_WIDTH, dtype=torch.bfloat16)})
+    state = RolloutState(
+        rollout,
+        recipe,
+        condition,
+        step=WINDOW,
+        latents=latents,
+        sigmas=torch.zeros(STEPS + 1),
+        window=range(WINDOW),
+        kept=(latents,) * kept,
+        log_probs=(torch.zeros(()),) * max(kept - 1, 0),
+    )
+    return len(pack_state(state))
+
+
+def main() -> None:
+    """Print the table."""
+    console: Console = wide_console()
+    columns = ("model", "height x width x frames", "a state, MB", "with latents kept, MB", "states a report")
+    table = Table(*columns)
+    for family, model, size in CASES:
+        plain, whole = (state_bytes(family, model, size, kept) for kept in (0, WINDOW + 1))
+        sides = f"{size.height} x {size.width} x {size.frames}"
+        fit = max(1, math.floor(REPORT_BYTES / whole))
+        table.add_row(model, sides, f"{plain / 1e6:.1f}", f"{whole / 1e6:.1f}", str(fit))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
