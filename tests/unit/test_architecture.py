@@ -34,8 +34,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "simulation": {"scheduler"},
     "planning": {"simulation", "scheduler", "fleet", "config"},
     "report": {"store", "config", "testbed"},
+    "dashboard": {"store"},
 }
-MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"fleet", "simulation", "planning", "report", "weights", "worker"}
+MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {
+    "fleet",
+    "simulation",
+    "planning",
+    "report",
+    "dashboard",
+    "weights",
+    "worker",
+}
 MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "fleet", "weights", "worker"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 
@@ -53,7 +62,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
 
 MESSAGES = {f"spotlight.scheduler.{module}" for module in ("types", "effects", "events", "records")}
 """Ids and sizes, and what controller, workers and learner say to each other."""
-SPEAK_MESSAGES = {"rollout", "worker", "training", "report"}
+SPEAK_MESSAGES = {"rollout", "worker", "training", "report", "dashboard"}
 ALSO = {("training", "spotlight.scheduler.overlap.slices")}
 """Single modules allowed beside the table."""
 
@@ -69,7 +78,7 @@ SCHEDULER_PARTS: dict[str, set[str]] = {
 PLAN_NAMES = {"spotlight.scheduler.exploration.bandit"}
 """The plan speaks of arms as exploration defines them."""
 
-LIGHT = ("config", "data", "scheduler", "fleet", "planning", "rewards", "simulation", "store")
+LIGHT = ("config", "dashboard", "data", "scheduler", "fleet", "planning", "rewards", "simulation", "store")
 HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "ray")
 HOLD_MODELS = {
     f"spotlight.rewards.{module}"

@@ -19,6 +19,8 @@ COMMANDS = (
     "generate",
     "export",
     "card",
+    "dashboard",
+    "report",
     "simulate",
     "plan",
     "prices",

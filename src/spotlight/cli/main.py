@@ -13,10 +13,12 @@ from spotlight.cli.planning.simulate_command import simulate
 from spotlight.cli.planning.traces_command import traces
 from spotlight.cli.runs.audit import audit
 from spotlight.cli.runs.card import card
+from spotlight.cli.runs.dashboard_command import dashboard
 from spotlight.cli.runs.evaluate import evaluate
 from spotlight.cli.runs.export import export
 from spotlight.cli.runs.generate import generate
 from spotlight.cli.runs.list_runs import runs
+from spotlight.cli.runs.report_command import report
 from spotlight.cli.runs.train import train
 from spotlight.cli.scoring.prompts_command import prompts
 from spotlight.cli.scoring.rewards_command import rewards_app
@@ -37,11 +39,13 @@ app = typer.Typer(
 for name, command, panel in (
     ("train", train, "Run"),
     ("runs", runs, "Run"),
+    ("dashboard", dashboard, "Run"),
     ("audit", audit, "Run"),
     ("eval", evaluate, "Use"),
     ("generate", generate, "Use"),
     ("export", export, "Use"),
     ("card", card, "Use"),
+    ("report", report, "Use"),
     ("score", score, "Use"),
     ("simulate", simulate, "Plan"),
     ("plan", plan, "Plan"),
@@ -57,7 +61,8 @@ for name, command, panel in (
     app.command(
         name,
         rich_help_panel=panel,
-        no_args_is_help=name in {"eval", "generate", "export", "card", "audit", "plan", "tiny", "score"},
+        no_args_is_help=name
+        in {"eval", "generate", "export", "card", "audit", "plan", "report", "tiny", "score"},
     )(command)
 
 app.add_typer(rewards_app, name="rewards", rich_help_panel="Look up")

@@ -139,6 +139,27 @@ def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
+@dataclass(frozen=True, slots=True)
+class TileNote:
+    """A stored image without its pixels."""
+
+    path: Path
+    caption: str
+    score: float
+
+
+def read_tile_notes(paths: RunPaths, iteration: int) -> tuple[TileNote, ...]:
+    """One evaluation's tiles, in grid order, without decoding them; a file that is no tile is left out."""
+    notes = []
+    for path in sorted(_tiles_folder(paths).glob(f"{iteration:06d}-*.png")):
+        try:
+            with Image.open(path, formats=("PNG",)) as image:
+                notes.append(TileNote(path, image.info["caption"], float(image.info["score"])))
+        except (OSError, KeyError, ValueError, SyntaxError):
+            continue  # being written, or not ours
+    return tuple(notes)
+
+
 def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) -> Path:
     """Draw two evaluations side by side.
 

@@ -64,6 +64,12 @@ AddressOption: TypeAlias = Annotated[
 PlainOption: TypeAlias = Annotated[
     bool, typer.Option("--plain", help="One line per event, as when the output is not a terminal.")
 ]
+DashboardOption: TypeAlias = Annotated[
+    bool, typer.Option("--dashboard", help="Serve the dashboard on 127.0.0.1 for as long as the run lasts.")
+]
+KeepDashboardOption: TypeAlias = Annotated[
+    bool, typer.Option("--keep-dashboard", help="As --dashboard, but it stays when the run has ended.")
+]
 
 
 def train(
@@ -72,6 +78,8 @@ def train(
     smoke: SmokeOption = False,
     address: AddressOption = None,
     plain: PlainOption = False,
+    dashboard: DashboardOption = False,
+    keep_dashboard: KeepDashboardOption = False,
 ) -> None:
     """Train a Diffusion Transformer by reinforcement learning; the same command resumes an interrupted run.
 
@@ -93,6 +101,8 @@ def train(
       spotlight train fleet.driver=ray fleet.spot.trace=minute
 
       spotlight train qwen.yaml --address 10.0.0.5:6379 fleet.learner_ranks=4
+
+      spotlight train --dashboard
     """
     from spotlight.config.load import load_config
 
@@ -106,6 +116,10 @@ def train(
     if dry_run:
         _print_plan(config, given)
         return
+    if (dashboard or keep_dashboard) and int(os.environ.get("RANK", "0")) == 0:
+        from spotlight.cli.runs.dashboard_command import start_beside
+
+        typer.echo(start_beside(config.runs_dir, config.name, stays=keep_dashboard))
     result = _run(config, plain)
     if int(os.environ.get("RANK", "0")) == 0:
         _tell(result)

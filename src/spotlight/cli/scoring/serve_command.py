@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from rich.console import Console
 
 from spotlight.cli.exit_codes import errors_without_traceback
 from spotlight.cli.scoring.reward_argument import START_DEADLINE_S, DeadlineOption, reward_of
+from spotlight.cli.serving import HostOption, TokenEnvOption, token_of
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -28,12 +28,10 @@ def serve(
         list[str] | None,
         typer.Option("--param", "-p", metavar="REWARD.KEY=VALUE", help="A reward's parameter, in YAML."),
     ] = None,
-    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 for other machines.")] = "127.0.0.1",
+    host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8080,
     workers: Annotated[int, typer.Option(min=1, help="Processes per reward.")] = 1,
-    token_env: Annotated[
-        str, typer.Option(help="Environment variable with the token; required unless on loopback.")
-    ] = "",
+    token_env: TokenEnvOption = "",
     deadline_s: DeadlineOption = 60.0,
 ) -> None:
     """Serve rewards over HTTP, for other machines: each in its own processes, with deadlines.
@@ -63,7 +61,7 @@ def serve(
                 "pip install 'spotlight-rl[serve]'"
             ) from error
 
-        token = _token(host, token_env)
+        token = token_of(host, token_env)
         configs = [reward_of(name, params, deadline_s) for name, params in _by_reward(reward, param or [])]
         _require_distinct(configs)
         pools = _opened(configs, workers, open_pools)
@@ -113,23 +111,6 @@ def _require_servable(pool: RewardPool) -> None:
             f"--reward is {reading[0]!r}, which opens the files that metadata names; expected one that does "
             "not, because clients could name any file of this machine. Use it in the run itself."
         )
-
-
-def _token(host: str, token_env: str) -> str:
-    from spotlight.rewards.endpoints.json_client import LOOPBACK
-    from spotlight.rewards.reward import RewardSetupError
-
-    token = os.environ.get(token_env, "").strip() if token_env else ""
-    if token_env and not token:
-        raise RewardSetupError(
-            f"--token-env is {token_env!r}, not set in the environment; expected a token. Export {token_env}."
-        )
-    if not token and host not in LOOPBACK:
-        raise RewardSetupError(
-            f"--host is {host!r}, which other machines reach, without a token; expected --token-env with the "
-            "name of an environment variable that holds one, or --host 127.0.0.1."
-        )
-    return token
 
 
 def _by_reward(names: list[str], params: list[str]) -> list[tuple[str, list[str]]]:

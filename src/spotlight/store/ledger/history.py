@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from sqlite3 import Connection
 
 from spotlight.scheduler.types import Filler
 from spotlight.store.ledger import ledger_queries as queries
@@ -74,13 +75,28 @@ class History:
 
     @property
     def state(self) -> str:
-        """``running``, ``finished``, ``stopped``, ``failed``, ``killed``; ``new`` before any attempt."""
-        if not self.attempts:
-            return "new"
-        last = self.attempts[-1]
-        if last.ended is not None:
-            return last.ended.value
-        return "running" if last.is_alive else Ending.KILLED.value
+        """See :func:`state_of`."""
+        return state_of(self.attempts)
+
+
+def state_of(attempts: Sequence[AttemptRecord]) -> str:
+    """``running``, ``finished``, ``stopped``, ``failed``, ``killed``; ``new`` before any attempt."""
+    if not attempts:
+        return "new"
+    last = attempts[-1]
+    if last.ended is not None:
+        return last.ended.value
+    return "running" if last.is_alive else Ending.KILLED.value
+
+
+def read_attempts(connection: Connection) -> tuple[AttemptRecord, ...]:
+    """All attempts, the oldest first."""
+    return tuple(
+        AttemptRecord(number, pid, host, started_at, seen_at, Ending(ended) if ended else None)
+        for number, pid, host, started_at, seen_at, ended in connection.execute(
+            "SELECT number, pid, host, started_at, seen_at, ended FROM attempts ORDER BY number"
+        )
+    )
 
 
 def read_history(run: Path) -> History:
@@ -93,12 +109,7 @@ def read_history(run: Path) -> History:
         closing(queries.open_readonly(RunPaths(run).ledger)) as connection,
         queries.consistent_reading(connection),
     ):
-        attempts = tuple(
-            AttemptRecord(number, pid, host, started_at, seen_at, Ending(ended) if ended else None)
-            for number, pid, host, started_at, seen_at, ended in connection.execute(
-                "SELECT number, pid, host, started_at, seen_at, ended FROM attempts ORDER BY number"
-            )
-        )
+        attempts = read_attempts(connection)
         undone = connection.execute(
             "SELECT COALESCE(SUM(from_position - to_position), 0) FROM rollbacks"
         ).fetchone()[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,12 +67,16 @@ class LedgerCounts:
 def open_readonly(path: Path) -> sqlite3.Connection:
     """Open a read-only connection, safe beside a writer.
 
+    Of a ledger that no process works on, also where nothing can be written, as on a disk mounted read-only.
+
     Raises:
         LedgerError: the file is missing, or no ledger of a supported version.
     """
     if not path.is_file():
         raise LedgerError(f"{path}: no ledger here. Name a run directory that `spotlight train` has made.")
-    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None)
+    # SQLite would make two files beside the ledger; without a log to read it can do without.
+    still = "" if os.access(path.parent, os.W_OK) or _has_log(path) else "&immutable=1"
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{still}", uri=True, isolation_level=None)
     try:
         check_identity(connection, path)
     except LedgerError:
@@ -83,6 +88,11 @@ def open_readonly(path: Path) -> sqlite3.Connection:
             f"{path}: cannot be read: {error}. Reading needs write access to its folder."
         ) from error
     return connection
+
+
+def _has_log(path: Path) -> bool:
+    log = path.with_name(f"{path.name}-wal")
+    return log.exists() and log.stat().st_size > 0
 
 
 def is_empty_database(connection: sqlite3.Connection, path: Path) -> bool:

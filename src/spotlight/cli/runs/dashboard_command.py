@@ -1,0 +1,162 @@
+"""``spotlight dashboard``: a page on runs, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+
+from spotlight.cli.exit_codes import errors_without_traceback, failure
+from spotlight.cli.run_argument import RUNS
+from spotlight.cli.serving import HostOption, TokenEnvOption, token_of
+
+if TYPE_CHECKING:
+    import uvicorn
+
+PORT = 8170
+_INSTALL = "pip install 'spotlight-rl[dashboard]'"
+_GOES_WITH_S = 2.0
+
+
+def dashboard(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="[RUNS_DIR|RUN]...",
+            help="Run directories, or folders of them. [default: runs]",
+            show_default=False,
+        ),
+    ] = None,
+    host: HostOption = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = PORT,
+    token_env: TokenEnvOption = "",
+    descriptor: Annotated[int, typer.Option("--fd", hidden=True, help="A socket that listens already.")] = -1,
+    ends_with: Annotated[int, typer.Option(hidden=True, help="Process after which this one ends.")] = 0,
+) -> None:
+    """Show runs in the browser while they work, or later: progress, pictures, curves, nodes, money, ledger.
+
+    Only reads the run directories, which may be on a mounted disk; needs neither the model nor a GPU. Needs
+    pip install 'spotlight-rl\\[dashboard]'.
+
+    [bold]Examples[/bold]
+
+      spotlight dashboard
+
+      spotlight dashboard runs /mnt/big/runs/qwen
+
+      DASHBOARD_TOKEN=... spotlight dashboard --host 0.0.0.0 --token-env DASHBOARD_TOKEN
+    """
+    if descriptor >= 0:
+        os.nice(5)  # the run that it is beside goes first
+    token = token_of(host, token_env)
+    shown = places if descriptor >= 0 and places else [_place(place) for place in places or [RUNS]]
+    with errors_without_traceback():
+        try:
+            import uvicorn
+
+            from spotlight.dashboard.dashboard_app import dashboard_app
+        except ImportError as error:
+            raise failure(f"dashboard: {error.name!r} is missing. Install it: {_INSTALL}") from error
+        from spotlight.dashboard.page_files import plotly_file
+
+        plotly_file()
+        listening = socket.socket(fileno=descriptor) if descriptor >= 0 else _listen(host, port)
+        app = dashboard_app(shown, token)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    if ends_with:
+        threading.Thread(target=_end_after, args=(ends_with, server), daemon=True).start()
+    else:
+        _tell(host, listening.getsockname()[1], bool(token))
+    server.run(sockets=[listening])
+
+
+def start_beside(runs_dir: Path, run: str, *, stays: bool) -> str:
+    """Start the dashboard beside this process, which it outlives only if it ``stays``.
+
+    Returns:
+        What to tell the user: where it is, or why there is none. Nothing of it can harm the run.
+    """
+    try:
+        from importlib.util import find_spec
+
+        if missing := [name for name in ("fastapi", "uvicorn", "plotly") if find_spec(name) is None]:
+            return f"no dashboard: the package {missing[0]!r} is missing. Install it: {_INSTALL}"
+        with _listen_somewhere() as listening:
+            ends = [] if stays else ["--ends-with", str(os.getpid())]
+            command = [sys.executable, "-m", "spotlight.cli", "dashboard", str(runs_dir)]
+            subprocess.Popen(
+                [*command, "--fd", str(listening.fileno()), *ends],
+                pass_fds=[listening.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for the run, which still needs its checkpoint
+            )
+            return f"dashboard: http://127.0.0.1:{listening.getsockname()[1]}/#/{quote(run)}"
+    except OSError as error:
+        return f"no dashboard: {error}"
+
+
+def _place(text: Path) -> Path:
+    """The folder, or the run of that name in ``runs/``; exits if there is neither."""
+    for path in (text, RUNS / text):
+        if path.is_dir():
+            return path
+    if text == RUNS:
+        return text  # runs yet to come
+    raise failure(f"RUNS_DIR: {str(text)!r} is no folder, nor is there a run of that name in {RUNS}/.")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(128)
+    except OSError as error:
+        listening.close()
+        raise failure(
+            f"--host {host} --port {port}: cannot listen there ({error.strerror or error}). "
+            "Choose another --port, or 0 for any that is free."
+        ) from error
+    return listening
+
+
+def _listen_somewhere() -> socket.socket:
+    """On the usual port of the loopback, or on any."""
+    for port in (PORT, 0):
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("127.0.0.1", port))
+            listening.listen(128)
+            return listening
+        except OSError:
+            listening.close()
+            if port == 0:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _end_after(process: int, server: uvicorn.Server) -> None:
+    while Path(f"/proc/{process}").exists():
+        time.sleep(_GOES_WITH_S)
+    server.should_exit = True
+
+
+def _tell(host: str, port: int, needs_token: bool) -> None:
+    shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
+    address = f"http://[{shown}]:{port}/" if ":" in shown else f"http://{shown}:{port}/"
+    Console(highlight=False).print(
+        f"{address}{'?token=...' if needs_token else ''}  (Ctrl-C ends it)", soft_wrap=True
+    )

@@ -1,0 +1,1 @@
+"""A page on one or several runs, read from their directories without writing to them."""

@@ -1,0 +1,143 @@
+"""What the page may ask for: one function per path, used by the server and by the page in one file."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Lock
+
+from spotlight.dashboard.figures import Json
+from spotlight.dashboard.run_folders import RunFolder
+from spotlight.dashboard.views import gallery as gallery_views
+from spotlight.dashboard.views.curves import CurveReader, curve, curve_names
+from spotlight.dashboard.views.lanes import lanes
+from spotlight.dashboard.views.money import money
+from spotlight.dashboard.views.overview import accounting, is_small, overview, verdict
+from spotlight.dashboard.views.run_log import happened, log_tail
+from spotlight.dashboard.views.samples import IN_FLIGHT, SampleSearch, sample, samples
+from spotlight.store.ledger.ledger_schema import RolloutOutcome
+
+_KEPT = 256
+_AUDIT_REST = 30.0
+"""An audit is made again after this many times the seconds it took, and :data:`_AUDIT_REST_S` at least."""
+_AUDIT_REST_S = 15.0
+Query = Mapping[str, str]
+Answer = Callable[[RunFolder, Query], Json | None]
+
+
+class BadQueryError(ValueError):
+    """A parameter of a request is not what is expected; says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Audit:
+    answer: Json
+    signature: str
+    ended: float
+    took_s: float
+
+    def rests(self) -> bool:
+        return time.monotonic() - self.ended < max(_AUDIT_REST_S, _AUDIT_REST * self.took_s)
+
+
+@dataclass(slots=True)
+class RunAnswers:
+    """Answers about runs, each computed once per state of the run's files, whoever asks."""
+
+    _kept: OrderedDict[tuple[object, ...], Json | None] = field(default_factory=OrderedDict)
+    _readers: dict[RunFolder, CurveReader] = field(default_factory=dict)
+    _audits: dict[RunFolder, _Audit] = field(default_factory=dict)
+    _lock: Lock = field(default_factory=Lock)
+    _auditing: Lock = field(default_factory=Lock)
+
+    def answer(self, run: RunFolder, what: str, query: Query) -> Json | None:
+        """The answer for the page; None if there is no such thing.
+
+        Raises:
+            BadQueryError: a parameter is malformed.
+            StoreError: the run cannot be read.
+        """
+        if what == "audit":
+            return self._audit(run, asked=query.get("now") == "1")
+        if what not in ANSWERS and what not in ("metrics", "curve"):
+            return None
+        key = (run, what, tuple(sorted(query.items())), run.signature())
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        found = self._curves(run, what, query) if what in ("metrics", "curve") else ANSWERS[what](run, query)
+        with self._lock:
+            self._kept[key] = found
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return found
+
+    def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
+        with self._lock:
+            reader = self._readers.setdefault(run, CurveReader(run))
+        columns = reader.columns()
+        return curve_names(columns) if what == "metrics" else curve(run, columns, query.get("name", ""))
+
+    def _audit(self, run: RunFolder, *, asked: bool) -> Json:
+        """The newest audit, made again if the run has changed since, and it is quick or ``asked`` for."""
+        with self._auditing:
+            known, signature = self._audits.get(run), run.signature()
+            if known is not None and (known.signature == signature or known.rests()):
+                return known.answer
+            if not asked and not is_small(run):
+                return {"ok": None, "large": True} if known is None else known.answer
+            started = time.monotonic()
+            answer = verdict(run)
+            ended = time.monotonic()
+            self._audits[run] = _Audit(answer, signature, ended, ended - started)
+            return answer
+
+
+def _number(query: Query, name: str) -> int | None:
+    text = query.get(name, "")
+    if not text:
+        return None
+    if not text.isascii() or not text.isdecimal() or len(text) > 15:
+        raise BadQueryError(f"{name} is {text[:40]!r}; expected a whole number, 0 or more.")
+    return int(text)
+
+
+def _choice(query: Query, name: str, choices: tuple[str, ...]) -> str:
+    text = query.get(name, "")
+    if text and text not in choices:
+        raise BadQueryError(f"{name} is {text[:40]!r}; expected one of {', '.join(choices)}.")
+    return text
+
+
+def _search(query: Query) -> SampleSearch:
+    return SampleSearch(
+        text=query.get("text", ""),
+        purpose=_choice(query, "purpose", ("train", "eval", "explore")),
+        fate=_choice(query, "fate", (*(each.value for each in RolloutOutcome), IN_FLIGHT)),
+        worker=query.get("worker", ""),
+        iteration=_number(query, "iteration"),
+        before=_number(query, "before"),
+    )
+
+
+def _lanes(run: RunFolder, query: Query) -> Json:
+    last_s = _number(query, "last_s")
+    return lanes(run, None if last_s is None else float(last_s), _number(query, "page") or 0)
+
+
+ANSWERS: dict[str, Answer] = {
+    "overview": lambda run, query: overview(run),
+    "accounting": lambda run, query: accounting(run),
+    "pictures": lambda run, query: gallery_views.gallery(run),
+    "evaluation": lambda run, query: gallery_views.pictures(run, _number(query, "iteration") or 0),
+    "cluster": _lanes,
+    "money": lambda run, query: money(run),
+    "samples": lambda run, query: samples(run, _search(query)),
+    "sample": lambda run, query: sample(run, query.get("id", "")),
+    "log": lambda run, query: happened(run, _number(query, "before")),
+    "logfile": lambda run, query: log_tail(run, query.get("name", "")),
+}
+"""By path below ``api/runs/RUN/``; ``metrics``, ``curve`` and ``audit`` besides."""

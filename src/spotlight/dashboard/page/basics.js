@@ -1,0 +1,110 @@
+"use strict";
+// Elements, numbers in words, and answers from the server, or from this file if it carries them.
+
+const INLINED = document.getElementById("inlined") ? JSON.parse(document.getElementById("inlined").textContent) : null;
+
+/** An element; strings among `children` become text nodes, never markup. */
+function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (value === null || value === undefined || value === false) continue;
+    if (name === "on") for (const [event, action] of Object.entries(value)) element.addEventListener(event, action);
+    else if (name === "style") Object.assign(element.style, value);
+    else if (name in element && typeof value !== "string") element[name] = value;
+    else element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return element;
+}
+
+class Refused extends Error {}
+
+/** The answer to one question about a run. Throws `Refused` with the server's words. */
+async function ask(run, what, query = {}) {
+  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
+  const search = new URLSearchParams(given.sort()).toString();
+  const key = what + (search ? `?${search}` : "");
+  if (INLINED) {
+    if (key in INLINED.answers) return INLINED.answers[key];
+    throw new Refused("This is not in the file. To see it: spotlight dashboard, on the machine that has the run.");
+  }
+  return fetched(`api/runs/${encodeURIComponent(run)}/${key}`);
+}
+
+async function fetched(address) {
+  let answer;
+  try {
+    answer = await fetch(address);
+  } catch {
+    throw new Refused("The dashboard's server does not answer.");
+  }
+  if (!answer.ok) throw new Refused(await answer.text());
+  return answer.json();
+}
+
+function pictureAddress(run, iteration, index) {
+  if (INLINED) return INLINED.pictures[`${iteration}/${index}`] ?? "";
+  return `api/runs/${encodeURIComponent(run)}/picture/${iteration}/${index}`;
+}
+
+// -- numbers in words --
+
+const known = (value) => typeof value === "number" && Number.isFinite(value);
+
+function duration(seconds) {
+  if (!known(seconds)) return "?";
+  const whole = Math.max(0, Math.round(seconds));
+  const [hours, minutes, rest] = [Math.floor(whole / 3600), Math.floor(whole / 60) % 60, whole % 60];
+  const two = (number) => String(number).padStart(2, "0");
+  if (hours >= 48) return `${Math.floor(hours / 24)} d ${hours % 24} h`;
+  return hours ? `${hours}:${two(minutes)}:${two(rest)}` : `${minutes}:${two(rest)}`;
+}
+
+function dollars(usd) {
+  if (!known(usd)) return "?";
+  if (usd >= 1) return `$${usd.toLocaleString("en", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}`;
+  return `$${usd === 0 ? "0" : Number(usd.toPrecision(2))}`;
+}
+
+const count = (number) => (known(number) ? number.toLocaleString("en") : "?");
+
+function figure(value, digits = 4) {
+  if (!known(value)) return "–";
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(2);
+  return String(Number(value.toPrecision(digits)));
+}
+
+const score = (value, error) => (known(value) ? value.toFixed(3) + (known(error) ? ` ± ${error.toFixed(3)}` : "") : "–");
+const clock = (at) => (known(at) ? new Date(at * 1000).toLocaleTimeString([], { hour12: false }) : "?");
+const moment = (at) => (known(at) ? new Date(at * 1000).toLocaleString([], { hour12: false }) : "?");
+const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
+const words = (name) => name.replaceAll("_", " ");
+
+// -- small parts --
+
+function card(label, value, ...notes) {
+  return h("div", { class: "card" }, h("div", { class: "label" }, label), h("div", { class: "value" }, value), notes.map((note) => h("div", { class: "note" }, note)));
+}
+
+const empty = (text) => h("p", { class: "empty" }, text);
+const failed = (error) => h("div", { class: "empty error", role: "alert" }, error instanceof Refused ? error.message : String(error));
+
+/** A table; a column is [title, function of a row, class]. */
+function table(columns, rows, caption) {
+  return h("div", { class: "scroll" }, h("table", {},
+    h("caption", { class: "sr" }, caption),
+    h("thead", {}, h("tr", {}, columns.map(([title, , kind]) => h("th", { class: kind ?? "", scope: "col" }, title)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, columns.map(([, cell, kind]) => h("td", { class: kind ?? "" }, cell(row))))))));
+}
+
+/** Fill `place` with what `make` gives, or with why it could not. */
+async function fill(place, make) {
+  try {
+    const made = await make();
+    if (made !== undefined) place.replaceChildren(...[made].flat(Infinity).filter(Boolean));
+  } catch (error) {
+    if (!(error instanceof Refused)) console.error(error);
+    place.replaceChildren(failed(error));
+  }
+}

@@ -1,0 +1,123 @@
+"use strict";
+// Which run and which view, and what the server tells of changes. The address: #/RUN/VIEW/ARGUMENT.
+
+const VIEWS = [
+  ["overview", "Overview", overviewView], ["pictures", "Pictures", picturesView], ["curves", "Curves", curvesView], ["cluster", "Cluster", clusterView],
+  ["money", "Money", moneyView], ["exploration", "Exploration", explorationView], ["samples", "Samples", samplesView], ["log", "Log", logView],
+];
+const REFRESH_MS = 2500;
+
+let runs = [];
+let here = { run: null, view: "overview", argument: "" };
+let refresh = null;
+let due = false;
+let busy = null;
+
+const place = document.getElementById("view");
+const choice = document.getElementById("run");
+const tabs = document.getElementById("tabs");
+const connection = document.getElementById("connection");
+
+const address = (run, view, argument = "") => `#/${encodeURIComponent(run)}/${view}${argument ? `/${encodeURIComponent(argument)}` : ""}`;
+
+function readAddress() {
+  const [run, view, argument] = location.hash.replace(/^#\/?/, "").split("/").map((part) => { try { return decodeURIComponent(part); } catch { return ""; } });
+  const known = VIEWS.some(([name]) => name === view);
+  return { run: runs.some((each) => each.name === run) ? run : runs[0]?.name ?? null, view: known ? view : "overview", argument: argument ?? "" };
+}
+
+function show() {
+  const wanted = readAddress();
+  if (wanted.run !== here.run) Object.assign(clusterChoice, { page: 0 });
+  here = wanted;
+  choice.replaceChildren(...runs.map((each) => h("option", { value: each.name, selected: each.name === here.run }, `${each.name} – ${each.state}`)));
+  document.title = here.run ? `${here.run}: ${here.view} – Spotlight` : "Spotlight";
+  tabs.replaceChildren(...VIEWS.map(([name, title], index) => h("a", { href: address(here.run ?? "", name), "aria-current": name === here.view ? "page" : null, title: `Key ${index + 1}` }, title)));
+  refresh = null;
+  if (!here.run) return place.replaceChildren(empty(`There are no runs in ${places.join(", ") || "the given folder"} yet. Start one: spotlight train`));
+  const go = { address: (view, argument) => address(here.run, view, argument) };
+  const build = VIEWS.find(([name]) => name === here.view)[2];
+  place.replaceChildren(h("p", { class: "empty" }, "Reading …"));
+  refresh = build(place, { run: here.run, runs, argument: here.argument, go });
+  update();
+}
+
+/** Fill the view anew, never twice at once; a view that was left does not hold up the next. */
+async function update() {
+  if (!refresh || busy === refresh) { due = true; return; }
+  const mine = refresh;
+  [busy, due] = [mine, false];
+  try {
+    await mine();
+  } finally {
+    if (busy === mine) {
+      busy = null;
+      if (due) update();
+    }
+  }
+}
+
+let places = [];
+async function readRuns() {
+  const found = INLINED ? { runs: [INLINED.run], places: [] } : await fetched("api/runs");
+  [runs, places] = [found.runs, found.places];
+}
+
+function follow() {
+  const source = new EventSource("api/changes");
+  let lost = false;
+  let last = 0;
+  let timer = null;
+  const soon = () => {
+    if (timer || document.hidden) { due = true; return; }
+    timer = setTimeout(() => { timer = null; last = Date.now(); update(); }, Math.max(0, last + REFRESH_MS - Date.now()));
+  };
+  const status = (text, isLost) => { connection.textContent = text; connection.classList.toggle("lost", isLost); };
+  source.addEventListener("open", async () => {
+    status("live", false);
+    if (lost) { lost = false; await readRuns().catch(() => {}); soon(); }
+  });
+  source.addEventListener("error", () => { lost = true; status("connection lost, trying again", true); });
+  source.addEventListener("runs", async () => {
+    const before = here.run;
+    await readRuns().catch(() => {});
+    if (!before || !runs.some((each) => each.name === before)) show();
+    else choice.replaceChildren(...runs.map((each) => h("option", { value: each.name, selected: each.name === here.run }, `${each.name} – ${each.state}`)));
+  });
+  source.addEventListener("changed", (event) => { if (JSON.parse(event.data).names.includes(here.run) || (here.view === "curves" && curveChoice.others.size)) soon(); });
+  document.addEventListener("visibilitychange", () => { if (!document.hidden && due) soon(); });
+}
+
+// -- light and dark, keys, start --
+
+function setTheme(theme) {
+  document.documentElement.dataset.theme = theme;
+  document.getElementById("theme").textContent = theme === "dark" ? "☀ Light" : "☾ Dark";
+  try { localStorage.setItem("spotlight-theme", theme); } catch { /* a browser without storage: asked anew next time */ }
+}
+function firstTheme() {
+  try { if (localStorage.getItem("spotlight-theme")) return localStorage.getItem("spotlight-theme"); } catch { /* as above */ }
+  return window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
+}
+document.getElementById("theme").addEventListener("click", () => { setTheme(isDark() ? "light" : "dark"); if (refresh) show(); });
+setTheme(firstTheme());
+
+document.addEventListener("keydown", (event) => {
+  if (event.ctrlKey || event.altKey || event.metaKey || event.target.closest("input, select, textarea, dialog")) return;
+  const view = VIEWS[Number(event.key) - 1];
+  if (view && here.run) location.hash = address(here.run, view[0]);
+});
+choice.addEventListener("change", () => { location.hash = address(choice.value, here.view); });
+window.addEventListener("hashchange", show);
+
+(async () => {
+  try {
+    await readRuns();
+    show();
+    if (!INLINED) follow();
+    else connection.textContent = INLINED.made;
+  } catch (error) {
+    place.replaceChildren(failed(error));
+    if (!INLINED) setTimeout(() => location.reload(), 5000);
+  }
+})();

@@ -1,0 +1,133 @@
+"use strict";
+// Pictures: the same prompts and seeds at every evaluation.
+
+const pictureChoice = { at: null, mode: "grid", text: "", tag: "", order: "grid" };
+const PICTURE_MODES = [["grid", "One evaluation"], ["pairs", "Before / after"], ["ends", "Best and worst"]];
+const ORDERS = [["grid", "as evaluated"], ["best", "best first"], ["worst", "worst first"], ["gain", "greatest gain first"]];
+
+function picturesView(place, { run, go }) {
+  const choice = pictureChoice;
+  let iterations = [];
+  let playing = null;
+  const slider = h("input", { type: "range", min: "0", max: "0", step: "1", "aria-label": "evaluation", on: { input: () => { choice.at = iterations[slider.value]; draw(); } } });
+  const label = h("output", { class: "faint" });
+  const play = h("button", { type: "button", on: { click: () => (playing ? stop() : start()) } }, "▶ Play");
+  const modes = PICTURE_MODES.map(([mode, told]) => h("button", { type: "button", "aria-pressed": String(choice.mode === mode), on: { click: (event) => {
+    choice.mode = mode;
+    modes.forEach((button) => button.setAttribute("aria-pressed", String(button === event.currentTarget)));
+    draw();
+  } } }, told));
+  const text = h("input", { type: "search", placeholder: "filter prompts", "aria-label": "filter prompts", value: choice.text, on: { input: () => { choice.text = text.value; draw(); } } });
+  const tag = h("select", { "aria-label": "tag", on: { change: () => { choice.tag = tag.value; draw(); } } });
+  const order = h("select", { on: { change: () => { choice.order = order.value; draw(); } } }, ORDERS.map(([value, told]) => h("option", { value, selected: choice.order === value }, told)));
+  const grid = h("div");
+  const note = h("p", { class: "faint" }, "Pictures are kept of evaluations; of training groups the ledger has the scores (Samples), not the pictures.");
+  const controls = h("div", { class: "controls" }, h("label", {}, "Evaluation", slider), label, play, modes, text, tag, h("label", {}, "Order", order));
+  place.replaceChildren(controls, grid, note);
+
+  const stop = () => { clearInterval(playing); playing = null; play.textContent = "▶ Play"; };
+  function start() {
+    play.textContent = "■ Stop";
+    playing = setInterval(() => {
+      if (!place.contains(slider)) return stop();
+      slider.value = String((Number(slider.value) + 1) % iterations.length);
+      choice.at = iterations[slider.value];
+      draw();
+    }, 900);
+  }
+
+  async function draw() {
+    await fill(grid, async () => {
+      if (!iterations.length) return empty("No pictures yet: they come with the first evaluation (evaluation.at_start, evaluation.every; none where evaluation.grid_prompts is 0).");
+      label.textContent = `iteration ${choice.at}`;
+      const [now, first] = await Promise.all([ask(run, "evaluation", { iteration: choice.at }), ask(run, "evaluation", { iteration: iterations[0] })]);
+      const tags = [...new Set(now.pictures.map((each) => each.tag).filter(Boolean))].sort();
+      tag.hidden = tags.length < 2;
+      if (tag.childElementCount !== tags.length + 1) tag.replaceChildren(h("option", { value: "" }, "any tag"), ...tags.map((each) => h("option", { value: each, selected: each === choice.tag }, each)));
+      return drawnPictures(run, now, first, choice, go, iterations);
+    });
+  }
+
+  return async () => {
+    try {
+      const found = (await ask(run, "pictures")).iterations;
+      const follows = choice.at === null || choice.at === iterations.at(-1) || !found.includes(choice.at);
+      iterations = found;
+      if (follows) choice.at = iterations.at(-1) ?? null;
+      slider.max = String(Math.max(0, iterations.length - 1));
+      slider.value = String(Math.max(0, iterations.indexOf(choice.at)));
+      controls.hidden = !iterations.length;
+      await draw();
+    } catch (error) {
+      grid.replaceChildren(failed(error));
+    }
+  };
+}
+
+function drawnPictures(run, now, first, choice, go, iterations) {
+  const wanted = choice.text.toLowerCase();
+  const before = new Map(first.pictures.map((each) => [each.index, each]));
+  let shown = now.pictures.filter((each) => each.caption.toLowerCase().includes(wanted) && (!choice.tag || each.tag === choice.tag));
+  const gain = (each) => each.score - (before.get(each.index)?.score ?? each.score);
+  if (choice.mode === "ends") return bestAndWorst(run, now, shown, go, iterations);
+  const by = { best: (a, b) => b.score - a.score, worst: (a, b) => a.score - b.score, gain: (a, b) => gain(b) - gain(a) }[choice.order];
+  if (by) shown = [...shown].sort(by);
+  if (!shown.length) return empty("No picture matches.");
+  const pairs = choice.mode === "pairs" && first.iteration !== now.iteration;
+  return h("div", { class: `pictures${pairs ? " pairs" : ""}` }, shown.slice(0, 300).map((each) => {
+    const old = before.get(each.index);
+    const frames = pairs && old ? [[old, first.iteration], [each, now.iteration]] : [[each, now.iteration]];
+    return pictureCard(run, each, frames, go, iterations);
+  }));
+}
+
+function bestAndWorst(run, now, shown, go, iterations) {
+  const prompts = Map.groupBy ? Map.groupBy(shown, (each) => each.caption) : shown.reduce((map, each) => map.set(each.caption, [...(map.get(each.caption) ?? []), each]), new Map());
+  if (!prompts.size) return empty("No picture matches.");
+  return h("div", { class: "grid" }, [...prompts].slice(0, 100).map(([caption, group]) => {
+    const ranked = [...group].sort((a, b) => b.score - a.score);
+    const ends = ranked.length > 1 ? [ranked[0], ranked.at(-1)] : ranked;
+    return h("div", { class: "card" }, h("h2", { class: "words clamp", dir: "auto" }, caption.slice(0, 1000)),
+      h("div", { class: "pictures" }, ends.map((each, index) => pictureCard(run, each, [[each, index ? "worst" : "best"]], go, iterations, false))),
+      h("p", { class: "faint" }, `of ${plural(group.length, "picture")} shown of this prompt`));
+  }));
+}
+
+function pictureCard(run, each, frames, go, iterations, captioned = true) {
+  const scores = Object.entries(each.scores);
+  return h("div", { class: "picture" },
+    h("div", { class: "frames" }, frames.map(([picture, told]) => h("figure", {},
+      h("button", { type: "button", "aria-label": `enlarge: ${picture.caption.slice(0, 80)}`, on: { click: () => enlarge(run, picture, iterations) } }, image(run, picture, told)),
+      h("figcaption", {}, `${told === "best" || told === "worst" ? told : frames.length > 1 ? `at ${told}` : ""}  ${score(picture.score)}`.trim())))),
+    captioned ? h("div", { class: "words clamp", dir: "auto", title: each.caption.slice(0, 500) }, each.caption.slice(0, 1000)) : null,
+    scores.length ? h("details", { open: !captioned }, h("summary", { class: "faint" }, "rewards"), h("div", { class: "scores" }, scores.map(([name, value]) => [h("span", {}, name), h("span", {}, figure(value))])),
+      each.seed ? h("div", { class: "faint words" }, `seed ${each.seed}${each.tag ? `, ${each.tag}` : ""} `, INLINED ? "" : h("a", { href: go.address("samples", each.rollout) }, "its life")) : null) : null);
+}
+
+function image(run, picture, told) {
+  const iteration = picture.iteration ?? (typeof told === "number" ? told : pictureChoice.at);
+  return h("img", { src: pictureAddress(run, iteration, picture.index), alt: picture.caption.slice(0, 200), loading: "lazy", on: {
+    load: (event) => event.target.classList.toggle("small", event.target.naturalWidth < 160),
+    error: (event) => { event.target.alt = "This picture is not here (any more)."; },
+  } });
+}
+
+/** One picture large; the arrow keys lead through the evaluations. */
+function enlarge(run, picture, iterations) {
+  let at = iterations.indexOf(pictureChoice.at);
+  const frame = h("div");
+  const told = h("p", { class: "faint", "aria-live": "polite" });
+  const show = () => {
+    frame.replaceChildren(image(run, picture, iterations[at]));
+    told.textContent = `Iteration ${iterations[at]} (${at + 1} of ${iterations.length}); arrow keys for others.`;
+  };
+  const step = (by) => { at = Math.min(iterations.length - 1, Math.max(0, at + by)); show(); };
+  const dialog = h("dialog", { "aria-label": "Picture", on: {
+    keydown: (event) => { if (event.key === "ArrowLeft") step(-1); if (event.key === "ArrowRight") step(1); },
+    close: () => dialog.remove(), click: (event) => { if (event.target === dialog) dialog.close(); },
+  } }, frame, h("p", { class: "words", dir: "auto" }, picture.caption.slice(0, 4000)), told,
+    h("div", { class: "controls" }, h("button", { type: "button", on: { click: () => step(-1) } }, "← Earlier"), h("button", { type: "button", on: { click: () => step(1) } }, "Later →"), h("button", { type: "button", on: { click: () => dialog.close() } }, "Close")));
+  document.body.append(dialog);
+  dialog.showModal();
+  show();
+}

@@ -1,0 +1,136 @@
+"""The page of one run as one file that needs no network: page, charts, answers and pictures inlined."""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from pathlib import Path
+from urllib.parse import urlencode
+
+from spotlight.dashboard.answers import RunAnswers
+from spotlight.dashboard.figures import Json
+from spotlight.dashboard.page_files import PAGE_FILES, page_file, plotly_file
+from spotlight.dashboard.run_folders import RunFolder
+from spotlight.dashboard.views.gallery import picture_file
+from spotlight.dashboard.views.overview import headline
+from spotlight.store.files import write_atomically
+from spotlight.store.store_errors import storage_error
+
+PICTURE_BYTES_MAX = 24 << 20
+"""Of all pictures in a file; evaluations are left out, evenly, until the rest fits."""
+_EVALUATIONS_MAX = 12
+_CURVES_MAX = 300
+_PLAIN = ("overview", "accounting", "pictures", "cluster", "money", "samples", "log", "metrics")
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""Nothing is fetched, whatever the run's texts hold."""
+
+
+def write_page(run: RunFolder, target: Path) -> None:
+    """Write the run's page.
+
+    Raises:
+        StoreError: the run cannot be read, the file cannot be written, or Plotly's package is missing.
+    """
+    content = single_page(run).encode()
+    try:
+        write_atomically(target, content)
+    except OSError as error:
+        raise storage_error("cannot write the page", target, error) from error
+
+
+def single_page(run: RunFolder) -> str:
+    """The page's HTML. Raises StoreError as :func:`write_page` does."""
+    inlined = json.dumps(_inlined(run), allow_nan=False).replace("<", "\\u003c")
+    scripts = [plotly_file().read_text(), *(_page_text(name) for name in PAGE_FILES if name.endswith(".js"))]
+    parts = [
+        f'<script type="application/json" id="inlined">{inlined}</script>',
+        *(f"<script>\n{_script(text)}\n</script>" for text in scripts),
+    ]
+    html = _page_text("index.html")
+    head, _, rest = html.partition('<link rel="stylesheet" href="page/dashboard.css">')
+    body, _, tail = rest.partition('<script src="page/basics.js"></script>')
+    policy = f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+    style = f"<style>\n{_page_text('dashboard.css')}</style>"
+    return (
+        head.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{policy}')
+        + style
+        + body
+        + ("\n".join(parts) + "\n</body>" + tail.partition("</body>")[2])
+    )
+
+
+def _inlined(run: RunFolder) -> Json:
+    given = RunAnswers()
+    answers: dict[str, Json | None] = {what: given.answer(run, what, {}) for what in _PLAIN}
+    answers["audit"] = given.answer(run, "audit", {"now": "1"})
+    for name in _names(answers["metrics"])[:_CURVES_MAX]:
+        answers[_key("curve", name=name)] = given.answer(run, "curve", {"name": name})
+    for name in _logs(answers["log"]):
+        answers[_key("logfile", name=name)] = given.answer(run, "logfile", {"name": name})
+    drawn = _drawn(answers["pictures"])
+    pictures: dict[str, str] = {}
+    shown = []
+    for iteration in drawn:
+        evaluation = given.answer(run, "evaluation", {"iteration": str(iteration)})
+        taken = _pictures(run, iteration, evaluation)
+        if sum(map(len, pictures.values())) + sum(map(len, taken.values())) > PICTURE_BYTES_MAX:
+            continue
+        answers[_key("evaluation", iteration=str(iteration))] = evaluation
+        pictures |= taken
+        shown.append(iteration)
+    answers["pictures"] = {"iterations": sorted(shown)}
+    made = time.strftime("as of %Y-%m-%d %H:%M")
+    return {"run": headline(run), "answers": answers, "pictures": pictures, "made": made}
+
+
+def _drawn(answer: Json | None) -> list[int]:
+    """At most :data:`_EVALUATIONS_MAX` evaluations: first and last before those between, evenly."""
+    iterations = answer["iterations"] if answer else []
+    assert isinstance(iterations, list)
+    if len(iterations) > _EVALUATIONS_MAX:
+        last = len(iterations) - 1
+        places = {round(at * last / (_EVALUATIONS_MAX - 1)) for at in range(_EVALUATIONS_MAX)}
+        iterations = [iterations[place] for place in sorted(places)]
+    return [*iterations[:1], *iterations[:0:-1]]
+
+
+def _pictures(run: RunFolder, iteration: int, answer: Json | None) -> dict[str, str]:
+    found: dict[str, str] = {}
+    pictures = answer["pictures"] if answer else []
+    assert isinstance(pictures, list)
+    for picture in pictures:
+        path = picture_file(run, iteration, picture["index"])
+        if path is not None:
+            data = base64.b64encode(path.read_bytes()).decode()
+            found[f"{iteration}/{picture['index']}"] = f"data:image/png;base64,{data}"
+    return found
+
+
+def _names(answer: Json | None) -> list[str]:
+    names = answer["names"] if answer else []
+    assert isinstance(names, list)
+    return [each["name"] for each in names]
+
+
+def _logs(answer: Json | None) -> list[str]:
+    logs = answer["logs"] if answer else []
+    assert isinstance(logs, list)
+    return logs[:5]
+
+
+def _key(what: str, **query: str) -> str:
+    """As the page makes it of what it asks for."""
+    return f"{what}?{urlencode(query)}"
+
+
+def _page_text(name: str) -> str:
+    return page_file(name).read_text()
+
+
+def _script(text: str) -> str:
+    """Safe inside a script element: within JavaScript, ``<\\/`` is ``</``."""
+    return text.replace("</script", "<\\/script").replace("<!--", "<\\!--")

@@ -1,0 +1,220 @@
+"""What a run has reached, what is left of it, and whether its ledger is sound."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from sqlite3 import Connection, Error
+
+from spotlight.dashboard.figures import Json
+from spotlight.dashboard.run_folders import RunFolder, Settings
+from spotlight.dashboard.views.curves import recent_rows, spent_usd, validation_rows
+from spotlight.dashboard.views.findings import findings
+from spotlight.dashboard.views.money import forecast
+from spotlight.scheduler.types import Purpose
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.history import History, read_attempts, read_history, state_of
+from spotlight.store.ledger.ledger_audit import AuditLimits, audit
+from spotlight.store.ledger.ledger_schema import Incident
+from spotlight.store.metrics import WALL_S
+from spotlight.store.store_errors import StoreError
+
+AUTOMATIC_BYTES_MAX = 256 << 20
+"""Ledger and newest checkpoint together: a larger run is audited only when asked."""
+_RECENT = 20
+
+
+def overview(run: RunFolder) -> Json:
+    """Progress, time and dollars, validations and the newest metrics: what the page shows first.
+
+    Bounded by the number of bills, not of samples. Without a ledger the run is ``new``.
+
+    Raises:
+        LedgerError: the ledger cannot be read.
+    """
+    settings = run.settings()
+    planned = settings.whole("iterations")
+    begun: Json = {"name": run.name, "planned": planned, "about": about(settings)}
+    if run.readable(run.paths.ledger) is None:
+        return {**begun, "state": "new", "iterations": 0, "validations": [], "row": {}}
+    with (
+        closing(queries.open_readonly(run.paths.ledger)) as connection,
+        queries.consistent_reading(connection),
+    ):
+        (iterations,) = connection.execute(_ITERATIONS).fetchone()
+        attempts = read_attempts(connection)
+        worked_s = queries.worked_s(connection)
+        usd = queries.cost_usd(connection)
+        ahead = forecast(*spent_usd(connection), planned)
+        preemptions, noticed = queries.preemptions(connection)
+        nodes = _nodes_now(connection)
+        seconds = queries.gpu_seconds_by_phase(connection)
+    state = state_of(attempts)
+    rows = recent_rows(run, _RECENT + 1)
+    return {
+        **begun,
+        "state": state,
+        "iterations": iterations,
+        "worked_s": worked_s,
+        "usd": usd,
+        "left": {
+            "iterations": ahead["iterations_left"],
+            "usd": ahead["usd_left"],
+            "seconds": _left_s(rows, planned, iterations),
+        },
+        "seen_at": attempts[-1].seen_at if attempts else None,
+        "attempts": len(attempts),
+        "preemptions": preemptions,
+        "noticed": noticed,
+        "nodes": nodes if state == "running" else None,
+        "phases": {phase.value: spent for phase, spent in seconds.items() if spent},
+        "validations": validation_rows(run),
+        "row": rows[-1] if rows else {},
+    }
+
+
+def headline(run: RunFolder) -> Json:
+    """Name, state and iterations, for the list of runs."""
+    planned = run.settings().whole("iterations")
+    if run.readable(run.paths.ledger) is None:
+        return {"name": run.name, "state": "new", "iterations": 0, "planned": planned}
+    try:
+        with closing(queries.open_readonly(run.paths.ledger)) as connection:
+            (iterations,) = connection.execute(_ITERATIONS).fetchone()
+            state = state_of(read_attempts(connection))
+    except (StoreError, Error):
+        return {"name": run.name, "state": "unreadable", "iterations": 0, "planned": planned}
+    return {"name": run.name, "state": state, "iterations": iterations, "planned": planned}
+
+
+def accounting(run: RunFolder) -> Json:
+    """Samples by fate, and findings with remedies. Reads the whole ledger.
+
+    Raises:
+        LedgerError: there is no ledger, or it cannot be read.
+    """
+    history = read_history(run.path)
+    counts = history.counts
+    with closing(queries.open_readonly(run.paths.ledger)) as connection:
+        seconds = queries.gpu_seconds_by_phase(connection)
+    rows = recent_rows(run, 1)
+    return {
+        "issued": counts.issued[Purpose.TRAIN],
+        "trained": counts.trained,
+        "dropped": {reason.value: number for reason, number in counts.train_dropped.items()},
+        "in_flight": counts.in_flight[Purpose.TRAIN],
+        "evaluated": counts.evaluated,
+        "explored": counts.explored,
+        "rejected": counts.rejected,
+        "undone": history.undone,
+        "filled_s": {filler.words: spent for filler, spent in history.filled_s.items()},
+        "incidents": _incident_counts(history),
+        "findings": [
+            {"finding": each.finding, "remedy": each.remedy, "serious": each.serious}
+            for each in findings(history, seconds, rows[-1] if rows else {}, time.time())
+        ],
+    }
+
+
+def verdict(run: RunFolder) -> Json:
+    """The audit of what the ledger holds now.
+
+    Raises:
+        LedgerError: there is no ledger, or it cannot be read in full.
+    """
+    settings = run.settings()
+    stale = (
+        (settings.whole("learner.updates_per_batch") or 1) if settings.number("pipeline.next_share") else 0
+    )
+    report = audit(run.path, AuditLimits(settings.whole("rollout.group_size"), stale))
+    return {
+        "ok": report.ok,
+        "finished": report.finished,
+        "position": report.position,
+        "checks": len(report.checks),
+        "violations": [
+            {"check": each.check, "broken": each.broken, "ids": list(each.ids[:20]), "count": len(each.ids)}
+            for each in report.violations
+        ],
+        "digest": report.digest,
+        "at": time.time(),
+    }
+
+
+def is_small(run: RunFolder) -> bool:
+    """Whether an audit is quick enough to be made unasked."""
+    newest = max(run.paths.checkpoints.glob("[0-9]*"), default=None)
+    files = [run.paths.ledger, *(newest.rglob("*") if newest is not None else ())]
+    return sum(_bytes(path) for path in files) <= AUTOMATIC_BYTES_MAX
+
+
+def about(settings: Settings) -> list[list[str]]:
+    """The configuration in a few words: (key, value)."""
+    shown = ((key, settings.text(key) or settings.number(key)) for key in _ABOUT)
+    return [
+        [key, f"{value:g}" if isinstance(value, float) else value]
+        for key, value in shown
+        if value is not None
+    ]
+
+
+def _left_s(rows: Sequence[Mapping[str, float | None]], planned: int | None, iterations: int) -> float | None:
+    """Seconds for the iterations left, at the mean pace of ``rows``, evaluations included."""
+    times = [time_s for row in rows if (time_s := row.get(WALL_S)) is not None]
+    if planned is None or len(times) < 2:
+        return None
+    return (times[-1] - times[0]) / (len(times) - 1) * max(0, planned - iterations)
+
+
+def _nodes_now(connection: Connection) -> Json:
+    """Nodes of the newest attempt: reserved, spot, and those with a notice."""
+    rows = connection.execute(_NODES).fetchall()
+    here = [(spot, kind) for spot, kind in rows if kind != Incident.NODE_LOST]
+    return {
+        "reserved": sum(not spot for spot, _ in here),
+        "spot": sum(spot for spot, _ in here),
+        "noticed": sum(kind == Incident.NODE_NOTICED for _, kind in here),
+    }
+
+
+def _incident_counts(history: History) -> Json:
+    found: Json = {}
+    for (kind, spot), number in history.incidents.items():
+        found[f"{kind.value} ({'spot' if spot else 'reserved'})"] = number
+    return found
+
+
+def _bytes(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:
+        return 0
+
+
+_ABOUT = (
+    "model.family",
+    "model.path",
+    "learner.mode",
+    "algorithm.name",
+    "rollout.sampler",
+    "rollout.steps",
+    "rollout.height",
+    "rollout.width",
+    "rollout.frames",
+    "rollout.prompts_per_iteration",
+    "rollout.group_size",
+    "pipeline.axis",
+    "fleet.driver",
+    "fleet.spot.trace",
+    "run_seed",
+)
+_ITERATIONS = "SELECT COALESCE(MAX(iteration) + 1, 0) FROM optimizer_steps"
+_NODES = """
+SELECT spot, kind FROM incidents WHERE id IN (
+    SELECT MAX(id) FROM incidents
+    WHERE attempt = (SELECT MAX(number) FROM attempts)
+        AND kind IN ('node_joined', 'node_noticed', 'notice_cancelled', 'node_lost')
+    GROUP BY subject)
+"""

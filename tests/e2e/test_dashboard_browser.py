@@ -1,0 +1,202 @@
+"""The dashboard in a real browser: views, hostile texts, reconnecting, long runs, small screens, one file.
+
+Needs Chromium of the distribution (``apt install chromium``) and Playwright.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import pytest
+import uvicorn
+from tests.unit.dashboard_run import HOSTILE, LONG, PROMPTS, RIGHT_TO_LEFT, make_run
+from tests.unit.store_history import SCRATCH
+
+from spotlight.dashboard.dashboard_app import dashboard_app
+from spotlight.dashboard.run_folders import RunFolder
+from spotlight.dashboard.single_page import write_page
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt install chromium"),
+]
+VIEWS = ("overview", "pictures", "curves", "cluster", "money", "exploration", "samples", "log")
+TOKEN = "a-token-of-this-test"
+FIRST_PAINT_MAX_MS = 1000
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    with TemporaryDirectory(dir=SCRATCH) as scratch:
+        make_run(Path(scratch) / "wild", 12)
+        make_run(Path(scratch) / "other", 8)
+        yield Path(scratch)
+
+
+@contextmanager
+def served(place: Path, port: int = 0, token: str = "") -> Iterator[str]:
+    listening = socket.create_server(("127.0.0.1", port))
+    app = dashboard_app([place], token)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def watched(browser: Browser, **options: object) -> Iterator[Page]:
+    """A page on which no script fails, none but ours runs, and nothing is fetched from elsewhere."""
+    context = browser.new_context(**options)  # type: ignore[arg-type]
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on(
+        "console", lambda message: wrong.append(message.text) if "Content Security" in message.text else None
+    )
+    page.on("request", lambda request: None if is_ours(request.url) else wrong.append(request.url))
+    yield page
+    assert page.evaluate("window.hacked") is None
+    assert not wrong
+    context.close()
+
+
+def is_ours(url: str) -> bool:
+    return url.startswith(("http://127.0.0.1:", "data:", "file:", "blob:"))
+
+
+def open_view(page: Page, address: str, view: str, run: str = "wild") -> None:
+    page.goto(f"{address}#/{run}/{view}")
+    page.wait_for_selector(f"nav a[aria-current=page]:text-is('{view.capitalize()}')")
+    page.wait_for_selector("#view > p:text('Reading')", state="detached")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_every_view_shows_the_run(browser: Browser, place: Path, theme: str) -> None:
+    parts = {
+        "overview": ".card >> text=checks passed",
+        "pictures": ".picture img",
+        "curves": ".chart .main-svg",
+        "cluster": ".lane canvas",
+        "money": "text=The same work on demand",
+        "exploration": "text=exploration is off",
+        "samples": "td a",
+        "log": "text=node noticed",
+    }
+    with served(place) as address, watched(browser, color_scheme=theme) as page:
+        for view in VIEWS:
+            open_view(page, address, view)
+            page.wait_for_selector(parts[view])
+            assert page.locator("[role=alert]").count() == 0
+        assert page.evaluate("document.documentElement.dataset.theme") == theme
+
+
+def test_hostile_texts_are_shown_as_text(browser: Browser, place: Path) -> None:
+    with served(place) as address, watched(browser) as page:
+        open_view(page, address, "pictures")
+        page.wait_for_selector(".picture img")
+        captions = page.locator(".picture .words").all_text_contents()
+        assert HOSTILE in captions
+        assert RIGHT_TO_LEFT in captions
+        assert max(map(len, captions)) < len(LONG)
+        open_view(page, address, "log")
+        page.wait_for_selector("pre >> text=the log")
+        assert HOSTILE in page.locator("pre").inner_text()
+        open_view(page, address, "samples/t000000-000-000")
+        page.wait_for_selector("text=optimizer step 1")
+        assert page.locator("p.words").first.inner_text() == HOSTILE
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_page_comes_back_when_the_server_does(browser: Browser, place: Path) -> None:
+    with watched(browser) as page:
+        with served(place) as address:
+            open_view(page, address, "overview")
+            page.wait_for_selector("#connection:text-is('live')")
+        page.wait_for_selector("#connection.lost")
+        with served(place, int(address.rpartition(":")[2])):
+            page.wait_for_selector("#connection:text-is('live')")
+            page.keyboard.press("4")
+            page.wait_for_selector(".lane canvas")
+
+
+def test_a_row_that_is_written_is_seen_without_reloading(browser: Browser, place: Path) -> None:
+    with served(place) as address, watched(browser) as page:
+        open_view(page, address, "curves", run="other")
+        page.wait_for_selector(".chart .main-svg")
+        with (place / "other" / "metrics.jsonl").open("a") as file:
+            file.write('{"iteration": 99, "samples_trained": 999, "wall_s": 999, "brand/new": 1.5}\n')
+        page.wait_for_selector("text=brand/new")
+
+
+def test_a_token_lets_a_browser_in(browser: Browser, place: Path) -> None:
+    with served(place, token=TOKEN) as address, watched(browser) as page:
+        for wrong in ("", "?token=wrong"):
+            answer = page.goto(f"{address}/{wrong}")
+            assert answer is not None
+            assert answer.status == 401
+        page.goto(f"{address}/?token={TOKEN}")
+        page.wait_for_selector("#connection:text-is('live')")
+        assert TOKEN not in page.url
+        assert TOKEN not in page.evaluate("document.cookie")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_phone_scrolls_down_only(browser: Browser, place: Path, view: str) -> None:
+    size = {"width": 360, "height": 740}
+    with served(place) as address, watched(browser, viewport=size) as page:
+        open_view(page, address, view)
+        page.wait_for_timeout(500)
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_the_file_shows_the_run_without_a_server(browser: Browser, place: Path, tmp_path: Path) -> None:
+    write_page(RunFolder("wild", (place / "wild").resolve()), tmp_path / "wild.html")
+    with watched(browser, offline=True) as page:
+        for view in VIEWS:
+            open_view(page, f"file://{tmp_path}/wild.html", view)
+            page.wait_for_selector(".empty.error", state="detached")
+        open_view(page, f"file://{tmp_path}/wild.html", "pictures")
+        page.wait_for_selector(".picture img.small")  # set when a picture has come, and has few pixels
+        assert page.locator(".picture").count() == len(PROMPTS) * 2
+        open_view(page, f"file://{tmp_path}/wild.html", "curves")
+        page.wait_for_selector(".chart .main-svg")
+
+
+def test_ten_thousand_iterations_are_painted_within_a_second(browser: Browser) -> None:
+    with TemporaryDirectory(dir=SCRATCH) as scratch:
+        make_run(Path(scratch) / "long", 10_000, every=20, planned=12_000)
+        with served(Path(scratch)) as address, watched(browser) as page:
+            open_view(page, address, "overview", run="long")
+            page.wait_for_selector(".cards >> text=10,000 / 12,000")
+            paints = page.evaluate("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+            assert paints < FIRST_PAINT_MAX_MS
+            for view in VIEWS:
+                open_view(page, address, view, run="long")
+            open_view(page, address, "curves", run="long")
+            page.wait_for_selector("text=of 10,000 points")
