@@ -292,6 +292,22 @@ def test_links_out_of_the_folder_are_no_runs(client: TestClient) -> None:
     assert [run["name"] for run in client.get("/api/runs").json()["runs"]] == ["new", "wild"]
 
 
+def test_links_out_of_a_run_are_not_followed(places: Path, empty_place: Path) -> None:
+    run = empty_place / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("iterations: 1\n")
+    for name in ("ledger.sqlite", "metrics.jsonl", "images", "attempts"):
+        (run / name).symlink_to(places / "wild" / name)
+    client = TestClient(dashboard_app([empty_place]), base_url="http://localhost")
+    assert ask(client, "overview", run="run")["state"] == "new"
+    for what in ("accounting", "audit", "cluster", "money", "samples", "sample", "log"):
+        assert client.get(f"/api/runs/run/{what}").status_code == 409, what
+    assert ask(client, "metrics", run="run")["names"] == []
+    assert ask(client, "evaluation", run="run", iteration=0)["pictures"] == []
+    for path in ("picture/0/0", "logfile?name=001.log"):
+        assert client.get(f"/api/runs/run/{path}").status_code == 404
+
+
 def test_runs_of_one_name_are_told_apart(places: Path, tmp_path: Path) -> None:
     (tmp_path / "wild").mkdir()
     (tmp_path / "wild" / "config.yaml").write_text("{}")

@@ -20,6 +20,7 @@ from spotlight.dashboard.views.samples import IN_FLIGHT, SampleSearch, sample, s
 from spotlight.store.ledger.ledger_schema import RolloutOutcome
 
 _KEPT = 256
+_STALE_S = 10.0
 _AUDIT_REST = 30.0
 """An audit is made again after this many times the seconds it took, and :data:`_AUDIT_REST_S` at least."""
 _AUDIT_REST_S = 15.0
@@ -63,7 +64,9 @@ class RunAnswers:
             return self._audit(run, asked=query.get("now") == "1")
         if what not in ANSWERS and what not in ("metrics", "curve"):
             return None
-        key = (run, what, tuple(sorted(query.items())), run.signature())
+        # Whether the run's process lives is not in its files; neither does a log count as one.
+        age = int(time.monotonic() / _STALE_S)
+        key = (run, what, tuple(sorted(query.items())), run.signature(), age)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)

@@ -14,6 +14,7 @@ from pathlib import Path
 import yaml
 
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import LedgerError
 
 LOG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.log")
 CONFIG_BYTES_MAX = 1 << 20
@@ -38,6 +39,13 @@ class RunFolder:
         except (OSError, RuntimeError):  # RuntimeError: links in a circle
             return None
         return real if real.is_file() and real.is_relative_to(self.path) else None
+
+    def ledger(self) -> Path:
+        """The ledger's file. Raises :class:`LedgerError` if there is none within the run."""
+        path = self.readable(self.paths.ledger)
+        if path is None:
+            raise LedgerError(f"{self.paths.ledger}: no ledger here yet, or only a link out of the run.")
+        return path
 
     def settings(self) -> Settings:
         """The configuration; empty if there is none to read."""

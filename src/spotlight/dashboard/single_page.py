@@ -6,7 +6,7 @@ import base64
 import json
 import time
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import quote
 
 from spotlight.dashboard.answers import RunAnswers
 from spotlight.dashboard.figures import Json
@@ -21,6 +21,8 @@ PICTURE_BYTES_MAX = 24 << 20
 """Of all pictures in a file; evaluations are left out, evenly, until the rest fits."""
 _EVALUATIONS_MAX = 12
 _CURVES_MAX = 300
+_UNESCAPED = "!'()*~-_."
+"""By JavaScript's encodeURIComponent."""
 _PLAIN = ("overview", "accounting", "pictures", "cluster", "money", "samples", "log", "metrics")
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
@@ -124,7 +126,7 @@ def _logs(answer: Json | None) -> list[str]:
 
 def _key(what: str, **query: str) -> str:
     """As the page makes it of what it asks for."""
-    return f"{what}?{urlencode(query)}"
+    return f"{what}?" + "&".join(f"{key}={quote(text, safe=_UNESCAPED)}" for key, text in query.items())
 
 
 def _page_text(name: str) -> str:

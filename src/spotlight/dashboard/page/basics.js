@@ -22,7 +22,7 @@ class Refused extends Error {}
 /** The answer to one question about a run. Throws `Refused` with the server's words. */
 async function ask(run, what, query = {}) {
   const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  const search = new URLSearchParams(given.sort()).toString();
+  const search = given.sort().map(([name, value]) => `${encodeURIComponent(name)}=${encodeURIComponent(value)}`).join("&");
   const key = what + (search ? `?${search}` : "");
   if (INLINED) {
     if (key in INLINED.answers) return INLINED.answers[key];

@@ -85,6 +85,7 @@ function follow() {
     else choice.replaceChildren(...runs.map((each) => h("option", { value: each.name, selected: each.name === here.run }, `${each.name} – ${each.state}`)));
   });
   source.addEventListener("changed", (event) => { if (JSON.parse(event.data).names.includes(here.run) || (here.view === "curves" && curveChoice.others.size)) soon(); });
+  setInterval(() => readRuns().then(soon, () => {}), 60000); // a process that was killed writes nothing
   document.addEventListener("visibilitychange", () => { if (!document.hidden && due) soon(); });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass
@@ -10,15 +11,16 @@ from pathlib import Path
 
 from spotlight.dashboard.figures import Json, finite
 from spotlight.dashboard.run_folders import RunFolder
-from spotlight.store.images import drawn_iterations, read_tile_notes
+from spotlight.store.images import read_tile_notes
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.store_errors import LedgerError
 
 _CAPTION_MAX = 20_000
+_TILE = re.compile(r"([0-9]{6,9})-([0-9]{3,9})\.png")
 
 
 @dataclass(frozen=True, slots=True)
-class _Scored:
+class _ScoredPicture:
     rollout: str
     seed: str
     tag: str | None
@@ -27,16 +29,21 @@ class _Scored:
 
 def gallery(run: RunFolder) -> Json:
     """The evaluations that have pictures, ascending."""
-    return {"iterations": drawn_iterations(run.paths)}
+    names = (_TILE.fullmatch(path.name) for path in (run.paths.images / "tiles").glob("*.png"))
+    return {"iterations": sorted({int(name[1]) for name in names if name})}
 
 
 def pictures(run: RunFolder, iteration: int) -> Json:
     """One evaluation's pictures in the grid's order, with scores, seed and tag of the sample where known."""
-    notes = read_tile_notes(run.paths, iteration)
+    notes = [
+        (int(name[2]), note)
+        for note in read_tile_notes(run.paths, iteration)
+        if (name := _TILE.fullmatch(note.path.name)) and run.readable(note.path)
+    ]
     rollouts = _evaluated(run, iteration)
     found: list[Json] = []
     met: dict[str, int] = defaultdict(int)
-    for note in notes:
+    for index, note in notes:
         of_prompt = rollouts.get(note.caption, [])
         place = met[note.caption]
         met[note.caption] += 1
@@ -46,7 +53,7 @@ def pictures(run: RunFolder, iteration: int) -> Json:
             known = None
         found.append(
             {
-                "index": int(note.path.stem.partition("-")[2]),
+                "index": index,
                 "caption": note.caption[:_CAPTION_MAX],
                 "score": finite(note.score),
                 "rollout": known.rollout if known else None,
@@ -63,10 +70,10 @@ def picture_file(run: RunFolder, iteration: int, index: int) -> Path | None:
     return run.readable(run.paths.images / "tiles" / f"{iteration:06d}-{index:03d}.png")
 
 
-def _evaluated(run: RunFolder, iteration: int) -> dict[str, list[_Scored]]:
+def _evaluated(run: RunFolder, iteration: int) -> dict[str, list[_ScoredPicture]]:
     """Scored evaluation rollouts of an iteration by prompt, in the order of issue; empty without a ledger."""
     try:
-        connection = queries.open_readonly(run.paths.ledger)
+        connection = queries.open_readonly(run.ledger())
     except LedgerError:
         return {}
     with closing(connection), queries.consistent_reading(connection):
@@ -79,14 +86,14 @@ def _evaluated(run: RunFolder, iteration: int) -> dict[str, list[_Scored]]:
     return _by_prompt(rows)
 
 
-def _by_prompt(rows: list[tuple[str, int, str, str, str, float | None]]) -> dict[str, list[_Scored]]:
-    samples: dict[str, _Scored] = {}
-    found: dict[str, list[_Scored]] = defaultdict(list)
+def _by_prompt(rows: list[tuple[str, int, str, str, str, float | None]]) -> dict[str, list[_ScoredPicture]]:
+    samples: dict[str, _ScoredPicture] = {}
+    found: dict[str, list[_ScoredPicture]] = defaultdict(list)
     for rollout, seed, text, metadata, name, value in rows:
         if rollout not in samples:
             tag = json.loads(metadata).get("tag")
             # As text: a seed has more digits than a number of JavaScript.
-            samples[rollout] = _Scored(rollout, str(seed), tag if isinstance(tag, str) else None, {})
+            samples[rollout] = _ScoredPicture(rollout, str(seed), tag if isinstance(tag, str) else None, {})
             found[text].append(samples[rollout])
         if value is not None:
             samples[rollout].scores[name] = value

@@ -47,7 +47,7 @@ def lanes(run: RunFolder, last_s: float | None = None, page: int = 0) -> Json:
         LedgerError: there is no ledger, or it cannot be read.
     """
     with (
-        closing(queries.open_readonly(run.paths.ledger)) as connection,
+        closing(queries.open_readonly(run.ledger())) as connection,
         queries.consistent_reading(connection),
     ):
         found = _known(connection)

@@ -25,7 +25,7 @@ def money(run: RunFolder) -> Json:
     """
     settings = run.settings()
     with (
-        closing(queries.open_readonly(run.paths.ledger)) as connection,
+        closing(queries.open_readonly(run.ledger())) as connection,
         queries.consistent_reading(connection),
     ):
         phases = connection.execute(

@@ -40,7 +40,7 @@ def overview(run: RunFolder) -> Json:
     if run.readable(run.paths.ledger) is None:
         return {**begun, "state": "new", "iterations": 0, "validations": [], "row": {}}
     with (
-        closing(queries.open_readonly(run.paths.ledger)) as connection,
+        closing(queries.open_readonly(run.ledger())) as connection,
         queries.consistent_reading(connection),
     ):
         (iterations,) = connection.execute(_ITERATIONS).fetchone()
@@ -81,7 +81,7 @@ def headline(run: RunFolder) -> Json:
     if run.readable(run.paths.ledger) is None:
         return {"name": run.name, "state": "new", "iterations": 0, "planned": planned}
     try:
-        with closing(queries.open_readonly(run.paths.ledger)) as connection:
+        with closing(queries.open_readonly(run.ledger())) as connection:
             (iterations,) = connection.execute(_ITERATIONS).fetchone()
             state = state_of(read_attempts(connection))
     except (StoreError, Error):
@@ -95,9 +95,10 @@ def accounting(run: RunFolder) -> Json:
     Raises:
         LedgerError: there is no ledger, or it cannot be read.
     """
+    run.ledger()
     history = read_history(run.path)
     counts = history.counts
-    with closing(queries.open_readonly(run.paths.ledger)) as connection:
+    with closing(queries.open_readonly(run.ledger())) as connection:
         seconds = queries.gpu_seconds_by_phase(connection)
     rows = recent_rows(run, 1)
     return {
@@ -124,6 +125,7 @@ def verdict(run: RunFolder) -> Json:
     Raises:
         LedgerError: there is no ledger, or it cannot be read in full.
     """
+    run.ledger()
     settings = run.settings()
     stale = (
         (settings.whole("learner.updates_per_batch") or 1) if settings.number("pipeline.next_share") else 0

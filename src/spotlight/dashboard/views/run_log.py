@@ -22,7 +22,7 @@ def happened(run: RunFolder, before: int | None = None) -> Json:
         LedgerError: there is no ledger, or it cannot be read.
     """
     with (
-        closing(queries.open_readonly(run.paths.ledger)) as connection,
+        closing(queries.open_readonly(run.ledger())) as connection,
         queries.consistent_reading(connection),
     ):
         attempts = read_attempts(connection)

@@ -53,7 +53,7 @@ def samples(run: RunFolder, search: SampleSearch) -> Json:
     conditions = list(_conditions(search))
     where = f" WHERE {' AND '.join(condition for condition, _ in conditions)}" if conditions else ""
     query = f"{_LISTED}{where} ORDER BY rollouts.seq DESC LIMIT {PAGE_SIZE + 1}"
-    with closing(queries.open_readonly(run.paths.ledger)) as connection:
+    with closing(queries.open_readonly(run.ledger())) as connection:
         connection.row_factory = sqlite3.Row
         rows = connection.execute(query, [value for _, values in conditions for value in values]).fetchall()
     return {
@@ -88,7 +88,7 @@ def sample(run: RunFolder, rollout: str) -> Json | None:
         LedgerError: there is no ledger, or it cannot be read.
     """
     with (
-        closing(queries.open_readonly(run.paths.ledger)) as connection,
+        closing(queries.open_readonly(run.ledger())) as connection,
         queries.consistent_reading(connection),
     ):
         connection.row_factory = sqlite3.Row
