@@ -58,7 +58,8 @@ def place() -> Iterator[Path]:
 def served(place: Path, port: int = 0, token: str = "") -> Iterator[str]:
     listening = socket.create_server(("127.0.0.1", port))
     app = dashboard_app([place], token)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+    app.state.ends = lambda: server.should_exit
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:
@@ -92,7 +93,7 @@ def is_ours(url: str) -> bool:
 
 def open_view(page: Page, address: str, view: str, run: str = "wild") -> None:
     page.goto(f"{address}#/{run}/{view}")
-    page.wait_for_selector(f"nav a[aria-current=page]:text-is('{view.capitalize()}')")
+    page.wait_for_selector(f"nav a[aria-current=page]:text-is('{view.partition('/')[0].capitalize()}')")
     page.wait_for_selector("#view > p:text('Reading')", state="detached")
 
 

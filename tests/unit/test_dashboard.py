@@ -437,8 +437,9 @@ def test_the_single_page_holds_the_run_and_asks_for_nothing(places: Path) -> Non
 def served(place: Path) -> Iterator[str]:
     """A real server on the loopback."""
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(dashboard_app([place]), log_level="warning", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
+    app = dashboard_app([place])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+    app.state.ends = lambda: server.should_exit
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     try:

@@ -128,7 +128,7 @@ class Gate:
 
 
 def dashboard_app(places: Sequence[Path], token: str = "") -> FastAPI:
-    """The dashboard as a FastAPI application.
+    """The dashboard as a FastAPI application; streams end when its ``state.ends()`` is true.
 
     Args:
         places: run directories, and folders of them.
@@ -137,6 +137,7 @@ def dashboard_app(places: Sequence[Path], token: str = "") -> FastAPI:
     app = FastAPI(title="Spotlight dashboard", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=2000)
     app.add_middleware(Gate, token=token)
+    app.state.ends = lambda: False
     shown, answers = ShownRuns(places), RunAnswers()
     _add_page(app)
     _add_answers(app, shown, answers)
@@ -199,7 +200,7 @@ async def _changes(request: Request, shown: ShownRuns) -> AsyncIterator[str]:
     known = await run_in_threadpool(shown.signatures)
     said = time.monotonic()
     yield f"retry: 2000\n\n{_event('runs', {'names': list(known)})}"
-    while not await request.is_disconnected():
+    while not (request.app.state.ends() or await request.is_disconnected()):
         await asyncio.sleep(LOOKS_EVERY_S)
         now = await run_in_threadpool(shown.signatures)
         if known.keys() != now.keys():

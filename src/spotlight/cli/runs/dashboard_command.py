@@ -71,7 +71,8 @@ def dashboard(
         plotly_file()
         listening = socket.socket(fileno=descriptor) if descriptor >= 0 else _listen(host, port)
         app = dashboard_app(shown, token)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+    app.state.ends = lambda: server.should_exit  # or an open page would hold it up
     if ends_with:
         threading.Thread(target=_end_after, args=(ends_with, server), daemon=True).start()
     else:
