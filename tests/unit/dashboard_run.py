@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from spotlight.scheduler.records import (
     REWARD,
@@ -196,12 +195,3 @@ def truncated_picture(paths: RunPaths, iteration: int) -> None:
     """Leave half a picture, as while it is written."""
     whole = sorted((paths.images / "tiles").glob(f"{iteration:06d}-*.png"))[0]
     whole.write_bytes(whole.read_bytes()[:20])
-
-
-def picture_sizes(files: Sequence[Path]) -> list[tuple[int, int]]:
-    """Width and height of each."""
-    found = []
-    for path in files:
-        with Image.open(path) as image:
-            found.append(image.size)
-    return found
