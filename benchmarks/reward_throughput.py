@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 import spotlight
+from spotlight.cli.options import silence_loading_bars
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.registry import REWARDS
 from spotlight.rewards.example_pictures import example_picture
@@ -104,6 +105,10 @@ def main(
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Measure, print a table, and write JSON."""
+    silence_loading_bars()
+    unknown = sorted(set(rewards or []) - set(REWARDS))
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(unknown)}; expected among {', '.join(REWARDS)}")
     table = Table("reward", "scores with", "pictures/s", "ms/picture", "load s", "failed", box=None)
     measured: list[Throughput] = []
     left_out: dict[str, str] = {}
