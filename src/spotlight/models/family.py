@@ -165,22 +165,18 @@ class ModelFamily(ABC):
         if dtype not in (torch.float32, torch.bfloat16):
             raise ModelError(f"dtype of the transformer is {dtype}; expected torch.float32 or torch.bfloat16")
         device = torch.device(device)
-        wanted = dict(cls.components)
-        if not read_transformer or transformer is not None:
-            for name in _transformers(cls.components):
-                wanted[name] = replace(wanted[name], weights=False, lazy=True)
+        own = read_transformer and transformer is None
+        wanted = cls.components if own else _without_weights(cls.components)
         files = locate(path, revision=revision, pipeline_class=cls.pipeline_class, components=wanted)
         scheduler = cls.make_scheduler(files)
-        own = read_transformer and transformer is None
         parts = {name: _transformer(files, name, dtype, device, read=own) for name in cls.transformers(files)}
         if read_transformer and transformer is not None:
             _fill(parts, Path(transformer).expanduser())
         module = parts["transformer"] if len(parts) == 1 else Experts(parts)
-        vae = load_weights(_class(files, "vae"), files, "vae", torch.float32, device)
         return cls(
             files,
             module,
-            vae,
+            load_weights(_class(files, "vae"), files, "vae", torch.float32, device),
             scheduler,
             device,
             dtype,
@@ -492,6 +488,12 @@ def _class(files: PipelineFiles, component: str) -> Any:
     import diffusers
 
     return getattr(diffusers, files.component_class(component) or "")
+
+
+def _without_weights(components: Mapping[str, PipelineComponent]) -> Mapping[str, PipelineComponent]:
+    """Components of which the transformers' weights are not fetched."""
+    bare = {name: replace(components[name], weights=False, lazy=True) for name in _transformers(components)}
+    return {**components, **bare}
 
 
 def _fill(transformers: Mapping[str, nn.Module], source: Path) -> None:

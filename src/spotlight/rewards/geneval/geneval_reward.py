@@ -95,13 +95,21 @@ def geneval(
         present_objects(found, record["tag"])
         for found, record in zip(finder.detect(images), metadata, strict=True)
     ]
+    return _scores(present, wanted, _colors(classifier, images, present, wanted), train_on)
+
+
+def _colors(
+    classifier: ColorClassifier,
+    images: Sequence[Image],
+    present: Sequence[Objects],
+    wanted: Sequence[Requirements],
+) -> Colors:
     asked = [
         (image, each)
         for image, objects, need in zip(images, present, wanted, strict=True)
         for each in to_color(objects, need)
     ]
-    colors = dict(zip((each for _, each in asked), classifier.classify(asked), strict=True))
-    return _scores(present, wanted, colors, train_on)
+    return dict(zip((each for _, each in asked), classifier.classify(asked), strict=True))
 
 
 def _scores(
