@@ -174,6 +174,10 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = Registry(
         "grpo-guard": "spotlight.config.sections.algorithm:GRPOGuardConfig",
         "diffusion-nft": "spotlight.config.sections.algorithm:DiffusionNFTConfig",
         "awm": "spotlight.config.sections.algorithm:AWMConfig",
+        "flow-dppo": "spotlight.config.sections.newer_algorithms:FlowDPPOConfig",
+        "v-grpo": "spotlight.config.sections.newer_algorithms:VGRPOConfig",
+        "dgpo": "spotlight.config.sections.newer_algorithms:DGPOConfig",
+        "diffusion-dpo": "spotlight.config.sections.newer_algorithms:DiffusionDPOConfig",
     },
 )
 """Algorithms: the configuration section, which names the class that computes the loss."""

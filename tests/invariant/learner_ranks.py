@@ -23,7 +23,7 @@ CASES: dict[str, tuple[str, str, dict[str, object], dict[str, object]]] = {
     "grpo-lora": ("flow-grpo", "lora", {"kl_weight": 0.04, "train_timesteps": 2}, {"ema_cap": 0.9}),
     "nft-lora": ("diffusion-nft", "lora", {}, {"gradient_checkpointing": True}),
     "nft-full": ("diffusion-nft", "full", {"old_policy": {"slope": 0.3}}, {"gradient_checkpointing": True}),
-    "nft-lora-none": ("diffusion-nft", "lora", {}, {"shard": "none"}),
+    "dgpo-lora-none": ("dgpo", "lora", {}, {"shard": "none"}),
     "grpo-full-node": ("flow-grpo", "full", {"train_timesteps": 2}, {"shard": "node"}),
 }
 EPSILON = 1e-6
@@ -77,7 +77,8 @@ def run_passes(world: World, ranks: Ranks, directory: Path) -> dict[object, obje
         (keys,) = cut(samples, 6)
         learner.prepare(samples, [keys])
         if per_pass == "auto":
-            learner.passes.per_pass(learner._bind(learner._mine(keys)))  # learns what fits, outside the count
+            bound = learner._bind(learner._mine(keys), keys)
+            learner.passes.per_pass(bound)  # learns what fits, outside the count
         count = gathers(lambda learner=learner, keys=keys: learner.accumulate(keys, 6))  # type: ignore[misc]
         gradients = {
             name: parameter.grad.full_tensor()  # type: ignore[attr-defined]
@@ -141,9 +142,9 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path, case
             result["reloaded"] = learner.digest()
             learner.load(directory / f"{case}-state")
             result["restored"] = learner.digest()
-            if case == "nft-lora-none":  # a run may be resumed with another learner.shard
+            if case == "dgpo-lora-none":  # a run may be resumed with another learner.shard
                 other = learner_of(world, "nft-lora", ranks)
-                other.load(directory / "nft-lora-none-state")
+                other.load(directory / "dgpo-lora-none-state")
                 assert other.digest() == result["digest"]
                 other.load(directory / "nft-lora-state")
                 learner.load(directory / "nft-lora-state")

@@ -65,10 +65,11 @@ class World(FamilyWorld):
 
 
 def algorithm(name: str, **params: Any) -> Algorithm:
-    if name in ("diffusion-nft", "awm"):
-        return build_algorithm(ALGORITHMS.load(name)(**{"train_timesteps": 2, **params}), ODE())
+    section = ALGORITHMS.load(name)
+    if section().learns_from_clean_samples:
+        return build_algorithm(section(**{"train_timesteps": 2, **params}), ODE())
     sampler = CPS(0.8) if name == "flow-grpo-fast" else FlowSDE(0.7)
-    return build_algorithm(ALGORITHMS.load(name)(**params), sampler)
+    return build_algorithm(section(**params), sampler)
 
 
 def make_slots(family: ModelFamily, algo: Algorithm, mode: str, extra: Sequence[Slot] = ()) -> WeightSlots:
@@ -127,6 +128,7 @@ def roll_out(
         "flow-grpo": AllSteps(),
         "flow-grpo-fast": RandomWindow(2, high=STEPS - 1),
         "grpo-guard": AllSteps(),
+        "flow-dppo": AllSteps(),
     }
     window, embedded = windows.get(algo.name), world.family.embedded_guidance
     recipe = Recipe(world.size, algo.sampler, window, guidance, algo.keeps, embedded)

@@ -182,7 +182,7 @@ def measured(learner: Learner, samples: list[TrainingSample], per_pass: int) -> 
     """Bytes at the peak of a micro-batch of three in passes of ``per_pass`` timesteps."""
     learner.prepare(samples, cut(samples, 3))
     keys = cut(samples, 3)[0]
-    bound = learner._bind(learner._mine(keys))
+    bound = learner._bind(learner._mine(keys), keys)
     _, peak = measure_peak(torch.device("cpu"), lambda: learner.passes._trial(bound, per_pass))
     learner.optimizer.zero_grad()
     learner.finish_batch()
@@ -320,7 +320,7 @@ def test_gradients_before_a_dropped_pass_stay_to_the_bit(world: World) -> None:
     parameters = learner.slots.trainable_parameters()
     before = {name: parameter.grad for name, parameter in parameters.items()}
     values = {name: None if grad is None else grad.clone() for name, grad in before.items()}
-    bound = learner._bind(learner._mine(second))
+    bound = learner._bind(learner._mine(second), second)
     with runs_out(learner, 5, when="backward") as failed:
         assert learner.passes._recoverably(bound, range(2), 1.0) is None
     assert failed == [6]

@@ -145,3 +145,18 @@ def test_importance_weighs_means_spreads_and_samples(
 def test_importance_is_one_positive_number_a_sample(importance: list[list[float]]) -> None:
     with pytest.raises(ValueError, match="importance"):
         advantages([[{"r": 0.0}, {"r": 1.0}]], {"r": 1.0}, AdvantageConfig(), importance)
+
+
+def test_gdpo_normalises_each_reward_by_group_and_their_sum_over_the_batch() -> None:
+    config = AdvantageConfig(combine="gdpo", std="group", epsilon=1e-9)
+    weights = {"a": 1.0, "b": 0.5}
+    rng = np.random.default_rng(0)
+    a, b = rng.normal(size=(3, 4)) * [[1], [5], [0.1]], rng.normal(size=(3, 4)) * 40
+    groups = [
+        [{"a": x, "b": y} for x, y in zip(*pair, strict=True)]
+        for pair in zip(a.tolist(), b.tolist(), strict=True)
+    ]
+    normal = [(each - each.mean(1, keepdims=True)) / each.std(1, keepdims=True) for each in (a, b)]
+    total = normal[0] + 0.5 * normal[1]
+    expected = (total - total.mean()) / total.std()
+    np.testing.assert_allclose(advantages(groups, weights, config), expected, rtol=1e-6)

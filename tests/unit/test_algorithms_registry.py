@@ -13,9 +13,8 @@ from spotlight.config.sections.algorithm import (
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE, Sampler
 from spotlight.registry import ALGORITHMS
 
-SUITABLE: dict[str, Sampler] = {name: FlowSDE() for name in ALGORITHMS} | {
-    "diffusion-nft": ODE(),
-    "awm": ODE(),
+SUITABLE: dict[str, Sampler] = {
+    name: ODE() if ALGORITHMS.load(name)().learns_from_clean_samples else FlowSDE() for name in ALGORITHMS
 }
 
 
@@ -26,6 +25,10 @@ def test_every_section_names_an_algorithm_that_is_built_with_its_defaults(name: 
     assert built.sampler == SUITABLE[name]
     assert built.keeps in ("trajectory", "final")
     assert built.timesteps(5) >= 1
+    assert built.config.uses_old_policy == ("old" in built.extra_slots)
+    assert built.config.uses_reference == ("reference" in built.extra_slots)
+    assert built.config.learns_from_clean_samples == (built.keeps == "final")
+    assert built.config.shares_draws or not built.config.compares_groups
     assert (built.old_decay(1) is None) == ("old" not in built.extra_slots)
     assert built.rollout_slot in ("policy", *built.extra_slots)
 

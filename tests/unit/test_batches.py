@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.scheduler.overlap.batches import even_out, micro_batches, split_updates
+from spotlight.scheduler.overlap.batches import even_out, even_out_each, micro_batches, split_updates
 from spotlight.scheduler.types import Group, PromptId, RolloutId
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=10)
@@ -69,3 +71,20 @@ def test_micro_batches_cut_an_update_in_order(sizes: list[int], size: int) -> No
     assert all(0 < len(batch.rollouts) <= size for batch in cut)
     assert all(len(batch.rollouts) == size for batch in cut[:-1])
     assert {(batch.iteration, batch.update, batch.update_samples) for batch in cut} == {(3, 1, sum(sizes))}
+
+
+@given(SIZES, st.integers(9, 30), st.integers(1, 4))
+def test_whole_groups_are_not_cut_and_divide_by_the_ranks(sizes: list[int], size: int, ranks: int) -> None:
+    groups, surplus = even_out_each(make_groups(sizes), ranks)
+    assert sorted(rollouts_of(groups) + surplus) == sorted(rollouts_of(make_groups(sizes)))
+    assert all(len(group.rollouts) % ranks == 0 and len(group.rollouts) >= 2 for group in groups)
+    cut = micro_batches(groups, 0, 0, size, whole_groups=True)
+    assert [rollout for batch in cut for rollout in batch.rollouts] == rollouts_of(groups)
+    whole = {group.rollouts for group in groups}
+    for batch in cut:
+        assert 0 < len(batch.rollouts) <= size
+        for rollouts in whole:
+            assert len(set(rollouts) & set(batch.rollouts)) in (0, len(rollouts))
+    for one, two in pairwise(cut):  # as few as possible, in order
+        first = next(group for group in groups if group.rollouts[0] == two.rollouts[0])
+        assert len(one.rollouts) + len(first.rollouts) > size

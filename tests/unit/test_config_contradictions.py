@@ -68,6 +68,58 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "algorithm.clip_range",
             "the default, 2e-06",
         ),
+        (["algorithm.name=dgpo", "learner.micro_batch_size=24"], "learner.micro_batch_size", "set 16"),
+        (
+            ["algorithm.name=dgpo", "fleet.driver=ray", "fleet.learner_ranks=3"],
+            "rollout.group_size",
+            "take 18",
+        ),
+        (["algorithm={name: dgpo, noisiest_steps: 3}"], "algorithm.train_timesteps", "Lower it"),
+        (
+            ["algorithm={name: dgpo, noise_levels: uniform, noisiest_steps: 3}"],
+            "algorithm.noisiest_steps",
+            "noise_levels=steps",
+        ),
+        (
+            ["algorithm={name: diffusion-dpo, advantage: {std: group}}", "pipeline.axis=prompt"],
+            "pipeline.axis",
+            "set pipeline.axis=none",
+        ),
+        (
+            ["algorithm.name=diffusion-dpo", "exploration={undo_selection: true, drawn_seeds: 4}"],
+            "exploration.undo_selection",
+            "leave it out",
+        ),
+        (
+            ["algorithm={name: v-grpo, advantage: {std: group}}", "pipeline.axis=generation"],
+            "pipeline.axis",
+            "pipeline.axis=prompt",
+        ),
+        (
+            ["algorithm.name=v-grpo", "learner={updates_per_batch: 2, micro_batch_size: 48}"],
+            "learner.timesteps_per_pass",
+            "set 4",
+        ),
+        (["algorithm={name: awm, clip_range: 0.1}"], "algorithm.clip_range", "old_log_probs=recompute"),
+        (["algorithm.advantage.combine=gdpo"], "algorithm.advantage.std", "set it"),
+        (
+            ["algorithm.advantage={combine: gdpo, std: group}", "pipeline.axis=prompt"],
+            "algorithm.advantage.combine",
+            "pipeline.axis=none",
+        ),
+        (
+            ["algorithm={name: flow-grpo, step_weights: noise}", "rollout.sampler=cps"],
+            "algorithm.step_weights",
+            "flow-sde",
+        ),
+        (
+            [
+                "algorithm={name: flow-grpo, step_weights: noise}",
+                "rollout={sampler: flow-sde, sde_window: {kind: random}}",
+            ],
+            "algorithm.step_weights",
+            "kind=all",
+        ),
         (["rewards=[{name: shapes, deadline_s: 1e7}]"], "rewards.0.deadline_s", "default"),
         (["exploration.where=idle"], "exploration.where", "fleet.driver=ray"),
         (["exploration.steps=11"], "exploration.steps", "noise path"),

@@ -46,6 +46,8 @@ def advantages(
             [weighted_sum({name: each[name][g][i] for name in weights}, weights) for i in range(len(group))]
             for g, group in enumerate(groups)
         ]
+    if config.combine == "gdpo":
+        raw = _over_the_batch(raw, config, importance)
     clipped = [[min(max(a, -config.clip), config.clip) for a in group] for group in raw]
     if importance is None:
         return clipped
@@ -74,6 +76,18 @@ def _normalise(
         [(value - mean) / (spread + config.epsilon) for value in group]
         for group, mean, spread in zip(groups, means, spreads, strict=True)
     ]
+
+
+def _over_the_batch(
+    groups: Sequence[Sequence[float]],
+    config: AdvantageConfig,
+    importance: Sequence[Sequence[float]] | None,
+) -> list[list[float]]:
+    """Normalised by mean and standard deviation of all samples."""
+    everything = [value for group in groups for value in group]
+    shares = None if importance is None else [weight for share in importance for weight in share]
+    mean, spread = mean_of(everything, shares), spread_of(everything, config.ddof, shares)
+    return [[(value - mean) / (spread + config.epsilon) for value in group] for group in groups]
 
 
 def mean_of(values: Sequence[float], weights: Sequence[float] | None = None) -> float:

@@ -2,14 +2,16 @@
 
 Per noise level t of a sample, with l = <(v - (e - x0))²>:
 
-    log p̂ = -(t/p) l^p,   L = -(A/5) r + λ <(v - v_ref)²> + κ <(v - v_old)²>,   r = exp(log p̂ - sg(log p̂))
+    log p̂ = -(t/p) l^p,   L = -(A/5) r + λ <(v - v_ref)²> + κ <(v - v_old)²>,   r = exp(log p̂ - log p̂_0)
 
-On-policy r is 1, so the gradient is that of flow matching weighted by A/5 and t l^(p-1). ``old`` is a
-moving average of the policy.
+With ``old_log_probs: stop_gradient``, and in a batch's first update, log p̂_0 is sg(log p̂): r is 1, so the
+gradient is that of flow matching weighted by A/5 and t l^(p-1). With ``recompute`` later updates of a batch
+take it from the weights before the first. ``old`` is a moving average of the policy.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +19,8 @@ import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
-from spotlight.algorithms.forward_process import mean_square, noised
+from spotlight.algorithms.flow_grpo import clipped_surrogate
+from spotlight.algorithms.forward_process import Noised, log_probs_before, mean_square, noised
 from spotlight.config.sections.algorithm import AWMConfig
 from spotlight.diffusion.samplers import Sampler
 
@@ -33,7 +36,11 @@ class AWM:
     name: str = "awm"
     keeps: Literal["final"] = "final"
     rollout_slot: Slot = "policy"
-    takes_stale: Literal[True] = True
+
+    @property
+    def takes_stale(self) -> bool:
+        """Unless there is a ratio, which is to the weights before the batch."""
+        return self.config.old_log_probs == "stop_gradient"
 
     @property
     def extra_slots(self) -> tuple[Slot, ...]:
@@ -44,24 +51,33 @@ class AWM:
         """``train_timesteps``."""
         return self.config.train_timesteps
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
-        """None: the ratio uses the current pass only."""
-        return
+    @torch.no_grad()
+    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
+        """With ``recompute``, log p̂ under the current policy; else None."""
+        if self.config.old_log_probs != "recompute":
+            return None
+        at = noised(batch, timesteps, self.config.train_timesteps, self.config.noise_levels)
+        return self._log_prob(self._matching(policy.velocity(at.x, at.sigma), at, batch), at)
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """See the module's formula; one noise level per row."""
         config = self.config
-        x_t, sigma, noise = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
-        velocity = policy.velocity(x_t, sigma).float()
-        matching = mean_square(velocity - (noise - batch.final))
-        log_prob = -sigma / config.power * matching.clamp(min=_MATCHING_MIN).pow(config.power)
-        ratio = torch.exp(log_prob - log_prob.detach())
-        loss = -batch.advantages / config.advantage_scale * ratio
-        metrics: dict[str, Tensor] = {"matching_loss": matching.detach()}
+        at = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
+        velocity = policy.velocity(at.x, at.sigma).float()
+        matching = self._matching(velocity, at, batch)
+        log_prob = self._log_prob(matching, at)
+        before = log_prob.detach()
+        if config.old_log_probs == "recompute":
+            before = log_probs_before(batch, timesteps, before, self.name)
+        loss, metrics = clipped_surrogate(
+            log_prob - before, batch.advantages / config.advantage_scale, config.clip_range or math.inf
+        )
+        metrics = metrics if config.old_log_probs == "recompute" else {}
+        metrics["matching_loss"] = matching.detach()
         for slot, weight in self._anchors():
             if weight > 0:
                 with torch.no_grad():
-                    anchor = policy.velocity(x_t, sigma, slot).float()
+                    anchor = policy.velocity(at.x, at.sigma, slot).float()
                 distance = mean_square(velocity - anchor)
                 loss = loss + weight * distance
                 metrics[f"{slot}_distance"] = distance.detach()
@@ -70,6 +86,13 @@ class AWM:
     def old_decay(self, batches_trained: int) -> float | None:
         """From ``algorithm.old_policy``; None if ``old_weight`` is 0."""
         return self.config.old_policy.decay(batches_trained) if self.config.old_weight > 0 else None
+
+    def _matching(self, velocity: Tensor, at: Noised, batch: TrainBatch) -> Tensor:
+        return mean_square(velocity.float() - (at.noise - batch.final))
+
+    def _log_prob(self, matching: Tensor, at: Noised) -> Tensor:
+        power = self.config.power
+        return -at.sigma / power * matching.clamp(min=_MATCHING_MIN).pow(power)
 
     def _anchors(self) -> tuple[tuple[Slot, float], ...]:
         return ("old", self.config.old_weight), ("reference", self.config.reference_weight)

@@ -6,10 +6,11 @@ optimizers, ranks or rollout ids.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from spotlight.config.sections.algorithm import AlgorithmSection
@@ -17,6 +18,54 @@ from spotlight.diffusion.samplers import Sampler
 
 Slot = Literal["policy", "reference", "old", "ema"]
 """Named weights of the one DiT: trained, initial, behaviour policy, moving average."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRows:
+    """The groups whose samples are in a micro-batch, all of them, over all ranks.
+
+    With several timesteps in a pass, a group counts once per timestep. N is the number of groups, K the
+    size of the largest.
+
+    Attributes:
+        group: [batch] int64, the group of every row of this rank.
+        member: [batch] int64, which of the group's samples it is.
+        advantages: [N, K], 0 where a group has fewer samples.
+        present: [N, K] bool.
+        over_ranks: sums a tensor over all ranks; every rank must call it.
+    """
+
+    group: Tensor
+    member: Tensor
+    advantages: Tensor
+    present: Tensor
+    over_ranks: Callable[[Tensor], Tensor]
+
+    @property
+    def sizes(self) -> Tensor:
+        """[N], samples of each group."""
+        return self.present.sum(1)
+
+    def table(self, values: Tensor) -> Tensor:
+        """[N, K]: the rows' ``values`` [batch] by group and member, of all ranks, without gradient."""
+        table = torch.zeros(self.present.shape, dtype=values.dtype, device=values.device)
+        table[self.group, self.member] = values.detach()
+        return self.over_ranks(table)
+
+    def pick(self, table: Tensor) -> Tensor:
+        """[batch]: the rows' entries of ``table`` [N, K] or [N]."""
+        return table[self.group] if table.ndim == 1 else table[self.group, self.member]
+
+    def repeated(self, times: int) -> GroupRows:
+        """For a batch tiled ``times`` times."""
+        count = len(self.present)
+        return replace(
+            self,
+            group=torch.cat([self.group + count * i for i in range(times)]),
+            member=self.member.repeat(times),
+            advantages=self.advantages.repeat(times, 1),
+            present=self.present.repeat(times, 1),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +85,12 @@ class TrainBatch:
             if it returns None, and in a batch's first update.
         advantages: [batch].
         seeds: with ``versions``, the key of all random draws in training: both must be the same in
-            :meth:`Algorithm.old_log_probs` and in every loss of a sample, across updates.
+            :meth:`Algorithm.old_log_probs` and in every loss of a sample, across updates. One seed per group
+            if the algorithm ``shares_draws``.
         versions: the policy versions that made the samples.
         first_update: no optimizer step was taken since the batch began, so ratios to the weights before
             the batch are 1.
+        groups: the rows' groups, if the algorithm ``compares_groups``.
     """
 
     final: Tensor
@@ -51,6 +102,7 @@ class TrainBatch:
     seeds: tuple[int, ...]
     versions: tuple[int, ...]
     first_update: bool = False
+    groups: GroupRows | None = None
 
     def repeated(self, times: int) -> TrainBatch:
         """The whole batch tiled ``times`` times along rows, to train several timesteps at once."""
@@ -70,6 +122,7 @@ class TrainBatch:
             advantages=self.advantages.repeat(times),
             seeds=self.seeds * times,
             versions=self.versions * times,
+            groups=None if self.groups is None else self.groups.repeated(times),
         )
 
 
@@ -162,8 +215,9 @@ class Algorithm(Protocol):
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """Loss of every row at its training timestep t, 0 <= t < timesteps(S).
 
-        A row's loss depends on no other row, so several timesteps of a sample may be rows of one batch
-        (:meth:`TrainBatch.repeated`).
+        Several timesteps of a sample may be rows of one batch (:meth:`TrainBatch.repeated`). A row's loss
+        depends on no other row, unless the section ``compares_groups``: then each group is whole in
+        ``batch.groups``, and of rows of other ranks only values without gradient are known.
         """
 
     def old_decay(self, batches_trained: int) -> float | None:

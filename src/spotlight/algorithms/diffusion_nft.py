@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
-from spotlight.algorithms.forward_process import mean_square, noised
+from spotlight.algorithms.forward_process import mean_square, noised, weighted_error
 from spotlight.config.sections.algorithm import DiffusionNFTConfig
 from spotlight.diffusion.samplers import Sampler, predict_x0
 
@@ -56,8 +55,8 @@ class DiffusionNFT:
             old = policy.velocity(x_t, sigma, "old").float()
         away = config.beta * (velocity - old)
         rho = (batch.advantages / (2 * clip) + 0.5).clamp(0, 1)
-        positive = _weighted_error(predict_x0(x_t, old + away, sigma), batch.final)
-        negative = _weighted_error(predict_x0(x_t, old - away, sigma), batch.final)
+        positive = weighted_error(predict_x0(x_t, old + away, sigma), batch.final)
+        negative = weighted_error(predict_x0(x_t, old - away, sigma), batch.final)
         loss = clip * (rho * positive + (1 - rho) * negative) / config.beta
         metrics = {
             "rho": rho,
@@ -76,10 +75,3 @@ class DiffusionNFT:
     def old_decay(self, batches_trained: int) -> float:
         """From ``algorithm.old_policy``."""
         return self.config.old_policy.decay(batches_trained)
-
-
-def _weighted_error(x0_predicted: Tensor, x0: Tensor) -> Tensor:
-    error = x0_predicted - x0
-    # Dividing by the mean absolute error makes noise levels count equally.
-    weight = error.detach().abs().flatten(1).mean(1).clamp(min=1e-5)
-    return mean_square(error) / weight

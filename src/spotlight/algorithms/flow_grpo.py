@@ -1,8 +1,10 @@
 """Flow-GRPO (arXiv 2505.05470): PPO-clipped policy gradient over the stochastic denoising steps.
 
-Per step of a sample: max(-A r, -A clip(r, 1 ± c)) + β KL(policy, reference), r = exp(log p - log p_old).
+Per step of a sample: w max(-A r, -A clip(r, 1 ± c)) + β KL(policy, reference), r = exp(log p - log p_old).
 Log-probs are means over the latent, hence the tiny clip ranges. Flow-GRPO-Fast is the same loss on a
-short random SDE window, without KL (its rollouts use CPS at 0.8 in a window of 3 steps).
+short random SDE window, without KL (its rollouts use CPS at 0.8 in a window of 3 steps). w is 1, or with
+``step_weights: noise`` the length of the step's kick over its mean over the sample's stochastic steps
+(TempFlow-GRPO, arXiv 2508.04324, equation 8).
 """
 
 from __future__ import annotations
@@ -70,6 +72,8 @@ class FlowGRPO:
         log_ratio = log_prob - self._old(batch, at, timesteps, log_prob)
         loss, metrics = clipped_surrogate(log_ratio, batch.advantages, self.config.clip_range)
         metrics |= replay_metrics(log_prob.detach(), at, batch)
+        if self.config.step_weights == "noise":
+            loss = loss * at.pick(kick_weights(self.sampler, batch.sigmas))
         if self.config.kl_weight > 0:
             with torch.no_grad():
                 reference = self._moments(policy, at, "reference")
@@ -102,6 +106,19 @@ class FlowGRPO:
             case "rollout":
                 remedy = "the rollout must store its log-probs"
         raise ValueError(f"{self.name} with old_log_probs={self.config.old_log_probs} got none: {remedy}")
+
+
+def kick_weights(sampler: Sampler, sigmas: Tensor) -> Tensor:
+    """[batch, S]: the steps' kicks between ``sigmas`` [batch, S + 1], over their mean."""
+    flat = torch.zeros(len(sigmas), 1, 1, device=sigmas.device)
+    kicks = torch.stack(
+        [
+            sampler.moments(flat, flat, sigmas[:, step], sigmas[:, step + 1]).std.flatten()
+            for step in range(sigmas.shape[1] - 1)
+        ],
+        1,
+    )
+    return kicks / kicks.mean(1, keepdim=True)
 
 
 def clipped_surrogate(

@@ -1,4 +1,4 @@
-"""Shared by forward-process algorithms: noising samples at stratified levels.
+"""Shared by forward-process algorithms: noising samples at chosen levels.
 
 Draws are counter-based functions of (seed, policy version, training timestep), so they do not depend on
 micro-batches or ranks.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.replay import trained_steps
 from spotlight.config.sections.algorithm import NoiseLevels
 from spotlight.diffusion.noise import Stream, normal_batch, uniform
 from spotlight.diffusion.samplers import interpolate
@@ -28,11 +29,20 @@ class Noised(NamedTuple):
     noise: Tensor
 
 
-def noised(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int, levels: NoiseLevels) -> Noised:
+def noised(
+    batch: TrainBatch,
+    timesteps: Timesteps,
+    train_timesteps: int,
+    levels: NoiseLevels,
+    among: int | None = None,
+) -> Noised:
     """x_t = (1-t) x0 + t e per row, at the noise level of its timestep.
 
+    Args:
+        among: of the schedule's levels, only the first so many; None: all but the last, 0.
+
     Raises:
-        ValueError: a timestep is not within [0, train_timesteps).
+        ValueError: a timestep is not within [0, train_timesteps), or the schedule has fewer levels.
     """
     at = timestep_of_rows(timesteps, len(batch.seeds))
     for timestep in at:
@@ -42,14 +52,7 @@ def noised(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int, levels
                 f"expected 0 <= timestep < train_timesteps <= {_TIMESTEPS_MAX}"
             )
     device = batch.final.device
-    positions = [
-        stratified(seed, version, timestep, train_timesteps)
-        for seed, version, timestep in zip(batch.seeds, batch.versions, at, strict=True)
-    ]
-    if levels == "uniform":
-        sigma = torch.tensor(positions, dtype=torch.float32, device=device)
-    else:
-        sigma = _on_schedule(torch.tensor(positions, dtype=torch.float32, device=device), batch.sigmas)
+    sigma = _levels(batch, at, train_timesteps, levels, among)
     indices = [
         version * _TIMESTEPS_MAX + timestep for version, timestep in zip(batch.versions, at, strict=True)
     ]
@@ -58,9 +61,59 @@ def noised(batch: TrainBatch, timesteps: Timesteps, train_timesteps: int, levels
     return Noised(interpolate(batch.final, noise, sigma), sigma, noise)
 
 
+def _levels(
+    batch: TrainBatch, at: list[int], train_timesteps: int, levels: NoiseLevels, among: int | None
+) -> Tensor:
+    device, rows = batch.final.device, list(zip(batch.seeds, batch.versions, at, strict=True))
+    if levels in ("uniform", "schedule"):
+        positions = [stratified(seed, version, t, train_timesteps) for seed, version, t in rows]
+        uniformly = torch.tensor(positions, dtype=torch.float32, device=device)
+        return uniformly if levels == "uniform" else _on_schedule(uniformly, batch.sigmas)
+    steps = batch.sigmas.shape[1] - 1
+    count = steps if among is None else min(among, steps)
+    if train_timesteps > count:
+        raise ValueError(f"train_timesteps is {train_timesteps}, but there are {count} noise levels")
+    draw = _one_of_each_part if levels == "stratified_steps" else trained_steps
+    chosen = [draw(seed, version, count, train_timesteps)[t] for seed, version, t in rows]
+    return batch.sigmas[torch.arange(len(rows), device=device), torch.tensor(chosen, device=device)]
+
+
+def _one_of_each_part(seed: int, version: int, levels: int, parts: int) -> list[int]:
+    """One index below ``levels`` of each of ``parts`` consecutive parts, the first ones longer by one."""
+    draws = uniform(seed, Stream.TRAIN_TIMESTEPS, version, parts)
+    pieces = np.array_split(np.arange(levels), parts)
+    return [int(piece[int(draw * len(piece))]) for piece, draw in zip(pieces, draws, strict=True)]
+
+
 def mean_square(x: Tensor) -> Tensor:
     """<x²> over all dimensions but the batch: [batch]."""
     return x.square().flatten(1).mean(1)
+
+
+def weighted_error(x0_predicted: Tensor, x0: Tensor) -> Tensor:
+    """<(x̂0 - x0)²> / max(stopgrad <|x̂0 - x0|>, 1e-5): [batch]."""
+    error = x0_predicted - x0
+    # Dividing by the mean absolute error makes noise levels count equally.
+    weight = error.detach().abs().flatten(1).mean(1).clamp(min=1e-5)
+    return mean_square(error) / weight
+
+
+def log_probs_before(batch: TrainBatch, timesteps: Timesteps, log_prob: Tensor, algorithm: str) -> Tensor:
+    """[batch]: every row's log-prob before the batch's first update; ``log_prob`` itself in that update.
+
+    Raises:
+        ValueError: they were not computed.
+    """
+    if batch.first_update:
+        return log_prob.detach()  # same weights and rows as a recomputation: bitwise equal
+    if batch.old_log_probs is None:
+        raise ValueError(
+            f"{algorithm} got no old log-probs: fill them from old_log_probs() before the first update is "
+            "applied"
+        )
+    column = timestep_of_rows(timesteps, len(batch.seeds))
+    rows = torch.arange(len(column), device=log_prob.device)
+    return batch.old_log_probs[rows, torch.tensor(column, device=log_prob.device)]
 
 
 def stratified(seed: int, version: int, timestep: int, train_timesteps: int) -> float:

@@ -80,6 +80,11 @@ class RunConfig(Section):
             if isinstance(section := getattr(self, name), Section):
                 yield from section.problems(self)
 
+    def rank_problems(self, ranks: int, per_node: tuple[int, ...]) -> Iterator[Problem]:
+        """What does not fit the ranks there are; see :meth:`LearnerConfig.rank_problems`."""
+        yield from self.learner.rank_problems(self.rollout, ranks, per_node)
+        yield from self.algorithm.micro_batch_problems(self.rollout, self.learner, ranks)
+
     @property
     def trained_timesteps(self) -> int:
         """Forward/backward passes of the loss per sample, guidance aside."""

@@ -92,7 +92,7 @@ def train(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunRes
 
 
 def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitStack) -> _Materials:
-    if problems := list(config.learner.rank_problems(config.rollout, ranks.world, ranks.per_node)):
+    if problems := list(config.rank_problems(ranks.world, ranks.per_node)):
         raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
     check_sinks(config.metrics.chosen)
     prompts = build.load_prompts(config)

@@ -56,6 +56,7 @@ class Plan:
 
     Attributes:
         micro_batch_size: samples of one forward/backward over all ranks, a multiple of ``ranks``.
+        whole_groups: the loss compares the samples of a group, so that no micro-batch may cut one.
         max_drop_share: the run stops when a larger share of an iteration's samples is dropped; None: at the
             first.
         exploration: None: random seeds.
@@ -79,6 +80,7 @@ class Plan:
     exploration: ExplorationConfig | None = None
     pipeline: PipelineConfig = NO_OVERLAP
     bounded: bool = False
+    whole_groups: bool = False
 
     @property
     def arms(self) -> tuple[Arm, ...]:

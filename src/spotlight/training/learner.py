@@ -49,6 +49,7 @@ from spotlight.training.batching.batch import (
     require_fresh,
     stack,
 )
+from spotlight.training.batching.groups import TrainedGroups
 from spotlight.training.passes import Bound, TrainingPasses
 from spotlight.training.policy import MicroBatchPolicy
 from spotlight.training.recompute import recompute_blocks
@@ -138,6 +139,7 @@ class Learner:
         """Micro-batches of the current batch."""
         self._taken: dict[str, tuple[str, float]] = {}
         """Group and advantage of every sample of the current batch, trained or not."""
+        self._groups = TrainedGroups(algorithm.config, self.ranks)
         self._version, self._preparing_s = 0, 0.0
         """Policy version that the current batch starts from, and time spent on preparing it."""
         self._labels = 0
@@ -213,7 +215,7 @@ class Learner:
                 "micro-batches: gradients would be weighted differently"
             )
         mine = self._mine(keys)
-        bound = self._bind(mine)
+        bound = self._bind(mine, keys)
         per_pass = self._per_pass(bound, keys)
         self._update.announced = update_samples
         # FSDP2 averages gradients over ranks; the factor ``world`` turns that into the sum.
@@ -302,6 +304,7 @@ class Learner:
         self._waiting, self._taken, self._order, self._preparing_s = {}, {}, [], 0.0
         self._version, self._labels, self._stepped = self.steps, 0, False
         self._update = self._new_update()
+        self._groups.clear()
 
     def _take(
         self,
@@ -313,6 +316,7 @@ class Learner:
             raise ValueError(f"{len(samples)} samples have {len(part)} different keys")
         require_fresh(samples, self._version, self.algorithm)
         self._waiting |= part
+        self._groups.take(samples)
         self._taken |= {sample.key: (sample.group, sample.advantage) for sample in samples}
         self._order += [keys for keys in micro_batches if self._mine(keys)]
         if self._stepped:
@@ -325,7 +329,7 @@ class Learner:
         """For micro-batches of later updates, with the weights before the first update."""
         for keys in micro_batches:
             mine = self._mine(keys)
-            bound = self._bind(mine)
+            bound = self._bind(mine, keys)
             per_pass = self.passes.per_pass(bound)
             old, per_pass = self.passes.old_log_probs(bound, per_pass)
             if old is None:
@@ -364,7 +368,7 @@ class Learner:
             return self.passes.per_pass(bound)
         return min(first, self.passes.limit(bound))
 
-    def _bind(self, mine: Sequence[_Prepared]) -> Bound:
+    def _bind(self, mine: Sequence[_Prepared], keys: Sequence[str]) -> Bound:
         samples = [item.sample for item in mine]
         old = [item.old_log_probs for item in mine if item.old_log_probs is not None]
         batch = stack(
@@ -373,6 +377,7 @@ class Learner:
             self.family.device,
             first_update=not self._stepped,
         )
+        batch = self._groups.joined(batch, samples, [self._waiting[key].sample for key in keys])
         conditions = [sample.condition for sample in samples]
         texts = [*conditions, *([self._guidance.negative] if self._guidance else [])]
         return Bound(

@@ -95,8 +95,7 @@ class LearnerRank:
 
     def __init__(self, config: str, place: RankPlace) -> None:
         self.config = _parsed(config)
-        learner = self.config.learner
-        if problems := list(learner.rank_problems(self.config.rollout, place.world, place.per_node)):
+        if problems := list(self.config.rank_problems(place.world, place.per_node)):
             raise ConfigError(f"this configuration on {place.world} ranks", problems)
         self.place = place
         self._clock = PhaseClock()

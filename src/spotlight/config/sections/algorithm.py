@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
 from pydantic_core import PydanticKnownError
 
+from spotlight.config.errors import Problem
 from spotlight.config.section import Section
 from spotlight.registry import ALGORITHMS
 
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
+    from spotlight.config.sections.learner_section import LearnerConfig
+    from spotlight.config.sections.rollout import RolloutConfig
+
 OldLogProbs = Literal["recompute", "stop_gradient", "rollout"]
-NoiseLevels = Literal["uniform", "schedule"]
+NoiseLevels = Literal["uniform", "schedule", "steps", "stratified_steps"]
 
 
 class AdvantageConfig(Section):
@@ -27,8 +33,27 @@ class AdvantageConfig(Section):
     """Added to the standard deviation."""
     clip: PositiveFloat = 5.0
     """Advantages are clipped to ± this."""
-    combine: Literal["sum", "normalise_each"] = "sum"
-    """Several rewards: weighted sum first, or normalise each by ``std`` and then sum (MixGRPO: by group)."""
+    combine: Literal["sum", "normalise_each", "gdpo"] = "sum"
+    """Several rewards: weighted sum first, or normalise each by ``std`` and then sum (MixGRPO: by group).
+    ``gdpo``: each by group, and their sum over the batch (GDPO, arXiv 2601.05242).
+    """
+
+    def problems_of_parts(self, axis: str) -> Iterator[Problem]:
+        """What ``gdpo`` cannot be combined with."""
+        if self.combine != "gdpo":
+            return
+        if self.std != "group":
+            yield Problem(
+                "algorithm.advantage.std", repr(self.std), "'group' with algorithm.advantage.combine=gdpo",
+                "It normalises each reward by the prompt's group: set it.",
+            )  # fmt: skip
+        if axis != "none":
+            yield Problem(
+                "algorithm.advantage.combine", "'gdpo'",
+                f"'sum' or 'normalise_each' with pipeline.axis={axis}",
+                "The spread over the batch is known only when all of it is there: set pipeline.axis=none, or "
+                "another combination.",
+            )  # fmt: skip
 
 
 class AlgorithmSection(Section):
@@ -73,6 +98,63 @@ class AlgorithmSection(Section):
         """Whether updates after a batch's first need an extra forward per trained timestep."""
         return False
 
+    @property
+    def shares_draws(self) -> bool:
+        """Whether a group's samples are trained at the same noise levels with the same noise."""
+        return False
+
+    @property
+    def compares_groups(self) -> bool:
+        """Whether its loss compares the samples of a group, which must be whole in a micro-batch then."""
+        return False
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Groups that overlap, micro-batches or ranks would cut."""
+        yield from self.advantage.problems_of_parts(run.pipeline.axis)
+        if self.compares_groups:
+            yield from self._group_problems(run)
+        elif self.shares_draws and run.pipeline.axis == "generation":
+            yield Problem(
+                "pipeline.axis", "'generation'", f"'none' or 'prompt' with algorithm.name={self.name}",
+                "The samples of a group share their noise in training: set pipeline.axis=prompt for whole "
+                "groups.",
+            )  # fmt: skip
+
+    def _group_problems(self, run: RunConfig) -> Iterator[Problem]:
+        axis = run.pipeline.axis
+        if axis != "none":
+            yield Problem(
+                "pipeline.axis", repr(axis), f"'none' with algorithm.name={self.name}",
+                "Its loss compares the samples of a group, which parts of a batch could cut: set "
+                "pipeline.axis=none.",
+            )  # fmt: skip
+        yield from self.micro_batch_problems(
+            run.rollout, run.learner, run.fleet.learner_ranks if run.fleet.driver == "ray" else 1
+        )
+
+    def micro_batch_problems(
+        self, rollout: RolloutConfig, learner: LearnerConfig, ranks: int
+    ) -> Iterator[Problem]:
+        """Micro-batches, of all ranks together, that would cut groups the loss compares."""
+        if not self.compares_groups:
+            return
+        group, micro = rollout.group_size, learner.micro_batch_size * ranks
+        update = rollout.prompts_per_iteration // learner.updates_per_batch * group
+        if group % ranks:
+            yield Problem(
+                "rollout.group_size", str(group),
+                f"a multiple of the {ranks} ranks with algorithm.name={self.name}",
+                f"The ranks share each group evenly: take {-(-group // ranks) * ranks}, or other ranks.",
+            )  # fmt: skip
+        elif micro < update and micro % group:
+            wanted = max(micro // group, 1) * group // ranks
+            yield Problem(
+                "learner.micro_batch_size", str(learner.micro_batch_size),
+                f"a multiple of {group // ranks} with algorithm.name={self.name}, so that a micro-batch of "
+                f"the {ranks} rank(s) together holds whole groups of {group}",
+                f"Its loss compares the samples of a group: set {wanted}, or another rollout.group_size.",
+            )  # fmt: skip
+
 
 class FlowGRPOConfig(AlgorithmSection):
     """Flow-GRPO (arXiv 2505.05470); with a random ``rollout.sde_window`` it is Flow-GRPO-Fast."""
@@ -91,6 +173,28 @@ class FlowGRPOConfig(AlgorithmSection):
     """
     train_timesteps: PositiveInt | None = None
     """Trained steps per sample, drawn from its stochastic steps; default: all of them."""
+    step_weights: Literal["equal", "noise"] = "equal"
+    """Weights of the steps in the clipped term: ``noise`` is that of their kicks, with mean 1
+    (TempFlow-GRPO, arXiv 2508.04324); only without an SDE window.
+    """
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Weights of steps that the rollouts do not have."""
+        yield from super().problems(run)
+        rollout = run.rollout
+        if self.step_weights == "noise" and rollout.sampler == "cps":
+            yield Problem(
+                "algorithm.step_weights", "'noise'", "'equal' with rollout.sampler=cps",
+                "They undo the 1/k of a normal density's gradient, which the log-probs of cps lack: set "
+                "rollout.sampler=flow-sde, or leave it out.",
+            )  # fmt: skip
+        if self.step_weights == "noise" and rollout.sde_window.kind != "all":
+            yield Problem(
+                "algorithm.step_weights", "'noise'",
+                f"'equal' with rollout.sde_window.kind={rollout.sde_window.kind}",
+                "Their mean over all stochastic steps is 1, of which such a rollout has a part: set "
+                "rollout.sde_window.kind=all, or leave it out.",
+            )  # fmt: skip
 
     @property
     def uses_reference(self) -> bool:
@@ -112,6 +216,40 @@ class FlowGRPOFastConfig(FlowGRPOConfig):
     """Ratio clip."""
 
 
+class ForwardProcessSection(AlgorithmSection):
+    """What the algorithms have in common that noise final latents again; any ODE sampler."""
+
+    train_timesteps: PositiveInt = 3
+    """Noise levels trained per sample."""
+    noise_levels: NoiseLevels = "uniform"
+    """Their distribution: ``uniform`` over (0, 1) or as in the rollout's (shifted) ``schedule``, one in each
+    of ``train_timesteps`` equal parts; or levels of the schedule itself, without 0: ``steps``, different ones
+    at random, or ``stratified_steps``, one of each part.
+    """
+
+    @property
+    def learns_from_clean_samples(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def levels(self) -> int | None:
+        """How many of the schedule's levels, from pure noise on, are trained; None: all."""
+        return None
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Too few levels in the schedule."""
+        yield from super().problems(run)
+        available = min(run.rollout.steps, self.levels or run.rollout.steps)
+        if self.noise_levels in ("steps", "stratified_steps") and self.train_timesteps > available:
+            yield Problem(
+                "algorithm.train_timesteps", str(self.train_timesteps),
+                f"at most the {available} levels to choose from with algorithm.noise_levels="
+                f"{self.noise_levels}",
+                "Lower it, or take more rollout.steps.",
+            )  # fmt: skip
+
+
 class OldPolicyConfig(Section):
     """How fast the old policy follows: decay m = min(slope · max(n - delay, 0), cap) after n batches.
 
@@ -130,7 +268,7 @@ class OldPolicyConfig(Section):
         return min(self.slope * max(batches_trained - self.delay, 0), self.cap)
 
 
-class DiffusionNFTConfig(AlgorithmSection):
+class DiffusionNFTConfig(ForwardProcessSection):
     """DiffusionNFT (arXiv 2509.16117): negative-aware fine-tuning on the forward process; any ODE sampler."""
 
     implementation = "spotlight.algorithms.diffusion_nft:DiffusionNFT"
@@ -143,17 +281,8 @@ class DiffusionNFTConfig(AlgorithmSection):
     """Distance of the implicit policies from the old one; 0.1 for OCR and several rewards."""
     reference_weight: Annotated[float, Field(ge=0)] = 1e-4
     """Weight of the distance to the initial model; above 0 costs one more forward per timestep."""
-    train_timesteps: PositiveInt = 3
-    """Noise levels trained per sample, stratified."""
-    noise_levels: NoiseLevels = "uniform"
-    """Their distribution: uniform over (0, 1), or as in the rollout's (shifted) schedule."""
     old_policy: OldPolicyConfig = OldPolicyConfig()
     """How fast the behaviour policy follows the trained one."""
-
-    @property
-    def learns_from_clean_samples(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def uses_old_policy(self) -> bool:
@@ -189,7 +318,7 @@ class GRPOGuardConfig(AlgorithmSection):
         return True
 
 
-class AWMConfig(AlgorithmSection):
+class AWMConfig(ForwardProcessSection):
     """AWM (arXiv 2509.25050): advantage-weighted flow matching on clean samples; any ODE sampler."""
 
     implementation = "spotlight.algorithms.awm:AWM"
@@ -204,17 +333,29 @@ class AWMConfig(AlgorithmSection):
     """Weight of the distance to the initial model; above 0 costs one more forward per timestep."""
     old_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the distance to the moving average; above 0 costs one more forward per timestep."""
-    train_timesteps: PositiveInt = 3
-    """Noise levels trained per sample, stratified."""
-    noise_levels: NoiseLevels = "uniform"
-    """Their distribution: uniform over (0, 1), or as in the rollout's (shifted) schedule."""
     old_policy: OldPolicyConfig = OldPolicyConfig(cap=0.3)
     """How fast the moving average follows."""
+    old_log_probs: Literal["stop_gradient", "recompute"] = "stop_gradient"
+    """Denominator of the ratio. ``stop_gradient``: this pass's own value, so it is 1; ``recompute``: the
+    weights before the batch, so later updates of a batch have one.
+    """
+    clip_range: PositiveFloat | None = None
+    """Ratio clip with ``old_log_probs: recompute``; default: none."""
+
+    def problems(self, run: RunConfig) -> Iterator[Problem]:
+        """A clip without a ratio."""
+        yield from super().problems(run)
+        if self.clip_range is not None and self.old_log_probs != "recompute":
+            yield Problem(
+                "algorithm.clip_range", f"{self.clip_range:g}",
+                f"nothing with algorithm.old_log_probs={self.old_log_probs}",
+                "The ratio is always 1 then: set algorithm.old_log_probs=recompute, or leave it out.",
+            )  # fmt: skip
 
     @property
-    def learns_from_clean_samples(self) -> bool:
-        """Always."""
-        return True
+    def recomputes_log_probs(self) -> bool:
+        """With ``old_log_probs: recompute``."""
+        return self.old_log_probs == "recompute"
 
     @property
     def uses_old_policy(self) -> bool:

@@ -80,6 +80,7 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         exploration=config.exploration,
         pipeline=config.pipeline,
         bounded=True,
+        whole_groups=config.algorithm.compares_groups,
     )
 
 

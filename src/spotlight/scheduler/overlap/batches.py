@@ -38,17 +38,33 @@ def even_out(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[Rol
     ], surplus
 
 
+def even_out_each(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:
+    """As :func:`even_out`, but every group is divisible by ``ranks``, so that any of them are."""
+    evened = [even_out([group], ranks) for group in groups]
+    return [kept for each, _ in evened for kept in each], [lost for _, surplus in evened for lost in surplus]
+
+
 def micro_batches(
-    groups: Sequence[Group], iteration: int, update: int, size: int, update_samples: int | None = None
+    groups: Sequence[Group],
+    iteration: int,
+    update: int,
+    size: int,
+    update_samples: int | None = None,
+    *,
+    whole_groups: bool = False,
 ) -> list[MicroBatch]:
     """Cut an optimizer step's samples, in group order, into micro-batches of at most ``size``.
 
     Args:
         update_samples: of the whole step; None: these are all.
+        whole_groups: cut between groups only.
     """
     samples = [rollout for group in groups for rollout in group.rollouts]
     announced = len(samples) if update_samples is None else update_samples
-    return [
-        MicroBatch(iteration, update, tuple(samples[start : start + size]), announced)
-        for start in range(0, len(samples), size)
-    ]
+    pieces = [group.rollouts for group in groups] if whole_groups else [(sample,) for sample in samples]
+    found: list[list[RolloutId]] = []
+    for piece in pieces:
+        if not found or len(found[-1]) + len(piece) > size:
+            found.append([])
+        found[-1] += piece
+    return [MicroBatch(iteration, update, tuple(rollouts), announced) for rollouts in found]

@@ -10,7 +10,7 @@ Invariants
     2. Every part is prepared before the first optimizer step, so old log-probs are those of the weights the
        batch started with.
     3. A sample is in one part, one micro-batch and one optimizer step, or dropped with a reason.
-    4. A micro-batch is divisible by the learner's ranks.
+    4. A micro-batch is divisible by the learner's ranks, and cuts no group if the loss compares groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TypeAlias
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import FinishBatch, PrepareBatch, StepOptimizer, TrainMicroBatch
 from spotlight.scheduler.iteration import Iteration
-from spotlight.scheduler.overlap.batches import even_out, micro_batches, split_updates
+from spotlight.scheduler.overlap.batches import even_out, even_out_each, micro_batches, split_updates
 from spotlight.scheduler.overlap.slices import Slice, slices
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.rollouts import Rollouts
@@ -169,7 +169,8 @@ class TrainingTasks:
         self._whole = True
         parts: list[tuple[int, Slice]] = []
         for update, found in enumerate(self._updates_of_rest()):
-            _, surplus = even_out([part.group for part in found], self._plan.ranks)
+            even = even_out_each if self._plan.whole_groups else even_out
+            _, surplus = even([part.group for part in found], self._plan.ranks)
             left_out = set(surplus)
             for rollout in surplus:
                 why = f"{self._plan.ranks} ranks share an update"
@@ -209,7 +210,14 @@ class TrainingTasks:
             groups = [part.group for of, part in parts if of == update]
             total = sum(len(group.rollouts) for group in groups)
             announced = self._announced.setdefault(update, total)
-            batches += micro_batches(groups, self._iteration, update, plan.micro_batch_size, announced)
+            batches += micro_batches(
+                groups,
+                self._iteration,
+                update,
+                plan.micro_batch_size,
+                announced,
+                whole_groups=plan.whole_groups,
+            )
         for _, part in parts:
             self._sliced[part.slot] = part.members
         self._pending.extend(batches)

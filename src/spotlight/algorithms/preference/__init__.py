@@ -1,0 +1,1 @@
+"""Algorithms that learn from preferences within a group."""

@@ -1,0 +1,52 @@
+"""Shared by preference losses: how well policy and reference match a sample's velocity."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spotlight.algorithms.base import GroupRows, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.forward_process import Noised, mean_square, noised
+from spotlight.config.sections.algorithm import ForwardProcessSection
+
+
+class Matching(NamedTuple):
+    """Of every row, at a noise level and with a noise that its group shares.
+
+    Attributes:
+        at: the noised samples.
+        velocity: of the policy.
+        error: <(v - (e - x0))²>, [batch], with gradient.
+        reference_velocity: of the initial model, without gradient.
+        reference_error: the same error of the initial model.
+    """
+
+    at: Noised
+    velocity: Tensor
+    error: Tensor
+    reference_velocity: Tensor
+    reference_error: Tensor
+
+    def error_of(self, policy: Policy, slot: Slot, x0: Tensor) -> Tensor:
+        """[batch], under other weights, without gradient."""
+        with torch.no_grad():
+            return mean_square(policy.velocity(self.at.x, self.at.sigma, slot).float() - (self.at.noise - x0))
+
+
+def match(policy: Policy, batch: TrainBatch, timesteps: Timesteps, config: ForwardProcessSection) -> Matching:
+    """Evaluate policy and reference."""
+    at = noised(batch, timesteps, config.train_timesteps, config.noise_levels, config.levels)
+    target = at.noise - batch.final
+    velocity = policy.velocity(at.x, at.sigma).float()
+    with torch.no_grad():
+        reference = policy.velocity(at.x, at.sigma, "reference").float()
+    return Matching(at, velocity, mean_square(velocity - target), reference, mean_square(reference - target))
+
+
+def groups_of(batch: TrainBatch, algorithm: str) -> GroupRows:
+    """The batch's groups. Raises ValueError if it has none."""
+    if batch.groups is None:
+        raise ValueError(f"{algorithm} compares the samples of a group, but the batch knows no groups")
+    return batch.groups

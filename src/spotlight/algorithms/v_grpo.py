@@ -1,0 +1,84 @@
+"""V-GRPO (arXiv 2604.23380): clipped policy gradient with the ELBO as log-prob, on final latents.
+
+Of a sample, with n noise levels t_j and noises e_j that all samples of its group share:
+
+    x̂0_j = x_j - t_j v(x_j, t_j),   s_j = -<(x̂0_j - x0)²> / stopgrad <|x̂0_j - x0|>
+    r = exp(1/n Σ_j (s_j - s_j,old)),   L = max(-A r, -A clip(r, 1 ± c))
+
+with A or, softly clipped, η tanh(A/η). ``old`` are the weights before the batch: in its first update r is 1
+and every level's gradient is that of -A exp(s_j - sg s_j), so that levels may be in different passes. Later
+updates evaluate all levels of a sample in one pass. The paper's optional KL penalty is not implemented.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.flow_grpo import clipped_surrogate
+from spotlight.algorithms.forward_process import log_probs_before, noised, weighted_error
+from spotlight.config.sections.newer_algorithms import VGRPOConfig
+from spotlight.diffusion.samplers import Sampler, predict_x0
+
+
+@dataclass(frozen=True, slots=True)
+class VGRPO:
+    """Implements :class:`~spotlight.algorithms.base.Algorithm`."""
+
+    config: VGRPOConfig
+    sampler: Sampler
+    name: str = "v-grpo"
+    keeps: Literal["final"] = "final"
+    rollout_slot: Slot = "policy"
+    extra_slots: tuple[Slot, ...] = ()
+    takes_stale: Literal[False] = False
+
+    def timesteps(self, kept_steps: int) -> int:
+        """``train_timesteps``."""
+        return self.config.train_timesteps
+
+    @torch.no_grad()
+    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor:
+        """s of every row under the current policy."""
+        return self._surrogate(policy, batch, timesteps)
+
+    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+        """See the module's formula; one noise level per row.
+
+        Raises:
+            ValueError: in a later update, not all noise levels of the samples.
+        """
+        config, advantages = self.config, batch.advantages
+        if config.soft_clip is not None:
+            advantages = config.soft_clip * torch.tanh(advantages / config.soft_clip)
+        surrogate = self._surrogate(policy, batch, timesteps)
+        log_ratio = surrogate - log_probs_before(batch, timesteps, surrogate, self.name)
+        if not batch.first_update:
+            log_ratio = self._over_levels(log_ratio, timesteps)
+        loss, metrics = clipped_surrogate(log_ratio, advantages, config.clip_range)
+        return LossTerms(loss, {**metrics, "surrogate": surrogate.detach()})
+
+    def old_decay(self, batches_trained: int) -> None:
+        """None: there is no old slot."""
+        return
+
+    def _surrogate(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor:
+        config = self.config
+        x_t, sigma, _ = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
+        predicted = predict_x0(x_t, policy.velocity(x_t, sigma).float(), sigma)
+        return -weighted_error(predicted, batch.final)
+
+    def _over_levels(self, values: Tensor, timesteps: Timesteps) -> Tensor:
+        """[batch]: of every row, the mean over its sample's rows."""
+        at, wanted = timestep_of_rows(timesteps, len(values)), self.config.train_timesteps
+        if len(set(at)) != wanted:
+            raise ValueError(
+                f"a pass has {len(set(at))} of the {wanted} noise levels of its samples, but {self.name}'s "
+                f"ratio is of their mean: set learner.timesteps_per_pass to {wanted}"
+            )
+        # Rows are the whole batch, timestep by timestep.
+        return values.view(wanted, -1).mean(0).repeat(wanted)
