@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.load import EMBEDDED, build_config, dump_config, load_config, parse_yaml
+from spotlight.config.load import EMBEDDED, build_config, dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.config.section import Section
 from spotlight.config.sections.learner_section import divisors_near
 from spotlight.config.sections.rewards import RewardConfig
+from spotlight.config.tree import parse_yaml
 from spotlight.store.run_directory import flatten
 
 

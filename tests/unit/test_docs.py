@@ -15,7 +15,8 @@ from typer.core import TyperGroup, TyperOption
 
 from spotlight.cli.main import app
 from spotlight.config.errors import ConfigError
-from spotlight.config.load import build_config, dump_config, load_config, merge, parse_yaml
+from spotlight.config.load import build_config, dump_config, load_config
+from spotlight.config.tree import merge, parse_yaml
 from spotlight.planning.scenarios.scenario_load import build_scenario, load_scenario, scenario_names
 
 ROOT = Path(__file__).parents[2]

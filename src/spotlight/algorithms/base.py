@@ -223,5 +223,6 @@ class Algorithm(Protocol):
     def old_decay(self, batches_trained: int) -> float | None:
         """m of ``old <- m old + (1 - m) policy`` after a batch; None without an old slot.
 
-        ``batches_trained`` counts the batches (iterations) trained so far, 1 after the first.
+        ``batches_trained`` counts the batches (iterations) trained so far, 1 after the first; optimizer steps
+        if the section ``decays_by_steps``.
         """

@@ -16,6 +16,8 @@ if typing.TYPE_CHECKING:
     from pydantic import BaseModel
     from pydantic.fields import FieldInfo
 
+    from spotlight.config.schema import RunConfig
+
 _WIDTH = 100
 
 
@@ -24,6 +26,11 @@ def config(
         list[str] | None,
         typer.Argument(metavar="CONFIG.yaml|KEY=VALUE", help="As for train.", show_default=False),
     ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option("--like", help="Start from another trainer's settings.", show_default=False),
+    ] = None,
+    diff: Annotated[bool, typer.Option("--diff", help="Print only what differs from the defaults.")] = False,
 ) -> None:
     """Print a configuration as YAML with every key documented; without arguments, the default one.
 
@@ -32,11 +39,31 @@ def config(
       spotlight config > my_run.yaml
 
       spotlight config algorithm.name=flow-grpo rollout.sampler=cps
+
+      spotlight config --like flow_grpo-sd3 --diff
     """
     from spotlight.config.load import load_config
 
     with errors_without_traceback():
-        typer.echo(documented_yaml(load_config(*split_arguments(arguments or []))), nl=False)
+        path, overrides = split_arguments(arguments or [])
+        resolved = load_config(path, [*([f"like={like}"] if like else []), *overrides])
+        typer.echo(_differences(resolved) if diff else documented_yaml(resolved), nl=False)
+
+
+def _differences(config: RunConfig) -> str:
+    """Overrides that give the configuration, each with the default, and what its preset does not set."""
+    from spotlight.config.load import changed_keys
+    from spotlight.config.preset import load_preset
+
+    lines = [
+        f"{key}={_scalar(value)}  # default: {_scalar(default)}"
+        for key, (value, default) in changed_keys(config).items()
+    ]
+    if config.like is not None:
+        preset = load_preset(config.like)
+        lines += ["", f"# {preset.name}: {preset.source}", "# What is not as there:"]
+        lines += [f"# - {sentence}" for sentence in preset.differs]
+    return "\n".join(lines) + "\n"
 
 
 def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:

@@ -7,7 +7,7 @@ import json
 import re
 import types
 import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -16,38 +16,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.preset import with_preset
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.algorithm import AlgorithmSection
+from spotlight.config.tree import merge, parse_yaml, read_tree, yaml_trouble
 from spotlight.registry import ALGORITHMS
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats (YAML 1.1 reads ``3e-4`` as a string), text keys only, and no duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """Build a mapping. Raises :class:`yaml.YAMLError` on duplicate keys (YAML keeps the last
-        silently).
-        """
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if key.tag not in {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}:
-                raise _error(key, "a key must be text: quote it")
-            if key.value in seen:
-                raise _error(key, f"{key.value!r} stands twice")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
-
 
 EMBEDDED = Path(__file__).with_name("demo.yaml")
 """What ``spotlight train`` runs without a file."""
@@ -56,23 +29,19 @@ EMBEDDED = Path(__file__).with_name("demo.yaml")
 _ALGORITHM = "algorithm.name"
 
 
-def parse_yaml(text: str) -> object:
-    """Parse one YAML document safely; ``3e-4`` is a float."""
-    return yaml.load(text, Loader=_Loader)
-
-
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's configuration.
 
     Args:
-        path: YAML file; None: :data:`EMBEDDED` (the tiny Qwen-Image demo).
+        path: YAML file; None: :data:`EMBEDDED` (the tiny Qwen-Image demo), or what ``like=NAME`` names.
         overrides: ``key.subkey=value`` in YAML syntax, applied in order.
 
     Raises:
         ConfigError: all problems found, each naming key, value, expectation and remedy.
     """
     source = str(path) if path else "the embedded default"
-    tree = read_tree(path or EMBEDDED)
+    preset = any(text.startswith("like=") for text in overrides)
+    tree = {} if path is None and preset else read_tree(path or EMBEDDED)
     # Apply a change of algorithm first: its fields start from its own defaults, not the file's.
     for override in sorted(overrides, key=lambda text: not text.startswith((f"{_ALGORITHM}=", "algorithm="))):
         apply_override(tree, override)
@@ -81,6 +50,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     """Validate a nested mapping. Raises :class:`ConfigError`."""
+    tree = with_preset(tree)
     try:
         # Through JSON: strict mode then accepts lists as tuples and strings as paths, but `steps: "8"` and
         # `steps: yes` are errors, not 8 and 1.
@@ -96,6 +66,24 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
 def dump_config(config: RunConfig) -> str:
     """The resolved configuration as YAML with every key; loading it gives an equal configuration."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
+
+
+def changed_keys(config: RunConfig) -> dict[str, tuple[object, object]]:
+    """By dotted key, the value and the default of what differs; the algorithm's defaults are its own."""
+    found = config.model_dump(mode="json")
+    defaults = _flat(_defaults_for({"algorithm": {"name": config.algorithm.name}}))
+    flat = _flat(found)
+    return {key: (value, defaults.get(key)) for key, value in flat.items() if value != defaults.get(key)}
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def with_new_keys(text: str) -> str:
@@ -140,43 +128,6 @@ def _algorithm_of(tree: Mapping[str, Any]) -> type[AlgorithmSection] | None:
     return ALGORITHMS.load(name) if name in ALGORITHMS else None
 
 
-def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """``over`` merged onto ``base``, recursively for sections; other values replace."""
-    merged = dict(base)
-    for key, value in over.items():
-        below = merged.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            value = merge(below, value)
-        merged[key] = value
-    return merged
-
-
-def read_tree(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, empty if the file is. Raises :class:`ConfigError`."""
-    try:
-        tree = parse_yaml(path.read_text())
-    except OSError as error:
-        problem = Problem(
-            "CONFIG", str(path), "a readable YAML file", f"{error.strerror}; see `spotlight train --help`."
-        )
-        raise ConfigError(str(path), [problem]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = Problem("CONFIG", "text that is not plain YAML", "a mapping of keys", _yaml_trouble(error))
-        raise ConfigError(str(path), [problem]) from None
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        problem = Problem("CONFIG", type(tree).__name__, "a mapping of keys", "Write `key: value` lines.")
-        raise ConfigError(str(path), [problem])
-    return tree
-
-
-def _yaml_trouble(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"Line {error.problem_mark.line + 1}: {error.problem}."
-    return " ".join(str(error).split())
-
-
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Apply one ``key.subkey=value`` (YAML syntax) to a nested mapping. Raises :class:`ConfigError`."""
     key, separator, text = override.partition("=")
@@ -186,7 +137,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     try:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
-        problem = Problem(key, repr(text), "a YAML value", _yaml_trouble(error))
+        problem = Problem(key, repr(text), "a YAML value", yaml_trouble(error))
         raise ConfigError("the command line", [problem]) from None
     *parents, leaf = key.split(".")
     node = tree

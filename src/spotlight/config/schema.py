@@ -35,6 +35,8 @@ class RunConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "demo"
     """Name of the run directory."""
+    like: str | None = None
+    """Another trainer's settings to start from, below those given here (docs/howto/coming-from.md)."""
     runs_dir: Annotated[Path, Field(validate_default=False)] = Path("runs")
     """Parent of the run directories."""
     cache_dir: Path | None = None

@@ -45,25 +45,29 @@ class AllSteps:
 
 @dataclass(frozen=True, slots=True)
 class RandomWindow:
-    """``size`` contiguous steps within [low, high), placed by the rollout's seed (Flow-GRPO-Fast).
+    """``size`` contiguous steps within [low, high), placed by the rollout's seed (Flow-GRPO-Fast), or by its
+    iteration.
 
     Attributes:
         size: number of stochastic steps, >= 1.
         low: first step the window may contain.
         high: exclusive; None: half of the steps (or more if ``size`` needs it).
+        per_iteration: all rollouts of an iteration have the same window.
     """
 
     size: int
     low: int = 0
     high: int | None = None
+    per_iteration: bool = False
 
     def __post_init__(self) -> None:
         _check_window(self.size, self.low, self.high)
 
     def steps(self, total_steps: int, seed: int, iteration: int) -> range:
-        """The seed's window, the same in every iteration."""
+        """The seed's window, the same in every iteration; or the iteration's, the same for every seed."""
         positions = self._positions(total_steps)
-        choice = int(uniform(seed, Stream.SDE_WINDOW, 0, 1)[0] * len(positions))
+        key = (0, 1 + iteration) if self.per_iteration else (seed, 0)
+        choice = int(uniform(key[0], Stream.SDE_WINDOW, key[1], 1)[0] * len(positions))
         return range(positions[choice], positions[choice] + self.size)
 
     def kept(self, total_steps: int) -> int:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,14 @@ class LoraSpec:
         alpha: the update is scaled by alpha / rank.
         targets: suffixes of linear layers' names, e.g. ``to_q`` or ``img_mlp.net.2``.
         seed: of the initial A (B starts at zero).
+        init: its distribution: uniform within 1 / sqrt(inputs), or normal with deviation 1 / rank.
     """
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
     seed: int = 0
+    init: Literal["uniform", "gaussian"] = "uniform"
 
 
 def check_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
@@ -123,7 +125,10 @@ def _initialise(layers: Mapping[str, LoraLayer], spec: LoraSpec, adapters: Seque
     for name in sorted(layers):
         layer = layers[name]
         shape = layer.lora_A[adapters[0]].weight.shape
-        start = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator) / shape[1] ** 0.5
+        if spec.init == "gaussian":
+            start = torch.empty(shape).normal_(0.0, 1 / spec.rank, generator=generator)
+        else:
+            start = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator) / shape[1] ** 0.5
         for adapter in adapters:
             for weight, value in (
                 (layer.lora_A[adapter].weight, start),

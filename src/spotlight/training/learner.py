@@ -276,7 +276,8 @@ class Learner:
         if self._update.announced is not None:
             raise RuntimeError("finish_batch() with accumulated gradients: call step() first")
         self.batches += 1
-        decay = self.algorithm.old_decay(self.batches)
+        by_steps = self.algorithm.config.decays_by_steps
+        decay = self.algorithm.old_decay(self.steps if by_steps else self.batches)
         if decay is not None:
             self.slots.blend("old", "policy", decay)
         self._waiting.clear()

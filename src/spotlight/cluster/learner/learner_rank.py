@@ -24,8 +24,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from spotlight.config.errors import ConfigError
-from spotlight.config.load import build_config, parse_yaml
+from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
+from spotlight.config.tree import parse_yaml
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition, unpack_sample

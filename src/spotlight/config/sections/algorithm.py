@@ -99,6 +99,12 @@ class AlgorithmSection(Section):
         return False
 
     @property
+    def decays_by_steps(self) -> bool:
+        """Whether the old policy's decay is a function of optimizer steps, not of batches."""
+        old_policy = getattr(self, "old_policy", None)
+        return isinstance(old_policy, OldPolicyConfig) and old_policy.count == "steps"
+
+    @property
     def shares_draws(self) -> bool:
         """Whether a group's samples are trained at the same noise levels with the same noise."""
         return False
@@ -251,17 +257,19 @@ class ForwardProcessSection(AlgorithmSection):
 
 
 class OldPolicyConfig(Section):
-    """How fast the old policy follows: decay m = min(slope · max(n - delay, 0), cap) after n batches.
+    """How fast the old policy follows: decay m = min(slope · max(n - delay, 0), cap) after each batch.
 
-    DiffusionNFT: 0.001, 0.5, 0; for OCR 0.0075, 0.999, 75.
+    DiffusionNFT: 0.001, 0.5, 0; for OCR 0.0075, 0.999, 75, counting optimizer steps.
     """
 
     slope: Annotated[float, Field(ge=0)] = 0.001
-    """Growth of the decay per batch trained."""
+    """Growth of the decay per n."""
     cap: Annotated[float, Field(ge=0, lt=1)] = 0.5
     """Largest decay; 0 makes the old policy equal the trained one."""
     delay: Annotated[int, Field(ge=0)] = 0
-    """Batches before the decay starts to grow."""
+    """n before the decay starts to grow."""
+    count: Literal["batches", "steps"] = "batches"
+    """What n is: batches trained, or optimizer steps (``learner.updates_per_batch`` per batch)."""
 
     def decay(self, batches_trained: int) -> float:
         """m of ``old <- m old + (1 - m) policy``."""

@@ -25,6 +25,10 @@ class LoraConfig(Section):
     """Scale: the update is multiplied by alpha / rank."""
     targets: tuple[str, ...] | None = None
     """Names of the linear layers to adapt (suffixes); default: the family's attention and MLP layers."""
+    init: Literal["uniform", "gaussian"] = "uniform"
+    """Initial values of A (B starts at zero): uniform within 1 / sqrt(inputs), peft's default, or normal with
+    standard deviation 1 / rank.
+    """
 
 
 class EmaConfig(Section):

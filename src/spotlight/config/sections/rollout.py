@@ -30,6 +30,8 @@ class SdeWindowConfig(Section):
     """Iterations per window position (``sliding``)."""
     decay: Annotated[float, Field(ge=0)] = 0.0
     """Shortens the clean half: ``every * exp(-decay * max(position - steps / 2, 0))`` (``sliding``)."""
+    per: Literal["rollout", "iteration"] = "rollout"
+    """Which rollouts share a window: none, or all of an iteration (``random``)."""
 
 
 class RolloutConfig(Section):

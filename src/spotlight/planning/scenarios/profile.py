@@ -24,7 +24,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.load import parse_yaml
+from spotlight.config.tree import parse_yaml
 from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
 
 _SOURCE = r"^(published|measured|derived|assumed): \S"

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.load import apply_override, merge, read_tree
+from spotlight.config.load import apply_override
+from spotlight.config.tree import merge, read_tree
 from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
 from spotlight.planning.scenarios.scenario_file import ExplorationSection, ScenarioFile
 from spotlight.planning.scenarios.strategies import (

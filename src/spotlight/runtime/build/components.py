@@ -155,7 +155,7 @@ def make_window(config: RunConfig) -> SdeWindow | None:
         case "all":
             return AllSteps()
         case "random":
-            return RandomWindow(window.size, window.low, window.high)
+            return RandomWindow(window.size, window.low, window.high, window.per == "iteration")
         case "sliding":
             return SlidingWindow(
                 window.size, window.every, low=window.low, high=window.high, decay=window.decay
@@ -195,6 +195,7 @@ def _make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) ->
         alpha=lora.alpha,
         targets=family.lora_targets if lora.targets is None else lora.targets,
         seed=derive_seed(config.run_seed, "lora"),
+        init=lora.init,
     )
     with under("learner.lora"):
         check_targets(family.transformer, spec.targets)

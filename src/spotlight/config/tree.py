@@ -1,0 +1,83 @@
+"""Configurations as nested mappings: parsing YAML and merging."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spotlight.config.errors import ConfigError, Problem
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats (YAML 1.1 reads ``3e-4`` as a string), text keys only, and no duplicate keys."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Build a mapping. Raises :class:`yaml.YAMLError` on duplicate keys (YAML keeps the last
+        silently).
+        """
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag not in {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}:
+                raise _error(key, "a key must be text: quote it")
+            if key.value in seen:
+                raise _error(key, f"{key.value!r} stands twice")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str) -> object:
+    """Parse one YAML document safely; ``3e-4`` is a float."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` merged onto ``base``, recursively for sections; other values replace."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = merge(below, value)
+        merged[key] = value
+    return merged
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, empty if the file is. Raises :class:`ConfigError`."""
+    try:
+        tree = parse_yaml(path.read_text())
+    except OSError as error:
+        problem = Problem(
+            "CONFIG", str(path), "a readable YAML file", f"{error.strerror}; see `spotlight train --help`."
+        )
+        raise ConfigError(str(path), [problem]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = Problem("CONFIG", "text that is not plain YAML", "a mapping of keys", yaml_trouble(error))
+        raise ConfigError(str(path), [problem]) from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        problem = Problem("CONFIG", type(tree).__name__, "a mapping of keys", "Write `key: value` lines.")
+        raise ConfigError(str(path), [problem])
+    return tree
+
+
+def yaml_trouble(error: Exception) -> str:
+    """What is wrong with a YAML text, in one sentence."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"Line {error.problem_mark.line + 1}: {error.problem}."
+    return " ".join(str(error).split())

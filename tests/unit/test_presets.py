@@ -1,0 +1,64 @@
+"""Presets load, plan and give way to the user's own settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spotlight.cli.main import app
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import changed_keys, dump_config, load_config, read_config
+from spotlight.config.preset import load_preset, preset_names
+from spotlight.dry_run.run_plan import make_plan
+
+ROOT = Path(__file__).parents[2]
+PROMPTS = [f"data.{name}={ROOT}/examples/prompts/ocr_{name}.txt" for name in ("train", "test")]
+PAGE = (ROOT / "docs/howto/coming-from.md").read_text()
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_plans_and_is_described(name: str) -> None:
+    config = load_config(None, [f"like={name}", *PROMPTS])
+    assert config.like == name
+    plan = make_plan(config)
+    assert plan.memory
+    preset = load_preset(name)
+    assert "https://github.com/" in preset.source
+    assert preset.differs
+    assert f"`{name}`" in PAGE
+    changed = changed_keys(config)
+    for section, settings in preset.settings.items():
+        assert any(key == section or key.startswith(f"{section}.") for key in changed), (section, settings)
+
+
+def test_the_users_settings_win(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("like: flow_grpo-sd3\nrollout: {steps: 12}\nlearner: {ema: null}\n")
+    config = load_config(file, ["algorithm.clip_range=1e-3", "rollout.group_size=12"])
+    assert (config.rollout.steps, config.rollout.group_size, config.learner.ema) == (12, 12, None)
+    assert config.algorithm.model_dump()["clip_range"] == 1e-3
+    assert config.algorithm.model_dump()["kl_weight"] == 0.04
+    assert config.rollout.true_cfg_scale == 4.5
+    assert read_config(dump_config(config), "a dump") == config
+
+
+def test_another_algorithm_starts_from_its_own_defaults() -> None:
+    config = load_config(None, ["like=flow_grpo-sd3", "algorithm.name=grpo-guard"])
+    assert config.algorithm.model_dump()["clip_range"] == 2e-6
+    assert config.rollout.true_cfg_scale == 4.5
+
+
+def test_an_unknown_preset_is_named_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"like: found 'flow-grpo-sd3'.*Did you mean 'flow_grpo-sd3'"):
+        load_config(None, ["like=flow-grpo-sd3"])
+
+
+def test_differences_are_printed_as_overrides() -> None:
+    result = CliRunner().invoke(app, ["config", "--like", "diffusion-nft-sd3", "--diff"])
+    assert result.exit_code == 0, result.output
+    lines = [line.split("  # default: ")[0] for line in result.output.splitlines() if "  # default" in line]
+    assert "algorithm.old_policy.count=steps" in lines
+    assert "second-order solver" in result.output
+    assert load_config(None, lines) == load_config(None, ["like=diffusion-nft-sd3"])
