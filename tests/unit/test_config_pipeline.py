@@ -81,6 +81,7 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         ([RAY, "pipeline.next_share=.5", "exploration={}"], "pipeline.next_share", "exploration.where=idle"),
         ([RAY, "pipeline.next_share=1", IDLE], "pipeline.next_share", "lower it"),
         ([*GUARD, RAY, "pipeline.next_share=.5"], "pipeline.next_share", "take flow-grpo"),
+        (["algorithm.name=v-grpo", RAY, "pipeline.next_share=.5"], "pipeline.next_share", "take flow-grpo"),
         ([*GRPO, RAY, "pipeline.next_share=.5"], "algorithm.old_log_probs", "only the rollout has"),
         (
             [*GRPO, RAY, "pipeline.next_share=.5", "algorithm.old_log_probs=stop_gradient"],

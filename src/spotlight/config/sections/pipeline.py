@@ -178,7 +178,7 @@ class PipelineConfig(Section):
         yield from self._stale_problems(run.algorithm, share)
 
     def _stale_problems(self, algorithm: AlgorithmSection, share: str) -> Iterator[Problem]:
-        if algorithm.learns_from_clean_samples:
+        if algorithm.learns_from_clean_samples and not algorithm.recomputes_log_probs:
             return
         if not isinstance(algorithm, FlowGRPOConfig):
             yield Problem(
