@@ -35,7 +35,9 @@ def test_a_preset_plans_and_is_described(name: str) -> None:
 
 def test_the_users_settings_win(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("like: flow_grpo-sd3\nrollout: {steps: 12}\nlearner: {ema: null}\n")
+    file.write_text(
+        "like: flow_grpo-sd3\nrollout: {steps: 12}\nlearner: {ema: null}\nevaluation: {weights: policy}\n"
+    )
     config = load_config(file, ["algorithm.clip_range=1e-3", "rollout.group_size=12"])
     assert (config.rollout.steps, config.rollout.group_size, config.learner.ema) == (12, 12, None)
     assert config.algorithm.model_dump()["clip_range"] == 1e-3
