@@ -163,6 +163,52 @@ def test_diffusion_dpo_is_the_papers_pairwise_loss(kind: Any) -> None:
     assert_gradient(policy, terms, lambda w: np.array([mean_loss(w)]), array(policy.weight))
 
 
+@pytest.mark.parametrize("name", ["dgpo", "diffusion-dpo"])
+def test_a_group_may_be_shared_by_ranks(name: str) -> None:
+    policy = moved()
+    batch = finals(policy)
+    algorithm: Algorithm = DGPO(DGPOConfig(beta=30.0), ODE())
+    if name == "diffusion-dpo":
+        algorithm = DiffusionDPO(DiffusionDPOConfig(beta=30.0), ODE())
+    whole = policy.gradient(algorithm.loss(policy, batch, 0).per_sample.sum())
+    ranks = [share(batch, rank) for rank in range(2)]
+    told: list[list[torch.Tensor]] = [[], []]
+    for rank, rows in enumerate(ranks):  # what each tells the other
+        algorithm.loss(policy, heard(rows, told[rank], None), 0)
+    parts = [
+        algorithm.loss(policy, heard(rows, [], told[1 - rank]), 0).per_sample.sum()
+        for rank, rows in enumerate(ranks)
+    ]
+    torch.testing.assert_close(policy.gradient(torch.stack(parts).sum()), whole, rtol=1e-4, atol=1e-6)
+
+
+def share(batch: TrainBatch, rank: int) -> TrainBatch:
+    """Every other row."""
+    assert batch.groups is not None
+    mine = slice(rank, None, 2)
+    groups = replace(batch.groups, group=batch.groups.group[mine], member=batch.groups.member[mine])
+    return replace(
+        batch,
+        final=batch.final[mine],
+        sigmas=batch.sigmas[mine],
+        advantages=batch.advantages[mine],
+        seeds=batch.seeds[mine],
+        versions=batch.versions[mine],
+        groups=groups,
+    )
+
+
+def heard(batch: TrainBatch, told: list[torch.Tensor], other: list[torch.Tensor] | None) -> TrainBatch:
+    """With sums over two ranks: ``told`` collects this one's tables, ``other`` has the other's."""
+
+    def over_ranks(table: torch.Tensor) -> torch.Tensor:
+        told.append(table)
+        return table if other is None else table + other[len(told) - 1]
+
+    assert batch.groups is not None
+    return replace(batch, groups=replace(batch.groups, over_ranks=over_ranks))
+
+
 def test_pairs_are_of_equal_rank_from_both_ends() -> None:
     present = torch.tensor([[True] * 5, [True, True, True, True, False], [True, True, False, False, False]])
     advantages = torch.tensor([[1.0, -2.0, 0.5, 3.0, -1.0], [2.0, 2.0, -1.0, 2.0, 0.0], [1.0, 1.0, 0, 0, 0]])
