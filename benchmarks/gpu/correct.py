@@ -174,7 +174,7 @@ def learning(
 def compiled(lab: Lab, module: nn.Module) -> Iterator[None]:
     """The transformer with its blocks compiled, all by the same code; on a CPU without generating any."""
     torch._dynamo.reset()
-    compile_blocks(module, "inductor" if lab.device.type == "cuda" else "aot_eager")
+    compile_blocks(module, lab.device, "inductor" if lab.device.type == "cuda" else "aot_eager")
     try:
         yield
     finally:

@@ -1,4 +1,7 @@
-"""Weights that diffusers keeps in float32 stay float32 where a model is sharded and computes in bfloat16."""
+"""Weights that diffusers keeps in float32 stay float32 where a model is sharded and computes in bfloat16.
+
+Its files are read after sharding, each rank's rows alone, and give the weights that loading the whole gives.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from spotlight.models.skeleton import keeps_float32
+from spotlight.models.skeleton import base_state, keeps_float32
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, WeightSlots
 from spotlight.registry import FAMILIES
 from spotlight.training.sharding import shard_module
@@ -64,7 +67,7 @@ def _train(rank: int, world: int, mode: str, pipeline: Path, scratch: Path, resu
     torch.set_num_threads(1)
     store = dist.FileStore(str(scratch / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=180))
-    gradients = []
+    gradients, weights = [], list[dict[str, torch.Tensor]]()
     seen: dict[str, torch.dtype] = {}
     for sharded in (False, True):
         family = FAMILIES.load("wan").load(
@@ -73,6 +76,7 @@ def _train(rank: int, world: int, mode: str, pipeline: Path, scratch: Path, resu
             dtype=torch.bfloat16 if mode == "lora" else torch.float32,
             embeddings_cache=scratch / str(rank),
             max_text_tokens=CASES["wan"].max_text_tokens,
+            deferred=sharded,
         )
         slots: WeightSlots
         if mode == "lora":
@@ -88,7 +92,10 @@ def _train(rank: int, world: int, mode: str, pipeline: Path, scratch: Path, resu
         module.enable_gradient_checkpointing()
         if sharded:
             shard_module(module, torch.bfloat16)
+            assert all(p.is_meta for name, p in module.named_parameters() if "lora" not in name)
+            family.read_weights(module)
             _watch(module, seen)
+        weights.append({name: _whole(tensor) for name, tensor in base_state(module).items()})
         size = CASES["wan"].size
         latents = torch.randn(2, *family.latent_shape(size), generator=torch.Generator().manual_seed(2))
         mine = slice(rank, rank + 1) if sharded and world == 2 else slice(None)
@@ -99,6 +106,9 @@ def _train(rank: int, world: int, mode: str, pipeline: Path, scratch: Path, resu
                 velocity = family.velocity(model, latents[mine], LEVELS[mine], condition, None, size)
             (velocity.square().sum() / len(velocity)).backward()
         gradients.append({n: _whole(parameter.grad) for n, parameter in slots.trainable_parameters().items()})
+    read, parts = weights
+    assert read.keys() == parts.keys()
+    assert all(torch.equal(parts[name], tensor) for name, tensor in read.items())
     whole, shards = gradients
     largest = max(tensor.abs().max() for tensor in whole.values())
     if rank == 0:

@@ -69,7 +69,7 @@ def test_a_choice_reaches_every_layer_and_no_other_model(family: QwenImage) -> N
     before, _ = _AttentionBackendRegistry.get_active_backend()
     with torch.no_grad():
         expected = velocity(family, family.transformer, TEXTS)
-        attention.use_attention(family.transformer, "math", splits_sequence=False)
+        attention.use_attention(family.transformer, "math", family.device, splits_sequence=False)
         found = velocity(family, family.transformer, TEXTS)
     torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
     chosen = [
@@ -86,14 +86,14 @@ def test_a_choice_reaches_every_layer_and_no_other_model(family: QwenImage) -> N
 def test_what_this_machine_lacks_is_refused_by_name(family: QwenImage, name: str) -> None:
     assert attention.missing(name, torch.device("cpu"))
     with pytest.raises(ModelError, match=f"model.attention is '{name}'.*needs a CUDA device"):
-        attention.use_attention(family.transformer, name)
+        attention.use_attention(family.transformer, name, family.device)
 
 
 def test_models_and_backends_that_cannot_are_refused(family: QwenImage) -> None:
     with pytest.raises(ModelError, match="Linear calls torch's attention directly"):
-        attention.use_attention(nn.Linear(2, 2), "native")
+        attention.use_attention(nn.Linear(2, 2), "native", torch.device("cpu"))
     with pytest.raises(ModelError, match="one that can split a sequence"):
-        attention.use_attention(family.transformer, "math", splits_sequence=True)
+        attention.use_attention(family.transformer, "math", family.device, splits_sequence=True)
 
 
 # -- compilation ---------------------------------------------------------------------------------------
@@ -127,7 +127,7 @@ def compiled_against_eager(
         return found
 
     expected = run()
-    compile_blocks(family.transformer, backend)
+    compile_blocks(family.transformer, family.device, backend)
     counters.clear()
     differences = [(a - b).abs().max().item() for a, b in zip(run(), expected, strict=True)]
     graphs = int(counters["stats"]["unique_graphs"])
@@ -159,4 +159,4 @@ def test_a_run_asks_for_both_by_key(random_pipeline: Path, tmp_path: Path, fresh
 
 def test_a_model_without_repeated_blocks_is_refused() -> None:
     with pytest.raises(ModelError, match="Linear names no repeated blocks"):
-        compile_blocks(nn.Linear(2, 2), "aot_eager")
+        compile_blocks(nn.Linear(2, 2), torch.device("cpu"), "aot_eager")

@@ -34,7 +34,7 @@ def test_a_model_that_cannot_is_refused(
     blocks = family.transformer.transformer_blocks
     assert isinstance(blocks, nn.ModuleList)
     del blocks[1:]
-    monkeypatch.setattr(build, "load_family", lambda config, device: family)
+    monkeypatch.setattr(build, "load_family", lambda config, device, **options: family)
     told = r"exploration\.step_cache: found 2; .*has 1 transformer blocks.*: leave it out"
     with pytest.raises(ConfigError, match=told):
         prepare_model(config, torch.device("cpu"))

@@ -80,7 +80,7 @@ def test_what_the_model_computes_itself_is_there(random_pipeline: Path, tmp_path
 
 def test_without_weights_it_refuses_to_run(random_pipeline: Path, tmp_path: Path) -> None:
     family = load(random_pipeline, tmp_path, torch.float32, read_transformer=False)
-    with pytest.raises(ModelError, match="read_transformer=False and never filled"):
+    with pytest.raises(ModelError, match="loaded without them and never filled"):
         velocity(family)
     assert all(bool(tensor.isnan().all()) for tensor in base_state(family.transformer).values())
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 When = Literal["always", "set-up", "rollout", "training", "host"]
 _LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores per sample
+_MERGED = "merged adapters"
+"""Sharded weights are not merged."""
 _PNG_SHARE = 0.6  # of the raw bytes for photographs; images with few colours compress better
 
 
@@ -31,18 +33,20 @@ class Estimate:
 
     Attributes:
         when: the phase that allocates it on the device, or ``host`` for CPU memory.
+        divided: whether ranks that share the model (``learner.shard``) each hold a part of it.
     """
 
     part: str
     bytes: float
     formula: str
     when: When = "always"
+    divided: bool = False
 
 
 def memory_parts(
     config: RunConfig, model: ModelSizes, family: type[ModelFamily], trained: int, text_tokens: int
 ) -> tuple[Estimate, ...]:
-    """Memory of one unsharded process (FSDP shards weights, gradients and Adam).
+    """Memory of one process that holds the whole model; :func:`shared_parts` is for several.
 
     With ``pipeline.trainers_generate``, of a learner's GPU: a rank and the worker beside it.
     """
@@ -63,8 +67,36 @@ def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tupl
     mine = [part for part in parts if part.when != "rollout"]
     held = [part for part in weights if part.when == "always"]
     rolls_out = [part for part in parts if part.when == "rollout"]
-    worker = [replace(part, part=f"{part.part} (worker)", when="always") for part in (*held, *rolls_out)]
+    worker = [
+        replace(part, part=f"{part.part} (worker)", when="always", divided=False)
+        for part in (*held, *rolls_out)
+    ]
     return (*mine, *worker)
+
+
+def shared_parts(
+    config: RunConfig, model: ModelSizes, parts: Sequence[Estimate], ranks: int
+) -> tuple[Estimate, ...]:
+    """Memory of one of ``ranks`` that share the model, from :func:`memory_parts`.
+
+    No rank ever holds more of it: weights are read after sharding, when the text encoder is freed.
+    """
+    full = config.learner.mode == "full"
+    half = config.model.dtype == "bfloat16" or config.learner.autocast == "bfloat16"
+    size = 2 if half else 4
+    block = model.parameters / model.dimensions.layers
+    formula = f"{size} B x parameters / L x 2" + (f" + {size + 4} B x parameters / L (gradients)" * full)
+    gathered = Estimate("gathered blocks", block * (2 * size + full * (size + 4)), formula)
+    mine = [
+        replace(part, bytes=part.bytes / ranks) if part.divided else part
+        for part in parts
+        if part.part != _MERGED
+    ]
+    later = sum(part.bytes for part in mine if part.divided and part.when == "always")
+    return (
+        *(replace(p, bytes=max(0.0, p.bytes - later)) if p.when == "set-up" else p for p in mine),
+        gathered,
+    )
 
 
 def peak_bytes(parts: tuple[Estimate, ...]) -> float:
@@ -85,15 +117,14 @@ def weight_copies(config: RunConfig) -> int:
 def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Estimate]:
     size = 2 if config.model.dtype == "bfloat16" else 4
     if config.learner.mode == "lora":
-        yield Estimate("frozen DiT", model.parameters * size, f"{size} B x parameters")
+        yield Estimate("frozen DiT", model.parameters * size, f"{size} B x parameters", divided=True)
     yield Estimate("VAE", model.vae_parameters * 4, "4 B x parameters")
     copies = weight_copies(config)
     what = "adapters" if config.learner.mode == "lora" else "DiT"
-    yield Estimate(f"trained {what}", trained * 4, "4 B x P")
+    yield Estimate(f"trained {what}", trained * 4, "4 B x P", divided=True)
     if copies:
-        yield Estimate(
-            f"copies of the {what}", trained * 4 * copies, f"4 B x P x {copies} (old, EMA, reference)"
-        )
+        formula = f"4 B x P x {copies} (old, EMA, reference)"
+        yield Estimate(f"copies of the {what}", trained * 4 * copies, formula, divided=True)
     formula = f"{size} B x parameters, then freed"
     yield Estimate("text encoder", model.text_encoder_parameters * size, formula, "set-up")
 
@@ -104,7 +135,7 @@ def _merged(config: RunConfig, model: ModelSizes, family: type[ModelFamily]) -> 
     if learner.mode == "lora" and config.model.dtype == "float32" and learner.autocast == "none":
         targets = family.lora_targets if learner.lora.targets is None else learner.lora.targets
         adapted = sum(outputs * inputs for outputs, inputs in bind_targets(model, targets).values())
-        yield Estimate("merged adapters", adapted * 4, "4 B x weights of the adapted layers", "rollout")
+        yield Estimate(_MERGED, adapted * 4, "4 B x weights of the adapted layers", "rollout")
 
 
 def timesteps_per_pass(config: RunConfig) -> int:
@@ -114,12 +145,13 @@ def timesteps_per_pass(config: RunConfig) -> int:
 
 
 def _optimizer(config: RunConfig, trained: int) -> Iterator[Estimate]:
-    yield Estimate("gradients", trained * 4, "4 B x P", "training")
+    yield Estimate("gradients", trained * 4, "4 B x P", "training", divided=True)
     if config.learner.timesteps_per_pass == "auto" and config.trained_timesteps > 1:
         # Accumulated gradients are stored separately, so that a pass that runs out of memory can be
         # discarded.
-        yield Estimate("gradients of a pass", trained * 4, "4 B x P (timesteps_per_pass auto)", "training")
-    yield Estimate("Adam", trained * 8, "2 x 4 B x P")
+        formula = "4 B x P (timesteps_per_pass auto)"
+        yield Estimate("gradients of a pass", trained * 4, formula, "training", divided=True)
+    yield Estimate("Adam", trained * 8, "2 x 4 B x P", divided=True)
 
 
 def _activations(

@@ -31,14 +31,20 @@ from spotlight.models.condition import Condition as Condition
 from spotlight.models.condition import ConditionBatch as ConditionBatch
 from spotlight.models.condition import Guidance as Guidance
 from spotlight.models.condition import collate, guidance_pass
-from spotlight.models.experts import Experts, by_rows, denoisers
+from spotlight.models.experts import by_rows, denoisers
 from spotlight.models.family_facts import ActivationCosts, Dimensions, PublishedModel
 from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
 from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles, locate
 from spotlight.models.shared.noise_levels import scheduler_config, shift
-from spotlight.models.skeleton import fill_from_files, load_weights, persistent_buffers, skeleton
+from spotlight.models.shared.transformer_files import (
+    TransformerFiles,
+    component_type,
+    load_transformers,
+    weight_sources,
+)
+from spotlight.models.skeleton import load_weights, persistent_buffers
 from spotlight.models.text.embeddings import EmbeddingsCache
 from spotlight.models.text.prompt_encoder import PromptEncoder
 
@@ -114,8 +120,10 @@ class ModelFamily(ABC):
         *,
         embeddings_cache: Path,
         max_text_tokens: int,
+        unread: TransformerFiles | None = None,
     ) -> None:
         self.check_text_limit(max_text_tokens)
+        self._unread = unread
         self.files, self.transformer, self.vae, self.scheduler = files, transformer, vae, scheduler
         self.device, self.dtype, self.max_text_tokens = device, dtype, max_text_tokens
         self.config: Any = denoisers(transformer)["transformer"].config
@@ -144,6 +152,7 @@ class ModelFamily(ABC):
         max_text_tokens: int = 512,
         read_transformer: bool = True,
         transformer: str | None = None,
+        deferred: bool = False,
     ) -> Self:
         """Load transformer, VAE and scheduler; the text encoders are loaded on the first uncached prompt.
 
@@ -158,6 +167,8 @@ class ModelFamily(ABC):
                 transformer's files only config.json is needed.
             transformer: directory or file of safetensors with the weights, in place of the pipeline's; of
                 two transformers, a directory with one of each component's name.
+            deferred: leaves the transformer's parameters on the meta device, without memory, to be sharded
+                and then read by :meth:`read_weights`. Their files are checked at once.
 
         Raises:
             ModelError: the model is unusable; where possible, before weights are read.
@@ -168,20 +179,19 @@ class ModelFamily(ABC):
         own = read_transformer and transformer is None
         wanted = cls.components if own else _without_weights(cls.components)
         files = locate(path, revision=revision, pipeline_class=cls.pipeline_class, components=wanted)
-        scheduler = cls.make_scheduler(files)
-        parts = {name: _transformer(files, name, dtype, device, read=own) for name in cls.transformers(files)}
-        if read_transformer and transformer is not None:
-            _fill(parts, Path(transformer).expanduser())
-        module = parts["transformer"] if len(parts) == 1 else Experts(parts)
+        scheduler, names = cls.make_scheduler(files), cls.transformers(files)
+        weights = weight_sources(files, names, transformer) if read_transformer else None
+        module = load_transformers(files, names, dtype, device, weights, deferred=deferred)
         return cls(
             files,
             module,
-            load_weights(_class(files, "vae"), files, "vae", torch.float32, device),
+            load_weights(component_type(files, "vae"), files, "vae", torch.float32, device),
             scheduler,
             device,
             dtype,
             embeddings_cache=embeddings_cache,
             max_text_tokens=max_text_tokens,
+            unread=weights if deferred else None,
         )
 
     # -- what a family implements ---------------------------------------------------------------------------
@@ -397,6 +407,21 @@ class ModelFamily(ABC):
         return self._prompts.missing(prompts)
 
     @property
+    def deferred(self) -> bool:
+        """Whether the transformer was loaded without its weights, for :meth:`read_weights`."""
+        return self._unread is not None
+
+    def read_weights(self, module: nn.Module) -> None:
+        """Read a deferred transformer's weights into it or a copy, sharded or not.
+
+        Raises:
+            ModelError: they cannot be read.
+        """
+        if self._unread is None:
+            raise RuntimeError("read_weights() of a transformer whose weights were read when it was loaded")
+        self._unread.read(module, self.device)
+
+    @property
     def text_encoder_loaded(self) -> bool:
         """Whether the text encoders are in memory."""
         return self._prompts.loaded
@@ -484,28 +509,7 @@ def _transformers(components: Mapping[str, PipelineComponent]) -> list[str]:
     return [name for name in components if name.startswith("transformer")]
 
 
-def _class(files: PipelineFiles, component: str) -> Any:
-    import diffusers
-
-    return getattr(diffusers, files.component_class(component) or "")
-
-
 def _without_weights(components: Mapping[str, PipelineComponent]) -> Mapping[str, PipelineComponent]:
     """Components of which the transformers' weights are not fetched."""
     bare = {name: replace(components[name], weights=False, lazy=True) for name in _transformers(components)}
     return {**components, **bare}
-
-
-def _fill(transformers: Mapping[str, nn.Module], source: Path) -> None:
-    """Read weights from a file or directory; of two transformers, from a directory of each one's name."""
-    for name, part in transformers.items():
-        fill_from_files(part, source if len(transformers) == 1 else source / name, "model.transformer")
-
-
-def _transformer(
-    files: PipelineFiles, name: str, dtype: torch.dtype, device: torch.device, *, read: bool
-) -> Any:
-    kind = _class(files, name)
-    if read:
-        return load_weights(kind, files, name, dtype, device)
-    return skeleton(kind, files.config(name), dtype, device)

@@ -98,7 +98,8 @@ def inject(model: nn.Module, spec: LoraSpec, adapters: Sequence[str]) -> dict[st
 
     All adapters start equal: B zero, A uniform in ±1/sqrt(fan_in) (Kaiming, as in peft), drawn from
     ``spec.seed`` in the order of module names, independent of global generator and device. Always float32:
-    bfloat16 would lose small updates.
+    bfloat16 would lose small updates. On a model without memory (meta device) they are on the CPU, from
+    where sharding takes them.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -130,11 +131,12 @@ def _initialise(layers: Mapping[str, LoraLayer], spec: LoraSpec, adapters: Seque
         else:
             start = torch.empty(shape).uniform_(-1.0, 1.0, generator=generator) / shape[1] ** 0.5
         for adapter in adapters:
-            for weight, value in (
-                (layer.lora_A[adapter].weight, start),
-                (layer.lora_B[adapter].weight, torch.zeros(layer.lora_B[adapter].weight.shape)),
+            for half, value in (
+                (layer.lora_A[adapter], start),
+                (layer.lora_B[adapter], torch.zeros(layer.lora_B[adapter].weight.shape)),
             ):
-                weight.data = value.to(weight.device, copy=True)
+                device = "cpu" if half.weight.is_meta else half.weight.device
+                half.weight = nn.Parameter(value.to(device, copy=True))
 
 
 def lora_config(spec: LoraSpec) -> LoraConfig:

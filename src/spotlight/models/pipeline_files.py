@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _WHOLE_FILE_BYTES = 64 * 2**20
 """Weight files up to this size are hashed whole; of larger ones size, header, samples and mtime."""
 _SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,16 @@ def check_weights(folder: Path) -> None:
             raise ModelError(
                 f"{shard} ({size}) is cut or corrupt ({error}): copy or download it again"
             ) from error
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that diffusers would read of a component: other variants may lie beside them."""
+    index = folder / f"{_WEIGHTS}.index.json"
+    if index.is_file():
+        names = _read_json(index).get("weight_map")
+        return sorted({folder / str(name) for name in names.values()}) if isinstance(names, dict) else []
+    single = folder / _WEIGHTS
+    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def _read_json(path: Path) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Load a component with its weights, or without them, to be filled by a peer.
+"""Load a component with its weights, or without them, to be filled by a peer or, once sharded, from files.
 
 Invariant: a skeleton's weights are NaN and its forwards raise until :func:`filling` exits without an error,
 so a partly filled module cannot be used by mistake.
@@ -6,29 +6,39 @@ so a partly filled module cannot be used by mistake.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.models.pipeline_files import PipelineFiles, weight_files
 
 if TYPE_CHECKING:
     from diffusers.models import ModelMixin
 
 
 def skeleton(
-    kind: type[ModelMixin], config: Mapping[str, object], dtype: torch.dtype, device: torch.device
+    kind: type[ModelMixin],
+    config: Mapping[str, object],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    deferred: bool = False,
 ) -> ModelMixin:
     """A model whose parameters and persistent buffers are NaN and whose forward raises.
 
     As after ``from_pretrained``, some parts stay float32 and computed buffers (rotary tables) are present.
+
+    Args:
+        deferred: parameters stay on the meta device, without memory, until :func:`allocate`.
 
     Raises:
         ModelError: the configuration does not fit the class.
@@ -49,7 +59,8 @@ def skeleton(
         saved = module._buffers.keys() - module._non_persistent_buffers_set
         for name, parameter in list(module.named_parameters(recurse=False)):
             stored = _stored(kind, f"{path}.{name}", parameter, dtype)
-            setattr(module, name, nn.Parameter(_nothing(stored, device), requires_grad=False))
+            value = stored if deferred else _nothing(stored, device)
+            setattr(module, name, nn.Parameter(value, requires_grad=False))
         for name, buffer in list(module.named_buffers(recurse=False)):
             stored = _stored(kind, f"{path}.{name}", buffer, dtype)
             setattr(module, name, _nothing(stored, device) if name in saved else buffer.to(device))
@@ -99,8 +110,39 @@ def load_weights(
     return model.to(device).eval().requires_grad_(False)
 
 
+def allocate(module: nn.Module, device: torch.device) -> None:
+    """Give parameters on the meta device memory, filled with NaN; of sharded ones, this rank's share."""
+    for part in module.modules():
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                held = _allocated(parameter, device)
+                setattr(part, name, nn.Parameter(held, requires_grad=parameter.requires_grad))
+    # FSDP2 notices replaced parameters after a state dict is loaded.
+    module.load_state_dict({}, strict=False)
+
+
+def _allocated(parameter: Tensor, device: torch.device) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return _nothing(parameter, device)
+    return DTensor.from_local(
+        _nothing(parameter.to_local(), device),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def check_files(module: nn.Module, source: Path, key: str) -> None:
+    """Read the headers that :func:`fill_from_files` will read the tensors of; it raises the same errors."""
+    _visit_files(module, base_state(module), source, key, lambda *_: None)
+
+
 def fill_from_files(module: nn.Module, source: Path, key: str) -> None:
-    """Fill a skeleton from a directory or a file of safetensors.
+    """Fill a skeleton from a directory or a file of safetensors, tensor by tensor.
+
+    Of a sharded module, a rank reads the rows of its shard, so that no process ever holds a whole model.
 
     Args:
         key: configuration key that names ``source``, for errors.
@@ -108,37 +150,65 @@ def fill_from_files(module: nn.Module, source: Path, key: str) -> None:
     Raises:
         ModelError: no safetensors there, or other names or shapes than the module's.
     """
-    shards = sorted(source.glob("*.safetensors")) if source.is_dir() else [source]
+    with filling(module) as targets:
+        _visit_files(module, targets, source, key, _read_tensor)
+
+
+def _visit_files(
+    module: nn.Module,
+    targets: Mapping[str, Tensor],
+    source: Path,
+    key: str,
+    visit: Callable[[Any, str, Tensor], None],
+) -> None:
+    shards = weight_files(source) if source.is_dir() else [source]
     if not shards or not all(shard.is_file() for shard in shards):
         raise ModelError(f"{key}: {source} is neither a .safetensors file nor a directory with any")
-    with filling(module) as targets:
-        found: set[str] = set()
-        for shard in shards:
-            try:
-                with safe_open(shard, framework="pt") as file:
-                    names = set(file.keys())
-                    for name in sorted(names & targets.keys()):
-                        _write_checked(targets[name], file.get_tensor(name), f"{key}: {name!r} of {shard}")
-            except (SafetensorError, OSError) as error:
-                raise ModelError(
-                    f"{key}: {shard} cannot be read ({error}): copy or download it again"
-                ) from error
-            found |= names
-        for kind, odd in (("lacks", targets.keys() - found), ("has unknown", found - targets.keys())):
-            if odd:
-                raise ModelError(
-                    f"{key}: {source} {kind} {len(odd)} tensors, first {min(odd)!r}; expected the "
-                    f"{len(targets)} of {type(module).__name__}: convert other layouts with its "
-                    "from_single_file and save_pretrained"
-                )
+    found: set[str] = set()
+    for shard in shards:
+        try:
+            with safe_open(shard, framework="pt") as file:
+                names = set(file.keys())
+                for name in sorted(names & targets.keys()):
+                    _check_shape(targets[name], file.get_slice(name), f"{key}: {name!r} of {shard}")
+                    visit(file, name, targets[name])
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{key}: {shard} cannot be read ({error}): copy or download it again") from error
+        found |= names
+    ignored = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    unknown = {n for n in found - targets.keys() if not any(re.search(pattern, n) for pattern in ignored)}
+    for kind, odd in (("lacks", targets.keys() - found), ("has unknown", unknown)):
+        if odd:
+            raise ModelError(
+                f"{key}: {source} {kind} {len(odd)} tensors, first {min(odd)!r}; expected the "
+                f"{len(targets)} of {type(module).__name__}: convert other layouts with its "
+                "from_single_file and save_pretrained"
+            )
 
 
-def _write_checked(target: Tensor, value: Tensor, what: str) -> None:
-    if value.shape != target.shape:
-        raise ModelError(
-            f"{what} has shape {list(value.shape)}; expected {list(target.shape)}: it is of another model"
-        )
-    target.copy_(value)
+def _check_shape(target: Tensor, stored: Any, what: str) -> None:
+    shape = list(stored.get_shape())
+    if shape != list(target.shape):
+        raise ModelError(f"{what} has shape {shape}; expected {list(target.shape)}: it is of another model")
+
+
+def _read_tensor(file: Any, name: str, target: Tensor) -> None:
+    if not isinstance(target, DTensor):
+        target.copy_(file.get_tensor(name))
+        return
+    rows = _rows(target)
+    if rows.start < rows.stop:
+        target.to_local().copy_(file.get_slice(name)[rows])
+
+
+def _rows(tensor: DTensor) -> slice:
+    """This rank's rows of a tensor that FSDP2 sharded: as even as ``torch.chunk`` makes them."""
+    mesh = tensor.device_mesh
+    (dimension,) = (i for i, placement in enumerate(tensor.placements) if placement.is_shard(dim=0))
+    rows = tensor.shape[0]
+    most = -(-rows // mesh.size(dimension))
+    start = min(mesh.get_local_rank(dimension) * most, rows)
+    return slice(start, min(start + most, rows))
 
 
 @contextmanager
@@ -153,8 +223,9 @@ def filling(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     targets = base_state(module)
     yield targets
     # Tensors are written front to back, so the last value shows whether one is complete.
-    floats = {n: t.reshape(-1)[-1].float() for n, t in targets.items() if t.is_floating_point() and t.numel()}
-    empty = torch.stack([*floats.values(), torch.zeros((), device=next(iter(targets.values())).device)])
+    here = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in targets.items()}
+    floats = {n: t.reshape(-1)[-1].float() for n, t in here.items() if t.is_floating_point() and t.numel()}
+    empty = torch.stack([*floats.values(), torch.zeros((), device=next(iter(here.values())).device)])
     lacking = [name for name, nan in zip(floats, empty.isnan().tolist(), strict=False) if nan]
     if lacking:
         raise ModelError(
@@ -214,6 +285,6 @@ def _nothing(tensor: Tensor, device: torch.device) -> Tensor:
 
 def _refuse(module: nn.Module, _: object) -> NoReturn:
     raise ModelError(
-        f"{type(module).__name__} has no weights yet: it was loaded with read_transformer=False and never "
-        "filled; fetch them from a peer inside `filling`, or read the transformer from disk"
+        f"{type(module).__name__} has no weights yet: it was loaded without them and never filled; fetch "
+        "them from a peer inside `filling`, or read the transformer from disk"
     )

@@ -120,6 +120,9 @@ class Learner:
         if config.gradient_checkpointing:
             recompute_blocks(slots.modules()["policy"], config.recompute_every)
         shard(slots, self.ranks, self.autocast, config.shard)
+        if family.deferred:
+            for module in slots.modules().values():
+                family.read_weights(module)
         self.optimizer = _adamw(slots, config)
         self.passes = TrainingPasses(
             algorithm,

@@ -138,12 +138,18 @@ def _torchrun_nodes() -> tuple[int, ...]:
     return tuple(nodes) if len(nodes) > 1 else ()
 
 
+def is_shared(ranks: Ranks, how: Sharding) -> bool:
+    """Whether :func:`shard` divides the model, so that a rank never holds the whole of it."""
+    return ranks.world > 1 and how != "none"
+
+
 def shard(
     slots: WeightSlots, ranks: Ranks, compute_dtype: torch.dtype | None = None, how: Sharding = "all"
 ) -> None:
     """Shard every module behind the slots in place, frozen ones too; no effect on one rank or with ``none``.
 
-    Call it before building the optimizer. Parameters become DTensors with the same names.
+    Call it before building the optimizer. Parameters become DTensors with the same names; those on the meta
+    device stay there.
 
     Args:
         compute_dtype: gather parameters in this dtype (the learner's autocast dtype); autocast alone would
@@ -152,7 +158,7 @@ def shard(
     Raises:
         ValueError: ``node`` with nodes of unequal numbers of ranks, which the configuration's check refuses.
     """
-    if ranks.world == 1 or how == "none":
+    if not is_shared(ranks, how):
         return
     # The DiT returns a view, which matters only if a velocity is modified in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -195,7 +201,7 @@ def shard_module(
     Raises:
         ValueError: nodes have unequal numbers of ranks.
     """
-    device = next(module.parameters()).device.type
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"  # parameters may be on the meta device
     mesh = _mesh(device, per_node)
 
     def split(part: nn.Module, dtype: torch.dtype | None) -> None:

@@ -9,8 +9,8 @@ from rich.table import Table
 
 from spotlight.cluster.local.fleet_plan import FleetPlan
 from spotlight.config.schema import RunConfig
-from spotlight.dry_run.memory_plan import Estimate, peak_bytes
-from spotlight.dry_run.model_plan import NotHere
+from spotlight.dry_run.memory_plan import Estimate, peak_bytes, shared_parts
+from spotlight.dry_run.model_plan import ModelSizes, NotHere
 from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
 from spotlight.report.wording import count, duration, money, size
@@ -25,6 +25,10 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
         peak = size(peak_bytes(plan.memory))
         where = "a GPU of the learner" if config.pipeline.trainers_generate else "the device"
         _print(console, f"Memory, estimated: {peak} on {where} at the peak", _estimates(plan.memory))
+        if config.learner.shard != "none" and isinstance(plan.model, ModelSizes):
+            _print(
+                console, "Memory of a rank, where several share the model", _shared(config, plan, plan.model)
+            )
     total = size(sum(part.bytes for part in plan.disk))
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
     _print(console, f"Disk at the end, estimated: {total}{known}", _estimates(plan.disk))
@@ -126,6 +130,13 @@ def _rewards(places: tuple[RewardPlace, ...]) -> Iterator[tuple[str, str, str]]:
         if each.missing:
             told.append(f"memory unknown, not here yet: {', '.join(each.missing)}")
         yield each.reward, number, "; ".join(told)
+
+
+def _shared(config: RunConfig, plan: RunPlan, model: ModelSizes) -> Iterator[tuple[str, str, str]]:
+    why = "on each, also while loading: learner.shard divides weights, gradients and Adam"
+    for ranks in sorted({2, 4, 8, config.fleet.learner_ranks} - {1}):
+        yield f"{ranks} ranks", size(peak_bytes(shared_parts(config, model, plan.memory, ranks))), why
+        why = ""
 
 
 def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]]:

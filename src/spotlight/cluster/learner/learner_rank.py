@@ -158,7 +158,7 @@ class LearnerRank:
         Raises ModelError or ConfigError, as in the inline driver.
         """
         with self._in(Phase.SETUP):
-            model = prepare_model(self.config, self._device)
+            model = prepare_model(self.config, self._device, self.ranks)
             self._loaded = model, fill_embeddings(self.config, model, prompts, self.ranks)
 
     def build(self) -> None:

@@ -38,10 +38,13 @@ def missing(name: str, device: torch.device) -> str | None:
     return None
 
 
-def use_attention(module: nn.Module, name: str, *, splits_sequence: bool = False) -> None:
+def use_attention(
+    module: nn.Module, name: str, device: torch.device, *, splits_sequence: bool = False
+) -> None:
     """Let all attention layers of a transformer use a backend of :data:`BACKENDS`.
 
     Args:
+        device: where it will run.
         splits_sequence: it must also work with sequence parallelism.
 
     Raises:
@@ -49,7 +52,6 @@ def use_attention(module: nn.Module, name: str, *, splits_sequence: bool = False
     """
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-    device = next(module.parameters()).device
     if (why := missing(name, device)) is not None:
         raise ModelError(
             f"model.attention is {name!r}, which cannot be used here: {why} Leave the key out, or see "

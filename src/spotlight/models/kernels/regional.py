@@ -17,13 +17,17 @@ sizes above 1 do not.
 """
 
 
-def compile_blocks(module: nn.Module, backend: str = "inductor") -> None:
+def compile_blocks(module: nn.Module, device: torch.device, backend: str = "inductor") -> None:
     """Compile the repeated blocks in place, at their first forward. Call it before sharding.
+
+    Args:
+        device: where they will run.
+        backend: torch's name for what makes the kernels.
 
     Raises:
         ModelError: the model names no repeated blocks, or this machine has no compiler.
     """
-    if backend == "inductor" and (why := missing(next(module.parameters()).device)) is not None:
+    if backend == "inductor" and (why := missing(device)) is not None:
         raise ModelError(f"model.compile is 'regional', and {why}: install it, or set the key to none")
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS_MAX)
     for part in denoisers(module).values():

@@ -114,8 +114,13 @@ def pick_device(config: RunConfig) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def load_family(config: RunConfig, device: torch.device, *, read_transformer: bool = True) -> ModelFamily:
+def load_family(
+    config: RunConfig, device: torch.device, *, read_transformer: bool = True, deferred: bool = False
+) -> ModelFamily:
     """Load the DiT and its companions; without ``read_transformer``, a peer sends its weights.
+
+    Args:
+        deferred: see :meth:`ModelFamily.load`.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -130,6 +135,7 @@ def load_family(config: RunConfig, device: torch.device, *, read_transformer: bo
         max_text_tokens=model.max_text_tokens,
         read_transformer=read_transformer,
         transformer=model.transformer,
+        deferred=deferred,
     )
 
 
@@ -175,11 +181,11 @@ def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> 
     """
     if config.model.attention is not None:
         splits = config.fleet.sequence_parallel.degrees != (1,)
-        use_attention(family.transformer, config.model.attention, splits_sequence=splits)
+        use_attention(family.transformer, config.model.attention, family.device, splits_sequence=splits)
     slots = _make_slots(config, family, algorithm)
     if config.model.compile == "regional":
         for module in slots.modules().values():
-            compile_blocks(module)
+            compile_blocks(module, family.device)
     return slots
 
 

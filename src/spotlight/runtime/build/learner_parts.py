@@ -24,7 +24,7 @@ from spotlight.scheduler.types import Prompt
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import Trainer
 from spotlight.training.learner import Learner, TrainingGuidance
-from spotlight.training.sharding import Ranks
+from spotlight.training.sharding import Ranks, is_shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,10 @@ class Learning:
         return self.trainer.learner
 
 
-def prepare_model(config: RunConfig, device: torch.device) -> Model:
+def prepare_model(config: RunConfig, device: torch.device, ranks: Ranks | None = None) -> Model:
     """Load the model, and check that it can do what the configuration asks for.
+
+    Of a model that ``ranks`` will share, weights are read by :func:`assemble`, once it is sharded.
 
     Raises:
         ModelError: it cannot be loaded, or see :func:`require_supported`, or does not support a number of
@@ -67,7 +69,8 @@ def prepare_model(config: RunConfig, device: torch.device) -> Model:
     """
     require_model(config)
     size = media_size(config.rollout)
-    family = build.load_family(config, device)
+    shared = ranks is not None and is_shared(ranks, config.learner.shard)
+    family = build.load_family(config, device, deferred=shared)
     require_supported(config, family.files)  # again: a model that had to be downloaded was not known yet
     for steps in {config.rollout.steps, config.evaluation.steps, *preview_steps(config)}:
         family.sigmas(steps, size)  # raises if the schedule does not support this number of steps
@@ -86,7 +89,11 @@ def fill_embeddings(config: RunConfig, model: Model, prompts: Iterable[Prompt], 
 
 
 def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ranks) -> Learning:
-    """Build the learner around the model. Collective: shards the model over several ranks."""
+    """Build the learner around the model. Collective: shards the model over several ranks.
+
+    Raises:
+        ModelError: the model lacks what the learner needs, or its weights cannot be read.
+    """
     family, algorithm = model.family, model.algorithm
     (negative,) = family.encode([config.rollout.negative_prompt])
     family.free_text_encoder()

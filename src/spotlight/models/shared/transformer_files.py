@@ -1,0 +1,98 @@
+"""Load a pipeline's transformers: from files, without weights, or to be filled once they are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from spotlight.models.experts import Experts, denoisers
+from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.models.skeleton import allocate, check_files, fill_from_files, load_weights, skeleton
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerFiles:
+    """Where the weights of a pipeline's transformers are.
+
+    Attributes:
+        sources: directory or file of safetensors, by component name.
+        key: configuration key that names them, for errors.
+    """
+
+    sources: Mapping[str, Path]
+    key: str
+
+    def check(self, module: nn.Module) -> None:
+        """Raise ModelError unless names and shapes are those of ``module``; reads headers only."""
+        for name, part in denoisers(module).items():
+            check_files(part, self.sources[name], self.key)
+
+    def read(self, module: nn.Module, device: torch.device) -> None:
+        """Give ``module`` memory on ``device`` where it has none, and its weights.
+
+        Raises:
+            ModelError: unreadable, or weights of another model.
+        """
+        for name, part in denoisers(module).items():
+            allocate(part, device)
+            fill_from_files(part, self.sources[name], self.key)
+
+
+def weight_sources(files: PipelineFiles, names: Sequence[str], override: str | None) -> TransformerFiles:
+    """The pipeline's own weights, or those of ``override``: see ``ModelFamily.load``."""
+    if override is None:
+        return TransformerFiles({name: files.folder(name) for name in names}, "model.path")
+    source = Path(override).expanduser()
+    sources = {name: source if len(names) == 1 else source / name for name in names}
+    return TransformerFiles(sources, "model.transformer")
+
+
+def load_transformers(
+    files: PipelineFiles,
+    names: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: TransformerFiles | None,
+    *,
+    deferred: bool,
+) -> nn.Module:
+    """One transformer, or several as :class:`Experts`.
+
+    Args:
+        weights: None leaves them to :func:`spotlight.models.skeleton.filling`.
+        deferred: leaves them to :meth:`TransformerFiles.read`.
+
+    Raises:
+        ModelError: unreadable, or weights of another model.
+    """
+    own = weights is not None and weights.key == "model.path" and not deferred
+    parts = {name: _transformer(files, name, dtype, device, own, deferred) for name in names}
+    module: nn.Module = next(iter(parts.values())) if len(parts) == 1 else Experts(parts)
+    if weights is None or own:
+        return module
+    if deferred:
+        weights.check(module)
+    else:
+        weights.read(module, device)
+    return module
+
+
+def _transformer(
+    files: PipelineFiles, name: str, dtype: torch.dtype, device: torch.device, read: bool, deferred: bool
+) -> Any:
+    kind = component_type(files, name)
+    if read:
+        return load_weights(kind, files, name, dtype, device)
+    return skeleton(kind, files.config(name), dtype, device, deferred=deferred)
+
+
+def component_type(files: PipelineFiles, component: str) -> Any:
+    """diffusers' class of a component."""
+    import diffusers
+
+    return getattr(diffusers, files.component_class(component) or "")
