@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,15 @@ from spotlight.testbed import TESTBEDS
 def only(findings: Iterator[Finding], what: str) -> Finding:
     (found,) = [finding for finding in findings if finding.what == what]
     return found
+
+
+def test_shared_memory_as_small_as_dockers_default_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roomy = shutil.disk_usage(tmp_path)._replace(total=2**40, free=2**39)
+    for usage, verdict in ((roomy, Verdict.OK), (roomy._replace(total=2**26, free=2**26), Verdict.WARN)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
+        assert only(doctor_checks.shared_memory(), "/dev/shm").verdict is verdict
 
 
 def test_a_package_out_of_range_or_missing_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class Finding:
 def doctor(
     runs_dir: Annotated[Path, typer.Option("--runs-dir", help="Where runs would go.")] = RUNS,
 ) -> None:
-    """Check this machine: Python, packages, device, memory, disk, Tesseract, model hub.
+    """Check this machine: Python, packages, device, memory, shared memory, disk, Tesseract, model hub.
 
     Exit status: 1 if a problem would prevent a run from working.
 
@@ -58,6 +58,7 @@ def doctor(
         doctor_checks.device,
         doctor_checks.kernels,
         doctor_checks.cpu,
+        doctor_checks.shared_memory,
         lambda: doctor_checks.disk(runs_dir),
         doctor_checks.pipeline,
         doctor_checks.tesseract,

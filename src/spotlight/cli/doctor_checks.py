@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ from spotlight.report.wording import size
 _DISTRIBUTION = "spotlight-rl"
 _DISK_MIN_BYTES = 2**30
 _MEMORY_MIN_BYTES = 4 * 2**30
+_SHM_MIN_BYTES = 2**30
+"""Docker's default is 64 MiB."""
 _HUB_TIMEOUT_S = 3.0
 
 
@@ -103,6 +106,27 @@ def cpu() -> Iterator[Finding]:
         yield Finding(Verdict.WARN, "memory", f"{size(available)} available", remedy)
     else:
         yield Finding(Verdict.OK, "memory", f"{size(available)} available")
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Room in /dev/shm: NCCL, Ray's object store and the weights that a node's workers share lie there."""
+    from spotlight.weights.node_cache import SHARED_MEMORY
+
+    try:
+        usage = shutil.disk_usage(SHARED_MEMORY)
+    except OSError as error:
+        remedy = "Ray and several GPUs need it: mount a tmpfs there."
+        yield Finding(Verdict.WARN, "/dev/shm", f"cannot be used ({error.strerror})", remedy)
+        return
+    found = f"{size(usage.free)} of {size(usage.total)} free"
+    if usage.free < _SHM_MIN_BYTES:
+        remedy = (
+            "Several GPUs and Ray want 1 GiB and room for weights: docker run --shm-size, or on Kubernetes "
+            "an emptyDir with medium Memory."
+        )
+        yield Finding(Verdict.WARN, "/dev/shm", found, remedy)
+    else:
+        yield Finding(Verdict.OK, "/dev/shm", found)
 
 
 def disk(runs_dir: Path) -> Iterator[Finding]:
