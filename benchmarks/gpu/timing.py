@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._measure import Clock, take_turns
 from benchmarks.gpu.lab import Lab
+from spotlight.models.kernels.peak_rates import bfloat16_flop_s
 
-_PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "H800": 989.0, "GH200": 989.0, "A100": 312.0, "A800": 312.0}
-"""Dense bfloat16, by the vendor's datasheet."""
 _ROUNDS_MAX = 12
 
 
@@ -141,7 +140,6 @@ def peak_tflops(lab: Lab) -> tuple[float, str]:
     """What a share is of: the datasheet's rate, or else the one measured now; and which it is."""
     if lab.device.type == "cuda":
         name = torch.cuda.get_device_name(lab.device)
-        for gpu, rate in _PEAK_TFLOPS.items():
-            if gpu in name:
-                return rate, f"datasheet of {gpu}, dense bfloat16"
+        if (rate := bfloat16_flop_s(name)) is not None:
+            return 1e-12 * rate, f"datasheet of {name}, dense bfloat16"
     return matmul_tflops(lab), "measured matrix product"

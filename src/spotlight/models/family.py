@@ -37,6 +37,7 @@ from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
 from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles, locate
+from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.shared.noise_levels import scheduler_config, shift
 from spotlight.models.shared.transformer_files import (
     TransformerFiles,
@@ -68,6 +69,7 @@ class ModelFamily(ABC):
         dtype: of the transformer's weights and inputs.
         config: diffusers' configuration of the (first) transformer.
         dimensions: of this pipeline.
+        forwards: those of :meth:`velocity`, for throughput.
     """
 
     # -- facts: what holds for every model of the family ----------------------------------------------------
@@ -123,7 +125,7 @@ class ModelFamily(ABC):
         unread: TransformerFiles | None = None,
     ) -> None:
         self.check_text_limit(max_text_tokens)
-        self._unread = unread
+        self._unread, self.forwards = unread, ForwardLog()
         self.files, self.transformer, self.vae, self.scheduler = files, transformer, vae, scheduler
         self.device, self.dtype, self.max_text_tokens = device, dtype, max_text_tokens
         self.config: Any = denoisers(transformer)["transformer"].config
@@ -370,8 +372,10 @@ class ModelFamily(ABC):
             inputs = latents[rows].to(self.device, self.dtype), sigma[rows]
 
             def forward(given: ConditionBatch, name: str) -> Tensor:
+                texts = given.at(rows)
                 with guidance_pass(part, name):
-                    velocity = self.predict(part, *inputs, given.at(rows), embedded, size)
+                    velocity = self.predict(part, *inputs, texts, embedded, size)
+                self.forwards.note(size, texts, part)
                 return velocity.float()
 
             prediction = forward(condition, "cond")

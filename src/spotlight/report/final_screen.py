@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,6 +122,27 @@ def filled(run: RunRecord) -> str:
     return f"Not idle thanks to {', '.join(told)}" if told else ""
 
 
+def throughput(run: RunRecord) -> list[str]:
+    """How fast a device rolled out and trained, in the median iteration; empty for runs that did not tell."""
+    lines = []
+    for what, name in (("rollout", "Rollouts"), ("train", "Training")):
+        tokens, tflop_s, mfu = (
+            _median(run, f"throughput/{what}_{unit}") for unit in ("tokens_s", "tflop_s", "mfu")
+        )
+        if tokens is None:
+            continue
+        parts = [f"{tokens:,.0f} tokens/s"]
+        parts += [] if tflop_s is None else [f"{tflop_s:,.3g} TFLOP/s"]
+        parts += [] if mfu is None else [f"MFU {mfu:.0%}"]
+        lines.append(f"{name}: {', '.join(parts)} on each device")
+    return lines
+
+
+def _median(run: RunRecord, curve: str) -> float | None:
+    found = [row.values[curve] for row in run.rows if math.isfinite(row.values.get(curve, math.nan))]
+    return statistics.median(found) if found else None
+
+
 def _title(text: str) -> Text:
     return Text(f" {text}", style="bold")
 
@@ -133,7 +155,7 @@ def _samples(run: RunRecord) -> Text:
     if counts.in_flight[Purpose.TRAIN]:
         parts.append(f"{count(counts.in_flight[Purpose.TRAIN])} in flight")
     text = Text.assemble(("Samples ", "bold"), f"{count(issued)} issued = {' + '.join(parts)}")
-    for told in (filled(run), survived(run)):
+    for told in (*throughput(run), filled(run), survived(run)):
         if told:
             text.append(f"\n{told}")
     return text

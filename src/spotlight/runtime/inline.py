@@ -13,6 +13,7 @@ shared before they become events.
 
 from __future__ import annotations
 
+import time
 from base64 import b64decode, b64encode
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ from typing import assert_never
 
 import numpy as np
 
+from spotlight.models.kernels.peak_rates import peak_of
+from spotlight.models.shared.flop_count import rates
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.waiting import SampleGroup
@@ -262,8 +265,10 @@ class InlineDriver:
         mine = rollouts[parts.ranks.rank :: parts.ranks.world]
         # FSDP needs every rank in each forward: a rank without a rollout runs a copy of the first.
         work = mine or rollouts[:1]
+        began = time.perf_counter()
         with parts.clock.phase(phase):
             results = parts.denoiser.run(work, self._progress(phase, rollouts))
+        self._measure(phase, time.perf_counter() - began)
         failures: dict[str, str] = {}
         for result in results if mine else ():
             if isinstance(result, FailedRollout):
@@ -279,6 +284,15 @@ class InlineDriver:
         for rollout in rollouts:
             if rollout.id in failures:
                 self._events.append(ev.RolloutFailed(*holder, rollout.id, failures[rollout.id]))
+
+    def _measure(self, phase: Phase, seconds: float) -> None:
+        learner = self.parts.trainer.learner
+        family = learner.family
+        if phase is Phase.ROLLOUT:
+            peak = peak_of(family.device, learner.autocast or family.dtype)
+            self.parts.trainer.log.extend(rates("rollout", family.forwards.take(family), seconds, peak))
+        else:
+            family.forwards.clear()
 
     def _require_current(self, rollouts: Sequence[Rollout]) -> None:
         """Engine and learner share one module, so only its current version can generate samples."""

@@ -39,6 +39,7 @@ from spotlight.algorithms.base import Algorithm
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
+from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.slots import WeightSlots
@@ -260,6 +261,7 @@ class Learner:
         if decay is not None:
             self.slots.blend("ema", "policy", decay)
         rms = grad_norm / math.sqrt(entries)
+        seconds = self._update.seconds + time.perf_counter() - started
         report = StepReport(
             step=self.steps,
             sums=sums,
@@ -267,8 +269,10 @@ class Learner:
             grad_rms=rms,
             epsilon_ratio=rms / config.epsilon,
             learning_rate=learning_rate,
-            seconds=self._update.seconds + time.perf_counter() - started,
+            seconds=seconds,
             timesteps_per_pass=self._update.largest_pass,
+            work=self.family.forwards.take(self.family),
+            peak_flop_s=peak_of(self.family.device, self.autocast or self.family.dtype),
         )
         self._labels = 0
         self._drop_update()
@@ -307,6 +311,7 @@ class Learner:
     def _open_batch(self) -> None:
         self._waiting, self._taken, self._order, self._preparing_s = {}, {}, [], 0.0
         self._version, self._labels, self._stepped = self.steps, 0, False
+        self.family.forwards.clear()
         self._update = self._new_update()
         self._groups.clear()
 

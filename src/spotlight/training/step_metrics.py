@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms
+from spotlight.models.shared.flop_count import Work, rates
 from spotlight.training.sharding import Ranks
 
 RATIO = "ratio"
@@ -103,6 +104,8 @@ class StepReport:
         grad_rms: root mean square of the gradient's entries.
         epsilon_ratio: ``grad_rms`` over AdamW's epsilon; near or below 1, epsilon swamps the gradient.
         timesteps_per_pass: of the largest pass on this rank.
+        work: of this rank; None: unknown.
+        peak_flop_s: of this rank's device; None: unknown.
     """
 
     step: int
@@ -113,6 +116,8 @@ class StepReport:
     learning_rate: float
     seconds: float
     timesteps_per_pass: int = 1
+    work: Work | None = None
+    peak_flop_s: float | None = None
 
     def flat(self) -> dict[str, float]:
         """As curves."""
@@ -129,6 +134,8 @@ class StepReport:
         row |= {f"train/{name}": value for name, value in self.sums.means.items()}
         if self.sums.ratio_max is not None:
             row["train/ratio_max"] = self.sums.ratio_max
+        if self.work is not None:
+            row |= rates("train", self.work, self.seconds, self.peak_flop_s)
         row |= {f"replay/step_{i:03d}": value for i, value in self.sums.replay_difference.items()}
         return row
 

@@ -1,0 +1,200 @@
+"""Floating-point operations and tokens of a DiT's forwards: noted as they run, counted by shape when asked.
+
+Counted are matrix products, convolutions and attention of a sample's forward, on tensors without memory, at
+three lengths of text for each size, with one block of each kind. All other lengths follow exactly: the count
+is a polynomial of degree two. Padding, recomputed activations and adapters are left out.
+
+FakeTensorMode is torch's private interface; ``tests/contract/test_flop_count.py`` holds it.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from spotlight.models.condition import ConditionBatch
+from spotlight.models.media import MediaSize
+from spotlight.models.shared.transformer_files import component_type
+
+if TYPE_CHECKING:
+    from spotlight.models.family import ModelFamily
+
+Points = tuple[tuple[int, int], ...]
+log = logging.getLogger(__name__)
+_LONGEST = 64
+"""Longest text that is counted."""
+_known: dict[tuple[object, ...], Points | None] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What forwards, and backwards through them, took.
+
+    Attributes:
+        tokens: of pictures and text, once per forward.
+        flops: None if the model's forward cannot be counted.
+    """
+
+    tokens: float
+    flops: float | None
+
+
+def rates(what: str, work: Work, seconds: float, peak_flop_s: float | None) -> dict[str, float]:
+    """Curves of how fast one device did ``work``.
+
+    Args:
+        what: begins the curves' names, after ``throughput/``.
+        peak_flop_s: of the device; None: there is no MFU.
+    """
+    row = {f"throughput/{what}_tokens_s": work.tokens / seconds}
+    if work.flops is not None:
+        row[f"throughput/{what}_tflop_s"] = 1e-12 * work.flops / seconds
+        if peak_flop_s is not None:
+            row[f"throughput/{what}_mfu"] = work.flops / seconds / peak_flop_s
+    return row
+
+
+class ForwardLog:
+    """The forwards of a model since the last :meth:`take`."""
+
+    def __init__(self) -> None:
+        self._forwards: Counter[tuple[MediaSize, int]] = Counter()
+        self._work: Counter[tuple[MediaSize, int]] = Counter()
+
+    def note(self, size: MediaSize, condition: ConditionBatch, model: nn.Module) -> None:
+        """Note a forward of a batch, and the backward that will follow if there is a gradient.
+
+        A backward through frozen weights costs one forward (gradients of activations), otherwise two.
+        """
+        cost = 1
+        if torch.is_grad_enabled():
+            cost += 2 if next(model.parameters()).requires_grad else 1
+        rows = list(zip(*condition.lengths.values(), strict=True)) or [()] * condition.size
+        for lengths in rows:
+            self._forwards[size, sum(lengths)] += 1
+            self._work[size, sum(lengths)] += cost
+
+    def clear(self) -> None:
+        """Forget what was noted."""
+        self._forwards.clear()
+        self._work.clear()
+
+    def take(self, family: ModelFamily) -> Work:
+        """The work since the last call."""
+        forwards, work = dict(self._forwards), dict(self._work)
+        self.clear()
+        tokens = sum(
+            count * (family.dimensions.tokens(size) + text) for (size, text), count in forwards.items()
+        )
+        counted = [
+            (times, forward_flops(family, size, text)) for (size, text), times in work.items() if times
+        ]
+        flops = [times * each for times, each in counted if each is not None]
+        return Work(tokens, sum(flops) if len(flops) == len(counted) else None)
+
+
+def forward_flops(family: ModelFamily, size: MediaSize, text_tokens: int) -> float | None:
+    """Of one sample's forward with a text of ``text_tokens``; None if it cannot be counted without values."""
+    key = family.name, json.dumps(dict(family.config), sort_keys=True, default=str), family.max_text_tokens
+    if (*key, size) not in _known:
+        _known[*key, size] = _count(family, size)
+    points = _known[*key, size]
+    return None if points is None else _interpolated(points, text_tokens)
+
+
+def _count(family: ModelFamily, size: MediaSize) -> Points | None:
+    family = copy.copy(family)
+    family.device = torch.device("cpu")  # where models compute their tables
+    most = min(_LONGEST, family.max_text_tokens)
+    points: dict[int, int] = {}
+    try:
+        model, copies = _without_memory(component_type(family.files, "transformer"), family.config)
+        for tokens in sorted({max(1, most // 4), max(1, most // 2), most}):
+            shapes = family.condition_shapes(tokens)
+            text = sum(shape[0] for shape in shapes.values() if len(shape) > 1)
+            points[text] = _counted(family, model, copies, size, shapes)
+    except Exception as error:  # noqa: BLE001 - whatever a model's forward raises there must not end a run
+        log.info("operations of %s cannot be counted: %s", family.name, error)
+        return None
+    return tuple(points.items())
+
+
+def _without_memory(kind: Any, config: Mapping[str, object]) -> tuple[nn.Module, dict[nn.Module, int]]:
+    """A model of diffusers' class with one block of each kind, and how many there were of each."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights():
+        model: nn.Module = kind.from_config(dict(config))
+    copies: dict[nn.Module, int] = {}
+    for name, child in list(model.named_children()):
+        if not isinstance(child, nn.ModuleList):
+            continue
+        kinds: dict[object, list[nn.Module]] = {}
+        for block in child:
+            shapes = tuple((key, tuple(weight.shape)) for key, weight in block.named_parameters())
+            kinds.setdefault((type(block), shapes), []).append(block)
+        copies |= {blocks[0]: len(blocks) for blocks in kinds.values()}
+        setattr(model, name, nn.ModuleList(blocks[0] for blocks in kinds.values()))
+    return model.requires_grad_(False), copies
+
+
+def _counted(
+    family: ModelFamily,
+    model: nn.Module,
+    copies: Mapping[nn.Module, int],
+    size: MediaSize,
+    shapes: Mapping[str, Sequence[int]],
+) -> int:
+    # Imported here: only a run that trains needs it, and it is slow.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils.flop_counter import FlopCounterMode
+
+    before, repeated = dict[nn.Module, int](), 0
+
+    def enter(block: nn.Module, *_: object) -> None:
+        before[block] = counter.get_total_flops()
+
+    def leave(block: nn.Module, *_: object) -> None:
+        nonlocal repeated
+        repeated += (copies[block] - 1) * (counter.get_total_flops() - before[block])
+
+    # Not every kernel of attention has a formula; plain products have.
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        for part in model.modules():
+            for name, weight in part.named_parameters(recurse=False):
+                empty = torch.empty(weight.shape)
+                part._parameters[name] = nn.Parameter(empty, requires_grad=False)
+        condition = ConditionBatch(
+            {name: torch.zeros(1, *shape) for name, shape in shapes.items()},
+            {name: (shape[0],) for name, shape in shapes.items() if len(shape) > 1},
+        )
+        latents = torch.zeros(1, *family.latent_shape(size))
+        level = torch.full([1], 0.5)
+        with FlopCounterMode(display=False) as counter, ExitStack() as hooks:
+            for block in copies:
+                hooks.callback(block.register_forward_pre_hook(enter).remove)
+                hooks.callback(block.register_forward_hook(leave).remove)
+            family.predict(model, latents, level, condition, family.embedded_guidance, size)
+    return int(counter.get_total_flops()) + repeated
+
+
+def _interpolated(points: Points, at: int) -> float:
+    """Lagrange's polynomial through the points."""
+    total = 0.0
+    for x, value in points:
+        term = float(value)
+        for other, _ in points:
+            if other != x:
+                term *= (at - other) / (x - other)
+        total += term
+    return total

@@ -1,0 +1,119 @@
+"""Operations of a forward counted without memory are those of a real one; throughput follows from them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from tests.contract.family_cases import CASES
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from spotlight.models.condition import Condition, ConditionBatch, Guidance
+from spotlight.models.experts import denoisers
+from spotlight.models.family import ModelFamily
+from spotlight.models.kernels.peak_rates import bfloat16_flop_s
+from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.shared.flop_count import Work, forward_flops, rates
+from spotlight.models.slots import CopySlots, LoraSlots
+from spotlight.registry import FAMILIES
+
+UNCOUNTED = "qwen-image-2.1"
+"""Shapes in its forward depend on values."""
+TEXT = 11
+
+
+def tiny(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> ModelFamily:
+    kind = FAMILIES.load(name)
+    kind.tiny(directory / "pipeline", seed=0)
+    return kind.load(
+        directory / "pipeline",
+        device="cpu",
+        dtype=dtype,
+        embeddings_cache=directory,
+        max_text_tokens=CASES[name].max_text_tokens,
+    )
+
+
+def a_condition(family: ModelFamily, tokens: int = TEXT) -> Condition:
+    return Condition({key: torch.zeros(shape) for key, shape in family.condition_shapes(tokens).items()})
+
+
+def batch(family: ModelFamily, rows: int, tokens: int = TEXT) -> ConditionBatch:
+    return family.collate([a_condition(family, tokens)] * rows)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "qwen-image" else pytest.param(name, marks=pytest.mark.slow)
+        for name in FAMILIES
+        if name != UNCOUNTED
+    ],
+)
+def test_a_count_without_memory_is_that_of_a_real_forward(name: str, tmp_path: Path) -> None:
+    family = tiny(name, tmp_path, torch.bfloat16 if name == "qwen-image" else torch.float32)
+    size = CASES[name].size
+    model = denoisers(family.transformer)["transformer"]
+    latents = torch.zeros(1, *family.latent_shape(size), dtype=family.dtype)
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        family.predict(model, latents, torch.tensor([0.5]), batch(family, 1), family.embedded_guidance, size)
+    found = forward_flops(family, size, a_condition(family).tokens)
+    assert found == pytest.approx(counter.get_total_flops(), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_rows_guidance_and_backwards_are_counted(mode: str, tmp_path: Path) -> None:
+    family = tiny("qwen-image", tmp_path)
+    size = CASES["qwen-image"].size
+    slots = (
+        CopySlots(family.transformer)
+        if mode == "full"
+        else LoraSlots(family.transformer, LoraSpec(rank=2, alpha=2.0, targets=("to_q",)))
+    )
+    latents = torch.zeros(3, *family.latent_shape(size))
+    guided = Guidance(4.0, batch(family, 3, TEXT + 2))
+    one = forward_flops(family, size, TEXT) or 0.0
+    other = forward_flops(family, size, TEXT + 2) or 0.0
+    tokens = 2 * family.dimensions.tokens(size) + 2 * TEXT + 2
+    for gradient, passes in ((False, 1), (True, 3 if mode == "full" else 2)):
+        with slots.use("policy") as model, nullcontext() if gradient else torch.no_grad():
+            family.velocity(model, latents, torch.full([3], 0.5), batch(family, 3), guided, size)
+        work = family.forwards.take(family)
+        assert work.tokens == 3 * tokens
+        assert work.flops == pytest.approx(3 * passes * (one + other))
+    assert family.forwards.take(family) == Work(0, 0)
+
+
+def test_a_model_that_cannot_be_counted_has_tokens_only(tmp_path: Path) -> None:
+    family = tiny(UNCOUNTED, tmp_path)
+    assert forward_flops(family, CASES[UNCOUNTED].size, TEXT) is None
+    assert rates("train", Work(60, None), 2.0, 1e12) == {"throughput/train_tokens_s": 30.0}
+
+
+def test_mfu_is_of_the_devices_peak() -> None:
+    row = rates("rollout", Work(60, 4e12), 2.0, 8e12)
+    assert row == {
+        "throughput/rollout_tokens_s": 30.0,
+        "throughput/rollout_tflop_s": 2.0,
+        "throughput/rollout_mfu": 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "tflop_s"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("Tesla T4", None),
+        ("NVIDIA A10G", None),
+    ],
+)
+def test_peaks_are_found_by_torchs_name(name: str, tflop_s: float | None) -> None:
+    assert bfloat16_flop_s(name) == (None if tflop_s is None else 1e12 * tflop_s)
