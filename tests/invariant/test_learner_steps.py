@@ -123,6 +123,18 @@ def test_a_step_needs_all_its_samples(world: World) -> None:
     assert learner.digest() == before
 
 
+def test_samples_counted_as_zero_shorten_the_gradient(world: World) -> None:
+    norms = []
+    for zeros in (0, 1):
+        learner = make_learner(world, algorithm("diffusion-nft"))
+        samples = roll_out(world, learner)[:3]
+        keys = [sample.key for sample in samples]
+        learner.prepare(samples, [keys])
+        learner.accumulate(keys, len(keys) + zeros)
+        norms.append(learner.step(zeros).grad_norm)
+    assert norms[1] == pytest.approx(norms[0] * 3 / 4, rel=1e-5)
+
+
 def test_a_sample_enters_one_update(world: World) -> None:
     learner = make_learner(world, algorithm("diffusion-nft"))
     samples = roll_out(world, learner)

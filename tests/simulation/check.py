@@ -43,8 +43,10 @@ OVERLAPS = (
     *(f"pipeline/{filler}_s" for filler in Filler),
     "pipeline/overlapped_samples",
     "pipeline/early_samples",
+    "choice/not_chosen",
+    "choice/silent",
 )
-"""What an iteration's pipeline reports, counted by iterations in which there was some."""
+"""What an iteration's pipeline and choice report, counted by iterations in which there was some."""
 PROGRAM = "python -m tests.simulation.check"
 EXAMPLES = f"""\
 Run it from the root of a checkout (`make env` installs what it needs).
@@ -91,6 +93,8 @@ class CheckedSimulation(Simulation):
     def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
         """Check, then inject the faults that are due."""
         self.reference.check(event, effects, receipt)
+        choices = (effect.row() for effect in effects if isinstance(effect, ef.ReportChoice))
+        self.branches.update(name for row in choices for name, amount in row.items() if amount)
         self.injector.advance()
 
     def happen(self, event: NodeEvent) -> None:

@@ -13,6 +13,7 @@ from inspect import getattr_static, signature
 from typing import NewType
 from unittest.mock import patch
 
+from spotlight.config.sections.algorithm import TrainPolicy
 from spotlight.scheduler import iteration as issue_module
 from spotlight.scheduler import rollouts as rollouts_module
 from spotlight.scheduler.cluster.cluster import Cluster
@@ -23,12 +24,13 @@ from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLea
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.overlap import training_tasks as training_module
+from spotlight.scheduler.overlap.slices import Slice
+from spotlight.scheduler.overlap.subset import choose_seeds
+from spotlight.scheduler.overlap.training_tasks import TrainingTasks
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.types import (
-    Group as SampleGroup,
-)
-from spotlight.scheduler.types import (
+    DropReason,
     Lease,
     LeaseId,
     Node,
@@ -39,6 +41,9 @@ from spotlight.scheduler.types import (
     Rollout,
     RolloutId,
     WorkerId,
+)
+from spotlight.scheduler.types import (
+    Group as SampleGroup,
 )
 from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts
 from tests.simulation.check import run_trial
@@ -72,6 +77,7 @@ class Mutation:
 
 
 _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueue._check, PullQueue._revoke
+_choose_seeds = choose_seeds
 _load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
 _add, _confirm = GpuAccounts.add, GpuAccounts.confirm
 
@@ -214,6 +220,28 @@ def _reissues_early(self: Rollouts, prompt: Prompt, name: RolloutId) -> bool:
     return False
 
 
+def _chooses_the_best(
+    rewards: Mapping[int, float], count: int, policy: TrainPolicy, draw_seed: int
+) -> frozenset[int]:
+    return frozenset(sorted(rewards, key=lambda seed: (-rewards[seed], seed))[:count])
+
+
+def _chooses_one_too_many(
+    rewards: Mapping[int, float], count: int, policy: TrainPolicy, draw_seed: int
+) -> frozenset[int]:
+    return _choose_seeds(rewards, count + 1, policy, draw_seed)
+
+
+def _counts_none_left_out(
+    self: TrainingTasks, rollouts: Iterable[Iterable[RolloutId]], reason: DropReason
+) -> None:
+    pass
+
+
+def _calls_everything_silent(self: TrainingTasks, part: Slice) -> bool:
+    return part.slot > 0
+
+
 _ALL_GROUPS = property(lambda self: self.prompts_per_iteration if self.pipeline.next_share else 0)
 _NEVER = property(lambda self: False)
 
@@ -251,6 +279,14 @@ MUTATIONS = (
         "several updates train the same samples",
         ((training_module, "split_updates", _trains_every_group_every_time),),
     ),
+    Mutation(
+        "the best are trained, not the extremes", ((training_module, "choose_seeds", _chooses_the_best),)
+    ),
+    Mutation(
+        "one more than configured is trained", ((training_module, "choose_seeds", _chooses_one_too_many),)
+    ),
+    Mutation("samples left out have no end", ((TrainingTasks, "_leave_out", _counts_none_left_out),)),
+    Mutation("groups that differ are skipped", ((TrainingTasks, "_is_silent", _calls_everything_silent),)),
     Mutation("a lost learner is not restored", ((Controller, "_restore_learner", _forgets_the_learner),)),
     Mutation("every price is tripled", ((GpuAccounts, "add", _triples_prices),)),
     Mutation("prices that change are overlooked", ((GpuAccounts, "price", _overlooks_prices),)),

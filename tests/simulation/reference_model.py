@@ -6,15 +6,18 @@ It is built from effects and records alone, and sees what the simulated workers 
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
+from statistics import pvariance
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.members import GroupState
 from spotlight.scheduler.exploration.window import Window
 from spotlight.scheduler.records import (
+    REWARD,
     Record,
     RolloutIssued,
     SampleDropped,
@@ -49,6 +52,7 @@ class LedgerModel:
     finished: set[RolloutId] = field(default_factory=set)
     scored: set[RolloutId] = field(default_factory=set)
     ended: dict[RolloutId, str] = field(default_factory=dict)
+    rewards: dict[RolloutId, float] = field(default_factory=dict)
     stepped: dict[int, int] = field(default_factory=dict)
     trained: dict[int, int] = field(default_factory=dict)
     published: int = 0
@@ -71,7 +75,8 @@ class LedgerModel:
                 assert rollout not in self.ended, f"{rollout} is finished after its end"
                 assert version == self.issued[rollout].version, f"{rollout} was made by version {version}"
                 self.finished.add(rollout)
-            case SampleScored(rollout):
+            case SampleScored(rollout, scores):
+                self.rewards[rollout] = scores[REWARD]
                 assert rollout in self.finished, f"{rollout} is scored before it is finished"
                 assert rollout not in self.scored, f"{rollout} is scored twice"
                 self.scored.add(rollout)
@@ -84,10 +89,13 @@ class LedgerModel:
                 self._end(rollout, Purpose.EVAL)
             case SampleExplored(rollout):
                 self._end(rollout, Purpose.EXPLORE)
-            case SampleDropped(rollout):
+            case SampleDropped(rollout, reason):
                 assert rollout in self.issued
                 assert rollout not in self.ended, f"{rollout} is dropped after its end"
-                self.ended[rollout] = "dropped"
+                assert not reason.by_choice or rollout in self.scored, (
+                    f"{rollout} is {reason} without a score"
+                )
+                self.ended[rollout] = reason.value
             case StepApplied(version, _, _, samples):
                 assert version == len(self.stepped) + 1, f"step {version} follows {len(self.stepped)}"
                 assert samples == self.trained.get(version), "a step counts other samples than entered it"
@@ -179,6 +187,8 @@ class ReferenceModel:
                     self._check_trainers_free()
                 case ef.TrainMicroBatch():
                     self._check_trainers_free()
+                case ef.FinishBatch(iteration):
+                    self._check_choice(iteration)
                 case ef.CommitCheckpoint(_, position):
                     assert position == len(self.expected.records), "a checkpoint stands for other records"
                 case ef.FinishRun():
@@ -327,6 +337,38 @@ class ReferenceModel:
         made_by = self.simulation.store.samples.get(rollout.id)
         real = self.simulation.store.versions[rollout.version]
         assert made_by == real, f"{rollout.id} was made by {made_by}, and is trained as {real}"
+
+    def _check_choice(self, iteration: int) -> None:
+        """As many of each group are trained as the plan says, and those; silent groups only as it says."""
+        plan, silent, filling, sounds = self.simulation.scenario.plan, 0, 0, False
+        for ends in self._ends(iteration):
+            chosen = [reward for end in ("train", "uneven_batch", "silent_group") for reward in ends[end]]
+            left_out = ends["not_chosen"]
+            if chosen:
+                wanted = min(len(chosen + left_out), plan.choice.samples or plan.group_size)
+                assert len(chosen) == wanted, f"{len(chosen)} of a group are trained, not {wanted}"
+            if left_out and plan.choice.policy == "max_variance":
+                best = max(map(pvariance, combinations(chosen + left_out, len(chosen))))
+                assert pvariance(chosen) >= best - 1e-9, "others of a group have more variance"
+            alike = len({*chosen}) == 1
+            assert alike or not ends["silent_group"], "a group that is not silent is skipped"
+            sounds |= bool(ends["train"]) and not alike
+            silent += len(ends["silent_group"])
+            filling += len(ends["train"]) * alike
+        skips = plan.choice.silent_groups != "train"
+        assert skips or not silent, "silent groups are skipped"
+        assert sounds or not silent, "an iteration's last samples are skipped"
+        if skips and sounds and plan.pipeline.waits_for_groups:
+            assert filling < plan.ranks * plan.updates_per_batch, f"{filling} silent samples are trained"
+
+    def _ends(self, iteration: int) -> Iterable[Mapping[str, list[float]]]:
+        """The rewards of each group of an iteration, by what became of the samples."""
+        groups: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for name, reward in self.expected.rewards.items():
+            rollout = self.expected.issued[name]
+            if rollout.purpose is Purpose.TRAIN and rollout.iteration == iteration:
+                groups[name.rpartition("-")[0]][self.expected.ended[name]].append(reward)
+        return groups.values()
 
     def _check_trainers_free(self) -> None:
         """The learner is given nothing to train while its GPUs roll out."""

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import get_args
 
+from spotlight.config.sections.algorithm import AdvantagesOver, SilentGroups, TrainPolicy
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import (
     ExplorationConfig,
@@ -16,7 +17,7 @@ from spotlight.config.sections.exploration import (
 )
 from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.plan import ClusterPlan, Plan, divisors
+from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice, divisors
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.costs import ConstantCosts
 from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
@@ -133,7 +134,17 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
         exploration=None if explore is None else _draw_exploration(seed, explore, group_size, more, steps),
         pipeline=pipeline,
         bounded=bounded,
+        choice=_draw_choice(seed, group_size, pipeline),
     )
+
+
+def _draw_choice(seed: int, group_size: int, pipeline: PipelineConfig) -> TrainingChoice:
+    """What is trained of what was generated; drawn apart, so that it changes nothing else of a trial."""
+    source = random.Random(f"choice {seed}")
+    samples = source.choice([None, 2, 3]) if pipeline.waits_for_groups and group_size > 2 else None
+    policy = source.choice(get_args(TrainPolicy))
+    over, silent = source.choice(get_args(AdvantagesOver)), source.choice(get_args(SilentGroups))
+    return TrainingChoice(samples, policy, over, silent)
 
 
 def _draw_pipeline(seed: int, explore: PreviewTime | None) -> tuple[PipelineConfig, bool]:

@@ -202,7 +202,7 @@ class FakeLearner:
     async def accumulate(self, micro_batch: object) -> None:
         await self._ask("accumulate")
 
-    async def step(self, samples: int) -> tuple[float, float]:
+    async def step(self, samples: int, zeros: int) -> tuple[float, float]:
         self.version += 1
         await self._ask("step")
         return 0.5, 1.0

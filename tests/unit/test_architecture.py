@@ -71,7 +71,7 @@ SCHEDULER_PARTS: dict[str, set[str]] = {
     "exploration": {"messages"},
     "cluster": {"messages"},
     "rollouts": {"messages", "exploration", "cluster"},
-    "overlap": {"messages", "cluster", "rollouts"},
+    "overlap": {"messages", "cluster", "exploration", "rollouts"},
     "controller": {"messages", "exploration", "cluster", "rollouts", "overlap"},
 }
 """Who may import whom inside the scheduler; ``messages`` is every module of its own level not named here."""

@@ -23,7 +23,9 @@ from spotlight.scheduler.effects import (
     PrepareBatch,
     PublishWeights,
     PullWeights,
+    ReportChoice,
     ReportEvaluation,
+    ReportPipeline,
     ScoreSamples,
     StartWorker,
     StepOptimizer,
@@ -160,6 +162,8 @@ class Run:
                 return [ev.EvaluationReported(iteration)]
             case CommitCheckpoint(iteration):
                 return [ev.CheckpointCommitted(iteration)]
+            case ReportPipeline() | ReportChoice():
+                return []
         raise AssertionError(effect)
 
     def kinds(self) -> list[str]:

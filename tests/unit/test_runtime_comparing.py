@@ -113,3 +113,27 @@ def test_a_whole_batch_is_scaled_together_and_weights_of_samples_reach_their_adv
     assert weighted != list(plain.values())
     with pytest.raises(ValueError, match="'clip' is missing"):
         sample_advantages(effect, {"clip": 1.0}, config)
+
+
+@given(
+    groups=st.lists(st.tuples(VALUES, VALUES), min_size=1, max_size=3),
+    std=st.sampled_from(["global", "group"]),
+    combine=st.sampled_from(["sum", "normalise_each"]),
+)
+def test_samples_not_trained_scale_advantages_and_move_no_mean(
+    groups: list[tuple[Scores, Scores]], std: str, combine: str
+) -> None:
+    config = AdvantageConfig.model_validate({"std": std, "combine": combine, "clip": 1e9})
+    chosen = [only(group) for group, _ in groups]
+    others = [only(more) for _, more in groups]
+    comparisons = tuple(Comparison(Baseline.GROUP, tuple(more)) for _, more in groups)
+    effect = replace(part([group for group, _ in groups], comparisons), partial=std == "group")
+    found = list(sample_advantages(effect, WEIGHTS, config).values())
+    everything = advantages([a + b for a, b in zip(chosen, others, strict=True)], WEIGHTS, config)
+    start = 0
+    for group, whole in zip(chosen, everything, strict=True):
+        own = found[start : start + len(group)]
+        start += len(group)
+        # The whole group's advantages, centred anew.
+        mean = sum(whole[: len(group)]) / len(group)
+        assert own == pytest.approx([value - mean for value in whole[: len(group)]], rel=1e-6, abs=1e-6)

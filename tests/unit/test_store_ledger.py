@@ -4,6 +4,7 @@ import sqlite3
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ from spotlight.store.store_errors import LedgerError, StoreError
 
 TRAIN = RolloutId("train")
 EVAL = RolloutId("eval")
+LATE = RolloutId("late")
 
 
 def _rollout(rollout_id: RolloutId, purpose: Purpose) -> Rollout:
@@ -89,6 +91,9 @@ def ledger(tmp_path: Path) -> Iterator[SqliteLedger]:
         pytest.param([STEP, STEP], id="step-twice"),
         pytest.param([StepApplied(PolicyVersion(0), 0, 0, 1)], id="step-that-makes-version-0"),
         pytest.param([PUBLISHED, PUBLISHED], id="published-twice"),
+        pytest.param([SampleDropped(EVAL, DropReason.NOT_CHOSEN, "")], id="evaluation-not-chosen"),
+        pytest.param([RolloutIssued(_rollout(LATE, Purpose.TRAIN)),
+                      SampleDropped(LATE, DropReason.NOT_CHOSEN, "")], id="not-chosen-unfinished"),
     ],
 )  # fmt: skip
 def test_unlawful_records_are_refused_whole(ledger: SqliteLedger, unlawful: list[Record]) -> None:
@@ -100,6 +105,32 @@ def test_unlawful_records_are_refused_whole(ledger: SqliteLedger, unlawful: list
     assert ledger.counts().rejected == 0
     write(ledger, [[STEP, TRAINED]])
     assert ledger.counts().trained == 1
+
+
+def test_an_older_ledger_keeps_its_outcomes_and_takes_samples_left_out_by_choice(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    with SqliteLedger(path) as ledger:
+        write(ledger, [STARTED, [RolloutIssued(_rollout(LATE, Purpose.TRAIN))]])
+        write(ledger, [[SampleDropped(LATE, DropReason.STALE, "its holder is gone")]])
+        digest = ledger.digest()
+    listed = "'not_chosen', 'silent_group'"
+    with closing(sqlite3.connect(path)) as connection:
+        # Version 4 knew neither reason.
+        connection.execute("PRAGMA writable_schema = ON")
+        for known, before in ((f"{listed}, ", ""), (f" OR reason IN ({listed})", "")):
+            statement = "UPDATE sqlite_master SET sql = replace(sql, ?, ?) WHERE name = 'outcomes'"
+            connection.execute(statement, (known, before))
+        connection.execute("PRAGMA user_version = 4")
+        connection.commit()
+    left_out = SampleDropped(TRAIN, DropReason.NOT_CHOSEN, "others of its group are trained")
+    with SqliteLedger(path) as ledger:
+        assert ledger.digest() == digest
+        write(ledger, [[left_out]])
+        assert ledger.counts().train_dropped == {DropReason.STALE: 1, DropReason.NOT_CHOSEN: 1}
+        with pytest.raises(LedgerError, match="UNIQUE"):
+            write(ledger, [[left_out]])
+    with closing(sqlite3.connect(path)) as connection, pytest.raises(sqlite3.Error, match="insert-only"):
+        connection.execute("UPDATE outcomes SET reason = 'stale'")
 
 
 @pytest.mark.parametrize("number", [0, 1, 7, 12])

@@ -18,6 +18,7 @@ def advantages(
     weights: Mapping[str, float],
     config: AdvantageConfig,
     importance: Sequence[Sequence[float]] | None = None,
+    others: Sequence[Sequence[Mapping[str, float]]] | None = None,
 ) -> list[list[float]]:
     """Advantages of one iteration's groups, in the order given.
 
@@ -27,19 +28,30 @@ def advantages(
         config: conventions.
         importance: a positive factor per sample that undoes the selection of its seed: weights means and
             standard deviations, and multiplies the (clipped) advantage. None: all 1.
+        others: per group, samples that were generated and are not trained; they count in standard deviations
+            only, so that a group's advantages sum to 0 even if only extremes are trained. None: none.
 
     Raises:
         ValueError: an empty group, missing, surplus or non-finite rewards, or invalid ``importance``.
     """
-    check_rewards(groups, weights)
+    others = [()] * len(groups) if others is None else others
+    check_rewards([[*pair[0], *pair[1]] for pair in zip(groups, others, strict=True)], weights)
     if importance is not None:
         _check_importance(groups, importance)
     if config.combine == "sum":
-        totals = [[weighted_sum(sample, weights) for sample in group] for group in groups]
-        raw = _normalise(totals, config, importance)
+        totals, more = (
+            [[weighted_sum(sample, weights) for sample in group] for group in each]
+            for each in (groups, others)
+        )
+        raw = _normalise(totals, config, importance, more)
     else:
         each = {
-            name: _normalise([[sample[name] for sample in group] for group in groups], config, importance)
+            name: _normalise(
+                [[sample[name] for sample in group] for group in groups],
+                config,
+                importance,
+                [[sample[name] for sample in group] for group in others],
+            )
             for name in weights
         }
         raw = [
@@ -63,15 +75,20 @@ def _normalise(
     groups: Sequence[Sequence[float]],
     config: AdvantageConfig,
     importance: Sequence[Sequence[float]] | None,
+    others: Sequence[Sequence[float]],
 ) -> list[list[float]]:
     shares = [[1.0] * len(group) for group in groups] if importance is None else importance
     means = [mean_of(group, share) for group, share in zip(groups, shares, strict=True)]
+    wider = [[*group, *more] for group, more in zip(groups, others, strict=True)]
+    wider_shares = [[*share, *[1.0] * len(more)] for share, more in zip(shares, others, strict=True)]
     if config.std == "global":
-        everything = [value for group in groups for value in group]
-        spread = spread_of(everything, config.ddof, [weight for share in shares for weight in share])
+        everything = [value for group in wider for value in group]
+        spread = spread_of(everything, config.ddof, [weight for share in wider_shares for weight in share])
         spreads = [spread] * len(groups)
     else:
-        spreads = [spread_of(group, config.ddof, share) for group, share in zip(groups, shares, strict=True)]
+        spreads = [
+            spread_of(group, config.ddof, share) for group, share in zip(wider, wider_shares, strict=True)
+        ]
     return [
         [(value - mean) / (spread + config.epsilon) for value in group]
         for group, mean, spread in zip(groups, means, spreads, strict=True)

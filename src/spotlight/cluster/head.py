@@ -223,6 +223,8 @@ class Head:
             case ef.ReportPipeline():
                 parts.recorder.pipeline(effect)
                 self.log.put(effect.row())
+            case ef.ReportChoice():
+                self.log.put(effect.row())
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):

@@ -130,8 +130,8 @@ class LearnerDriver:
             case ef.TrainMicroBatch(batch, index):
                 await learner.accumulate(batch)
                 self.put_event(ev.MicroBatchTrained(batch.iteration, batch.update, index))
-            case ef.StepOptimizer(iteration, update, samples):
-                loss, norm = await learner.step(samples)
+            case ef.StepOptimizer(iteration, update, samples, zeros):
+                loss, norm = await learner.step(samples, zeros)
                 self.put_event(ev.OptimizerStepped(iteration, update, loss, norm))
             case ef.FinishBatch(iteration):
                 await learner.finish_batch()

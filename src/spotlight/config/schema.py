@@ -84,7 +84,8 @@ class RunConfig(Section):
 
     def rank_problems(self, ranks: int, per_node: tuple[int, ...]) -> Iterator[Problem]:
         """What does not fit the ranks there are; see :meth:`LearnerConfig.rank_problems`."""
-        yield from self.learner.rank_problems(self.rollout, ranks, per_node)
+        chosen = self.algorithm.train_samples
+        yield from self.learner.rank_problems(self.rollout, ranks, per_node, chosen)
         yield from self.algorithm.micro_batch_problems(self.rollout, self.learner, ranks)
 
     @property

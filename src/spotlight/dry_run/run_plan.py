@@ -64,7 +64,7 @@ class RunPlan:
     """What a run will do and need.
 
     Attributes:
-        samples: rollouts trained per iteration if none is dropped.
+        samples, trained_samples: generated and trained per iteration if none is dropped.
         trained_timesteps: forward/backward passes per sample.
         guidance: forwards per velocity: 2 with true classifier-free guidance.
         optimizer_steps, evaluations: of the whole run.
@@ -77,6 +77,7 @@ class RunPlan:
     """
 
     samples: int
+    trained_samples: int
     trained_timesteps: int
     guidance: int
     passes: Passes
@@ -115,6 +116,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         memory = memory_parts(config, model, family_of(config), trained, text_tokens(config, prompts))
     return RunPlan(
         samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
+        trained_samples=_trained_samples(config),
         trained_timesteps=config.trained_timesteps,
         guidance=forwards_per_velocity(config),
         passes=count_passes(config, images),
@@ -142,7 +144,7 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
     """Passes per iteration: samples x steps (or trained timesteps) x forwards per velocity."""
     algorithm, guidance = config.algorithm, forwards_per_velocity(config)
     samples = config.rollout.prompts_per_iteration * config.rollout.group_size * guidance
-    trained = samples * config.trained_timesteps
+    trained = _trained_samples(config) * guidance * config.trained_timesteps
     updates = config.learner.updates_per_batch  # divides the prompts, and so the samples
     later = trained - trained // updates
     return Passes(
@@ -156,6 +158,12 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
         old_log_probs=later if algorithm.recomputes_log_probs else 0,
         evaluation=evaluation_images * config.evaluation.steps * guidance,
     )
+
+
+def _trained_samples(config: RunConfig) -> int:
+    """Per iteration; silent groups count, as they are not known in advance."""
+    rollout = config.rollout
+    return rollout.prompts_per_iteration * (config.algorithm.train_samples or rollout.group_size)
 
 
 def _preview_passes(config: RunConfig) -> int:

@@ -96,7 +96,8 @@ def outcome_of(
         target_s = _to(target.value, durations[0], iteration_s)
         target_usd = _to(target.value, costs[0], iteration_usd)
     spot = {phase: s for (kind, phase), s in result.phase_s.items() if kind is NodeKind.SPOT}
-    made = len(result.iterations) * scenario.plan.prompts_per_iteration * scenario.plan.group_size
+    plan = scenario.plan
+    made = len(result.iterations) * plan.prompts_per_iteration * plan.choice.of_group(plan.group_size)
     return SimulationOutcome(
         strategy=strategy,
         problem=_problem(scenario, result),
@@ -114,7 +115,8 @@ def outcome_of(
         preview_share=_preview_share(scenario, result),
         filled_s=_filled(result),
         overlapped_share=sum(one.overlapped_samples or 0 for one in result.overlaps) / max(1, result.trained),
-        early_share=sum(one.early_samples or 0 for one in result.overlaps) / max(1, result.trained),
+        early_share=sum(one.early_samples or 0 for one in result.overlaps)
+        / max(1, result.trained / plan.trained_share),
         dropped_share=max(0.0, 1 - result.trained / made) if made else math.nan,
         preemptions=result.preemptions,
         notices=result.notices,

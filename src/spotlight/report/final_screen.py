@@ -151,7 +151,7 @@ def _samples(run: RunRecord) -> Text:
     counts = run.history.counts
     issued = counts.issued[Purpose.TRAIN]
     parts = [f"{count(counts.trained)} trained"]
-    parts += [f"{count(number)} dropped ({reason.value})" for reason, number in counts.train_dropped.items()]
+    parts += [f"{count(number)} {reason.words}" for reason, number in counts.train_dropped.items()]
     if counts.in_flight[Purpose.TRAIN]:
         parts.append(f"{count(counts.in_flight[Purpose.TRAIN])} in flight")
     text = Text.assemble(("Samples ", "bold"), f"{count(issued)} issued = {' + '.join(parts)}")

@@ -118,6 +118,8 @@ def _front_matter(run: RunRecord) -> str:
 
 def _introduction(run: RunRecord) -> str:
     config = run.config
+    chosen = config.algorithm.train_samples
+    trained = f" (of which {chosen} are trained)" if chosen is not None else ""
     what = (
         f"A LoRA (rank {config.learner.lora.rank}, alpha {config.learner.lora.alpha:g})"
         if config.learner.mode == "lora"
@@ -135,7 +137,7 @@ def _introduction(run: RunRecord) -> str:
     return (
         f"{what} of {base}, post-trained by reinforcement learning with {config.algorithm.name} "
         f"to maximise {rewards}: {plural(run.history.iterations, 'iteration')} of "
-        f"{config.rollout.prompts_per_iteration} prompts x {config.rollout.group_size} pictures "
+        f"{config.rollout.prompts_per_iteration} prompts x {config.rollout.group_size} pictures{trained} "
         f"({config.rollout.width} x {config.rollout.height} pixels, {config.rollout.steps} denoising steps), "
         f"run seed {config.run_seed}."
     )
@@ -168,9 +170,7 @@ def _scores(run: RunRecord) -> str:
 
 def _cost(run: RunRecord) -> str:
     history, counts = run.history, run.history.counts
-    dropped = "".join(
-        f", {count(number)} dropped ({reason.value})" for reason, number in counts.train_dropped.items()
-    )
+    dropped = "".join(f", {count(number)} {reason.words}" for reason, number in counts.train_dropped.items())
     lines = [
         f"- {duration(run.wall_s)} of work, {money(history.cost_usd)} at {prices(run)} per worker and hour.",
         f"- {count(counts.issued[Purpose.TRAIN])} training samples issued: {count(counts.trained)} "

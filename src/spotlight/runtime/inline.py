@@ -231,6 +231,8 @@ class InlineDriver:
             case ef.ReportPipeline():
                 self.parts.recorder.pipeline(effect)
                 self.parts.trainer.log.put(effect.row())
+            case ef.ReportChoice():
+                self.parts.trainer.log.put(effect.row())
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):
@@ -402,8 +404,8 @@ class InlineDriver:
                     self._events.append(
                         ev.MicroBatchTrained(micro_batch.iteration, micro_batch.update, index)
                     )
-                case ef.StepOptimizer(iteration, update, samples):
-                    loss, grad_norm = trainer.step(samples)
+                case ef.StepOptimizer(iteration, update, samples, zeros):
+                    loss, grad_norm = trainer.step(samples, zeros)
                     self._events.append(ev.OptimizerStepped(iteration, update, loss, grad_norm))
                 case ef.FinishBatch(iteration):
                     trainer.finish_batch()

@@ -316,13 +316,13 @@ class Controller:
         pipeline, pace = self.plan.pipeline, self.cluster.pace
         overlaps = pipeline.trains_parts
         trainable = self.training.ready() if overlaps else 0
-        made = self.training.untrained - trainable if overlaps else 0
+        made = max(0, self.training.untrained - trainable) if overlaps else 0
         backlog = Backlog(
             self.plan.rollout_steps,
             self.plan.evaluation.steps,
             trainable,
             made,
-            pace.train_s,
+            pace.train_s * self.plan.trained_share,
             whole=not overlaps,
             switch_s=pipeline.switch_s,
             generating=bool(self.cluster.serving.turned),
@@ -370,7 +370,7 @@ class Controller:
             case ev.BatchFinished():
                 self._stages.move(Trigger.BATCH_FINISHED)
                 self._report_pipeline()
-                self.work.effects.append(PublishWeights(self.version))
+                self.work.effects += [*self.training.report(), PublishWeights(self.version)]
 
     def _stepped(self, update: int, loss: float, grad_norm: float) -> None:
         self.version = PolicyVersion(self.version + 1)

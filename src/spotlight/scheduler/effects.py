@@ -81,11 +81,16 @@ class TrainMicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepOptimizer:
-    """Apply accumulated gradients of ``samples``, fewer than announced if some were dropped."""
+    """Apply accumulated gradients of ``samples``, fewer than announced if some were dropped.
+
+    Attributes:
+        zeros: samples that the mean counts too, as 0.
+    """
 
     iteration: int
     update: int
     samples: int
+    zeros: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,26 @@ class ReportPipeline:
         found: dict[str, float | None] = {f"{filler}_s": seconds for filler, seconds in self.filled_s.items()}
         found |= {"overlapped_samples": self.overlapped_samples, "early_samples": self.early_samples}
         return {f"pipeline/{name}": value for name, value in found.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ReportChoice:
+    """Write how many of an iteration's scored samples were trained.
+
+    Attributes:
+        not_chosen: left out by ``algorithm.train_samples``.
+        silent: left out because all rewards of their group are equal.
+    """
+
+    iteration: int
+    trained: int
+    not_chosen: int
+    silent: int
+
+    def row(self) -> dict[str, float]:
+        """As metrics."""
+        counts = {"trained": self.trained, "not_chosen": self.not_chosen, "silent": self.silent}
+        return {f"choice/{name}": float(number) for name, number in counts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +281,7 @@ Effect: TypeAlias = (
     | ReportEvaluation
     | ReportExploration
     | ReportPipeline
+    | ReportChoice
     | DiscardSamples
     | CommitCheckpoint
     | ClusterEffect

@@ -133,7 +133,10 @@ class Ledger:
 
     def drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
         """Outcome: the sample will not be used."""
-        self.dropped_purpose[self._close(rollout).purpose] += 1
+        entry = self._close(rollout)
+        if reason.by_choice and (entry.purpose is not Purpose.TRAIN or entry.reached is not _Reached.SCORED):
+            raise AccountingError(f"rollout {rollout} for {entry.purpose}, {entry.reached.name}, is {reason}")
+        self.dropped_purpose[entry.purpose] += 1
         self.dropped[reason] += 1
         self._write(SampleDropped(rollout, reason, detail))
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spotlight.config.sections.algorithm import AdvantagesOver, SilentGroups, TrainPolicy
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
@@ -51,6 +52,35 @@ class ClusterPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainingChoice:
+    """What of the generated samples is trained.
+
+    Attributes:
+        samples: of each group; None: all.
+        policy: how they are chosen.
+        over: samples whose spread scales the advantages.
+        silent_groups: what becomes of groups whose rewards are all equal.
+    """
+
+    samples: int | None = None
+    policy: TrainPolicy = "max_variance"
+    over: AdvantagesOver = "trained"
+    silent_groups: SilentGroups = "train"
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether scored samples of complete groups may remain untrained."""
+        return self.samples is not None or self.silent_groups != "train"
+
+    def of_group(self, size: int) -> int:
+        """Samples trained of a group of ``size``."""
+        return size if self.samples is None else min(self.samples, size)
+
+
+TRAINS_ALL = TrainingChoice()
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The controller's settings.
 
@@ -81,6 +111,12 @@ class Plan:
     pipeline: PipelineConfig = NO_OVERLAP
     bounded: bool = False
     whole_groups: bool = False
+    choice: TrainingChoice = TRAINS_ALL
+
+    @property
+    def trained_share(self) -> float:
+        """Share of a whole group that is trained."""
+        return self.choice.of_group(self.group_size) / self.group_size
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -110,6 +146,11 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
         raise ValueError(
             f"micro-batches of {plan.micro_batch_size} samples do not divide by {plan.ranks} ranks; "
             f"give every rank equally many"
+        )
+    if plan.choice.samples is not None and not plan.pipeline.waits_for_groups:
+        raise ValueError(
+            f"slices compared by pipeline.baseline={plan.pipeline.baseline} are trained before their group "
+            f"is whole, but {plan.choice.samples} samples of it are to be chosen"
         )
     _require_degrees(plan.cluster)
     known: dict[PromptId, Prompt] = {}

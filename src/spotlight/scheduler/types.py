@@ -77,9 +77,23 @@ class DropReason(StrEnum):
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_NOT_FINITE = "reward_not_finite"
     GROUP_TOO_SMALL = "group_too_small"
+    NOT_CHOSEN = "not_chosen"
+    """Scored; others of its group are trained."""
+    SILENT_GROUP = "silent_group"
+    """Scored; all rewards of its group are equal."""
     UNEVEN_BATCH = "uneven_batch"
     STALE = "stale"
     EXPLORATION_OVER = "exploration_over"
+
+    @property
+    def by_choice(self) -> bool:
+        """Whether the sample was complete and scored, and the run chose not to train it."""
+        return self in (DropReason.NOT_CHOSEN, DropReason.SILENT_GROUP)
+
+    @property
+    def words(self) -> str:
+        """For users."""
+        return f"{'left out' if self.by_choice else 'dropped'} ({self.value})"
 
 
 class NodeKind(StrEnum):
@@ -188,9 +202,9 @@ class Comparison:
     """What samples of a group are compared with, if trained before the group is complete.
 
     Attributes:
-        baseline: GROUP: the samples are the whole group.
-        others: additional scores; SLICE: of the group's earlier slices; EXPLORATION: of previews of other
-            seeds.
+        baseline: GROUP: the samples are the whole group, or all that is trained of it.
+        others: additional scores; GROUP: of members not trained, which count in spreads only; SLICE: of the
+            group's earlier slices; EXPLORATION: of previews of other seeds.
     """
 
     baseline: Baseline = Baseline.GROUP

@@ -238,7 +238,7 @@ class Simulation:
                 self.explorations.append(effect)
             case ef.ReportPipeline():
                 self.overlaps.append(effect)
-            case ef.WriteRecord() | ef.RollBack():
+            case ef.WriteRecord() | ef.RollBack() | ef.ReportChoice():
                 pass
             case ef.FinishRun():
                 self.finish = effect

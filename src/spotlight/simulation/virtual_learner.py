@@ -135,7 +135,7 @@ class VirtualLearner:
                 self.prepared -= set(batch.rollouts)
                 self.trained += size
                 seconds = costs.train_s(self.gpu_type, plan.cluster.pixels, size, plan.ranks)
-            case ef.StepOptimizer(_, _, samples):
+            case ef.StepOptimizer(samples=samples):
                 assert samples == self.trained, f"a step of {samples} samples has {self.trained}"
                 self.trained = 0
                 seconds = costs.optimizer_s()

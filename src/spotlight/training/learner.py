@@ -231,8 +231,11 @@ class Learner:
             del self._waiting[key]
         self._update.seconds += time.perf_counter() - started
 
-    def step(self) -> StepReport:
+    def step(self, zeros: int = 0) -> StepReport:
         """Apply the accumulated gradient, and update the moving average when it is due.
+
+        Args:
+            zeros: announced samples that were not trained, and count as 0 in the mean gradient.
 
         Raises:
             TrainingError: fewer samples than announced, or a non-finite gradient. The gradient is dropped and
@@ -244,7 +247,7 @@ class Learner:
         average_gradients(self._trainable(), self.ranks)
         norm, entries = self._gradient_norm()
         grad_norm = norm.item()
-        problem = self._problem(sums.samples, grad_norm)
+        problem = self._problem(sums.samples + zeros, grad_norm)
         if problem is not None:
             self._drop_update()
             raise TrainingError(problem)

@@ -44,7 +44,9 @@ def audit(
         config = load_config(RunPaths(directory).config)
         # Rollouts started early lag by one published version, which is one iteration's optimizer steps.
         stale = config.learner.updates_per_batch if config.pipeline.next_share else 0
-        report = recount(directory, AuditLimits(config.rollout.group_size, stale))
+        report = recount(
+            directory, AuditLimits(config.rollout.group_size, stale, config.algorithm.train_samples)
+        )
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
     else:
@@ -59,13 +61,19 @@ def _print(report: AuditReport) -> None:
 
     console = Console(highlight=False)
     counts = report.counts
-    dropped = ", ".join(f"{number} {reason.value}" for reason, number in counts.train_dropped.items()) or "0"
+    left_out, dropped = (
+        ", ".join(
+            f"{n} {reason.value}" for reason, n in counts.train_dropped.items() if reason.by_choice is by
+        )
+        for by in (True, False)
+    )
     filled = ", ".join(f"{by.words} {seconds:,.1f}" for by, seconds in report.filled_s.items())
     lines = (
         ("state", "finished" if report.finished else "not finished"),
         ("train samples", f"{count(counts.issued[Purpose.TRAIN])} issued"),
         ("  trained", count(counts.trained)),
-        ("  dropped", dropped),
+        *([("  left out", left_out)] if left_out else []),
+        ("  dropped", dropped or "0"),
         ("  in flight", count(counts.in_flight[Purpose.TRAIN])),
         ("evaluated", f"{count(counts.evaluated)} of {count(counts.issued[Purpose.EVAL])} issued"),
         ("optimizer steps", count(counts.optimizer_steps)),

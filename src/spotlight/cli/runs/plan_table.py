@@ -59,6 +59,9 @@ def _work(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:
     rollout, learner = config.rollout, config.learner
     samples = f"{rollout.prompts_per_iteration} prompts x {rollout.group_size} pictures"
     yield "samples an iteration", count(plan.samples), samples
+    if (chosen := config.algorithm.train_samples) is not None:
+        why = f"{rollout.prompts_per_iteration} prompts x {chosen} of {rollout.group_size} pictures"
+        yield "  trained", count(plan.trained_samples), f"{why}, by {config.algorithm.train_policy}"
     yield "iterations", count(config.iterations), f"{count(plan.samples * config.iterations)} samples in all"
     steps = f"{config.iterations} iterations x {learner.updates_per_batch} updates"
     yield "optimizer steps", count(plan.optimizer_steps), steps

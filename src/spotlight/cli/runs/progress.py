@@ -280,9 +280,15 @@ def gained(first: Mapping[str, float], last: Mapping[str, float]) -> str:
 
 
 def training(row: Mapping[str, float]) -> str:
-    """``reward 0.734 loss 0.0123 grad_norm 0.81``."""
+    """``reward 0.734 loss 0.0123 grad_norm 0.81``, and ``96 of 192 trained`` if some were left out."""
     shown = {"reward": "rollout/reward", "loss": "train/loss", "grad_norm": "train/grad_norm"}
-    return "  ".join(f"{name} {row[key]:.4g}" for name, key in shown.items() if key in row)
+    parts = [f"{name} {row[key]:.4g}" for name, key in shown.items() if key in row]
+    choice = [
+        row[f"choice/{name}"] for name in ("trained", "not_chosen", "silent") if f"choice/{name}" in row
+    ]
+    if choice:
+        parts.append(f"{choice[0]:.0f} of {sum(choice):.0f} trained")
+    return "  ".join(parts)
 
 
 def _rate(facts: Facts) -> str:

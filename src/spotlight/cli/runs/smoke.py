@@ -93,6 +93,9 @@ def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
         prompts, group = max(prompts, exploration.sampled_prompts), max(group, exploration.drawn_seeds)
     if config.pipeline.axis == "generation":
         group = max(group, 2 * config.pipeline.slice_size)
+    fewer = min(group, config.rollout.group_size)
+    if (config.algorithm.train_samples or 0) >= fewer:
+        yield "algorithm.train_samples", max(2, fewer // 2)
     for key, found, most in (
         ("rollout.prompts_per_iteration", config.rollout.prompts_per_iteration, prompts),
         ("rollout.group_size", config.rollout.group_size, group),

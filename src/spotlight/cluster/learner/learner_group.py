@@ -360,9 +360,9 @@ class LearnerGroup:
         """Accumulate the gradients of one micro-batch."""
         await self._ask("accumulate", micro_batch)
 
-    async def step(self, samples: int) -> tuple[float, float]:
-        """Apply the gradients of ``samples`` samples; returns loss and gradient norm."""
-        loss, norm = (await self._ask("step", samples))[0]
+    async def step(self, samples: int, zeros: int) -> tuple[float, float]:
+        """Apply the gradients of ``samples`` samples; ``zeros`` more count as 0. Returns loss and norm."""
+        loss, norm = (await self._ask("step", samples, zeros))[0]
         return loss, norm
 
     async def finish_batch(self) -> None:

@@ -203,8 +203,8 @@ class LearnerRank:
         with self._in(Phase.TRAINING):
             self.learning.trainer.accumulate(micro_batch)
 
-    def step(self, samples: int) -> tuple[float, float]:
-        """Apply the gradients of ``samples`` samples, over all ranks. Collective.
+    def step(self, samples: int, zeros: int = 0) -> tuple[float, float]:
+        """Apply the gradients of ``samples`` samples, over all ranks; ``zeros`` more count as 0. Collective.
 
         Returns the loss and the gradient norm before clipping.
 
@@ -212,7 +212,7 @@ class LearnerRank:
             TrainingError: the gradient is not finite, or samples are missing.
         """
         with self._in(Phase.TRAINING):
-            return self.learning.trainer.step(samples)
+            return self.learning.trainer.step(samples, zeros)
 
     def finish_batch(self) -> None:
         """Update the old policy. Collective."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 OldLogProbs = Literal["recompute", "stop_gradient", "rollout"]
 NoiseLevels = Literal["uniform", "schedule", "steps", "stratified_steps"]
+TrainPolicy = Literal["max_variance", "top_and_bottom", "farthest", "random"]
+AdvantagesOver = Literal["trained", "generated"]
+SilentGroups = Literal["train", "skip", "as_zero"]
 
 
 class AdvantageConfig(Section):
@@ -33,6 +36,10 @@ class AdvantageConfig(Section):
     """Added to the standard deviation."""
     clip: PositiveFloat = 5.0
     """Advantages are clipped to ± this."""
+    over: AdvantagesOver = "trained"
+    """Whose standard deviation, where ``algorithm.train_samples`` leaves some out: of the samples trained, or
+    of all generated in the groups that are trained. The mean is always that of the trained ones.
+    """
     combine: Literal["sum", "normalise_each", "gdpo"] = "sum"
     """Several rewards: weighted sum first, or normalise each by ``std`` and then sum (MixGRPO: by group).
     ``gdpo``: each by group, and their sum over the batch (GDPO, arXiv 2601.05242).
@@ -72,6 +79,19 @@ class AlgorithmSection(Section):
     """From rewards to advantages."""
     train_timesteps: PositiveInt | None = None
     """Trained timesteps per sample; default: all stochastic steps of its rollout."""
+    train_samples: Annotated[int, Field(ge=2)] | None = None
+    """Samples trained of each group's ``rollout.group_size``; default: all. The others are generated and
+    scored to choose from (PODS, arXiv 2504.13818).
+    """
+    train_policy: TrainPolicy = "max_variance"
+    """Which: the subset with the largest variance of rewards, ``top_and_bottom`` halves, those ``farthest``
+    from the group's mean (largest ``|advantage|``), or ``random`` ones, the control. Unused without
+    ``train_samples``.
+    """
+    silent_groups: SilentGroups = "train"
+    """Groups whose rewards are all equal, so whose advantages are 0: ``train`` them, ``skip`` them (the mean
+    loss is over the others, as in flow_grpo), or count them ``as_zero`` in that mean without training them.
+    """
 
     @property
     def learns_from_clean_samples(self) -> bool:
@@ -117,6 +137,7 @@ class AlgorithmSection(Section):
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Groups that overlap, micro-batches or ranks would cut."""
         yield from self.advantage.problems_of_parts(run.pipeline.axis)
+        yield from self._subset_problems(run)
         if self.compares_groups:
             yield from self._group_problems(run)
         elif self.shares_draws and run.pipeline.axis == "generation":
@@ -144,11 +165,12 @@ class AlgorithmSection(Section):
         """Micro-batches, of all ranks together, that would cut groups the loss compares."""
         if not self.compares_groups:
             return
-        group, micro = rollout.group_size, learner.micro_batch_size * ranks
+        group, micro = self.train_samples or rollout.group_size, learner.micro_batch_size * ranks
+        key = "rollout.group_size" if self.train_samples is None else "algorithm.train_samples"
         update = rollout.prompts_per_iteration // learner.updates_per_batch * group
         if group % ranks:
             yield Problem(
-                "rollout.group_size", str(group),
+                key, str(group),
                 f"a multiple of the {ranks} ranks with algorithm.name={self.name}",
                 f"The ranks share each group evenly: take {-(-group // ranks) * ranks}, or other ranks.",
             )  # fmt: skip
@@ -158,7 +180,45 @@ class AlgorithmSection(Section):
                 "learner.micro_batch_size", str(learner.micro_batch_size),
                 f"a multiple of {group // ranks} with algorithm.name={self.name}, so that a micro-batch of "
                 f"the {ranks} rank(s) together holds whole groups of {group}",
-                f"Its loss compares the samples of a group: set {wanted}, or another rollout.group_size.",
+                f"Its loss compares the samples of a group: set {wanted}, or another {key}.",
+            )  # fmt: skip
+
+    def _subset_problems(self, run: RunConfig) -> Iterator[Problem]:
+        yield from self._choice_problems(run)
+        by_total = {
+            "algorithm.train_policy": self.train_policy == "farthest" and self.train_samples is not None,
+            "algorithm.silent_groups": self.silent_groups != "train",
+        }
+        if len(run.rewards) > 1 and self.advantage.combine != "sum":
+            for key in (key for key, used in by_total.items() if used):
+                yield Problem(
+                    key, repr(getattr(self, key.removeprefix("algorithm."))),
+                    f"{'max_variance' if key.endswith('policy') else 'train'!r} with several rewards and "
+                    f"algorithm.advantage.combine={self.advantage.combine}",
+                    "It looks at the total reward, which does not tell the advantage then: change it, or set "
+                    "algorithm.advantage.combine=sum.",
+                )  # fmt: skip
+
+    def _choice_problems(self, run: RunConfig) -> Iterator[Problem]:
+        group, chosen = run.rollout.group_size, self.train_samples
+        if chosen is None:
+            if self.advantage.over == "generated":
+                yield Problem(
+                    "algorithm.advantage.over", "'generated'", "'trained' without algorithm.train_samples",
+                    "All samples are trained, so both are the same: leave it out, or set "
+                    "algorithm.train_samples.",
+                )  # fmt: skip
+            return
+        if chosen > group:
+            yield Problem(
+                "algorithm.train_samples", str(chosen), f"at most rollout.group_size = {group}",
+                "They are chosen among the generated ones: lower it, or raise rollout.group_size.",
+            )  # fmt: skip
+        if run.exploration is not None and run.exploration.undo_selection:
+            yield Problem(
+                "exploration.undo_selection", "true", "false with algorithm.train_samples",
+                "Weights that undo the choice of seeds do not undo the choice of samples: leave one of them "
+                "out.",
             )  # fmt: skip
 
 

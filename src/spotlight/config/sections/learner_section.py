@@ -116,7 +116,9 @@ class LearnerConfig(Section):
         """Batch sizes that do not divide, and conflicts with weights, schedule or memory."""
         # Inline, only torchrun knows the number of ranks: it is checked again then.
         yield from self.batch_problems(
-            run.rollout, run.fleet.learner_ranks if run.fleet.driver == "ray" else 1
+            run.rollout,
+            run.fleet.learner_ranks if run.fleet.driver == "ray" else 1,
+            run.algorithm.train_samples,
         )
         if self.mode == "full" and run.model.dtype != "float32":
             yield Problem(
@@ -149,14 +151,15 @@ class LearnerConfig(Section):
             )  # fmt: skip
 
     def rank_problems(
-        self, rollout: RolloutConfig, ranks: int, per_node: tuple[int, ...]
+        self, rollout: RolloutConfig, ranks: int, per_node: tuple[int, ...], train_samples: int | None = None
     ) -> Iterator[Problem]:
         """What does not fit the ranks there are.
 
         Args:
             per_node: ranks of each node; empty: all on one.
+            train_samples: samples trained of each group; None: all.
         """
-        yield from self.batch_problems(rollout, ranks)
+        yield from self.batch_problems(rollout, ranks, train_samples)
         if self.shard == "node" and len(set(per_node)) > 1:
             yield Problem(
                 "learner.shard", "'node'",
@@ -164,13 +167,17 @@ class LearnerConfig(Section):
                 "Set all, or none if a GPU holds the model, or take other nodes.",
             )  # fmt: skip
 
-    def batch_problems(self, rollout: RolloutConfig, ranks: int = 1) -> Iterator[Problem]:
+    def batch_problems(
+        self, rollout: RolloutConfig, ranks: int = 1, train_samples: int | None = None
+    ) -> Iterator[Problem]:
         """Batch sizes that do not divide, with the nearest that do.
 
         Args:
             ranks: processes that share the work (``fleet.learner_ranks``, ``torchrun --nproc-per-node``).
+            train_samples: samples trained of each group; None: all.
         """
-        prompts, group = rollout.prompts_per_iteration, rollout.group_size
+        prompts, group = rollout.prompts_per_iteration, train_samples or rollout.group_size
+        size_key = "rollout.group_size" if train_samples is None else "algorithm.train_samples"
         updates, micro = self.updates_per_batch, self.micro_batch_size
         if prompts % updates:
             more = -(-prompts // updates) * updates
@@ -183,10 +190,10 @@ class LearnerConfig(Section):
         update_samples = prompts // updates * group
         if update_samples % ranks:
             yield Problem(
-                "rollout.group_size", str(group),
+                size_key, str(group),
                 f"samples of an update ({update_samples}) divisible by the {ranks} ranks",
                 f"Take {divisors_near(update_samples, ranks)} ranks (fleet.learner_ranks, or torchrun's), "
-                f"or rollout.group_size={-(-group // ranks) * ranks}.",
+                f"or {size_key}={-(-group // ranks) * ranks}.",
             )  # fmt: skip
             return
         share = update_samples // ranks

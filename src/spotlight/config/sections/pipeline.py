@@ -48,6 +48,11 @@ class PipelineConfig(Section):
         """Whether samples are trained before the batch is complete."""
         return self.axis != "none"
 
+    @property
+    def waits_for_groups(self) -> bool:
+        """Whether samples are trained only once their whole group is scored."""
+        return self.axis != "generation" or self.baseline == "group"
+
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Overlap that conflicts with algorithm, batch, fleet or exploration."""
         yield from self._part_problems(run)
@@ -67,7 +72,8 @@ class PipelineConfig(Section):
                 "algorithm.advantage.std=group, or pipeline.axis=none.",
             )  # fmt: skip
         ranks, learner, rollout = run.fleet.learner_ranks, run.learner, run.rollout
-        share = rollout.prompts_per_iteration * group // learner.updates_per_batch // ranks
+        trained = run.algorithm.train_samples or group
+        share = rollout.prompts_per_iteration * trained // learner.updates_per_batch // ranks
         if learner.micro_batch_size >= share:
             yield Problem(
                 "learner.micro_batch_size", str(learner.micro_batch_size),
@@ -98,12 +104,25 @@ class PipelineConfig(Section):
                 "Weights of samples need their whole group: set pipeline.axis=prompt and baseline=group, or "
                 "leave it out.",
             )  # fmt: skip
-        yield from self.slice_problems(explores=exploration is not None)
+        yield from self.slice_problems(
+            explores=exploration is not None, chooses=run.algorithm.train_samples is not None
+        )
 
-    def slice_problems(self, *, explores: bool) -> Iterator[Problem]:
-        """Baselines that slices of this size, or without exploration, cannot have."""
+    def slice_problems(self, *, explores: bool, chooses: bool) -> Iterator[Problem]:
+        """Baselines that slices of this size, without exploration, or of which some are chosen cannot have.
+
+        Args:
+            chooses: only some of a group's samples are trained.
+        """
         if self.axis != "generation":
             return
+        if chooses and self.baseline != "group":
+            yield Problem(
+                "pipeline.baseline", repr(self.baseline),
+                "'group' where only some samples of a group are trained",
+                "Which ones is known only when the whole group is scored: set pipeline.axis=prompt and leave "
+                "the baseline out, or train all samples.",
+            )  # fmt: skip
         if self.baseline == "slice" and self.slice_size < _SLICE_MIN:
             yield Problem(
                 "pipeline.slice_size", str(self.slice_size),

@@ -88,12 +88,13 @@ def _about_seconds(seconds: Mapping[Phase, float]) -> Iterator[RunFinding]:
 
 
 def _about_samples(history: History) -> Iterator[RunFinding]:
-    dropped = sum(history.counts.train_dropped.values())
+    drops = {
+        reason: number for reason, number in history.counts.train_dropped.items() if not reason.by_choice
+    }
+    dropped = sum(drops.values())
     ended = dropped + history.counts.trained
     if ended and dropped / ended > DROPPED_SHARE_MAX:
-        reasons = ", ".join(
-            f"{number} {reason.value}" for reason, number in history.counts.train_dropped.items()
-        )
+        reasons = ", ".join(f"{number} {reason.value}" for reason, number in drops.items())
         yield RunFinding(
             f"{dropped / ended:.0%} of the train samples were dropped ({reasons}).",
             "See the reasons under Log; rewards that fail or are late: `spotlight rewards check NAME`, "

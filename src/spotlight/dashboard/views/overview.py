@@ -130,7 +130,10 @@ def verdict(run: RunFolder) -> Json:
     stale = (
         (settings.whole("learner.updates_per_batch") or 1) if settings.number("pipeline.next_share") else 0
     )
-    report = audit(run.path, AuditLimits(settings.whole("rollout.group_size"), stale))
+    limits = AuditLimits(
+        settings.whole("rollout.group_size"), stale, settings.whole("algorithm.train_samples")
+    )
+    report = audit(run.path, limits)
     return {
         "ok": report.ok,
         "finished": report.finished,

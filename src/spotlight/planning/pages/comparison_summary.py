@@ -125,7 +125,8 @@ def warnings_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
         if one.dropped_share > _DROPPED_TOLD:
             yield (
                 f"{one.strategy} left out {percent(one.dropped_share)} of its samples, because they do not "
-                "divide by its learner GPUs: make prompts x group_size a multiple of their number."
+                "divide by its learner GPUs: make prompts x group_size (or train_samples) a multiple of "
+                "their number."
             )
 
 

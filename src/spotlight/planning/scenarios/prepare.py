@@ -41,7 +41,7 @@ from spotlight.planning.scenarios.strategies import (
     strategy_named,
 )
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.plan import ClusterPlan, Plan
+from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.scenario import NodeEvent, Scenario
 from spotlight.simulation.virtual_rewards import RewardModel
@@ -162,6 +162,7 @@ def _plan(
         exploration=_exploration(file, strategy, costs, denoising[0], ranks),
         pipeline=file.pipeline.of(strategy, costs.switch_s()),
         bounded=PipelinePart.TAG in strategy.parts,
+        choice=TrainingChoice(work.train_samples),
     )
 
 

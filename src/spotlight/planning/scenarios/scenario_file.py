@@ -148,6 +148,8 @@ class WorkSection(_ScenarioSection):
     """Prompts per iteration."""
     group_size: Annotated[int, Field(ge=2)]
     """Images per prompt."""
+    train_samples: Annotated[int, Field(ge=2)] | None = None
+    """Of these, images trained, as ``algorithm.train_samples``; null: all."""
     steps: PositiveInt
     """Denoising steps per rollout."""
     trained_timesteps: PositiveInt
@@ -310,5 +312,5 @@ class ScenarioFile(_ScenarioSection):
 
     @property
     def samples(self) -> int:
-        """Samples per iteration."""
-        return self.workload.prompts * self.workload.group_size
+        """Samples trained per iteration."""
+        return self.workload.prompts * (self.workload.train_samples or self.workload.group_size)

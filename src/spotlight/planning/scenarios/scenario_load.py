@@ -199,7 +199,9 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
     yield from dict.fromkeys(
         problem
         for strategy in strategies.values()
-        for problem in scenario.pipeline.of(strategy).slice_problems(explores=strategy.explore is not None)
+        for problem in scenario.pipeline.of(strategy).slice_problems(
+            explores=strategy.explore is not None, chooses=scenario.workload.train_samples is not None
+        )
     )
     exploring = [name for name, strategy in strategies.items() if strategy.explore is not None]
     explore, group = scenario.exploration, scenario.workload.group_size
@@ -208,6 +210,10 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
         yield Problem("exploration", "nothing", f"a section, for {', '.join(exploring)}", remedy)
     if explore is not None:
         yield from _exploration(explore, group, scenario.workload.steps)
+    if (scenario.workload.train_samples or 0) > group:
+        remedy = "They are chosen among the generated ones."
+        found = str(scenario.workload.train_samples)
+        yield Problem("workload.train_samples", found, f"at most workload.group_size = {group}", remedy)
     if scenario.workload.updates_per_batch > scenario.workload.prompts:
         found, expected = str(scenario.workload.updates_per_batch), f"at most {scenario.workload.prompts}"
         yield Problem("workload.updates_per_batch", found, expected, "An update trains whole groups.")

@@ -49,7 +49,7 @@ from spotlight.rewards.pool.reward_process import RewardProcess, Scorer
 from spotlight.rewards.results import require_names
 from spotlight.rollout.state import Recipe
 from spotlight.runtime.build.preview_settings import preview_recipe
-from spotlight.scheduler.plan import ClusterPlan, Plan
+from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose, WeightKind
 from spotlight.testbed import pipeline_directory
@@ -81,6 +81,12 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         pipeline=config.pipeline,
         bounded=True,
         whole_groups=config.algorithm.compares_groups,
+        choice=TrainingChoice(
+            samples=config.algorithm.train_samples,
+            policy=config.algorithm.train_policy,
+            over=config.algorithm.advantage.over,
+            silent_groups=config.algorithm.silent_groups,
+        ),
     )
 
 

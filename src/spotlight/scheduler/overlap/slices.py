@@ -26,12 +26,14 @@ class Slice:
     Attributes:
         slot: of the group.
         members: number of leading members sliced so far, this slice included.
+        left_out: scored members that are not to be trained.
     """
 
     slot: int
     members: int
     group: Group
     comparison: Comparison
+    left_out: tuple[RolloutId, ...] = ()
 
 
 def slices(

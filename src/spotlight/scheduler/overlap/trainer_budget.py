@@ -29,7 +29,7 @@ class Backlog:
     Attributes:
         trainable: samples trainable now.
         made: samples not trainable yet: at the rewards, or in incomplete groups.
-        train_s: seconds the learner takes per sample.
+        train_s: seconds the learner takes per sample generated, trained or not.
         whole: nothing is trained before everything is there.
         switch_s: seconds trainers take to switch between training and generating.
         generating: trainers are in generating mode.

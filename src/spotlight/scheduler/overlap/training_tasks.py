@@ -11,28 +11,52 @@ Invariants
        batch started with.
     3. A sample is in one part, one micro-batch and one optimizer step, or dropped with a reason.
     4. A micro-batch is divisible by the learner's ranks, and cuts no group if the loss compares groups.
+    5. Of a whole group ``Plan.choice.samples`` are trained, or all that were scored if those are fewer.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypeAlias
 
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.effects import FinishBatch, PrepareBatch, StepOptimizer, TrainMicroBatch
+from spotlight.scheduler.effects import (
+    FinishBatch,
+    PrepareBatch,
+    ReportChoice,
+    StepOptimizer,
+    TrainMicroBatch,
+)
 from spotlight.scheduler.iteration import Iteration
 from spotlight.scheduler.overlap.batches import even_out, even_out_each, micro_batches, split_updates
 from spotlight.scheduler.overlap.slices import Slice, slices
+from spotlight.scheduler.overlap.subset import choose_seeds
 from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.rollouts import Rollouts
-from spotlight.scheduler.types import Comparison, DropReason, Group, MicroBatch, Purpose, RolloutId
+from spotlight.scheduler.seeds import derive_seed
+from spotlight.scheduler.types import (
+    Baseline,
+    Comparison,
+    DropReason,
+    Group,
+    MicroBatch,
+    Purpose,
+    RolloutId,
+)
 
 Task: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 Answer: TypeAlias = ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
+
+_NOT_CHOSEN = DropReason.NOT_CHOSEN
+_WHY = {
+    _NOT_CHOSEN: "others of its group are trained",
+    DropReason.SILENT_GROUP: "all rewards of its group are equal",
+}
 
 
 class TrainingTasks:
@@ -56,6 +80,8 @@ class TrainingTasks:
         self._sliced: dict[int, int] = {}
         self._trained: dict[int, list[RolloutId]] = {}
         self._announced: dict[int, int] = {}
+        self._zeros: Counter[int] = Counter()
+        self._left_out: Counter[DropReason] = Counter()
         self._updates = 1
         self._seen: tuple[int, ...] = ()
         self._found: list[Slice] = []
@@ -68,17 +94,22 @@ class TrainingTasks:
     # -- tasks -----------------------------------------------------------------------------------------
 
     def ready(self) -> int:
-        """Samples trainable now, before the batch is complete."""
+        """Samples trainable now, before the batch is complete, with those left out for them."""
         pending = sum(len(micro_batch.rollouts) for micro_batch in self._pending)
-        return pending + sum(len(part.group.rollouts) for part in self._next_slices())
+        found = self._next_slices()
+        return self._generated(pending) + sum(len(part.group.rollouts + part.left_out) for part in found)
 
     @property
     def untrained(self) -> int:
-        """Samples generated, scored or not, and not trained yet."""
+        """Samples generated, scored or not, and neither trained yet nor left out for others."""
         at = self._at
         members = sum(len(group) for group in at.groups.values())
         making = sum(at.rollouts[name].purpose is Purpose.TRAIN for name in at.unscored - at.finished)
-        return max(0, members - making - sum(len(trained) for trained in self._trained.values()))
+        return max(0, members - making - self._generated(sum(map(len, self._trained.values()))))
+
+    def _generated(self, trained: int) -> int:
+        """Samples of which so many were chosen to be trained."""
+        return round(trained / self._plan.trained_share)
 
     def next(self, all_there: bool) -> Task | None:
         """Start the next task. None: none is ready or, with ``all_there``, nothing is trainable."""
@@ -102,7 +133,8 @@ class TrainingTasks:
             if self._pending and self._pending[0].update == self.update:
                 return self._next(all_there)
         if self.update < self._updates:
-            return StepOptimizer(self._iteration, self.update, len(self._trained[self.update]))
+            samples, zeros = len(self._trained[self.update]), self._zeros[self.update]
+            return StepOptimizer(self._iteration, self.update, samples, zeros)
         return FinishBatch(self._iteration)
 
     def answered(self, event: Answer) -> None:
@@ -141,7 +173,8 @@ class TrainingTasks:
         if not chosen:
             return None
         self.overlapped += sum(len(part.group.rollouts) for part in chosen)
-        planned = sum(len(self._members(slot)) for slot in self._slots_of(0))
+        choice = self._plan.choice
+        planned = sum(choice.of_group(len(self._members(slot))) for slot in self._slots_of(0))
         self._announced.setdefault(0, planned)
         return self._prepare([(0, part) for part in chosen], partial=True)
 
@@ -156,7 +189,10 @@ class TrainingTasks:
         return self._found
 
     def _find_slices(self) -> list[Slice]:
-        ready = sorted(self._ready(self._slots_of(0)), key=lambda part: (part.members, part.slot))
+        found = self._ready(self._slots_of(0))
+        if self._plan.choice.silent_groups != "train":
+            found = (part for part in found if not self._is_silent(part))
+        ready = sorted(found, key=lambda part: (part.members, part.slot))
         total = longest = samples = 0
         for count, part in enumerate(ready, start=1):
             total += len(part.group.rollouts)
@@ -168,14 +204,15 @@ class TrainingTasks:
         """Everything not in a part yet; drops what cannot be trained."""
         self._whole = True
         parts: list[tuple[int, Slice]] = []
-        for update, found in enumerate(self._updates_of_rest()):
+        for update, found in enumerate(self._without_silent(self._updates_of_rest())):
             even = even_out_each if self._plan.whole_groups else even_out
             _, surplus = even([part.group for part in found], self._plan.ranks)
             left_out = set(surplus)
             for rollout in surplus:
                 why = f"{self._plan.ranks} ranks share an update"
                 self._work.drop_quietly(rollout, DropReason.UNEVEN_BATCH, why)
-            kept = (_without(part, left_out) for part in found)
+            kept = [_without(part, left_out) for part in found]
+            self._leave_out((part.left_out for part in kept if not part.group.rollouts), _NOT_CHOSEN)
             parts += [(update, part) for part in kept if part.group.rollouts]
             self._updates = update + 1
         if not parts:
@@ -195,7 +232,7 @@ class TrainingTasks:
     def _survivors(self, slots: Iterable[int]) -> list[Slice]:
         slots = list(slots)
         found = list(self._ready(slots))
-        taken = {rollout for part in found for rollout in part.group.rollouts}
+        taken = {rollout for part in found for rollout in part.group.rollouts + part.left_out}
         for slot in slots:
             for rollout in self._members(slot)[self._sliced.get(slot, 0) :]:
                 if rollout in self._at.scores and rollout not in taken:
@@ -209,7 +246,7 @@ class TrainingTasks:
         for update in sorted({update for update, _ in parts}):
             groups = [part.group for of, part in parts if of == update]
             total = sum(len(group.rollouts) for group in groups)
-            announced = self._announced.setdefault(update, total)
+            announced = self._announced.setdefault(update, total + self._zeros[update])
             batches += micro_batches(
                 groups,
                 self._iteration,
@@ -220,6 +257,7 @@ class TrainingTasks:
             )
         for _, part in parts:
             self._sliced[part.slot] = part.members
+        self._leave_out((part.left_out for _, part in parts), _NOT_CHOSEN)
         self._pending.extend(batches)
         self.prepared += len(batches)
         kept = [rollout for _, part in parts for rollout in part.group.rollouts]
@@ -235,6 +273,64 @@ class TrainingTasks:
             partial,
             () if plain else comparisons,
         )
+
+    # -- what is left out ------------------------------------------------------------------------------
+
+    def _choose(self, part: Slice) -> Slice:
+        plan, at, choice = self._plan, self._at, self._plan.choice
+        names = part.group.rollouts
+        if choice.samples is None or len(names) <= choice.samples:
+            return part
+        rewards = {at.rollouts[name].seed: at.scores[name][REWARD] for name in names}
+        draw_seed = derive_seed(plan.run_seed, "subset", self._iteration, part.slot)
+        seeds = choose_seeds(rewards, choice.samples, choice.policy, draw_seed)
+        left_out = tuple(name for name in names if at.rollouts[name].seed not in seeds)
+        others = tuple(at.scores[name] for name in left_out) if choice.over == "generated" else ()
+        chosen = _without(part, {*left_out})
+        return replace(chosen, comparison=Comparison(Baseline.GROUP, others), left_out=left_out)
+
+    def _is_silent(self, part: Slice) -> bool:
+        """Whether all advantages are 0."""
+        rewards = {self._at.scores[name][REWARD] for name in part.group.rollouts}
+        return part.comparison.baseline is Baseline.GROUP and len(rewards) == 1
+
+    def _without_silent(self, updates: Sequence[Sequence[Slice]]) -> list[list[Slice]]:
+        """The updates without silent groups, except for the samples that make ranks share evenly.
+
+        If there is nothing else to train, everything stays: every iteration has an optimizer step.
+        """
+        choice, everything = self._plan.choice, list(chain.from_iterable(updates))
+        if choice.silent_groups == "train" or not (
+            self._sliced or any(not self._is_silent(part) for part in everything)
+        ):
+            return [list(found) for found in updates]
+        kept: list[list[Slice]] = []
+        for update, found in enumerate(updates):
+            silent = [part for part in found if self._is_silent(part)]
+            differing = [part for part in found if not self._is_silent(part)]
+            spare = [name for part in silent for name in part.group.rollouts]
+            short = -sum(len(part.group.rollouts) for part in differing) % self._plan.ranks
+            short = 0 if self._plan.whole_groups else short  # samples of a cut group cannot be compared
+            skipped = spare[short if short <= len(spare) else 0 :]
+            filling = [_without(part, {*skipped}) for part in silent]
+            if choice.silent_groups == "as_zero":
+                self._zeros[update] += len(skipped)
+            self._leave_out([skipped], DropReason.SILENT_GROUP)
+            self._leave_out((part.left_out for part in filling if not part.group.rollouts), _NOT_CHOSEN)
+            kept.append(differing + [part for part in filling if part.group.rollouts])
+        return kept
+
+    def _leave_out(self, rollouts: Iterable[Iterable[RolloutId]], reason: DropReason) -> None:
+        for rollout in chain.from_iterable(rollouts):
+            self._left_out[reason] += 1
+            self._work.drop_quietly(rollout, reason, _WHY[reason])
+
+    def report(self) -> Iterator[ReportChoice]:
+        """What was trained and left out, if the plan leaves any out."""
+        if self._plan.choice.leaves_out:
+            trained, left_out = sum(map(len, self._trained.values())), self._left_out
+            silent = left_out[DropReason.SILENT_GROUP]
+            yield ReportChoice(self._iteration, trained, left_out[_NOT_CHOSEN], silent)
 
     # -- groups ----------------------------------------------------------------------------------------
 
@@ -255,7 +351,7 @@ class TrainingTasks:
                 lambda rollout: rollout not in at.unscored,
                 partial(self._work.explored_beside, slot),
             )
-            yield from (part for part in found if part.members > sliced)
+            yield from (self._choose(part) for part in found if part.members > sliced)
 
     def _members(self, slot: int) -> list[RolloutId]:
         return list(self._at.groups.values())[slot]

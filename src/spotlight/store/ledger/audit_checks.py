@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spotlight.scheduler.records import REWARD
-from spotlight.store.ledger.ledger_schema import RECORD_TABLES
+from spotlight.store.ledger.ledger_schema import BY_CHOICE, RECORD_TABLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,8 @@ class Check:
     Attributes:
         broken: what a row of ``query`` means.
         query: returns ids of violations (first column). Parameters: ``:finished`` (1 if the last attempt
-            finished the run), ``:group_size`` (NULL if unknown), ``:staleness_max``.
+            finished the run), ``:group_size`` (NULL if unknown), ``:train_samples`` (of each group; NULL:
+            all), ``:staleness_max``.
     """
 
     name: str
@@ -26,6 +27,8 @@ class Check:
     query: str
 
 
+_USED = f"(kind <> 'dropped' OR reason IN ({BY_CHOICE}))"
+"""Outcomes of samples that were used, or left out only because of their rewards."""
 _SEQUENCE = " UNION ALL ".join(f"SELECT DISTINCT seq FROM {table}" for table in RECORD_TABLES)
 
 CHECKS = (
@@ -82,17 +85,17 @@ CHECKS = (
     ),
     Check(
         "used-was-finished",
-        "samples used without having been finished",
-        """
-        SELECT rollout FROM outcomes WHERE kind <> 'dropped'
+        "samples used, or left out by choice, without having been finished",
+        f"""
+        SELECT rollout FROM outcomes WHERE {_USED}
             AND rollout NOT IN (SELECT rollout FROM samples)
         """,
     ),
     Check(
         "used-was-rewarded",
-        "samples used without a finite reward",
+        "samples used, or left out by choice, without a finite reward",
         f"""
-        SELECT rollout FROM outcomes WHERE kind <> 'dropped' AND rollout NOT IN
+        SELECT rollout FROM outcomes WHERE {_USED} AND rollout NOT IN
             (SELECT rollout FROM rewards WHERE name = '{REWARD}' AND ABS(value) <= 1.7976931348623157e308)
         """,
     ),
@@ -151,6 +154,21 @@ CHECKS = (
         SELECT iteration || '/' || prompt FROM found WHERE size <> expected OR least <> most
             OR size <> COALESCE(:group_size, (SELECT MAX(size) FROM found AS others
                 WHERE others.iteration = found.iteration))
+        """,
+    ),
+    Check(
+        "train-samples",
+        "groups of which another number of samples was trained than configured",
+        # A rollout's id is that of its group, and its number within it. Samples that kept ranks from sharing
+        # evenly, and silent ones, were chosen too.
+        """
+        WITH found AS (SELECT rtrim(rollouts.id, '0123456789r') AS of, COUNT(*) AS size,
+            COUNT(outcomes.rollout) AS ended, TOTAL(reason IS 'not_chosen') AS left_out,
+            TOTAL(kind = 'trained' OR reason IN ('uneven_batch', 'silent_group')) AS chosen
+            FROM rollouts LEFT JOIN outcomes ON outcomes.rollout = rollouts.id
+            WHERE rollouts.purpose = 'train' GROUP BY of)
+        SELECT of FROM found WHERE size = ended
+            AND (chosen > :train_samples OR (left_out > 0 AND chosen IS NOT :train_samples))
         """,
     ),
     Check(

@@ -35,11 +35,13 @@ class AuditLimits:
 
     Attributes:
         group_size: None requires only that an iteration's groups have equal size.
+        train_samples: trained of each group, if all were scored; None: all.
         staleness_max: policy versions from generating a sample to the iteration that trains on it.
     """
 
     group_size: int | None = None
     staleness_max: int = 0
+    train_samples: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ def _audit(connection: sqlite3.Connection, paths: RunPaths, limits: AuditLimits)
         parameters = {
             "finished": finished,
             "group_size": limits.group_size,
+            "train_samples": limits.train_samples,
             "staleness_max": limits.staleness_max,
         }
         found = [

@@ -6,6 +6,7 @@ controller record that made it. Constraints enforce the accounting:
 - an outcome belongs to an issued rollout, which has at most one;
 - only train rollouts are trained, only evaluation rollouts evaluated, only exploration rollouts explored;
 - a trained rollout was finished, and its optimizer step exists by the end of the transaction;
+- a sample left out by choice was finished, for training;
 - a rollout is finished once, by the policy version it requires, and each of its scores is recorded once.
 
 The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds, scorers) record how
@@ -19,9 +20,11 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 UPGRADABLE_VERSION = 2
-"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds`` and ``scorers``."""
+"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds`` and ``scorers``, and
+``outcomes`` refuses samples left out by choice.
+"""
 APPLICATION_ID = 0x53504F54
 """Identifies the file as a Spotlight ledger (``SPOT``), so that another database is refused."""
 
@@ -71,6 +74,33 @@ RECORD_TABLES = (
 def _one_of(kind: type[StrEnum]) -> str:
     return ", ".join(f"'{member.value}'" for member in kind)
 
+
+BY_CHOICE = ", ".join(f"'{reason.value}'" for reason in DropReason if reason.by_choice)
+"""SQL list of the reasons for which a scored sample may be left out."""
+
+_OUTCOMES = f"""
+-- A rollout and its step become part of one transaction in either order, hence the deferred key.
+CREATE TABLE outcomes (
+    seq INTEGER PRIMARY KEY,
+    rollout TEXT NOT NULL UNIQUE,
+    purpose TEXT NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ({_one_of(RolloutOutcome)})),
+    optimizer_step INTEGER REFERENCES optimizer_steps (version) DEFERRABLE INITIALLY DEFERRED,
+    reason TEXT CHECK (reason IN ({_one_of(DropReason)})),
+    detail TEXT,
+    finished TEXT GENERATED ALWAYS AS
+        (CASE WHEN kind <> 'dropped' OR reason IN ({BY_CHOICE}) THEN rollout END) STORED
+        REFERENCES samples (rollout),
+    FOREIGN KEY (rollout, purpose) REFERENCES rollouts (id, purpose),
+    CHECK ((kind = 'trained') = (optimizer_step IS NOT NULL)),
+    CHECK ((kind = 'dropped') = (reason IS NOT NULL AND detail IS NOT NULL)),
+    CHECK (reason IS NULL OR reason NOT IN ({BY_CHOICE}) OR purpose = 'train'),
+    CHECK (kind = 'dropped'
+        OR kind || ' ' || purpose IN ('trained train', 'evaluated eval', 'explored explore'))
+) STRICT;
+CREATE INDEX outcomes_of_step ON outcomes (optimizer_step);
+CREATE INDEX outcomes_of_finished ON outcomes (finished);
+"""
 
 _RECORDS = f"""
 CREATE TABLE prompts (
@@ -126,26 +156,7 @@ CREATE TABLE optimizer_steps (
     UNIQUE (iteration, update_index)
 ) STRICT;
 
--- A rollout and its step become part of one transaction in either order, hence the deferred key.
-CREATE TABLE outcomes (
-    seq INTEGER PRIMARY KEY,
-    rollout TEXT NOT NULL UNIQUE,
-    purpose TEXT NOT NULL,
-    kind TEXT NOT NULL CHECK (kind IN ({_one_of(RolloutOutcome)})),
-    optimizer_step INTEGER REFERENCES optimizer_steps (version) DEFERRABLE INITIALLY DEFERRED,
-    reason TEXT CHECK (reason IN ({_one_of(DropReason)})),
-    detail TEXT,
-    finished TEXT GENERATED ALWAYS AS (CASE WHEN kind <> 'dropped' THEN rollout END) STORED
-        REFERENCES samples (rollout),
-    FOREIGN KEY (rollout, purpose) REFERENCES rollouts (id, purpose),
-    CHECK ((kind = 'trained') = (optimizer_step IS NOT NULL)),
-    CHECK ((kind = 'dropped') = (reason IS NOT NULL AND detail IS NOT NULL)),
-    CHECK (kind = 'dropped'
-        OR kind || ' ' || purpose IN ('trained train', 'evaluated eval', 'explored explore'))
-) STRICT;
-CREATE INDEX outcomes_of_step ON outcomes (optimizer_step);
-CREATE INDEX outcomes_of_finished ON outcomes (finished);
-
+{_OUTCOMES}
 CREATE TABLE versions (
     seq INTEGER PRIMARY KEY,
     version INTEGER NOT NULL UNIQUE CHECK (version >= 0)
@@ -254,11 +265,15 @@ CREATE TABLE scorers (
 {SCORES_VIEW};
 """
 
-_INSERT_ONLY = "\n".join(
-    f"CREATE TRIGGER {table}_insert_only BEFORE UPDATE ON {table} "
-    f"BEGIN SELECT RAISE(ABORT, '{table} is insert-only'); END;"
-    for table in RECORD_TABLES
-)
+
+def _insert_only(table: str) -> str:
+    return (
+        f"CREATE TRIGGER {table}_insert_only BEFORE UPDATE ON {table} "
+        f"BEGIN SELECT RAISE(ABORT, '{table} is insert-only'); END;"
+    )
+
+
+_INSERT_ONLY = "\n".join(map(_insert_only, RECORD_TABLES))
 
 SCHEMA = "\n".join(
     (
@@ -271,7 +286,17 @@ SCHEMA = "\n".join(
         f"PRAGMA user_version = {SCHEMA_VERSION};",
     )
 )
-_ADDED = {3: _FILLED, 4: _SCORERS}
+_OUTCOMES_AGAIN = f"""
+ALTER TABLE outcomes RENAME TO outcomes_before;
+DROP INDEX outcomes_of_step;
+DROP INDEX outcomes_of_finished;
+{_OUTCOMES}
+INSERT INTO outcomes (seq, rollout, purpose, kind, optimizer_step, reason, detail)
+    SELECT seq, rollout, purpose, kind, optimizer_step, reason, detail FROM outcomes_before;
+DROP TABLE outcomes_before;
+{_insert_only("outcomes")}
+"""
+_ADDED = {3: _FILLED, 4: _SCORERS, 5: _OUTCOMES_AGAIN}
 """What each version added."""
 
 

@@ -98,11 +98,15 @@ class Trainer:
         """Add the gradients of one micro-batch."""
         self.learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
 
-    def step(self, samples: int) -> tuple[float, float]:
-        """Apply the mean gradient over ``samples``. Returns the loss and the norm before clipping."""
-        if samples != self.learner.announced:
-            self.learner.amend(samples)
-        report = self.learner.step()
+    def step(self, samples: int, zeros: int = 0) -> tuple[float, float]:
+        """Apply the mean gradient over ``samples``. Returns the loss and the norm before clipping.
+
+        Args:
+            zeros: more samples that the mean counts, as 0.
+        """
+        if samples + zeros != self.learner.announced:
+            self.learner.amend(samples + zeros)
+        report = self.learner.step(zeros)
         self.log.extend(report.flat())
         return report.sums.loss, report.grad_norm
 

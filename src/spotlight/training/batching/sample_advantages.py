@@ -33,7 +33,8 @@ def sample_advantages(
         groups = [[_only(weights, effect.scores[name]) for name in group.rollouts] for group in effect.groups]
         factors = [[effect.weights.get(name, 1.0) for name in group.rollouts] for group in effect.groups]
         chosen = any(factor != 1.0 for each in factors for factor in each)
-        scaled = advantages(groups, weights, config, factors if chosen else None)
+        others = [[_only(weights, scores) for scores in each.others] for each in effect.comparisons]
+        scaled = advantages(groups, weights, config, factors if chosen else None, others or None)
         names = (name for group in effect.groups for name in group.rollouts)
         return dict(zip(names, (value for values in scaled for value in values), strict=True))
     return _part_advantages(effect, weights, config)
@@ -72,7 +73,7 @@ def _values(
                     "advantage.std is 'global', the spread of the whole batch, which a part does not know: "
                     "set it to 'group', or pipeline.axis to 'none'"
                 )
-            return advantages([rewards], weights, config, [factors])[0]
+            return advantages([rewards], weights, config, [factors], [others])[0]
         case Baseline.SLICE if len(rewards) + len(others) - 1 < COMPARED_MIN:
             return [0.0] * len(rewards)
         case Baseline.SLICE:

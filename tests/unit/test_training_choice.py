@@ -1,0 +1,230 @@
+"""Which samples of a group are trained, and what becomes of the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from itertools import combinations
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_controller import PLAN, Run
+
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import load_config
+from spotlight.config.sections.algorithm import SilentGroups, TrainPolicy
+from spotlight.config.sections.pipeline import PipelineConfig
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.exploration.selection import sample_variance
+from spotlight.scheduler.overlap.subset import choose_seeds
+from spotlight.scheduler.plan import Plan, TrainingChoice
+from spotlight.scheduler.types import Baseline, DropReason, MicroBatch, Rollout
+
+REWARDS = st.dictionaries(
+    st.integers(0, 2**62),
+    st.one_of(st.sampled_from([0.0, 0.5, 1.0]), st.floats(-3, 3)),
+    min_size=2,
+    max_size=9,
+)
+POLICIES = st.sampled_from(get_args(TrainPolicy))
+
+
+# -- the choice --------------------------------------------------------------------------------------------
+
+
+@given(REWARDS, st.integers(2, 10), POLICIES, st.integers(0, 99), st.data())
+def test_so_many_are_chosen_whatever_their_order(
+    rewards: dict[int, float], count: int, policy: TrainPolicy, seed: int, data: st.DataObject
+) -> None:
+    chosen = choose_seeds(rewards, count, policy, seed)
+    assert chosen <= set(rewards)
+    assert len(chosen) == min(count, len(rewards))
+    other = dict(data.draw(st.permutations(list(rewards.items()))))
+    assert choose_seeds(other, count, policy, seed) == chosen
+
+
+@given(REWARDS, st.integers(2, 10))
+def test_no_other_subset_has_more_variance(rewards: dict[int, float], count: int) -> None:
+    chosen = choose_seeds(rewards, count, "max_variance", 0)
+    size = len(chosen)
+    best = max(sample_variance(subset) for subset in combinations(rewards.values(), size))
+    assert sample_variance([rewards[seed] for seed in chosen]) == pytest.approx(best, rel=1e-6, abs=1e-9)
+
+
+@given(REWARDS, st.integers(2, 10))
+def test_the_farthest_are_no_nearer_to_the_mean_than_the_rest(rewards: dict[int, float], count: int) -> None:
+    chosen = choose_seeds(rewards, count, "farthest", 0)
+    mean = sum(rewards.values()) / len(rewards)
+    least = min(abs(rewards[seed] - mean) for seed in chosen)
+    assert all(abs(rewards[seed] - mean) <= least + 1e-9 for seed in set(rewards) - chosen)
+
+
+def test_a_random_choice_ignores_rewards_and_depends_on_its_seed() -> None:
+    seeds = range(100, 112)
+    flat, steep = dict.fromkeys(seeds, 1.0), {seed: float(seed) for seed in seeds}
+    drawn = [choose_seeds(steep, 6, "random", draw) for draw in range(9)]
+    assert drawn == [choose_seeds(flat, 6, "random", draw) for draw in range(9)]
+    assert len(set(drawn)) > 1
+    assert choose_seeds(steep, 5, "top_and_bottom", 0) == {100, 101, 109, 110, 111}
+
+
+# -- in the controller -------------------------------------------------------------------------------------
+
+CHOOSES = dataclasses.replace(PLAN, group_size=6, choice=TrainingChoice(3), iterations=1, max_drop_share=1.0)
+
+
+def graded(reward: Callable[[Rollout], float]) -> Callable[[Rollout], ev.Event]:
+    return lambda rollout: ev.SamplesRewarded({rollout.id: {"reward": reward(rollout)}}, 0)
+
+
+def slot_of(rollout: str) -> int:
+    return int(rollout.split("-")[1])
+
+
+STEEP = graded(lambda rollout: float(rollout.member))
+FIRST_SILENT = graded(lambda rollout: float(rollout.member) if slot_of(rollout.id) else 1.0)
+SILENT = graded(lambda rollout: 1.0)
+
+
+def batches(run: Run) -> list[MicroBatch]:
+    return [effect.micro_batch for effect in run.log if isinstance(effect, ef.TrainMicroBatch)]
+
+
+def trained(run: Run) -> list[str]:
+    return [name for batch in batches(run) for name in batch.rollouts]
+
+
+def report(run: Run) -> ef.ReportChoice:
+    (found,) = (effect for effect in run.log if isinstance(effect, ef.ReportChoice))
+    return found
+
+
+def finished(plan: Plan, answer: Callable[[Rollout], ev.Event]) -> Run:
+    run = Run(plan, answer)
+    assert run.until(ef.FinishRun) == ef.FinishRun(None)
+    return run
+
+
+@pytest.mark.parametrize("axis", ["none", "prompt", "generation"])
+def test_extremes_are_trained_and_the_others_end_with_a_reason(axis: str) -> None:
+    pipeline = PipelineConfig.model_validate({"axis": axis, "slice_size": 2, "baseline": "group"})
+    run = finished(dataclasses.replace(CHOOSES, pipeline=pipeline, micro_batch_size=3), STEEP)
+    assert sorted(name[-3:] for name in trained(run)) == ["000"] * 2 + ["004"] * 2 + ["005"] * 2
+    assert {drop.reason for drop in run.drops()} == {DropReason.NOT_CHOSEN}
+    assert report(run) == ef.ReportChoice(0, 6, 6, 0)
+    ledger = run.controller.ledger
+    assert (ledger.trained, ledger.dropped[DropReason.NOT_CHOSEN], ledger.in_flight) == (6, 6, 0)
+    discarded = [name for one in run.log if isinstance(one, ef.DiscardSamples) for name in one.rollouts]
+    assert sorted(discarded) == sorted(set(discarded))
+    assert len([name for name in discarded if name.startswith("t")]) == 12
+    assert {batch.update_samples for batch in batches(run)} == {6}
+
+
+def test_of_fewer_survivors_all_are_trained() -> None:
+    def answer(rollout: Rollout) -> ev.Event:
+        if rollout.id.startswith("t") and rollout.member > slot_of(rollout.id):
+            return ev.RewardFailed(rollout.id, DropReason.REWARD_ERROR, "it raised")
+        return STEEP(rollout)
+
+    run = finished(CHOOSES, answer)  # one survivor of the first group, two of the second
+    assert sorted(trained(run)) == ["t000000-001-000", "t000000-001-001"]
+    assert report(run).not_chosen == 0
+
+
+def test_ranks_share_what_is_chosen() -> None:
+    plan = dataclasses.replace(CHOOSES, ranks=2, micro_batch_size=4, choice=TrainingChoice(5))
+    run = finished(plan, STEEP)
+    assert [len(batch.rollouts) for batch in batches(run)] == [4, 4, 2]
+    assert not any(drop.reason is DropReason.UNEVEN_BATCH for drop in run.drops())
+
+
+def test_advantages_over_what_was_generated_come_with_the_scores_of_the_others() -> None:
+    run = finished(dataclasses.replace(CHOOSES, choice=TrainingChoice(4, over="generated")), STEEP)
+    (prepared,) = (effect for effect in run.log if isinstance(effect, ef.PrepareBatch))
+    for comparison in prepared.comparisons:
+        assert comparison.baseline is Baseline.GROUP
+        assert [scores["reward"] for scores in comparison.others] == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("silent", get_args(SilentGroups))
+@pytest.mark.parametrize("axis", ["none", "prompt"])
+def test_silent_groups_are_trained_skipped_or_counted_as_zero(silent: SilentGroups, axis: str) -> None:
+    pipeline = PipelineConfig.model_validate({"axis": axis})
+    choice = TrainingChoice(silent_groups=silent)
+    run = finished(
+        dataclasses.replace(CHOOSES, choice=choice, pipeline=pipeline, micro_batch_size=3), FIRST_SILENT
+    )
+    (step,) = (effect for effect in run.log if isinstance(effect, ef.StepOptimizer))
+    assert (step.samples, step.zeros) == {"train": (12, 0), "skip": (6, 0), "as_zero": (6, 6)}[silent]
+    if axis == "none":
+        assert {batch.update_samples for batch in batches(run)} == {step.samples + step.zeros}
+    if silent != "train":
+        assert report(run) == ef.ReportChoice(0, 6, 0, 6)
+        assert {drop.reason for drop in run.drops()} == {DropReason.SILENT_GROUP}
+
+
+@pytest.mark.parametrize("samples", [None, 3])
+def test_where_every_group_is_silent_an_iteration_still_has_its_step(samples: int | None) -> None:
+    choice = TrainingChoice(samples, silent_groups="skip")
+    run = finished(dataclasses.replace(CHOOSES, choice=choice), SILENT)
+    assert run.controller.version == 1
+    assert report(run).trained == 2 * choice.of_group(6)
+    assert report(run).silent == 0
+
+
+def test_silent_samples_fill_up_ranks_rather_than_others_being_left_out() -> None:
+    choice = TrainingChoice(5, silent_groups="as_zero")
+    run = finished(dataclasses.replace(CHOOSES, choice=choice, ranks=2, micro_batch_size=4), FIRST_SILENT)
+    assert sorted(map(slot_of, trained(run))) == [0, 1, 1, 1, 1, 1]
+    assert report(run) == ef.ReportChoice(0, 6, 2, 4)
+    (step,) = (effect for effect in run.log if isinstance(effect, ef.StepOptimizer))
+    assert (step.samples, step.zeros) == (6, 4)
+
+
+def test_slices_cannot_be_chosen_from_before_their_group_is_whole() -> None:
+    pipeline = PipelineConfig(axis="generation", slice_size=3, baseline="slice")
+    with pytest.raises(ValueError, match="before their group is whole"):
+        Run(dataclasses.replace(CHOOSES, pipeline=pipeline))
+
+
+# -- in the configuration ----------------------------------------------------------------------------------
+
+SEVERAL = ("rewards=[{name: shapes}, {name: jpeg_size}]", "algorithm.advantage.combine=normalise_each")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["algorithm.train_samples=17"], "algorithm.train_samples"),
+        (["algorithm.train_samples=1"], "algorithm.train_samples"),
+        (["algorithm.advantage.over=generated"], "algorithm.advantage.over"),
+        (
+            ["algorithm.train_samples=8", *SEVERAL, "algorithm.train_policy=farthest"],
+            "algorithm.train_policy",
+        ),
+        (["algorithm.silent_groups=skip", *SEVERAL], "algorithm.silent_groups"),
+        (
+            ["algorithm.train_samples=8", "exploration={undo_selection: true, policy: proportional}"],
+            "exploration.undo_selection",
+        ),
+        (
+            [
+                "algorithm={name: diffusion-nft, train_samples: 8, advantage: {std: group}}",
+                "pipeline={axis: generation, baseline: slice}",
+            ],
+            "pipeline.baseline",
+        ),
+        (
+            ["algorithm.train_samples=7", "fleet.driver=ray", "fleet.learner_ranks=5"],
+            "algorithm.train_samples",
+        ),
+        (["algorithm.train_samples=7", "learner.micro_batch_size=48"], "learner.micro_batch_size"),
+    ],
+)
+def test_choices_that_cannot_be_made_are_errors(overrides: list[str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert key in {problem.key for problem in caught.value.problems}
