@@ -154,6 +154,7 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
     "spotlight.families",
     {
         "qwen-image": "spotlight.models.families.qwen_image:QwenImage",
+        "qwen-image-edit": "spotlight.models.families.qwen_image_edit:QwenImageEdit",
         "qwen-image-2.1": "spotlight.models.families.qwen_image_21:QwenImage21",
         "z-image": "spotlight.models.families.z_image:ZImage",
         "flux2-klein": "spotlight.models.families.flux2_klein:Flux2Klein",

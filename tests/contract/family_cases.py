@@ -16,8 +16,12 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from diffusers.utils import load_image
 
+from spotlight.models.condition import Instruction, ModelInput
 from spotlight.models.families.qwen_image_21 import TextProcessor
+from spotlight.models.families.qwen_image_edit import PictureProcessor
 from spotlight.models.family import Guidance, MediaSize, ModelFamily
 
 VARIANTS = range(4)
@@ -83,6 +87,18 @@ def call_video_pipeline(
     return np.asarray(frames)
 
 
+def texts_alone(prompts: Sequence[str], negative: str = " ") -> Sequence[ModelInput]:
+    """What most families embed."""
+    return list(prompts)
+
+
+def instructions(prompts: Sequence[str], negative: str = " ") -> Sequence[Instruction]:
+    """About one picture or, with an even number of words, about two: their shapes differ in a batch."""
+    return [
+        Instruction(prompt, _PICTURES[: 1 + (len(prompt.split()) % 2 == 0)], negative) for prompt in prompts
+    ]
+
+
 @dataclass(frozen=True)
 class FamilyCase:
     """A family under test.
@@ -98,6 +114,7 @@ class FamilyCase:
         wide: changes to the transformer's configuration for a width of 256, 64 per head, and layers in the
             published proportions: its activations are compared with the plan's.
         unused: pattern of the parameters that no output of variant 0 depends on.
+        inputs: what the family embeds of prompts and a negative prompt.
         trained: variants that are trained, exported and split over ranks too; slow unless in ``first``.
     """
 
@@ -110,27 +127,62 @@ class FamilyCase:
     unused: str = "^$"
     first: tuple[int, ...] = (0, 1)
     wide: Mapping[str, object] = field(default_factory=dict)
+    inputs: Callable[..., Sequence[ModelInput]] = texts_alone
     trained: Sequence[int] = (0,)
 
     def guidance(self, family: ModelFamily, setting: Setting) -> Guidance:
         """A setting's guidance for ``family.velocity``."""
-        negative = family.collate(family.encode([setting.negative]) * len(PROMPTS))
+        conditions = family.encode(self.inputs(PROMPTS, setting.negative))
+        negative = family.negatives(conditions, family.encode([setting.negative])[0])
         return Guidance(setting.scale, negative, setting.embedded)
 
 
-def load_qwen_image_21(directory: Path) -> Any:
-    """Without the real processor, which needs torchvision."""
+def _parts_but_the_processor(directory: Path) -> dict[str, Any]:
+    """The real one needs torchvision."""
     index = json.loads((directory / "model_index.json").read_text())
-    parts = {
+    return {
         name: getattr(importlib.import_module(entry[0]), entry[1]).from_pretrained(directory / name)
         for name, entry in index.items()
         if isinstance(entry, list) and name not in ("processor", "sample_sigmas")
     }
+
+
+def load_qwen_image_21(directory: Path) -> Any:
+    """With a processor of ours."""
+    index = json.loads((directory / "model_index.json").read_text())
     return diffusers.QwenImage21Pipeline(
-        **parts,
+        **_parts_but_the_processor(directory),
         processor=TextProcessor(directory / "processor"),
         sample_sigmas=index.get("sample_sigmas"),
     )
+
+
+def load_qwen_image_edit(directory: Path) -> Any:
+    """With a processor of ours."""
+    return diffusers.QwenImageEditPlusPipeline(
+        **_parts_but_the_processor(directory), processor=PictureProcessor(directory / "processor")
+    )
+
+
+def call_qwen_image_edit(
+    pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting
+) -> np.ndarray:
+    """One prompt at a time: the pipeline takes no more."""
+    pictures = [
+        pipe(
+            [load_image(path) for path in instruction.references],
+            prompt=instruction.text,
+            negative_prompt=setting.negative if setting.scale > 1 else None,
+            height=setting.size.height,
+            width=setting.size.width,
+            num_inference_steps=setting.steps,
+            latents=row[None],
+            output_type="np",
+            **family.call_arguments(setting.scale, setting.embedded),
+        ).images[0]
+        for instruction, row in zip(instructions(setting.prompts), latents, strict=True)
+    ]
+    return np.stack(pictures)[:, None]
 
 
 def call_qwen_image_21(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
@@ -171,6 +223,15 @@ def call_flux2_klein(pipe: Any, family: ModelFamily, latents: torch.Tensor, sett
     return np.asarray(pictures)[:, None]
 
 
+# Both sides read references at these sizes; the real ones, 384² and 1024², take minutes.
+pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE = 112 * 112
+pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 96 * 96
+_PICTURES = tuple(
+    str(Path(__file__).parents[2] / "examples" / "prompts" / "pictures" / name)
+    for name in ("house.png", "tree.png")
+)
+_EDITED = MediaSize(64, 96)
+
 _PICTURE, _VIDEO = MediaSize(32, 48), MediaSize(32, 48, frames=5)
 _MEDIUM_PICTURE = MediaSize(32, 64)
 _LARGE_PICTURE = MediaSize(32, 96)
@@ -188,6 +249,22 @@ CASES: Mapping[str, FamilyCase] = {
                 Setting(_PICTURE, 12, scale=3.0),
                 Setting(MediaSize(48, 16), 3, scale=1.5, negative="a green square, blurred"),
             ),
+            unused=r"blocks\.1\.(txt_mlp|attn\.(add_q_proj|to_add_out|norm_added_q))",
+            wide={"num_layers": 4, "axes_dims_rope": (16, 24, 24), **_WIDE},
+        ),
+        FamilyCase(
+            "qwen-image-edit",
+            _EDITED,
+            (
+                Setting(_EDITED, 2),
+                Setting(_EDITED, 6, scale=3.0),
+                Setting(MediaSize(96, 32), 3, scale=1.5, negative="a green square, blurred"),
+            ),
+            max_text_tokens=256,
+            call=call_qwen_image_edit,
+            load=load_qwen_image_edit,
+            inputs=instructions,
+            first=(0,),
             unused=r"blocks\.1\.(txt_mlp|attn\.(add_q_proj|to_add_out|norm_added_q))",
             wide={"num_layers": 4, "axes_dims_rope": (16, 24, 24), **_WIDE},
         ),

@@ -92,7 +92,7 @@ def _train(rank: int, pipelines: Pipelines, scratch: Path, results: Queue[float]
         if sharded:
             shard(slots, Ranks(rank, RANKS))
         mine = slice(rank, rank + 1) if sharded else slice(None)
-        condition = family.collate(family.encode(PROMPTS[:1]) * len(rows[mine]))
+        condition = family.collate(family.encode(CASES[name].inputs(PROMPTS[:1])) * len(rows[mine]))
         with slots.use("policy") as model:
             velocity = family.velocity(model, latents[mine], rows[mine], condition, None, size)
         (velocity.square().sum() / len(velocity)).backward()
@@ -143,7 +143,7 @@ def _velocity(family: ModelFamily, case: FamilyCase) -> torch.Tensor:
             len(PROMPTS), *family.latent_shape(setting.size), generator=torch.Generator().manual_seed(0)
         ),
         torch.linspace(0.3, 0.9, len(PROMPTS)),
-        family.collate(family.encode(PROMPTS)),
+        family.collate(family.encode(case.inputs(PROMPTS))),
         case.guidance(family, setting),
         setting.size,
     )

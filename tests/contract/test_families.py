@@ -115,7 +115,8 @@ def draw(
         Rollout(RolloutId(f"r{i}"), Purpose.EVAL, 0, PromptId(f"p{i}"), 0, i, setting.steps, PolicyVersion(0))
         for i in range(len(PROMPTS))
     ]
-    states = engine.start(rollouts, family.encode(PROMPTS), recipe)
+    conditions = family.encode(CASES[family.name].inputs(PROMPTS, setting.negative))
+    states = engine.start(rollouts, conditions, recipe)
     results = engine.run(family.transformer if model is None else model, states)
     finals = [result.tensors.final for result in results if isinstance(result, FinishedRollout)]
     latents = torch.stack([state.latents for state in states])
@@ -165,7 +166,7 @@ def test_every_transformer_weight_matters(load: Load, name: str) -> None:
             family.transformer,
             latents,
             torch.full([len(PROMPTS)], 0.6),
-            family.collate(family.encode(PROMPTS)),
+            family.collate(family.encode(loaded.case.inputs(PROMPTS))),
             loaded.case.guidance(family, setting),
             setting.size,
         ).square().sum().backward()
@@ -198,8 +199,9 @@ def test_dimensions_are_those_of_the_running_model(load: Load, name: str, varian
     assert len(blocks) == dimensions.layers
     _, tokens, width = seen[0]
     assert width == dimensions.width
-    texts = {condition.tokens for condition in family.encode(PROMPTS)}  # in one sequence in some models
-    assert tokens - dimensions.tokens(size) in {0, *texts}
+    conditions = family.encode(loaded.case.inputs(PROMPTS))  # in one sequence in some models
+    besides = {each.shape[0] for condition in conditions for each in condition.tensors.values()}
+    assert tokens - dimensions.tokens(size) in {0, *besides, *(each.tokens for each in conditions)}
     shape = family.latent_shape(size)
     assert np.prod(shape) == dimensions.tokens(size) * dimensions.channels
 
@@ -236,7 +238,7 @@ def test_one_step_trains_every_targeted_weight(
     load: Load, name: str, variant: int, algorithm: str, mode: str
 ) -> None:
     loaded = load(name, variant)
-    world = learner_world.FamilyWorld(loaded.family, loaded.case.size)
+    world = learner_world.FamilyWorld(loaded.family, loaded.case.size, loaded.case.inputs)
     learner = learner_world.make_learner(world, learner_world.algorithm(algorithm), mode, guidance=2.0)
     samples = learner_world.roll_out(world, learner, guidance=2.0, batch=6)
     before = {name: tensor.clone() for name, tensor in learner.slots.state("policy").items()}
@@ -261,7 +263,7 @@ def test_one_step_equals_that_of_a_plain_loop(
 ) -> None:
     loaded, scale = load(name, variant), 2.0
     case, family = loaded.case, loaded.family
-    world = learner_world.FamilyWorld(family, case.size)
+    world = learner_world.FamilyWorld(family, case.size, case.inputs)
     learner = learner_world.make_learner(
         world,
         learner_world.algorithm(algorithm, **plain_loop.WITHOUT_REFERENCE[algorithm]),
@@ -310,7 +312,7 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
 ) -> None:
     loaded = load(name, variant)
     case, setting = loaded.case, loaded.case.settings[-1]
-    family = learner_world.FamilyWorld(loaded.family, case.size).fresh()
+    family = learner_world.FamilyWorld(loaded.family, case.size, case.inputs).fresh()
     slots = LoraSlots(family.transformer, LoraSpec(rank=2, alpha=3.0, targets=family.lora_targets))
     generator = torch.Generator().manual_seed(7)
     slots.load_state(
@@ -353,8 +355,8 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
     family, costs = loaded.family, loaded.family.activations
     # Of videos, text is a small part of the tokens; in some models it is none.
     prompt, size = ("a", MediaSize(128, 128)) if family.video else ("a word " * 9, MediaSize(64, 64))
-    condition = family.collate(family.encode([prompt] * 2))
-    text = sum(tensor.shape[1] for tensor in condition.tensors.values() if tensor.ndim == 3)
+    conditions = family.encode(loaded.case.inputs([prompt] * 2))
+    condition, text = family.collate(conditions), conditions[0].tokens
     latents, levels = torch.randn(2, *family.latent_shape(size)), torch.tensor([0.3, 0.6])
     found = {}
     for mode in ("lora", "full", "checkpointed"):

@@ -28,7 +28,7 @@ TINY = {
 }
 """What a transformer takes from the tiny pipeline around it; all else is as published."""
 FEW_LAYERS = {"num_layers": 1, "num_single_layers": 1, "n_layers": 1, "dual_attention_layers": [0]}
-UNTRACED = {"qwen-image-2.1"}
+UNTRACED = {"qwen-image-2.1", "qwen-image-edit"}
 """Shapes in their forward depend on values."""
 
 

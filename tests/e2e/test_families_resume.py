@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from main_job import NFT, At, Job, clean_audit, outcome, run_process
 from tests.contract.family_cases import CASES, TRAINED
 
 from spotlight.registry import FAMILIES
+from spotlight.testbed import TRAIN_PROMPTS
 
 KILLS = (At("work training", 5), At("os.rename /checkpoints/latest"))
 """One per attempt: between two gradients of the second update, and within the checkpoint after it."""
@@ -35,6 +37,9 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, name: str, vari
         "learner.micro_batch_size=1",
         *NFT,
     ]
+    if family.reference_tokens:
+        path = _with_references(tmp_path)
+        settings += [f"data.train={path}", f"data.test={path}", "model.max_text_tokens=512"]
     if family.embedded_guidance is not None:
         settings.append(f"rollout.embedded_guidance={family.embedded_guidance}")
     straight = run_process(job.arguments("straight", *settings), answer=tmp_path / "straight.json")
@@ -47,3 +52,12 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path: Path, name: str, vari
     assert ended.finished, ended
     assert outcome(job.root / "killed") == outcome(job.root / "straight")
     clean_audit(job.root / "killed")
+
+
+def _with_references(folder: Path) -> Path:
+    """Prompts of the testbed, each about a picture."""
+    picture = Path(__file__).parents[2] / "examples" / "prompts" / "pictures" / "red-circle.png"
+    lines = [json.loads(line) for line in TRAIN_PROMPTS.read_text().splitlines()[:8]]
+    path = folder / "edits.jsonl"
+    path.write_text("\n".join(json.dumps({**line, "references": [str(picture)]}) for line in lines))
+    return path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.learner_section import EmaConfig, LearnerConfig
 from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps, RandomWindow, SdeWindow
-from spotlight.models.condition import Condition
+from spotlight.models.condition import Condition, ModelInput
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
@@ -42,9 +42,14 @@ LORA = LoraSpec(rank=4, alpha=8.0, targets=QwenImage.lora_targets, seed=3)
 class FamilyWorld:
     """A model and its embeddings."""
 
-    def __init__(self, family: ModelFamily, size: MediaSize) -> None:
+    def __init__(
+        self,
+        family: ModelFamily,
+        size: MediaSize,
+        inputs: Callable[[Sequence[str]], Sequence[ModelInput]] = list,
+    ) -> None:
         self.family, self.size = family, size
-        *self.conditions, self.negative = self.family.encode([*PROMPTS, " "])
+        *self.conditions, self.negative = self.family.encode([*inputs(PROMPTS), " "])
 
     def fresh(self, dtype: torch.dtype = torch.float32) -> ModelFamily:
         """The family with a transformer of its own, without adapters."""

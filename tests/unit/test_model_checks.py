@@ -12,8 +12,10 @@ from safetensors.numpy import save_file
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
-from spotlight.dry_run.model_checks import require_model
+from spotlight.data.datasets import load_prompts
+from spotlight.dry_run.model_checks import require_model, require_references, require_supported
 from spotlight.dry_run.model_plan import NotHere, planned_files, read_transformer
+from spotlight.dry_run.run_plan import text_tokens
 from spotlight.models.families.qwen_image_21 import QwenImage21
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
@@ -106,6 +108,55 @@ def test_fixed_noise_levels_fix_the_number_of_steps() -> None:
     QwenImage21.check_steps(files, 3)
     with pytest.raises(ModelError, match=r"steps is 4; expected as many as .*sample_sigmas"):
         QwenImage21.check_steps(files, 4)
+
+
+@pytest.mark.parametrize(
+    ("exploration", "key"),
+    [
+        ({"steps": 2}, r"exploration\.steps is 2"),
+        (
+            {"planner": {"seed_counts": [64], "step_counts": [1, 3]}},
+            r"exploration\.planner\.step_counts is 1",
+        ),
+    ],
+)
+def test_previews_of_another_number_of_steps_are_refused_too(
+    exploration: dict[str, object], key: str
+) -> None:
+    (published,) = QwenImage21.published.values()
+    files = PipelineFiles(
+        Path("turbo"), known={**published.configs, "model_index": {"sample_sigmas": [1.0, 0.5, 0.2]}}
+    )
+    sections = {"rollout": {"steps": 3}, "evaluation": {"steps": 3}}
+    require_supported(config("qwen-image-2.1", "turbo", **sections, exploration={"steps": 3}), files)
+    with pytest.raises(ModelError, match=key + "; expected as many as .*sample_sigmas"):
+        require_supported(config("qwen-image-2.1", "turbo", **sections, exploration=exploration), files)
+
+
+@pytest.mark.parametrize(
+    ("family", "references", "message"),
+    [
+        (
+            "qwen-image",
+            ("/cat.png",),
+            r"found /cat\.png; expected none, .*qwen-image draws",
+        ),
+        ("qwen-image-edit", (), r"references of the prompt 'a cat': found none; .*edits pictures"),
+    ],
+)
+def test_reference_pictures_are_for_families_that_edit(
+    family: str, references: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        require_references(config(family, "nobody/unpublished"), references, "a cat")
+
+
+def test_references_are_planned_with_the_text(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").touch()
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a b c", "references": ["cat.png", "cat.png"]}')
+    data = {"train": str(tmp_path / "a.jsonl"), "test": str(tmp_path / "a.jsonl")}
+    settings = config("qwen-image-edit", "Qwen/Qwen-Image-Edit-2511", data=data)
+    assert text_tokens(settings, load_prompts(settings)) == 12 + 2 * (4096 + 169)
 
 
 def test_a_model_without_its_second_transformer_counts_as_not_downloaded(hub_cache: Path) -> None:

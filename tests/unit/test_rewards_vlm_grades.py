@@ -154,7 +154,8 @@ def edited(request: BaseHTTPRequestHandler, body: Any) -> Reply:
 def test_edit_score_compares_with_the_original(tmp_path: Path) -> None:
     for level in (10, 20):
         Image.fromarray(grays(level)[0]).save(tmp_path / f"{level}.png")
-    records = [{"reference": str(tmp_path / f"{level}.png")} for level in (10, 20)]
+    ten, twenty = (str(tmp_path / f"{level}.png") for level in (10, 20))
+    records: list[dict[str, object]] = [{"reference": ten}, {"references": [twenty, ten], "reference": "x"}]
     with reward_server(edited) as world:
         place = settings(world.url)
         edit_module.check(["brighter"] * 2, records, endpoint=place)
@@ -200,7 +201,8 @@ def test_an_answer_without_two_grades_is_an_error(text: str, tmp_path: Path) -> 
 def test_an_original_that_is_missing_or_broken_is_refused(tmp_path: Path) -> None:
     (tmp_path / "broken.png").write_bytes(b"\x89PNG no more")
     for record, words in (
-        ({}, "'reference' of the prompt 'a' is None"),
+        ({}, "'references' of the prompt 'a' is None"),
+        ({"references": []}, "'references' of the prompt 'a' is "),
         ({"reference": str(tmp_path / "none.png")}, "cannot be read as a picture"),
         ({"reference": str(tmp_path / "broken.png")}, "cannot be read as a picture"),
     ):

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
-from spotlight.data.datasets import evenly_spaced, load_prompts
-from spotlight.data.prompt_files import PromptFileError
+from spotlight.data.datasets import evenly_spaced, load_prompts, read_prompts
+from spotlight.data.prompt_files import PromptFileError, parse_prompts
 from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.testbed import TRAIN_PROMPTS
 
@@ -80,3 +80,25 @@ def test_more_held_out_prompts_than_there_are_is_an_error() -> None:
 def test_a_tag_that_no_prompt_has_is_told_with_its_key() -> None:
     with pytest.raises(PromptFileError, match=r"^data\.tags: no prompt in .* has the tag 'weather'"):
         load_prompts(load_config(None, ["data.tags=[weather]"]))
+
+
+def test_reference_pictures_are_found_from_the_prompts_file(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "cat.png").touch()
+    lines = ['{"prompt": "a", "references": ["pictures/cat.png"]}', '{"prompt": "b"}']
+    path = tmp_path / "edits.jsonl"
+    path.write_text("\n".join(lines))
+    first, second = read_prompts("data.train", path)
+    assert first.references == (str(tmp_path / "pictures" / "cat.png"),)
+    assert second.references == ()
+    (parsed, _) = parse_prompts(path.read_text(), str(path))
+    assert first.id == parsed.id  # wherever the files are
+    path.write_text('{"prompt": "a", "references": ["dog.png"]}')
+    with pytest.raises(PromptFileError, match=f"'a': no file {tmp_path}/dog.png\n.*Paths start from"):
+        read_prompts("data.train", path)
+
+
+@pytest.mark.parametrize("references", ['"cat.png"', "[]", "[1]", '[""]', "null"])
+def test_references_are_a_list_of_paths(references: str) -> None:
+    with pytest.raises(PromptFileError, match=r"'references' is .*; expected a list of paths"):
+        parse_prompts(f'{{"prompt": "a", "references": {references}}}', "edits.jsonl")

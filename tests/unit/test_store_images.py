@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,11 @@ from spotlight.store.images import (
     _wrap,
     drawn_iterations,
     drop_pictures,
+    picture_of,
     read_tiles,
     write_comparison,
     write_grid,
+    write_progress,
 )
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
@@ -103,6 +106,36 @@ def test_comparison_shows_both_and_colours_the_change(paths: RunPaths) -> None:
     path = write_comparison(paths, before=40, after=0, title="the other way round")
     assert area(path, BETTER) == 0
     assert area(path, WORSE) > 0
+
+
+def test_references_stand_beside_their_results(paths: RunPaths) -> None:
+    """Two prompts of equal text are told apart by theirs."""
+    red, blue, green, grey = (250, 1, 1), (1, 1, 250), (1, 250, 1), (90, 91, 92)
+    shown = {colour: np.full((128, 128, 3), colour, np.uint8) for colour in (green, grey)}
+    for iteration, colour in ((0, red), (40, blue)):
+        tiles = [
+            replace(tile(colour, "edit", 0.5), references=(picture,))
+            for picture in shown.values()
+            for _ in range(2)
+        ]
+        path = write_grid(paths, iteration, tiles, columns=2, title="")
+        assert [area(path, each) for each in shown] == [128 * 128] * 2
+        assert area(path, colour) == 4 * 128 * 128
+    kept = read_tiles(paths, 40)
+    assert [each.references[0].tolist() for each in kept[::2]] == [each.tolist() for each in shown.values()]
+    assert len(list((paths.images / "references").iterdir())) == 2
+    path = write_comparison(paths, before=0, after=40, title="")
+    assert [area(path, each) for each in shown] == [2 * 128 * 128] * 2
+    path = write_progress(paths, [0, 40], rows=2, title="")
+    assert [area(path, each) for each in shown] == [128 * 128] * 2
+
+
+def test_a_reference_is_shown_upright_and_small(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (800, 400))
+    turned = picture.getexif()
+    turned[0x0112] = 6  # a quarter turn
+    picture.save(tmp_path / "a.jpg", exif=turned)
+    assert picture_of(tmp_path / "a.jpg").shape == (384, 192, 3)
 
 
 def test_the_same_pictures_give_the_same_files(paths: RunPaths) -> None:

@@ -59,9 +59,9 @@ def silence_loading_bars() -> None:
 
 def read_prompts_option(option: str, path: Path) -> list[Prompt]:
     """The prompts of the file that an option names. Raises PromptFileError."""
-    from spotlight.data.prompt_files import PromptFileError, parse_prompts
+    from spotlight.data.prompt_files import PromptFileError, parse_prompts, with_found_references
 
     try:
-        return parse_prompts(path.read_text(), str(path))
+        return with_found_references(parse_prompts(path.read_text(), str(path)), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise PromptFileError(f"{option} {path} cannot be read ({error}); expected a prompts file") from error

@@ -31,7 +31,7 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.config.sections.rewards import RewardConfig
-from spotlight.dry_run.model_checks import require_model
+from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.rewards.pool.reward_lane import ScorerStarter
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.reward_process import RewardProcess, Scorer
@@ -109,7 +109,9 @@ def _read_prompts(config: RunConfig) -> build.Prompts:
     if config.fleet.address is None:
         spot_trace(config.fleet)  # raises ConfigError early if the trace is unreadable
     require_names(config.rewards)
-    return build.load_prompts(config)
+    prompts = build.load_prompts(config)
+    require_prompts(config, prompts)
+    return prompts
 
 
 def _start_rewards(

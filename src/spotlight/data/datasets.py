@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
-from spotlight.data.prompt_files import parse_prompts, with_tags
+from spotlight.data.prompt_files import parse_prompts, with_found_references, with_tags
 from spotlight.data.section_names import under
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.scheduler.types import Prompt
@@ -25,8 +25,8 @@ class Prompts:
     @property
     def shared(self) -> int:
         """Held-out prompts also trained on; they inflate validation scores."""
-        trained = {prompt.text for prompt in self.train}
-        return sum(prompt.text in trained for prompt in self.test)
+        trained = {(prompt.text, prompt.references) for prompt in self.train}
+        return sum((prompt.text, prompt.references) in trained for prompt in self.test)
 
     def notes(self, config: RunConfig) -> tuple[str, ...]:
         """Warnings about unusual but valid prompts."""
@@ -97,6 +97,6 @@ def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem(key, str(path), "a readable text file of prompts (.txt or .jsonl)", f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
-    prompts = parse_prompts(text, str(path))
+    prompts = with_found_references(parse_prompts(text, str(path)), str(path))
     with under("data"):
         return with_tags(prompts, str(path), tags)

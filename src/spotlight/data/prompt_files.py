@@ -1,6 +1,6 @@
 """Parse prompts: one per line, or one JSON object per line in GenEval's metadata format.
 
-Pure. Nothing is skipped or repaired; all bad lines are reported together. A prompt's id hashes its text and
+Nothing is skipped or repaired; all bad lines are reported together. A prompt's id hashes its text and
 metadata, independent of file and order.
 """
 
@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Literal, NoReturn, TypeAlias
 
 from spotlight.scheduler.types import Prompt, PromptId
@@ -52,8 +52,9 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
         text: the file's content; empty lines are ignored.
         source: the file's name, for messages and ``auto``.
         format: ``txt`` (one prompt per line), ``jsonl`` (objects with the text as ``prompt``; other keys,
-            such as GenEval's ``tag``, ``include`` and ``exclude``, are metadata), or ``auto``: by extension,
-            else jsonl if the text begins with ``{``.
+            such as GenEval's ``tag``, ``include`` and ``exclude``, or ``references``, the paths of pictures
+            that the prompt is about, are metadata), or ``auto``: by extension, else jsonl if the text
+            begins with ``{``.
 
     Raises:
         PromptFileError: no prompts, malformed lines (up to ten are listed), or a duplicate.
@@ -79,6 +80,28 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
         _refuse(source, "malformed lines", problems)
     _require_distinct(source, prompts)
     return [prompt for _, prompt in prompts]
+
+
+def with_found_references(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+    """The prompts, the paths of their ``references`` made absolute.
+
+    Args:
+        source: path of the prompts file, which relative paths start from.
+
+    Raises:
+        PromptFileError: a picture that does not exist.
+    """
+    folder = Path(source).expanduser().parent
+    problems: list[str] = []
+    found: list[Prompt] = []
+    for prompt in prompts:
+        paths = [folder.joinpath(Path(path).expanduser()).resolve() for path in prompt.references]
+        problems += [f"{_short(prompt.text)!r}: no file {path}" for path in paths if not path.is_file()]
+        place = {"references": [str(path) for path in paths]} if paths else {}
+        found.append(Prompt(prompt.id, prompt.text, {**prompt.metadata, **place}))
+    if problems:
+        _refuse(source, "reference pictures that are not there", problems, f"Paths start from {folder}.")
+    return found
 
 
 def with_tags(prompts: Sequence[Prompt], source: str, tags: Collection[str]) -> list[Prompt]:
@@ -138,6 +161,7 @@ def _from_record(line: str) -> Prompt:
         found = "is missing" if text is None else f"is {_short(json.dumps(text))}"
         raise _BadLineError(f"'prompt' {found}; expected a text, as in {_RECORD}")
     _require_geneval(record)
+    _require_references(record)
     return _prompt(text.strip(), record)
 
 
@@ -163,6 +187,17 @@ def _require_geneval(record: Mapping[str, object]) -> None:
             )
         for index, entry in enumerate(entries):
             _require_object(f"{key}[{index}]", index, entry)
+
+
+def _require_references(record: Mapping[str, object]) -> None:
+    if "references" not in record:
+        return
+    paths = record["references"]
+    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
+        raise _BadLineError(
+            f"'references' is {_short(json.dumps(paths))}; expected a list of paths of pictures, relative to "
+            'this file, as in ["pictures/cat.png"]'
+        )
 
 
 def _require_object(where: str, index: int, entry: object) -> None:

@@ -5,8 +5,11 @@ The one place of these refusals: the dry run asks here, and every run before it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from spotlight.config.errors import ConfigError
 from spotlight.config.schema import RunConfig
+from spotlight.data.datasets import Prompts
 from spotlight.data.media_size import media_size
 from spotlight.data.section_names import under
 from spotlight.dry_run.model_plan import NotHere, family_of, planned_files
@@ -44,6 +47,11 @@ def require_supported(config: RunConfig, files: PipelineFiles | None) -> None:
         family.check_steps(files, rollout.steps)
     with under("evaluation"):
         family.check_steps(files, config.evaluation.steps)
+    if (exploration := config.exploration) is not None:
+        section, _, name = exploration.steps_key.rpartition(".")
+        with under(section):
+            for steps in exploration.arms(rollout.group_size, rollout.steps)[1]:
+                family.check_steps(files, steps, name)
     with under("fleet.sequence_parallel"):
         for degree in config.fleet.sequence_parallel.degrees:
             if dimensions.heads % degree:
@@ -52,6 +60,36 @@ def require_supported(config: RunConfig, files: PipelineFiles | None) -> None:
                     "attention heads. Leave it out"
                 )
             family.check_split(degree, dimensions.tokens(size), config.model.max_text_tokens)
+
+
+def require_prompts(config: RunConfig, prompts: Prompts) -> None:
+    """:func:`require_references` of every prompt."""
+    for prompt in (*prompts.train, *prompts.test):
+        require_references(config, prompt.references, prompt.text)
+
+
+def require_references(config: RunConfig, references: Sequence[str], prompt: str = "") -> None:
+    """Refuse reference pictures where the family takes none, and a prompt without any where it edits them.
+
+    Args:
+        prompt: whose they are, for the error; empty: they were given with the command.
+
+    Raises:
+        ModelError: see above.
+    """
+    takes = family_of(config).reference_tokens > 0
+    if takes is bool(references):
+        return
+    where = f"references of the prompt {prompt!r}" if prompt else "--reference"
+    if takes:
+        raise ModelError(
+            f"{where}: found none; model.family={config.model.family} edits pictures: name at least one"
+            + (', as in {"prompt": "...", "references": ["cat.png"]}' if prompt else "")
+        )
+    raise ModelError(
+        f"{where}: found {references[0]}; expected none, since model.family={config.model.family} draws from "
+        "text alone. Remove them, or train a family that edits pictures (qwen-image-edit)"
+    )
 
 
 def _require_step_cache(config: RunConfig, files: PipelineFiles | None) -> None:

@@ -12,7 +12,7 @@ from statistics import median
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
 from spotlight.dry_run.memory_plan import Estimate, disk_parts, memory_parts
-from spotlight.dry_run.model_checks import require_model
+from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import (
     ModelSizes,
     NotHere,
@@ -106,6 +106,7 @@ def make_plan(config: RunConfig) -> RunPlan:
     """
     require_names(config.rewards)
     prompts = load_prompts(config)
+    require_prompts(config, prompts)
     require_model(config)
     model = read_sizes(config)
     trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
@@ -176,9 +177,12 @@ def _preview_passes(config: RunConfig) -> int:
 
 
 def text_tokens(config: RunConfig, prompts: Prompts) -> int:
-    """Estimated tokens of the longest prompt."""
-    words = max(len(prompt.text.split()) for prompt in (*prompts.train, *prompts.test))
-    return family_of(config).planned_text_tokens(words, config.model.max_text_tokens)
+    """Estimated tokens of the longest prompt, and of the most reference pictures."""
+    every, family = (*prompts.train, *prompts.test), family_of(config)
+    words = max(len(prompt.text.split()) for prompt in every)
+    shown = max(len(prompt.references) for prompt in every)
+    text = family.planned_text_tokens(words, config.model.max_text_tokens)
+    return text + shown * family.reference_tokens
 
 
 def parameters_trained(config: RunConfig, model: TransformerSizes) -> int:

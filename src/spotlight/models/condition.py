@@ -6,11 +6,38 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from spotlight.models.model_errors import ModelError
+
+EMBEDS, NEGATIVE_EMBEDS = "embeds", "negative_embeds"
+"""Text of a condition; of the negative prompt where that depends on the prompt (its reference pictures)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """A prompt about reference pictures.
+
+    Attributes:
+        references: paths of the pictures.
+        negative: the negative prompt, which is about the same pictures.
+    """
+
+    text: str
+    references: tuple[str, ...]
+    negative: str
+
+
+ModelInput: TypeAlias = str | Instruction
+"""What a family embeds: a prompt's text, or an instruction about reference pictures."""
+
+
+def model_input(text: str, references: Sequence[str], negative: str) -> ModelInput:
+    """Of a prompt; the negative prompt matters where there are reference pictures."""
+    return Instruction(text, tuple(references), negative) if references else text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -19,6 +46,7 @@ class Condition:
 
     Attributes:
         tensors: by the family's names: sequences [tokens, width], or vectors [width] (pooled embeddings).
+            Sequences of integers are no tokens (positions).
     """
 
     tensors: Mapping[str, Tensor]
@@ -28,8 +56,18 @@ class Condition:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sequences together."""
-        return sum(tensor.shape[0] for tensor in self.tensors.values() if tensor.ndim > 1)
+        """Tokens of all sequences of a forward together."""
+        return sum(
+            tensor.shape[0]
+            for name, tensor in self.tensors.items()
+            if tensor.ndim > 1 and tensor.is_floating_point() and name != NEGATIVE_EMBEDS
+        )
+
+    @property
+    def negative(self) -> Condition | None:
+        """Of the negative prompt about the same reference pictures; None: it is the same for all prompts."""
+        embeds = self.tensors.get(NEGATIVE_EMBEDS)
+        return None if embeds is None else Condition({**self.tensors, EMBEDS: embeds})
 
     def to(self, device: torch.device | str) -> Condition:
         """The same on ``device``."""

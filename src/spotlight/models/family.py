@@ -30,6 +30,8 @@ from spotlight.models import pipeline_export
 from spotlight.models.condition import Condition as Condition
 from spotlight.models.condition import ConditionBatch as ConditionBatch
 from spotlight.models.condition import Guidance as Guidance
+from spotlight.models.condition import Instruction as Instruction
+from spotlight.models.condition import ModelInput as ModelInput
 from spotlight.models.condition import collate, guidance_pass
 from spotlight.models.experts import by_rows, denoisers
 from spotlight.models.family_facts import ActivationCosts, Dimensions, PublishedModel
@@ -106,6 +108,9 @@ class ModelFamily(ABC):
     """Code that makes diffusers' ``pipe`` take the steps of :meth:`set_timesteps`, where it would not."""
     text_recipe: ClassVar[str] = ""
     """Whatever :meth:`embed` depends on besides diffusers' code, e.g. a prompt template."""
+    reference_tokens: ClassVar[int] = 0
+    """For plans, tokens that a reference picture adds to a forward, if the family edits pictures: its prompts
+    are instructions about some. 0: it takes none."""
     text_tokens_max: ClassVar[int] = 1024
     """Largest ``max_text_tokens``."""
     published: ClassVar[Mapping[str, PublishedModel]] = {}
@@ -133,12 +138,12 @@ class ModelFamily(ABC):
         text = {name: part for name, part in self.components.items() if not _is_denoiser(name)}
         cache = EmbeddingsCache(
             root=embeddings_cache,
-            model=files.identity(*text),
+            model=files.identity(*text, *(["vae"] if self.reference_tokens else [])),
             template=f"{self.pipeline_class}|{self.text_recipe}",
             max_tokens=max_text_tokens,
             dtype=dtype,
         )
-        self._prompts = PromptEncoder(files, self.pipeline_class, text, self.embed, cache, device)
+        self._prompts = PromptEncoder(files, self.pipeline_class, text, self._embed, cache, device)
         self._schedule = lru_cache(maxsize=256)(self._visited_sigmas)
         self.check_parts()
 
@@ -245,6 +250,15 @@ class ModelFamily(ABC):
 
     # -- where families differ ------------------------------------------------------------------------------
 
+    def embed_instruction(self, pipeline: Any, instruction: Instruction) -> dict[str, Tensor]:
+        """As :meth:`embed`, of a prompt about reference pictures and of its negative prompt
+        (``negative_embeds``). Raises :class:`ModelError`.
+        """
+        raise ModelError(
+            f"prompt {instruction.text!r} has {len(instruction.references)} reference pictures; "
+            f"model.family={self.name} takes none: use a family that edits pictures"
+        )
+
     @classmethod
     def decoded_pixels(cls, size: MediaSize) -> int:
         """For the memory plan: pixels of one sample that :meth:`decode_frames` works on at once."""
@@ -302,8 +316,8 @@ class ModelFamily(ABC):
         """Raise :class:`ModelError` (``<key> is ..``) if the pipeline ignores true guidance."""
 
     @classmethod  # noqa: B027 (most families need no check)
-    def check_steps(cls, files: PipelineFiles, steps: int) -> None:
-        """Raise :class:`ModelError` (``steps is ..``) if the pipeline has another number of steps."""
+    def check_steps(cls, files: PipelineFiles, steps: int, key: str = "steps") -> None:
+        """Raise :class:`ModelError` (``<key> is ..``) if the pipeline has another number of steps."""
 
     @classmethod  # noqa: B027 (most families need no check)
     def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
@@ -402,12 +416,12 @@ class ModelFamily(ABC):
         self.check_size(size)
         return self._schedule(steps, size).clone()
 
-    def encode(self, prompts: Sequence[str]) -> list[Condition]:
+    def encode(self, prompts: Sequence[ModelInput]) -> list[Condition]:
         """Embed prompts, on the CPU, through the disk cache."""
         return self._prompts.encode(prompts)
 
-    def not_embedded(self, prompts: Sequence[str]) -> list[str]:
-        """The distinct prompts that the disk cache lacks; reads no file."""
+    def not_embedded(self, prompts: Sequence[ModelInput]) -> list[ModelInput]:
+        """The distinct prompts that the disk cache lacks; reads no file but reference pictures."""
         return self._prompts.missing(prompts)
 
     @property
@@ -433,6 +447,10 @@ class ModelFamily(ABC):
     def free_text_encoder(self) -> None:
         """Release the text encoders' memory; a later miss loads them again."""
         self._prompts.free()
+
+    def negatives(self, conditions: Sequence[Condition], common: Condition) -> ConditionBatch:
+        """Of the negative prompt for each of ``conditions``, collated; ``common`` where it is no other's."""
+        return self.collate([condition.negative or common for condition in conditions])
 
     def collate(self, conditions: Sequence[Condition]) -> ConditionBatch:
         """Pad to the longest and move to the device, in the transformer's dtype.
@@ -482,6 +500,11 @@ class ModelFamily(ABC):
                 self.dtype,
                 replace=replace,
             )
+
+    def _embed(self, pipeline: Any, prompt: ModelInput) -> dict[str, Tensor]:
+        if isinstance(prompt, Instruction):
+            return self.embed_instruction(pipeline, prompt)
+        return self.embed(pipeline, prompt)
 
     def _embedded(self, guidance: Guidance) -> float | None:
         if not self.config.get("guidance_embeds"):

@@ -190,23 +190,27 @@ def qwen2_5_vl_text_encoder(tokenizer: Any, width: int) -> Any:
             "fullatt_block_indexes": [0],
         },
         tie_word_embeddings=True,
+        **_vision_tokens(tokenizer),
     )
     return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def _vision_tokens(tokenizer: Any) -> dict[str, int]:
+    """Ids of the tokens that stand for pictures, if the tokenizer has them."""
+    vocabulary = tokenizer.get_vocab()
+    names = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    return {name: vocabulary[token] for name, token in names.items() if token in vocabulary}
 
 
 def qwen3_vl_text_encoder(tokenizer: Any, width: int) -> Any:
     """``Qwen3VLForConditionalGeneration`` of two layers; its vision tower is minimal. ``width``: 16 n."""
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    special = {
-        f"{name}_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>")
-        for name, token in (
-            ("image_token", "image_pad"),
-            ("video_token", "video_pad"),
-            ("vision_start_token", "vision_start"),
-            ("vision_end_token", "vision_end"),
-        )
-    }
     config = Qwen3VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -229,7 +233,7 @@ def qwen3_vl_text_encoder(tokenizer: Any, width: int) -> Any:
             "deepstack_visual_indexes": [0],
         },
         tie_word_embeddings=True,
-        **special,
+        **_vision_tokens(tokenizer),
     )
     return Qwen3VLForConditionalGeneration(config)
 

@@ -11,6 +11,7 @@ from spotlight.testbed import TESTBEDS
 SECOND_TRANSFORMER = "transformer_2"
 """Folder of the second transformer's weights, where a pipeline has two (Wan2.2-A14B)."""
 _EXAMPLE_PROMPT = "two red circles"
+_EXAMPLE_REFERENCE = "picture-to-edit.png"
 
 
 def base_model(config: RunConfig) -> str:
@@ -43,6 +44,8 @@ def loading_snippet(
         loaded.append("torch_dtype=torch.bfloat16")
     if family.video:
         imports.append("from diffusers.utils import export_to_video")
+    if family.reference_tokens:
+        imports.append("from diffusers.utils import load_image")
     lines = [*imports, f"pipe = {pipeline}.from_pretrained({', '.join(loaded)})"]
     lines += family.loading_lines
     if lora and config.model.transformer is not None:
@@ -56,6 +59,7 @@ def loading_snippet(
     embedded = family.embedded_guidance if rollout.embedded_guidance is None else rollout.embedded_guidance
     guidance = family.call_arguments(rollout.true_cfg_scale, embedded)
     call = [
+        *([f"image=[load_image({_EXAMPLE_REFERENCE!r})]"] if family.reference_tokens else []),
         f"prompt={prompt!r}",
         f"height={rollout.height}",
         f"width={rollout.width}",

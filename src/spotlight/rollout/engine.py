@@ -201,7 +201,7 @@ class Engine:
         """Velocities shaped like ``latents``, and the block residuals to keep per state."""
         recipe, device = states[0].recipe, self._family.device
         condition = self._family.collate([state.condition for state in states])
-        guidance = self._guidance(recipe, len(states))
+        guidance = self._guidance(recipe, [state.condition for state in states])
         autocast = self.autocast if recipe.autocast is None else recipe.autocast
         added: Sequence[Added | None] = [state.added for state in states]
         with ExitStack() as contexts:
@@ -253,10 +253,10 @@ class Engine:
             self._paths[key] = coarse_kicks(fine, state.sigmas.tolist())
         return self._paths[key]
 
-    def _guidance(self, recipe: Recipe, batch: int) -> Guidance:
+    def _guidance(self, recipe: Recipe, conditions: Sequence[Condition]) -> Guidance:
         if recipe.guidance_scale <= 1 or self._negative is None:
             return Guidance(embedded=recipe.embedded_guidance)
-        negative = self._family.collate([self._negative] * batch)
+        negative = self._family.negatives(conditions, self._negative)
         return Guidance(recipe.guidance_scale, negative, recipe.embedded_guidance)
 
     def _sigmas(self, rollout: Rollout, size: MediaSize) -> Tensor:

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
+from spotlight.dry_run.model_checks import require_references
+from spotlight.models.condition import ModelInput, model_input
 from spotlight.models.family import ModelFamily
 from spotlight.models.model_errors import ModelError
 from spotlight.models.slots import Slot, WeightSlots
@@ -101,8 +103,12 @@ class TrainedRun:
         seeds: Sequence[int],
         steps: int | None = None,
         guidance: float | None = None,
+        references: Sequence[Path] = (),
     ) -> Picture:
         """One image per (prompt, seed) pair: [pairs, height, width, 3] uint8, ODE sampler.
+
+        Args:
+            references: pictures that all prompts are about.
 
         Raises:
             ValueError: ``prompts`` and ``seeds`` differ in length.
@@ -112,8 +118,10 @@ class TrainedRun:
             self._rollout(f"g{index:06d}", Prompt(PromptId(text), text, {}), seed, steps)
             for index, (text, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
-        texts = {PromptId(text): text for text in prompts}
-        results = [result for part in self._denoise(rollouts, texts, guidance, Silent()) for result in part]
+        shown = [str(path.resolve()) for path in references]
+        require_references(self.config, shown)
+        inputs = {PromptId(text): self._input(text, shown) for text in prompts}
+        results = [result for part in self._denoise(rollouts, inputs, guidance, Silent()) for result in part]
         pictures = [result.image for result in results if isinstance(result, FinishedRollout)]
         if len(pictures) != len(results):
             raise ModelError(
@@ -148,6 +156,8 @@ class TrainedRun:
             for slot, prompt in enumerate(prompts)
             for member in range(count)
         ]
+        for prompt in prompts:
+            require_references(config, prompt.references, prompt.text)
         by_id = {prompt.id: prompt for prompt in prompts}
         scores = self._score(rollouts, by_id, observer)
         scored = [rollout for rollout in rollouts if rollout.id in scores]
@@ -156,13 +166,16 @@ class TrainedRun:
     def _score(
         self, rollouts: Sequence[Rollout], prompts: Mapping[PromptId, Prompt], observer: Observer
     ) -> dict[RolloutId, dict[str, float]]:
-        texts = {prompt.id: prompt.text for prompt in prompts.values()}
+        inputs = {prompt.id: self._input(prompt.text, prompt.references) for prompt in prompts.values()}
         issued = Counter(rollout.prompt_id for rollout in rollouts)
         waiting: list[tuple[list[FinishedRollout], Future[RewardBatch]]] = []
         finished, made = list[FinishedRollout](), 0
         with build.make_reward_pool(_rewards_here(self.config)) as rewards:
-            rewards.check(list(texts.values()), [prompt.metadata for prompt in prompts.values()])
-            for results in self._denoise(rollouts, texts, None, observer):
+            rewards.check(
+                [prompt.text for prompt in prompts.values()],
+                [prompt.metadata for prompt in prompts.values()],
+            )
+            for results in self._denoise(rollouts, inputs, None, observer):
                 for result in results:
                     if isinstance(result, FailedRollout):
                         observer.note(f"{result.rollout.id}: no picture: {result.reason}")
@@ -218,10 +231,13 @@ class TrainedRun:
             PolicyVersion(0),
         )
 
+    def _input(self, text: str, references: Sequence[str]) -> ModelInput:
+        return model_input(text, references, self.config.rollout.negative_prompt)
+
     def _denoise(
         self,
         rollouts: Sequence[Rollout],
-        texts: Mapping[PromptId, str],
+        inputs: Mapping[PromptId, ModelInput],
         guidance: float | None,
         observer: Observer,
     ) -> Iterator[list[FinishedRollout | FailedRollout]]:
@@ -229,16 +245,16 @@ class TrainedRun:
         if guidance is not None:
             self._family.check_guidance(self._family.files, guidance, "guidance")
             recipe = dataclasses.replace(recipe, guidance_scale=guidance)
-        unique = list(dict.fromkeys(texts[rollout.prompt_id] for rollout in rollouts))
+        unique = list(dict.fromkeys(inputs[rollout.prompt_id] for rollout in rollouts))
         negative, *conditions = self._family.encode([self.config.rollout.negative_prompt, *unique])
         self._family.free_text_encoder()
-        by_text = dict(zip(unique, conditions, strict=True))
+        encoded = dict(zip(unique, conditions, strict=True))
         batch = self.config.rollout.batch_size
         engine = build.make_engine(self.config, self._family, negative)
         with self._slots.use(self.weights, merged=engine.autocast is None) as model:
             for start in range(0, len(rollouts), batch):
                 part = rollouts[start : start + batch]
-                states = engine.start(part, [by_text[texts[rollout.prompt_id]] for rollout in part], recipe)
+                states = engine.start(part, [encoded[inputs[rollout.prompt_id]] for rollout in part], recipe)
                 results = engine.run(model, states)
                 observer.work(Phase.EVALUATION, start + len(part), len(rollouts))
                 yield results

@@ -22,11 +22,12 @@ from spotlight.scheduler.effects import CommitCheckpoint, ReportEvaluation, Repo
 from spotlight.scheduler.records import REWARD, Record
 from spotlight.scheduler.types import Phase, Prompt, PromptId, Rollout, WorkerId
 from spotlight.store.checkpoints import CheckpointStore
-from spotlight.store.images import Tile, write_grid
+from spotlight.store.images import Tile, picture_of, write_grid
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
 
@@ -170,7 +171,13 @@ class RunRecorder:
     ) -> None:
         curve = validation.strict or REWARD
         tiles = [
-            Tile(picture, self.prompts[rollout.prompt_id].text, effect.scores[rollout.id][curve], self.fps)
+            Tile(
+                picture,
+                self.prompts[rollout.prompt_id].text,
+                effect.scores[rollout.id][curve],
+                self.fps,
+                tuple(map(_reference, self.prompts[rollout.prompt_id].references)),
+            )
             for rollout, picture in pictures.items()
         ]
         title = f"iteration {effect.iteration}: {curve} {validation.judged.mean:.3f}"
@@ -210,6 +217,15 @@ class PassiveRecorder:
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
         """Save this rank's shards."""
         _save_learner(learner, None, self.ranks)
+
+
+def _reference(path: str) -> Picture:
+    try:
+        return picture_of(path)
+    except (OSError, ValueError) as error:
+        raise StoreError(
+            f"reference picture {path} cannot be read any more ({error}). Put it back."
+        ) from error
 
 
 def _save_learner(learner: Learner, directory: Path | None, ranks: Ranks) -> None:

@@ -19,6 +19,7 @@ import torch
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.dry_run.model_checks import require_prompts
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.runtime.attempt import RunResult as RunResult
 from spotlight.runtime.attempt import open_attempt, stopping_gracefully
@@ -96,6 +97,7 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
         raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
     check_sinks(config.metrics.chosen)
     prompts = build.load_prompts(config)
+    require_prompts(config, prompts)
     starter = build.local_starter(config)  # too few GPUs: said before a large model is read
     model = prepare_model(config, device, ranks)
     rewards = stack.enter_context(build.make_reward_pool(config, ranks.world, starter=starter))

@@ -126,6 +126,12 @@ class Prompt:
     text: str
     metadata: Mapping[str, object]
 
+    @property
+    def references(self) -> tuple[str, ...]:
+        """Paths of the pictures that the prompt is about (metadata ``references``)."""
+        found = self.metadata.get("references", ())
+        return tuple(map(str, found)) if isinstance(found, (list, tuple)) else ()
+
 
 @dataclass(frozen=True, slots=True)
 class Rollout:

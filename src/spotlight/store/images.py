@@ -2,6 +2,7 @@
 
     images/iteration-000040.png       each prompt with its images and their scores
     images/tiles/000040-003.png       one unscaled image, with caption and score as PNG text
+    images/references/*.png           pictures that prompts are about, shown beside their results
     images/before-after.png           drawn from two iterations' tiles
     images/progress.png               the same images at several iterations
 
@@ -13,6 +14,7 @@ A resumed run removes the images of the evaluations that it repeats (:func:`drop
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFont, ImageSequence, PngImagePlugin
+from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence, PngImagePlugin
 
 from spotlight.store.files import write_atomically
 from spotlight.store.run_directory import RunPaths
@@ -45,12 +47,20 @@ _FPS = 16.0
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One image: [height, width, 3], sRGB, or a video [frames, ...]; ``caption`` is its prompt."""
+    """One image: [height, width, 3], sRGB, or a video [frames, ...]; ``caption`` is its prompt, and
+    ``references`` the pictures that the prompt is about.
+    """
 
     picture: NDArray[np.uint8]
     caption: str
     score: float
     fps: float = _FPS
+    references: tuple[NDArray[np.uint8], ...] = ()
+
+    @property
+    def prompt(self) -> tuple[str, ...]:
+        """Equal for tiles of one prompt."""
+        return (self.caption, *map(_reference_name, self.references))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +101,13 @@ def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, column
     """
     _require_pictures(tiles)
     blocks = []
-    for caption, members in groupby(tiles, key=lambda tile: tile.caption):
-        cells = [_Cell(tile.picture, f"{tile.score:.2f}", _FAINT) for tile in members]
-        blocks += [_Block(caption, tuple(cells[i : i + columns])) for i in range(0, len(cells), columns)]
+    for _, members in groupby(tiles, key=lambda tile: tile.prompt):
+        each = list(members)
+        shown = _reference_cells(each[0].references)
+        cells = [_Cell(tile.picture, f"{tile.score:.2f}", _FAINT) for tile in each]
+        blocks += [
+            _Block(each[0].caption, (*shown, *cells[i : i + columns])) for i in range(0, len(cells), columns)
+        ]
     path = paths.images / f"iteration-{iteration:06d}.png"
     try:
         _keep(paths, iteration, tiles)
@@ -133,7 +147,10 @@ def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
                     # Equal frames in succession are stored as one that lasts longer.
                     for _ in range(max(1, round(frame.info.get("duration", 0) * fps / 1000)))
                 ]
-                tiles.append(Tile(frames[0] if len(frames) == 1 else np.stack(frames), caption, score, fps))
+                media = frames[0] if len(frames) == 1 else np.stack(frames)
+                names = image.info.get("references", "").split()
+                shown = tuple(picture_of(_references_folder(paths) / name) for name in names)
+                tiles.append(Tile(media, caption, score, fps, shown))
         except (OSError, KeyError, ValueError) as error:
             raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error
     return tuple(tiles)
@@ -166,11 +183,11 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
     Raises:
         StoreError: no common prompt, or the disk is full or not writable.
     """
-    old_tiles, new_tiles = _by_caption(read_tiles(paths, before)), _by_caption(read_tiles(paths, after))
+    old_tiles, new_tiles = _by_prompt(read_tiles(paths, before)), _by_prompt(read_tiles(paths, after))
     pairs = [
         pair
-        for caption, old in old_tiles.items()
-        for pair in zip(old, new_tiles.get(caption, ()), strict=False)
+        for prompt, old in old_tiles.items()
+        for pair in zip(old, new_tiles.get(prompt, ()), strict=False)
     ]
     if not pairs:
         raise StoreError(
@@ -191,8 +208,8 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
     Raises:
         StoreError: no common prompt, or the disk is full or not writable.
     """
-    drawn = [_by_caption(read_tiles(paths, iteration)) for iteration in iterations]
-    common = [caption for caption in drawn[0] if all(caption in tiles for tiles in drawn)][:rows]
+    drawn = [_by_prompt(read_tiles(paths, iteration)) for iteration in iterations]
+    common = [prompt for prompt in drawn[0] if all(prompt in tiles for tiles in drawn)][:rows]
     if not common:
         raise StoreError(
             f"{_tiles_folder(paths)}: iterations {list(iterations)} have no prompt in common; "
@@ -200,13 +217,14 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
         )
     strips = [
         Strip(
-            caption,
+            prompt[0],
             tuple(
-                (tiles[caption][0].picture, f"{iteration}:  {tiles[caption][0].score:.2f}")
+                (tiles[prompt][0].picture, f"{iteration}:  {tiles[prompt][0].score:.2f}")
                 for iteration, tiles in zip(iterations, drawn, strict=True)
             ),
+            drawn[0][prompt][0].references,
         )
-        for caption in common
+        for prompt in common
     ]
     path = paths.images / "progress.png"
     try:
@@ -218,25 +236,53 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
 
 @dataclass(frozen=True, slots=True)
 class Strip:
-    """Images side by side under one caption, each with its own label."""
+    """Images side by side under one caption, each with its own label, after the prompt's references."""
 
     caption: str
     pictures: tuple[tuple[NDArray[np.uint8], str], ...]
+    references: tuple[NDArray[np.uint8], ...] = ()
 
 
 def write_strips(path: Path, title: str, strips: Sequence[Strip], *, fps: float = _FPS) -> None:
     """Write a page of strips as PNG; of videos a page that plays at ``fps``, too."""
     blocks = [
-        _Block(strip.caption, tuple(_Cell(picture, label, _FAINT) for picture, label in strip.pictures))
+        _Block(
+            strip.caption,
+            (
+                *_reference_cells(strip.references),
+                *(_Cell(picture, label, _FAINT) for picture, label in strip.pictures),
+            ),
+        )
         for strip in strips
     ]
     _write_page(path, title, blocks, fps)
 
 
-def _by_caption(tiles: Sequence[Tile]) -> dict[str, list[Tile]]:
-    found: dict[str, list[Tile]] = {}
+def picture_of(path: str | Path) -> NDArray[np.uint8]:
+    """A reference picture as shown: upright, [height, width, 3], sides of at most 384 pixels."""
+    with Image.open(path) as image:
+        upright = ImageOps.exif_transpose(image).convert("RGB")
+    upright.thumbnail((_SIDE_PX[1], _SIDE_PX[1]))
+    return np.asarray(upright)
+
+
+def _reference_cells(references: Sequence[NDArray[np.uint8]]) -> tuple[_Cell, ...]:
+    return tuple(_Cell(picture, "reference", _FAINT) for picture in references)
+
+
+def _reference_name(picture: NDArray[np.uint8]) -> str:
+    content = hashlib.sha256(repr(picture.shape).encode() + picture.tobytes())
+    return f"{content.hexdigest()[:16]}.png"
+
+
+def _references_folder(paths: RunPaths) -> Path:
+    return paths.images / "references"
+
+
+def _by_prompt(tiles: Sequence[Tile]) -> dict[tuple[str, ...], list[Tile]]:
+    found: dict[tuple[str, ...], list[Tile]] = {}
     for tile in tiles:
-        found.setdefault(tile.caption, []).append(tile)
+        found.setdefault(tile.prompt, []).append(tile)
     return found
 
 
@@ -244,6 +290,7 @@ def _pair(old: Tile, new: Tile) -> _Block:
     change = new.score - old.score
     colour = _FAINT if abs(change) < 0.005 else _BETTER if change > 0 else _WORSE
     cells = (
+        *_reference_cells(new.references),
         _Cell(old.picture, f"before  {old.score:.2f}", _FAINT),
         _Cell(new.picture, f"after  {new.score:.2f}", colour),
     )
@@ -276,12 +323,24 @@ def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile]) -> None:
         notes = PngImagePlugin.PngInfo()
         notes.add_itxt("caption", tile.caption)
         notes.add_itxt("score", repr(float(tile.score)))
+        if tile.references:
+            notes.add_itxt("references", " ".join(_keep_references(paths, tile.references)))
         first, *others = [Image.fromarray(frame) for frame in _frames(tile.picture)]
         if others:
             notes.add_itxt("fps", repr(float(tile.fps)))
         path = folder / f"{iteration:06d}-{index:03d}.png"
         duration_ms = 1000 / tile.fps
         first.save(path, pnginfo=notes, save_all=bool(others), append_images=others, duration=duration_ms)
+
+
+def _keep_references(paths: RunPaths, references: Sequence[NDArray[np.uint8]]) -> list[str]:
+    """Store those that are new; returns the names of all."""
+    folder = _references_folder(paths)
+    folder.mkdir(exist_ok=True)
+    for picture in references:
+        if not (path := folder / _reference_name(picture)).exists():
+            write_atomically(path, _png(Image.fromarray(picture)))
+    return [_reference_name(picture) for picture in references]
 
 
 def _frames(media: NDArray[np.uint8]) -> NDArray[np.uint8]:

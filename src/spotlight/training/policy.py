@@ -39,7 +39,7 @@ class MicroBatchPolicy:
         self._guidance: Guidance | None = None
         if guidance is not None:
             twice = guidance.scale > 1
-            negative = family.collate([guidance.negative] * len(conditions)) if twice else None
+            negative = family.negatives(conditions, guidance.negative) if twice else None
             self._guidance = Guidance(guidance.scale, negative, guidance.embedded)
 
     def velocity(self, latents: Tensor, sigma: Tensor, slot: Slot = "policy") -> Tensor:

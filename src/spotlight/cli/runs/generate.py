@@ -36,6 +36,16 @@ GuidanceOption: TypeAlias = Annotated[
     float | None,
     typer.Option(min=1.0, help="True CFG scale [default: the run's].", show_default=False),
 ]
+ReferenceOption: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--reference",
+        help="Picture to edit; may be given several times: all prompts are about all of them.",
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+    ),
+]
 BeforeOption: TypeAlias = Annotated[
     bool, typer.Option("--before", help="Also draw with the weights before training, side by side.")
 ]
@@ -51,6 +61,7 @@ def generate(
     count: Annotated[int, typer.Option(min=1, help="Pictures per prompt, with successive seeds.")] = 1,
     steps: StepsOption = None,
     guidance: GuidanceOption = None,
+    reference: ReferenceOption = None,
     before: BeforeOption = False,
     out: OutOption = None,
     weights: WeightsOption = None,
@@ -58,7 +69,8 @@ def generate(
 ) -> None:
     """Generate images with the newest checkpoint of a run.
 
-    Equal seeds give equal images. With --before, before-after.png shows both sides.
+    Equal seeds give equal images. With --before, before-after.png shows both sides. Models that edit pictures
+    take those with --reference.
 
     [bold]Examples[/bold]
 
@@ -77,13 +89,14 @@ def generate(
         trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))
         untrained = trained.with_weights("reference") if before else None  # fail now rather than at the end
         texts, seeds = [text for text, _ in pairs], [number for _, number in pairs]
-        after = trained.generate(texts, seeds, steps, guidance)
+        shown = reference or []
+        after = trained.generate(texts, seeds, steps, guidance, shown)
         folder = out or directory / "generated"
         written = _save(folder, pairs, after, trained, "")
         if untrained is not None:
-            old = untrained.generate(texts, seeds, steps, guidance)
+            old = untrained.generate(texts, seeds, steps, guidance, shown)
             written += _save(folder, pairs, old, untrained, "-before")
-            written.append(_save_comparison(folder, pairs, old, after, trained))
+            written.append(_save_comparison(folder, pairs, old, after, trained, shown))
     for path in written:
         typer.echo(path)
 
@@ -116,11 +129,13 @@ def _save_comparison(
     old: NDArray[np.uint8],
     new: NDArray[np.uint8],
     trained: TrainedRun,
+    references: list[Path],
 ) -> Path:
-    from spotlight.store.images import BEFORE_AFTER, Strip, write_strips
+    from spotlight.store.images import BEFORE_AFTER, Strip, picture_of, write_strips
 
+    shown = tuple(map(picture_of, references))
     strips = [
-        Strip(f"{text} (seed {seed})", ((one, "before"), (other, "after")))
+        Strip(f"{text} (seed {seed})", ((one, "before"), (other, "after")), shown)
         for (text, seed), one, other in zip(pairs, old, new, strict=True)
     ]
     title = f"{trained.directory.name}: before and after {trained.iteration} iterations"

@@ -14,13 +14,12 @@ Traps of the reference:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from spotlight.models import tiny
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
@@ -34,6 +33,7 @@ from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.latents import latent_statistics
 from spotlight.models.shared.published_vaes import causal_vae
+from spotlight.models.shared.rows import by_kind
 
 _PX_PER_TOKEN = 16
 """Fixed in the pipeline, whatever the VAE's configuration."""
@@ -172,12 +172,12 @@ class QwenImage21(ModelFamily):
         return {"embeds": embeds}
 
     @classmethod
-    def check_steps(cls, files: PipelineFiles, steps: int) -> None:
+    def check_steps(cls, files: PipelineFiles, steps: int, key: str = "steps") -> None:
         """As many as the pipeline's fixed noise levels, if it has any."""
         fixed = files.setting("sample_sigmas")
         if fixed is not None and (not isinstance(fixed, list) or len(fixed) != steps):
             raise ModelError(
-                f"steps is {steps}; expected as many as {files.root}/model_index.json has sample_sigmas, "
+                f"{key} is {steps}; expected as many as {files.root}/model_index.json has sample_sigmas, "
                 f"{fixed}. Set it to their number, or remove sample_sigmas for a linear schedule"
             )
 
@@ -200,9 +200,8 @@ class QwenImage21(ModelFamily):
     ) -> Tensor:
         """Rows whose text has equal length share a forward; the image is its output's tail."""
         timestep, texts, tokens = self.rounded(sigma), condition["embeds"], latents.shape[1]
-        order: list[int] = []
-        outputs: list[Tensor] = []
-        for length, rows in _forwards(condition.lengths["embeds"], one_row=isinstance(model, FSDPModule)):
+
+        def run(length: int, rows: list[int]) -> Tensor:
             is_image = torch.arange(length + tokens // 4, device=self.device) >= length
             output: Tensor = model(
                 hidden_states=latents[rows],
@@ -212,9 +211,9 @@ class QwenImage21(ModelFamily):
                 img_mask=is_image.expand(len(rows), -1),
                 return_dict=False,
             )[0]
-            outputs.append(output[:, -tokens:])
-            order += rows
-        return torch.cat(outputs)[torch.tensor(order, device=self.device).argsort()]
+            return output[:, -tokens:]
+
+        return by_kind(model, condition.lengths["embeds"], run)
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """Undo the normalisation, decode, drop alpha."""
@@ -274,19 +273,6 @@ class QwenImage21(ModelFamily):
             text_encoder=tiny.qwen3_vl_text_encoder(tokenizer, text_width),
         )
         _make_processor(directory)
-
-
-def _forwards(lengths: Sequence[int], *, one_row: bool) -> Iterator[tuple[int, list[int]]]:
-    """Rows that share a forward, with the length of their text.
-
-    Args:
-        one_row: of a model sharded over ranks, all of which must run equally many forwards.
-    """
-    if one_row:
-        yield from ((length, [row]) for row, length in enumerate(lengths))
-        return
-    for length in sorted(set(lengths)):
-        yield length, [row for row, found in enumerate(lengths) if found == length]
 
 
 def _make_processor(directory: Path) -> None:

@@ -153,6 +153,11 @@ class Wan(ModelFamily):
         )
 
     @classmethod
+    def planned_text_tokens(cls, words: int, most: int) -> int:
+        """All of them: prompts are padded."""
+        return most
+
+    @classmethod
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
         """True guidance is the pipeline's ``guidance_scale``."""
         return {"guidance_scale": scale}

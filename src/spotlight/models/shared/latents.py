@@ -20,6 +20,13 @@ def unpack(latents: Tensor, grid: tuple[int, int]) -> Tensor:
     return split.reshape(-1, channels, 2 * rows, 2 * columns)
 
 
+def pack(latents: Tensor) -> Tensor:
+    """The inverse of :func:`unpack`: latents [batch, channels, height, width] as [batch, tokens, values]."""
+    batch, channels, height, width = latents.shape
+    split = latents.reshape(batch, channels, height // 2, 2, width // 2, 2).permute(0, 2, 4, 1, 3, 5)
+    return split.reshape(batch, height // 2 * (width // 2), 4 * channels)
+
+
 def latent_statistics(vae: Any, latents: Tensor) -> tuple[Tensor, Tensor]:
     """``latents_mean`` and ``latents_std`` of a VAE's configuration, shaped for 5-D latents."""
     mean, std = (

@@ -6,14 +6,17 @@ Prompts are encoded one at a time, so a condition depends on its own text only, 
 from __future__ import annotations
 
 import gc
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spotlight.models.condition import Condition
+from spotlight.models.condition import Condition, Instruction, ModelInput
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.text.embeddings import EmbeddingsCache
@@ -38,7 +41,7 @@ class PromptEncoder:
         files: PipelineFiles,
         pipeline_class: str,
         components: Mapping[str, PipelineComponent],
-        embed: Callable[[Any, str], Mapping[str, Tensor]],
+        embed: Callable[[Any, ModelInput], Mapping[str, Tensor]],
         cache: EmbeddingsCache,
         device: torch.device,
     ) -> None:
@@ -51,23 +54,24 @@ class PromptEncoder:
         """Whether the text encoders are in memory."""
         return self._pipeline is not None
 
-    def missing(self, prompts: Sequence[str]) -> list[str]:
-        """The distinct prompts that the disk cache lacks."""
-        return [prompt for prompt in dict.fromkeys(prompts) if not self._cache.has(prompt)]
+    def missing(self, prompts: Sequence[ModelInput]) -> list[ModelInput]:
+        """The distinct prompts that the disk cache lacks. Raises ModelError for a reference picture."""
+        return [prompt for prompt in dict.fromkeys(prompts) if not self._cache.has(_cache_key(prompt))]
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[str]) -> list[Condition]:
+    def encode(self, prompts: Sequence[ModelInput]) -> list[Condition]:
         """Conditions on the CPU, in the order of ``prompts``; equal prompts share one."""
-        known: dict[str, Condition] = {}
+        known: dict[ModelInput, Condition] = {}
         for prompt in prompts:
             if prompt not in known:
-                tensors = self._cache.get(prompt)
+                key = _cache_key(prompt)
+                tensors = self._cache.get(key)
                 if tensors is None:
                     if self._pipeline is None:
                         self._pipeline = self._load()
                     embedded = self._embed(self._pipeline, prompt)
                     tensors = {name: tensor.to("cpu", copy=True) for name, tensor in embedded.items()}
-                    self._cache.put(prompt, tensors)
+                    self._cache.put(key, tensors)
                 known[prompt] = Condition(tensors)
         return [known[prompt] for prompt in prompts]
 
@@ -111,3 +115,22 @@ class PromptEncoder:
                 "copy or download it again"
             )
         return encoder.eval().requires_grad_(False).to(self._device)
+
+
+def _cache_key(prompt: ModelInput) -> str:
+    """The text, or everything that an instruction's embeddings depend on: pictures by their content."""
+    if not isinstance(prompt, Instruction):
+        return prompt
+    digests = [hashlib.sha256(read_reference(path)).hexdigest() for path in prompt.references]
+    return json.dumps([prompt.text, prompt.negative, digests])
+
+
+def read_reference(path: str) -> bytes:
+    """A reference picture's file. Raises ModelError, naming it."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ModelError(
+            f"reference picture {path} cannot be read ({error}); expected it at this path on every machine "
+            "that embeds prompts: put it on a file system that they share"
+        ) from error

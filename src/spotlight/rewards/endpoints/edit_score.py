@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image as PILImage
+from PIL import ImageOps
 
 from spotlight.rewards.endpoints.chat import (
     ChatAnswer,
@@ -79,7 +80,7 @@ def edit_score(
     *,
     endpoint: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
-    reference: str = "reference",
+    reference: str | None = None,
     tokens_max: int = 512,
 ) -> dict[str, list[float | SampleError]]:
     """Let a VLM compare each edited picture with the picture it was made from.
@@ -90,7 +91,8 @@ def edit_score(
         metadata: each names its original picture.
         endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
         model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
-        reference: the metadata field with the original's path, absolute or from the current directory.
+        reference: the metadata field with the original's path, absolute or from the current directory;
+            default: the first of the prompt's ``references``, else ``reference``.
         tokens_max: length limit of an answer, reasoning included.
 
     Returns:
@@ -126,7 +128,7 @@ def check(
     *,
     endpoint: Mapping[str, Any] | None = None,
     model: Mapping[str, Any] | None = None,
-    reference: str = "reference",
+    reference: str | None = None,
     tokens_max: int = 512,
 ) -> None:
     """Open every prompt's original, and ask once about a picture of a sign."""
@@ -146,12 +148,18 @@ def scored_by(
     return parse_vlm("edit-score", endpoint, model, deadline_s).identity
 
 
-def original_of(prompt: str, record: Mapping[str, Any], field: str) -> Image:
-    """The picture that a prompt's metadata names: [height, width, 3]. Raises RewardInputError."""
-    path = record.get(field)
+def original_of(prompt: str, record: Mapping[str, Any], field: str | None = None) -> Image:
+    """The picture that a prompt's metadata names: [height, width, 3]. Raises RewardInputError.
+
+    Args:
+        field: the metadata field; None: ``references``, else ``reference``.
+    """
+    name = field or next((each for each in ("references", "reference") if each in record), "references")
+    found = record.get(name)
+    path = found[0] if isinstance(found, list) and found else found
     if not isinstance(path, str) or not path:
         raise RewardInputError(
-            f"edit-score reward: {field!r} of the prompt {prompt!r} is {path!r}; expected the path of the "
+            f"edit-score reward: {name!r} of the prompt {prompt!r} is {found!r}; expected the path of the "
             "picture to edit. Add it to its line of the prompts file, or name another field in "
             "params.reference."
         )
@@ -159,7 +167,7 @@ def original_of(prompt: str, record: Mapping[str, Any], field: str) -> Image:
         return _opened(path)
     except (OSError, ValueError, SyntaxError, PILImage.DecompressionBombError) as error:
         raise RewardInputError(
-            f"edit-score reward: {field!r} of the prompt {prompt!r} is {path!r}, which cannot be read as a "
+            f"edit-score reward: {name!r} of the prompt {prompt!r} is {path!r}, which cannot be read as a "
             f"picture ({type(error).__name__}: {error}); expected one, by its absolute path or from "
             f"{Path.cwd()}."
         ) from error
@@ -188,4 +196,4 @@ def parse_grade_pair(answer: ChatAnswer) -> float:
 @lru_cache(maxsize=64)  # the members of a group share theirs
 def _opened(path: str) -> Image:
     with PILImage.open(Path(path).expanduser()) as picture:
-        return np.asarray(picture.convert("RGB"))
+        return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))

@@ -82,9 +82,8 @@ def prepare_model(config: RunConfig, device: torch.device, ranks: Ranks | None =
 
 def fill_embeddings(config: RunConfig, model: Model, prompts: Iterable[Prompt], ranks: Ranks) -> Conditions:
     """Embeddings of ``prompts`` and the negative prompt, all cached. Collective: every rank must call it."""
-    used = list(prompts)
-    conditions = Conditions(model.family, used)
-    conditions.prefill([config.rollout.negative_prompt, *(prompt.text for prompt in used)], ranks)
+    conditions = Conditions(model.family, prompts, config.rollout.negative_prompt)
+    conditions.prefill(ranks)
     return conditions
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from spotlight.models.condition import Condition
+from spotlight.models.condition import Condition, ModelInput, model_input
 from spotlight.models.family import ModelFamily
 from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.training.sharding import Ranks
@@ -19,22 +19,26 @@ class Conditions:
 
     Args:
         prompts: all prompts of the run.
+        negative: the negative prompt.
     """
 
-    def __init__(self, family: ModelFamily, prompts: Iterable[Prompt]) -> None:
-        self._family = family
-        self._texts = {prompt.id: prompt.text for prompt in prompts}
+    def __init__(self, family: ModelFamily, prompts: Iterable[Prompt], negative: str) -> None:
+        self._family, self._negative = family, negative
+        self._inputs = {
+            prompt.id: model_input(prompt.text, prompt.references, negative) for prompt in prompts
+        }
         self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
 
-    def prefill(self, texts: Sequence[str], ranks: Ranks) -> None:
-        """Embed missing ``texts`` into the disk cache, divided over the ranks, then free the text encoder.
+    def prefill(self, ranks: Ranks) -> None:
+        """Embed into the disk cache what it lacks, divided over the ranks, then free the text encoder.
 
         Every rank must call this.
         """
-        (missing, *_) = ranks.share(self._family.not_embedded(texts))
+        wanted = [self._negative, *self._inputs.values()]
+        (missing, *_) = ranks.share(self._family.not_embedded(wanted))
         self._embed(missing[ranks.rank :: ranks.world])
         ranks.barrier()
-        self._embed(self._family.not_embedded(texts))  # for ranks that do not share a cache
+        self._embed(self._family.not_embedded(wanted))  # for ranks that do not share a cache
         self._family.free_text_encoder()
 
     def of(self, prompts: Iterable[PromptId]) -> list[Condition]:
@@ -43,7 +47,7 @@ class Conditions:
         found = {prompt: self._recent[prompt] for prompt in wanted if prompt in self._recent}
         absent = [prompt for prompt in dict.fromkeys(wanted) if prompt not in found]
         if absent:
-            embedded = self._family.encode([self._texts[prompt] for prompt in absent])
+            embedded = self._family.encode([self._inputs[prompt] for prompt in absent])
             self._family.free_text_encoder()  # loaded again only if the cache lost entries since the prefill
             found |= dict(zip(absent, embedded, strict=True))
         for prompt, condition in found.items():
@@ -57,6 +61,6 @@ class Conditions:
         (condition,) = self.of([prompt])
         return condition
 
-    def _embed(self, texts: Sequence[str]) -> None:
-        for start in range(0, len(texts), _CHUNK):
-            self._family.encode(texts[start : start + _CHUNK])
+    def _embed(self, inputs: Sequence[ModelInput]) -> None:
+        for start in range(0, len(inputs), _CHUNK):
+            self._family.encode(inputs[start : start + _CHUNK])

@@ -1,0 +1,277 @@
+"""Qwen-Image-Edit-2509 and -2511, over diffusers' ``QwenImageEditPlusPipeline``: edits reference pictures.
+
+Traps of the reference:
+- Each reference is read twice: at about 384 x 384 pixels by the text encoder, for the negative prompt too,
+  and at about 1024 x 1024 pixels by the VAE, whatever the size of the result.
+- The references' latents follow the picture's in the sequence: the velocity is the output's head. Rotary
+  positions are taken from the first row of a batch, so only prompts with references of equal shapes share a
+  forward.
+- In 2511 (``zero_cond_t``) references are modulated as at noise level 0.
+- Prompts are never cut: one longer than ``max_text_tokens`` is an error.
+- The pipeline passes no ``mm_token_type_ids``: with transformers 5 the text encoder counts a picture's tokens
+  like those of text.
+- The processor's class makes a video processor, which needs torchvision: here is one for pictures alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spotlight.models import tiny
+from spotlight.models.condition import EMBEDS, NEGATIVE_EMBEDS
+from spotlight.models.families.qwen_image import TOKENIZER_MAX_TOKENS, QwenImage
+from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError
+from spotlight.models.family_facts import ActivationCosts, PublishedModel
+from spotlight.models.pipeline_files import PipelineComponent
+from spotlight.models.shared.latents import latent_statistics, pack
+from spotlight.models.shared.rows import by_kind
+from spotlight.models.text.prompt_encoder import read_reference
+
+_REFERENCE_PX, _PATCH_PX, _VISION_PATCH_PX = 1024, 16, 28
+_SEEN_PX = 384
+_PICTURE = "<|image_pad|>"
+_CORPUS = (
+    "system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. Generate a "
+    "new image that meets the user's requirements while maintaining consistency with the original input "
+    "where appropriate.",
+    "user\n assistant\n Picture 1: Picture 2:",
+)
+
+
+class PictureProcessor:
+    """A ``Qwen2VLProcessor`` for texts and pictures."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import Qwen2Tokenizer, Qwen2VLImageProcessorPil
+
+        self.tokenizer = Qwen2Tokenizer.from_pretrained(folder)
+        self.image_processor = Qwen2VLImageProcessorPil.from_pretrained(folder)
+
+    def __call__(
+        self, text: Sequence[str], images: Sequence[Any] | None = None, **options: Any
+    ) -> Mapping[str, Any]:
+        """Token ids, mask, and the pictures' patches; a picture's one token becomes as many as it takes."""
+        from transformers import BatchFeature
+
+        seen = {} if images is None else dict(self.image_processor(images, return_tensors="pt"))
+        merged = self.image_processor.merge_size**2
+        counts = [int(each.prod()) // merged for each in seen.get("image_grid_thw", ())]
+        filled = []
+        for part in text:
+            first, *others = part.split(_PICTURE)
+            filled.append(first + "".join(_PICTURE * counts.pop(0) + other for other in others))
+        found: Mapping[str, Any] = BatchFeature({**self.tokenizer(filled, **options), **seen})
+        return found
+
+
+class QwenImageEdit(QwenImage):
+    """A Qwen-Image-Edit model of any size; guidance as in Qwen-Image."""
+
+    name = "qwen-image-edit"
+    pipeline_class = "QwenImageEditPlusPipeline"
+    components = {
+        **QwenImage.components,
+        "processor": PipelineComponent(("Qwen2VLProcessor",), weights=False, load=PictureProcessor),
+    }
+    activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.2, forward=15.0, decode=21.0)
+    reuses_blocks = False  # rows with references of other shapes take forwards of their own
+    splits_sequence = False  # not shown yet with references
+    cuts_prompts = False
+    reference_tokens = (_REFERENCE_PX // _PATCH_PX) ** 2 + (_SEEN_PX // _VISION_PATCH_PX) ** 2
+    text_recipe = f"references at {_SEEN_PX} and {_REFERENCE_PX} px"
+    published = {
+        f"Qwen/Qwen-Image-Edit-{version}": PublishedModel(
+            configs={
+                **QwenImage.published["Qwen/Qwen-Image"].configs,
+                "transformer": {
+                    **QwenImage.published["Qwen/Qwen-Image"].configs["transformer"],
+                    "zero_cond_t": version == "2511",
+                },
+            },
+            parameters=20.4e9,
+            text_parameters=8.3e9,
+        )
+        for version in ("2511", "2509")
+    }
+
+    def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
+        """``embeds``, those of the negative prompt, the references' packed latents, and rows and columns of
+        each reference."""
+        width = self.config.joint_attention_dim
+        return {
+            EMBEDS: (text_tokens, width),
+            NEGATIVE_EMBEDS: (text_tokens, width),
+            "references": (self.reference_tokens, self.dimensions.channels),
+            "grids": (1, 2),
+        }
+
+    def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
+        """Without a reference picture, as of the run's negative prompt; prompts to draw need one."""
+        return self.embed_instruction(pipeline, Instruction(prompt, (), prompt))
+
+    def embed_instruction(self, pipeline: Any, instruction: Instruction) -> dict[str, Tensor]:
+        """The pipeline's own embeddings, and its latents of the references."""
+        pictures = [_opened(path) for path in instruction.references]
+        embeds = self._text(pipeline, instruction.text, pictures)
+        same = instruction.negative == instruction.text
+        latents = [self._reference(picture) for picture in pictures]
+        grids = [[latent.shape[2] // 2, latent.shape[3] // 2] for latent in latents]
+        tokens = [pack(latent)[0].to(self.dtype) for latent in latents]
+        return {
+            EMBEDS: embeds,
+            NEGATIVE_EMBEDS: embeds.clone() if same else self._text(pipeline, instruction.negative, pictures),
+            "references": torch.cat([embeds.new_zeros(0, self.dimensions.channels), *tokens]),
+            "grids": torch.tensor(grids, dtype=torch.int64).reshape(-1, 2),
+        }
+
+    def _text(self, pipeline: Any, text: str, pictures: list[Any]) -> Tensor:
+        from diffusers.image_processor import VaeImageProcessor
+        from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as reference
+
+        resizer = VaeImageProcessor(vae_scale_factor=self.dimensions.patch_px)
+        seen = []
+        for picture in pictures:
+            width, height = reference.calculate_dimensions(reference.CONDITION_IMAGE_SIZE, _ratio(picture))
+            seen.append(resizer.resize(picture, height, width))
+        embeds: Tensor = pipeline.encode_prompt(text, image=seen or None, device=self.device)[0][0]
+        if embeds.shape[0] > self.max_text_tokens:
+            raise ModelError(
+                f"prompt {text!r} with {len(pictures)} reference pictures has {embeds.shape[0]} tokens; "
+                f"expected at most {self.max_text_tokens}: {self.pipeline_class} cuts no prompts, so raise "
+                f"model.max_text_tokens (up to {TOKENIZER_MAX_TOKENS}), shorten it or give fewer pictures"
+            )
+        return embeds
+
+    def _reference(self, picture: Any) -> Tensor:
+        """Normalised latents [1, channels, height, width]."""
+        from diffusers.image_processor import VaeImageProcessor
+        from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as reference
+
+        width, height = reference.calculate_dimensions(reference.VAE_IMAGE_SIZE, _ratio(picture))
+        resizer = VaeImageProcessor(vae_scale_factor=self.dimensions.patch_px)
+        pixels = resizer.preprocess(picture, height, width).to(self.device, torch.float32)
+        latents = self.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()
+        mean, std = latent_statistics(self.vae, latents)
+        normalised: Tensor = (latents - mean) / std
+        return normalised[:, :, 0]
+
+    def predict(
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        condition: ConditionBatch,
+        embedded: float | None,
+        size: MediaSize,
+    ) -> Tensor:
+        """Rows whose references have equal shapes share a forward; the picture is its output's head."""
+        timestep, text, mask = self.rounded(sigma), condition[EMBEDS], condition.mask(EMBEDS)
+        references, tokens = condition["references"], latents.shape[1]
+        grids = [
+            tuple((rows, columns) for rows, columns in each.tolist()) for each in condition.rows("grids")
+        ]
+
+        def run(shapes: tuple[tuple[int, int], ...], rows: list[int]) -> Tensor:
+            shown = references[rows, : sum(math.prod(shape) for shape in shapes)]
+            output: Tensor = model(
+                hidden_states=torch.cat([latents[rows], shown], dim=1),
+                timestep=timestep[rows],
+                encoder_hidden_states=text[rows],
+                encoder_hidden_states_mask=None if mask is None else mask[rows],
+                img_shapes=[[(1, *shape) for shape in (self.dimensions.grid(size), *shapes)]] * len(rows),
+                return_dict=False,
+            )[0]
+            return output[:, :tokens]
+
+        return by_kind(model, grids, run)
+
+    @classmethod
+    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
+        """See :meth:`ModelFamily.tiny`; the VAE of the first reduces most: references are large."""
+        from diffusers import (
+            AutoencoderKLQwenImage,
+            FlowMatchEulerDiscreteScheduler,
+            QwenImageTransformer2DModel,
+        )
+
+        channels, heads, layers, text_width, halvings = (
+            (8, 4, 2, 32, 4), (4, 2, 1, 48, 3), (12, 6, 3, 64, 2), (8, 4, 1, 32, 3),
+        )[variant]  # fmt: skip
+        special = (
+            *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
+            *(_PICTURE, "<|video_pad|>"),
+        )
+        tokenizer = tiny.qwen2_tokenizer(_CORPUS, special)
+        tiny.write_pipeline(
+            cls.pipeline_class,
+            directory,
+            seed,
+            transformer=QwenImageTransformer2DModel(
+                patch_size=2,
+                in_channels=4 * channels,
+                out_channels=channels,
+                num_layers=layers,
+                attention_head_dim=8,
+                num_attention_heads=heads,
+                joint_attention_dim=text_width,
+                axes_dims_rope=(2, 2, 4),
+                zero_cond_t=variant != 1,
+            ),
+            vae=AutoencoderKLQwenImage(
+                base_dim=8,
+                z_dim=channels,
+                dim_mult=[1] * (halvings + 1),
+                num_res_blocks=1,
+                temperal_downsample=[False] * halvings,
+                latents_mean=[0.1 * i - 0.5 for i in range(channels)],
+                latents_std=[1 + 0.1 * i for i in range(channels)],
+            ),
+            scheduler=FlowMatchEulerDiscreteScheduler(
+                shift_terminal=0.02, use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9
+            ),
+            tokenizer=tokenizer,
+            processor=tokenizer,
+            text_encoder=tiny.qwen2_5_vl_text_encoder(tokenizer, text_width),
+        )
+        _make_processor(directory)
+
+
+def _ratio(picture: Any) -> float:
+    return float(picture.width / picture.height)
+
+
+def _opened(path: str) -> Any:
+    """A reference as RGB, upright, as diffusers' ``load_image`` gives it."""
+    import io
+
+    from diffusers.utils import load_image
+    from PIL import Image
+
+    try:
+        return load_image(Image.open(io.BytesIO(read_reference(path))))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ModelError(f"reference picture {path} cannot be read as a picture ({error})") from error
+
+
+def _make_processor(directory: Path) -> None:
+    """Complete the tokenizer to a ``Qwen2VLProcessor``; saving one would need torchvision."""
+    folder, index_file = directory / "processor", directory / "model_index.json"
+    images = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen2VLProcessor",
+        "patch_size": 14,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
+    }
+    (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=2))
+    index = json.loads(index_file.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
+    index_file.write_text(json.dumps(index, indent=2))
