@@ -137,7 +137,7 @@ class Head:
         await self.group.prepare(batch.effect, batch.rollouts, self.keep(batch))
         for micro_batch in batch.effect.micro_batches:
             await self.group.accumulate(micro_batch)
-        loss, norm = await self.group.step(len(batch.rollouts))
+        loss, norm = await self.group.step(len(batch.rollouts), 0)
         await self.group.finish_batch()
         return loss, norm
 
@@ -189,7 +189,7 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         await asyncio.sleep(0)
         killed_at, first = time.monotonic(), head.process_of(0)
         os.kill(head.process_of(1), signal.SIGKILL)
-        head.beside(group.step(8), "step")
+        head.beside(group.step(8, 0), "step")
         await head.until(lambda: bool(head.losses))
         ((lost_at, detail),) = head.losses
         assert lost_at - killed_at < 10
@@ -213,7 +213,7 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         for part in in_parts(batches[2].effect):  # whose first was prepared in the life that was lost
             await group.prepare(part, batches[2].rollouts, digests)
             await group.accumulate(part.micro_batches[0])
-        head.beside(group.step(8), "step")
+        head.beside(group.step(8, 0), "step")
         await head.until(lambda: bool(head.failed))
         (error,) = head.failed
         assert type(error) is TrainingError

@@ -48,14 +48,15 @@ def reward_server(behaviour: Behaviour) -> Iterator[RewardServerWorld]:
                 world.under_way += 1
                 world.most_under_way = max(world.most_under_way, world.under_way)
             try:
-                reply = world.behaviour(self, body)
+                try:
+                    reply = world.behaviour(self, body)
+                finally:
+                    with world.lock:  # before the answer, upon which the client may ask again at once
+                        world.under_way -= 1
                 if reply is not None:
                     send(self, *reply)
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the client gave up, as it should
-            finally:
-                with world.lock:
-                    world.under_way -= 1
 
         do_GET = do_HEAD = do_POST  # noqa: N815
 

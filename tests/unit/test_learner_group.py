@@ -170,7 +170,7 @@ def test_calls_go_to_every_rank_one_after_the_other() -> None:
         world = World(accumulate=PENDING, step=(0.5, 2.0))
         launcher = await world.up()
         world.accumulate("a")
-        world.ask(world.group.step(8))
+        world.ask(world.group.step(8, 0))
         await settle()
         assert [process.called[-1] for process in launcher.lives[0]] == ["accumulate"] * 2
         launcher.lives[0][1].waiting[0].set_result(None)
@@ -251,7 +251,7 @@ def test_errors_to_fix_end_the_run_as_they_are() -> None:
         error = TrainingError("the gradient norm is nan")
         world = World(step=error)
         launcher = await world.up()
-        world.ask(world.group.step(8))
+        world.ask(world.group.step(8, 0))
         await asyncio.sleep(300)
         assert world.failed == [error]
         assert not world.lost
