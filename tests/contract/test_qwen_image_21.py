@@ -11,10 +11,10 @@ import torch
 from tests.contract.family_cases import CASES, PROMPTS
 from torch.distributed.fsdp import FSDPModule
 
-from spotlight.models.families import qwen_image_21
 from spotlight.models.families.qwen_image_21 import QwenImage21
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
+from spotlight.models.shared import rows
 
 SIZE = MediaSize(32, 64)
 LEVELS = [1.0, 0.8, 0.5, 0.2]
@@ -79,8 +79,8 @@ def test_rows_do_not_depend_on_the_texts_beside_them(
         lambda module, args, kwargs: forwards.append(len(kwargs["hidden_states"])), with_kwargs=True
     )
     if sharded:  # every rank must run equally many forwards, whatever its texts
-        monkeypatch.setattr(qwen_image_21, "FSDPModule", type(family.transformer))
+        monkeypatch.setattr(rows, "FSDPModule", type(family.transformer))
     together = family.velocity(family.transformer, latents, sigma, family.collate(conditions), None, SIZE)
-    assert forwards == ([1, 1, 1, 1] if sharded else [1, 1, 2])
+    assert forwards == ([1, 1, 1, 1] if sharded else [2, 1, 1])
     assert np.abs((together - torch.cat(alone)).detach().numpy()).max() <= 1e-6
-    assert issubclass(qwen_image_21.FSDPModule, FSDPModule) != sharded
+    assert issubclass(rows.FSDPModule, FSDPModule) != sharded
