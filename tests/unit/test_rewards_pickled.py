@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import subprocess
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -85,8 +87,15 @@ def test_plain_values_are_read_as_they_are(value: object, protocol: int) -> None
 
 @pytest.mark.parametrize("protocol", range(3, pickle.HIGHEST_PROTOCOL + 1))
 def test_arrays_and_their_scalars_are_lists_and_numbers(protocol: int) -> None:
-    value = {"a": np.arange(6.0).reshape(2, 3), "b": [np.float32(0.5)], "c": np.array([], np.int8)}
-    assert load_plain(pickle.dumps(value, protocol)) == {"a": [[0, 1, 2], [3, 4, 5]], "b": [0.5], "c": []}
+    a = np.arange(6.0).reshape(2, 3)
+    value = {
+        "a": a,
+        "b": [np.float32(0.5), np.bool_(True)],
+        "c": np.array([], np.int8),
+        "d": a.astype(">i2").T,
+    }
+    found = load_plain(pickle.dumps(value, protocol))
+    assert found == {"a": a.tolist(), "b": [0.5, True], "c": [], "d": a.T.tolist()}
 
 
 @pytest.mark.parametrize(
@@ -103,6 +112,65 @@ def test_what_could_run_is_not_read(inside: Callable[[object], object], tmp_path
 def test_what_is_no_pickle_is_an_error(content: bytes) -> None:
     with pytest.raises(ValueError, match="no readable pickle"):
         load_plain(content)
+
+
+HOSTILE = """
+import pickle, sys, time
+import numpy as np
+from spotlight.rewards.pickled.plain_pickle import load_plain
+
+class Reduce:
+    def __init__(self, *made):
+        self.made = made
+
+    def __reduce__(self):
+        return self.made
+
+def nested(depth, make):
+    value = make(0, 0)
+    for _ in range(depth):
+        value = make(value, value)
+    return value
+
+rebuild = np.array([0]).__reduce__()[0]
+scalar = np.float64(0).__reduce__()[0]
+objects = np.dtype("O")
+cases = {
+    "pointer": [Reduce(np.ndarray, ((1,), objects, b"A" * 8))],
+    "pointer of a scalar": Reduce(scalar, (objects, b"A" * 8)),
+    "pointer by state": Reduce(rebuild, (np.ndarray, (0,), b"b"), (1, (1,), objects, False, b"A" * 8)),
+    "short": Reduce(rebuild, (np.ndarray, (0,), b"b"), (1, (9,), np.dtype("f8"), False, b"A" * 8)),
+    "negative": Reduce(rebuild, (np.ndarray, (0,), b"b"), (1, (-1,), np.dtype("f8"), False, b"")),
+    "long and empty": Reduce(rebuild, (np.ndarray, (0,), b"b"), (1, (10**12, 0), np.dtype("f8"), False, b"")),
+    "strides of 0": Reduce(np.ndarray, ((10**8,), np.dtype("i1"), b"a", 0, (0,))),
+    "other class": Reduce(rebuild, (np.dtype, (0,), b"b")),
+    "shared lists": nested(40, lambda *two: list(two)),
+    "shared tuples as a key": b"\\x80\\x03}K\\x00K\\x00\\x86" + b"q\\x00h\\x00\\x86" * 60 + b"K\\x01s.",
+    "long text, shared": ["a" * 10**6] * 10**4,
+    "huge integer": 1 << 10**6,
+    "keys of one hash": {key * (2**61 - 1): 0 for key in range(1, 10_000)},
+    "itself": (lambda a: a.append(a) or a)([]),
+    "memo": b"\\x80\\x03Nr\\xff\\xff\\xff\\xff0.",
+    "many": b"\\x80\\x03" + b"](" * 10**6 + b".",
+    "no stack": b"\\x80\\x03\\x87.",
+    "no mark": b"\\x80\\x03]e.",
+}
+begun_s = time.process_time()
+for name, value in cases.items():
+    content = value if isinstance(value, bytes) else pickle.dumps(value)
+    try:
+        load_plain(content)
+    except ValueError:
+        continue
+    sys.exit(f"{name} was read")
+print(time.process_time() - begun_s)
+"""
+
+
+def test_hostile_pickles_are_refused_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", HOSTILE], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 10
 
 
 def test_each_protocol_is_spoken() -> None:
@@ -124,7 +192,9 @@ def test_each_protocol_is_spoken() -> None:
             module.check([], [], **params(url, protocol))
         tagged = [{"tag": "counting"}, {"tag": "colors"}]
         found = pickle_server(grays(10, 20), ["a", "b"], tagged, **params(url, "flow-grpo-geneval"))
-    assert found == {"score": [0.5, 1.0], "scores": [1.0, 2.0], "strict_rewards": [1.0, 0.0]}
+        module.check(["a"], tagged, **params(url, "flow-grpo-geneval", only_strict=False))
+    assert found == {"score": [1.0, 2.0], "rewards": [0.5, 1.0], "strict_rewards": [1.0, 0.0]}
+    assert [each["only_strict"] for each in seen if "meta_datas" in each] == [True, True, False]
     assert sorted(each["prompts"][0] for each in seen[:2]) == ["a", "b"]
 
 
@@ -147,6 +217,7 @@ def test_an_answer_that_is_no_score_fails_its_sample_alone(tmp_path: Path) -> No
     [({"allow_pickle": False}, "allow_pickle is False; expected true, because its protocol is pickle"),
      ({"server": {"base_url": "http://10.0.0.1:18085"}}, "expected an address of this machine"),
      ({"server": {"base_url": "http://127.0.0.1.evil.org"}}, "expected an address of this machine"),
+     ({"only_strict": False}, "only_strict is False with the protocol verl-omni; expected true or false"),
      ({"protocol": "other"}, "expected one of verl-omni, flow-grpo, flow-grpo-geneval")],
 )  # fmt: skip
 def test_it_is_refused_unless_asked_for_and_on_this_machine(change: dict[str, Any], words: str) -> None:

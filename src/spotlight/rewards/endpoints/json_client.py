@@ -273,7 +273,7 @@ async def _with_retries(
     for attempt in range(server.retries + 1):
         try:
             status, body = await _attempt(client, server, call.method, url, content)
-            return _decoded(server, f"{call.method} {url}", status, body, decode)
+            return await _decoded_in_time(server, f"{call.method} {url}", status, body, decode)
         except _TransientError as failed:
             if attempt == server.retries:
                 raise SampleError(
@@ -315,6 +315,16 @@ async def _attempt(
             _seconds(response.headers.get("retry-after", "")),
         )
     return status, bytes(body)
+
+
+async def _decoded_in_time(
+    server: RewardServer, what: str, status: int, body: bytes, decode: Callable[[bytes], Any]
+) -> Any:
+    try:
+        async with asyncio.timeout(server.timeout_s):
+            return await asyncio.to_thread(_decoded, server, what, status, body, decode)
+    except TimeoutError:
+        raise SampleError(f"{what}: its answer could not be read in timeout_s={server.timeout_s:g}") from None
 
 
 def _decoded(

@@ -56,9 +56,9 @@ _DANGER = (
 _CURVES: Mapping[Protocol, tuple[str, ...]] = {
     "verl-omni": ("scores",),
     "flow-grpo": ("outputs",),
-    "flow-grpo-geneval": ("rewards", "scores", "strict_rewards"),
+    "flow-grpo-geneval": ("scores", "rewards", "strict_rewards"),
 }
-"""What is read of an answer; the first is trained on."""
+"""What is read of an answer; the first is trained on, as by the servers' own clients."""
 
 
 @best_with(batch_size=16)
@@ -70,6 +70,7 @@ def pickle_server(
     server: Mapping[str, Any],
     protocol: Protocol,
     allow_pickle: bool = False,
+    only_strict: bool = True,
 ) -> dict[str, list[float | SampleError]]:
     """Let a reward server of flow_grpo or verl-omni on this machine score the pictures.
 
@@ -80,16 +81,18 @@ def pickle_server(
         server: fields of :class:`RewardServer`; ``base_url`` must be on loopback.
         protocol: ``verl-omni``, ``flow-grpo`` (DeQA, UnifiedReward) or ``flow-grpo-geneval``.
         allow_pickle: must be true: the protocol can run code on the server's side.
+        only_strict: sent with ``flow-grpo-geneval``; flow_grpo trains with true and evaluates with false.
 
     Returns:
-        ``score``; with ``flow-grpo-geneval`` also ``scores`` and ``strict_rewards``.
+        ``score``; with ``flow-grpo-geneval`` (its ``scores``) also ``rewards`` and ``strict_rewards``.
 
     Raises:
         RewardSetupError: invalid settings, no permission, or a refused address.
     """
-    place = _settings(server, protocol, allow_pickle)
+    place = _settings(server, protocol, allow_pickle, only_strict)
     calls = [
-        HttpCall("", partial(_body, protocol, *each)) for each in zip(images, prompts, metadata, strict=True)
+        HttpCall("", partial(_body, protocol, only_strict, *each))
+        for each in zip(images, prompts, metadata, strict=True)
     ]
     answers = ask_all(place, calls, partial(parse_scores, protocol), decode=load_plain)
     trained_on, *others = _CURVES[protocol]
@@ -106,13 +109,15 @@ def check(
     server: Mapping[str, Any],
     protocol: Protocol,
     allow_pickle: bool = False,
+    only_strict: bool = True,
 ) -> None:
     """Let the server score a picture of a sign. Raises RewardSetupError if it does not."""
-    place = _settings(server, protocol, allow_pickle)
+    place = _settings(server, protocol, allow_pickle, only_strict)
     if protocol == "flow-grpo-geneval" and not metadata:
         return  # it scores nothing without a record
     record = metadata[0] if metadata else {}
-    body = partial(_body, protocol, example_picture("sign"), prompts[0] if prompts else "a sign", record)
+    prompt = prompts[0] if prompts else "a sign"
+    body = partial(_body, protocol, only_strict, example_picture("sign"), prompt, record)
     (answer,) = ask_all(place, [HttpCall("", body)], partial(parse_scores, protocol), decode=load_plain)
     if isinstance(answer, SampleError):
         raise RewardSetupError(f"pickle-server reward: the server did not score a first picture: {answer}")
@@ -123,10 +128,11 @@ def scored_by(
     server: Mapping[str, Any],
     protocol: Protocol,
     allow_pickle: bool = False,
+    only_strict: bool = True,
     deadline_s: float | None = None,
 ) -> str:
     """The server; checks its settings, and warns."""
-    place = _settings(server, protocol, allow_pickle, deadline_s)
+    place = _settings(server, protocol, allow_pickle, only_strict, deadline_s)
     logger.warning("pickle-server reward: %s is used although %s.", place.base_url, _DANGER)
     return f"{place.base_url} ({protocol})"
 
@@ -149,24 +155,35 @@ def parse_scores(protocol: Protocol, answer: object) -> dict[str, float]:
     return found
 
 
-def _body(protocol: Protocol, image: Image, prompt: str, record: Mapping[str, Any]) -> bytes:
+def _body(
+    protocol: Protocol, only_strict: bool, image: Image, prompt: str, record: Mapping[str, Any]
+) -> bytes:
     buffer = io.BytesIO()
     PILImage.fromarray(image).save(buffer, format="JPEG")
     sent: dict[str, Any] = {"images": [buffer.getvalue()]}
     if protocol == "flow-grpo-geneval":
-        sent |= {"meta_datas": [dict(record)], "only_strict": False}
+        sent |= {"meta_datas": [dict(record)], "only_strict": only_strict}
     else:
         sent |= {"prompts": [prompt]} | ({"metadata": {}} if protocol == "verl-omni" else {})
     return pickle.dumps(sent)
 
 
 def _settings(
-    server: Mapping[str, Any], protocol: Protocol, allow_pickle: bool, deadline_s: float | None = None
+    server: Mapping[str, Any],
+    protocol: Protocol,
+    allow_pickle: bool,
+    only_strict: bool,
+    deadline_s: float | None = None,
 ) -> RewardServer:
     if protocol not in get_args(Protocol):
         raise RewardSetupError(
             f"pickle-server reward: params.protocol is {protocol!r}; expected one of "
             f"{', '.join(get_args(Protocol))}."
+        )
+    if only_strict is not True and (only_strict is not False or protocol != "flow-grpo-geneval"):
+        raise RewardSetupError(
+            f"pickle-server reward: params.only_strict is {only_strict!r} with the protocol {protocol}; "
+            "expected true or false with flow-grpo-geneval, and no such parameter with others. Remove it."
         )
     place = parse_server(RewardServer, "pickle-server reward: params.server", server, deadline_s)
     if urlsplit(place.base_url).hostname not in LOOPBACK:
