@@ -374,8 +374,12 @@ def test_the_token_is_asked_for_everywhere(places: Path) -> None:
     browser = TestClient(guarded)
     first = browser.get(f"/?token={TOKEN}", follow_redirects=False)
     assert (first.status_code, first.headers["location"]) == (303, "/?")
-    assert re.search("httponly.*samesite=strict", first.headers["set-cookie"], re.IGNORECASE)
+    assert re.search("httponly.*samesite=lax", first.headers["set-cookie"], re.IGNORECASE)
     assert browser.get("/api/runs").status_code == 200
+    others = f'settings={{"a": [1, 2]}}; spotlight_token_81=else; a[b]=1; spotlight_token_80={TOKEN}'
+    for port, status in (("80", 200), ("81", 401), ("82", 401)):
+        asked = TestClient(guarded).get("/api/runs", headers={"Host": f"box:{port}", "Cookie": others})
+        assert asked.status_code == status
     assert (
         TestClient(guarded, headers={"Authorization": f"Bearer {TOKEN}"}).get("/api/runs").status_code == 200
     )

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from store_history import GROUP_SIZE, SCRATCH, WORKER, history, write
 
 from spotlight.scheduler.types import Phase
+from spotlight.store import checkpoints
 from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.ledger import ledger_audit
 from spotlight.store.ledger.audit_checks import CHECKS
 from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
 from spotlight.store.ledger.ledger_schema import RECORD_TABLES, Ending
@@ -130,6 +132,30 @@ def test_every_tampering_is_found_and_named(tmp_path: Path, check: str) -> None:
     assert check in broken(report)
     (violation,) = (each for each in report.violations if each.check == check)
     assert violation.ids
+
+
+@pytest.mark.parametrize("moment", ["during the recount", "while it is verified"])
+def test_a_checkpoint_committed_meanwhile_breaks_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    make_run(tmp_path, appends=12, ending=Ending.STOPPED)
+    module, name = (ledger_audit, "_attempts") if moment == "during the recount" else (checkpoints, "verify")
+    original = getattr(module, name)
+
+    def meanwhile(argument: object) -> object:
+        monkeypatch.setattr(module, name, original)
+        with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
+            write(ledger, history(1, iterations=3)[12:])
+            header = CheckpointHeader(2, ledger.position(), config_digest="", package_version="")
+            with CheckpointStore(tmp_path / "checkpoints", keep=1).writer(header) as directory:
+                (directory / "state").write_text("later")
+        return original(argument)
+
+    monkeypatch.setattr(module, name, meanwhile)
+    report = audit(tmp_path, LIMITS)
+    assert getattr(module, name) is original
+    assert "checkpoint" not in broken(report)
+    assert report.checkpoint_position is not None
 
 
 def test_loosening_alone_breaks_nothing(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from http.cookies import SimpleCookie
 from pathlib import Path
 from urllib.parse import parse_qs, urlencode
 
@@ -29,6 +28,7 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Str
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spotlight.dashboard.answers import BadQueryError, RunAnswers
@@ -116,15 +116,21 @@ class Gate:
         query = parse_qs(scope["query_string"].decode("latin-1"))
         if scope["path"] == "/" and self._matches(query.pop("token", [""])[0]):
             answer = Response(status_code=303, headers={"Location": f"/?{urlencode(query, doseq=True)}"})
-            answer.set_cookie(_COOKIE, self._token, httponly=True, samesite="strict")
+            # Not strict: a link to the dashboard, from a chat say, would come without it.
+            answer.set_cookie(_cookie_name(headers), self._token, httponly=True, samesite="lax")
             return answer
-        cookie = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
-        if cookie is not None and self._matches(cookie.value):
+        if self._matches(cookie_parser(headers.get("cookie", "")).get(_cookie_name(headers), "")):
             return None
         return _text(401, "no or a wrong token; open /?token=TOKEN once, or send Authorization: Bearer TOKEN")
 
     def _matches(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def _cookie_name(headers: Headers) -> str:
+    """One name per port as the browser sees it: to cookies all ports of a host are the same."""
+    port = re.search(r":([0-9]+)$", headers.get("host", ""))
+    return f"{_COOKIE}_{port[1]}" if port else _COOKIE
 
 
 def dashboard_app(places: Sequence[Path], token: str = "") -> FastAPI:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight.scheduler.types import Filler, Phase
-from spotlight.store.checkpoints import Checkpoint, CheckpointStore
+from spotlight.store.checkpoints import LATEST, Checkpoint, CheckpointStore
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.audit_checks import CHECKS
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
+from spotlight.store.store_errors import DamagedCheckpointError, LedgerError, StoreError
 
 BILLING_TOLERANCE = 0.01
 """Allowed relative difference between an attempt's billed seconds and the sum over its phases."""
@@ -27,6 +27,9 @@ BILLING_SLACK_S = 0.05
 
 _WORK = (Phase.TRAINING, Phase.ROLLOUT, Phase.EVALUATION, Phase.EXPLORATION, Phase.LOST)
 """Phases that filled seconds are billed in; rollouts cut short are billed as lost, but count as filled."""
+
+_LOOKS_MAX = 8
+"""Times that the newest checkpoint is looked for while a run replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,18 +114,23 @@ def audit(run: Path, limits: AuditLimits) -> AuditReport:
 
     Raises:
         LedgerError: there is no ledger, or it cannot be read in full.
+        StoreError: the run replaced its checkpoints faster than they can be read.
     """
     paths = RunPaths(run)
     with closing(queries.open_readonly(paths.ledger)) as connection:
+        # Before the ledger's snapshot, which would not hold the records of a checkpoint written during it.
+        newest = _newest_checkpoint(paths)
         try:
-            return _audit(connection, paths, limits)
+            return _audit(connection, newest, limits)
         except sqlite3.DatabaseError as error:
             raise LedgerError(
                 f"{paths.ledger}: damaged, cannot be read to its end ({error}). Restore the file from a copy."
             ) from error
 
 
-def _audit(connection: sqlite3.Connection, paths: RunPaths, limits: AuditLimits) -> AuditReport:
+def _audit(
+    connection: sqlite3.Connection, newest: tuple[Checkpoint | None, tuple[str, ...]], limits: AuditLimits
+) -> AuditReport:
     with queries.consistent_reading(connection):
         broken_file = _integrity(connection)
         attempts = _attempts(connection)
@@ -137,7 +145,7 @@ def _audit(connection: sqlite3.Connection, paths: RunPaths, limits: AuditLimits)
             _violation(connection, parameters, check.name, check.broken, check.query) for check in CHECKS
         ]
         position = queries.position(connection)
-        checkpoint_position, broken_checkpoint = _checkpoint(paths, position)
+        checkpoint_position, broken_checkpoint = _checkpoint(*newest, position)
         dishonest = tuple(str(bill.attempt) for bill in attempts if not bill.is_honest)
         found += [
             broken_file,
@@ -212,19 +220,43 @@ def _filled(connection: sqlite3.Connection, bills: tuple[AttemptBill, ...], posi
     )
 
 
-def _checkpoint(paths: RunPaths, position: int) -> tuple[int | None, Violation]:
-    broken = "checkpoints that are damaged, or further than the ledger"
-    checkpoint: Checkpoint | None = None
-    ids: list[str] = []
-    if paths.checkpoints.is_dir():
+def _newest_checkpoint(paths: RunPaths) -> tuple[Checkpoint | None, tuple[str, ...]]:
+    """The newest intact checkpoint and the damage met, while a run may write the next and discard this."""
+    if not paths.checkpoints.is_dir():
+        return None, ()
+    for _ in range(_LOOKS_MAX):
+        before = _pointer(paths)
+        checkpoint: Checkpoint | None = None
+        damages: tuple[str, ...]
         try:
             checkpoint = CheckpointStore(paths.checkpoints, keep=1).newest_valid()
-        except DamagedCheckpointError as error:
-            ids.append(str(error))
+            damages = tuple(map(str, checkpoint.damages)) if checkpoint is not None else ()
+        except (DamagedCheckpointError, FileNotFoundError) as error:
+            damages = (str(error),)
+        # Only a checkpoint that is no longer the newest is discarded, so what is missing may be that.
+        if not damages or _pointer(paths) == before:
+            return checkpoint, damages
+    raise StoreError(
+        f"{paths.checkpoints}: the run replaced its checkpoint {_LOOKS_MAX} times while it was being read. "
+        "Raise checkpoint.keep, or audit the run when it has ended."
+    )
+
+
+def _pointer(paths: RunPaths) -> bytes | None:
+    try:
+        return (paths.checkpoints / LATEST).read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _checkpoint(
+    checkpoint: Checkpoint | None, damages: tuple[str, ...], position: int
+) -> tuple[int | None, Violation]:
+    broken = "checkpoints that are damaged, or further than the ledger"
     if checkpoint is None:
-        return None, Violation("checkpoint", broken, tuple(ids))
-    ids += [str(damage) for damage in checkpoint.damages]
+        return None, Violation("checkpoint", broken, damages)
     reached = checkpoint.header.ledger_position
     if reached > position:
-        ids.append(f"{checkpoint.directory.name} stands at record {reached}, the ledger ends at {position}")
-    return reached, Violation("checkpoint", broken, tuple(ids))
+        name = checkpoint.directory.name
+        damages = (*damages, f"{name} stands at record {reached}, the ledger ends at {position}")
+    return reached, Violation("checkpoint", broken, damages)
