@@ -12,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from itertools import pairwise
@@ -43,9 +44,9 @@ from typer.testing import CliRunner
 from spotlight.cli.main import app as cli
 from spotlight.dashboard import answers as answers_module
 from spotlight.dashboard.dashboard_app import dashboard_app
-from spotlight.dashboard.figures import thinned
+from spotlight.dashboard.figures import Json, thinned
 from spotlight.dashboard.page_files import PAGE_FILES, page_file
-from spotlight.dashboard.run_folders import find_runs
+from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.findings import findings
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger.history import read_history
@@ -150,7 +151,9 @@ def test_a_curve_has_four_axes_error_bars_and_gaps(client: TestClient) -> None:
     for axis in ("iteration", "samples", "hours", "usd"):
         assert loss[axis] == sorted(loss[axis])
         assert len(loss[axis]) == ITERATIONS
-    assert graded["usd"][0] == 0.0
+    # An iteration's bill is 12 s of a reserved worker and of a spot one; an evaluation comes before it.
+    assert loss["usd"] == pytest.approx([15.0 / 3600 * (row + 1) for row in range(ITERATIONS)])
+    assert graded["usd"] == pytest.approx([15.0 / 3600 * row for row in range(0, ITERATIONS, EVERY)])
     assert ask(client, "curve", name="no such metric")["y"] == []
 
 
@@ -233,6 +236,53 @@ def test_the_audit_passes_and_is_not_made_again_for_nothing(
     assert found["ok"], found["violations"]
     monkeypatch.setattr(answers_module, "verdict", pytest.fail)
     assert ask(client, "audit", now=1) == found
+
+
+def test_nobody_waits_for_an_audit_that_another_has_asked_for(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = answers_module.RunAnswers()
+    runs = find_runs([places])
+
+    def meanwhile(run: RunFolder) -> Json:
+        assert answers.answer(runs["wild"], "audit", {"now": "1"}) == {"ok": None, "running": True}
+        if run.name == "wild":
+            assert answers.answer(runs["new"], "audit", {"now": "1"}) == {"ok": "new"}
+        return {"ok": run.name}
+
+    monkeypatch.setattr(answers_module, "verdict", meanwhile)
+    assert answers.answer(runs["wild"], "audit", {}) == {"ok": "wild"}
+
+
+def test_an_answer_is_computed_once_per_state_and_replaces_the_one_before(
+    empty_place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (empty_place / "config.yaml").write_text("{}")
+    run = RunFolder("run", empty_place)
+    monkeypatch.setattr(answers_module, "_STALE_S", math.inf)
+    asked: list[str] = []
+    both = threading.Barrier(2)
+
+    def slow(run: RunFolder, query: answers_module.Query) -> Json:
+        asked.append(run.signature())
+        time.sleep(0.05)
+        return {"state": run.signature()}
+
+    def ask_too() -> None:
+        both.wait()
+        assert answers.answer(run, "money", {}) == {"state": run.signature()}
+
+    monkeypatch.setitem(answers_module.ANSWERS, "money", slow)
+    answers = answers_module.RunAnswers()
+    for number in range(3):
+        run.paths.metrics.write_text("x" * number)
+        threads = [threading.Thread(target=ask_too) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(asked) == len(set(asked)) == 3
+    assert len(answers._kept) == 1
 
 
 def test_findings_name_a_remedy(places: Path) -> None:

@@ -14,12 +14,13 @@ from spotlight.dashboard.views import gallery as gallery_views
 from spotlight.dashboard.views.curves import CurveReader, curve, curve_names
 from spotlight.dashboard.views.lanes import lanes
 from spotlight.dashboard.views.money import money
-from spotlight.dashboard.views.overview import accounting, is_small, overview, verdict
+from spotlight.dashboard.views.overview import accounting, headline, is_small, overview, verdict
 from spotlight.dashboard.views.run_log import happened, log_tail
 from spotlight.dashboard.views.samples import IN_FLIGHT, SampleSearch, sample, samples
 from spotlight.store.ledger.ledger_schema import RolloutOutcome
 
-_KEPT = 256
+_KEPT = 128
+"""Answers, most of them below 100 kB."""
 _STALE_S = 10.0
 _AUDIT_REST = 30.0
 """An audit is made again after this many times the seconds it took, and :data:`_AUDIT_REST_S` at least."""
@@ -32,12 +33,31 @@ class BadQueryError(ValueError):
     """A parameter of a request is not what is expected; says which."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class _Kept:
+    """A computed answer, the state of the run's files that it is of, and a lock for computing it."""
+
+    lock: Lock = field(default_factory=Lock)
+    state: tuple[str, int] | None = None
+    found: Json | None = None
+
+    def fresh(self, run: RunFolder, compute: Callable[[], Json | None]) -> Json | None:
+        """The answer, computed if the run has changed since; all who ask meanwhile wait for the first."""
+        with self.lock:
+            # Whether the run's process lives is not in its files; neither does a log count as one.
+            state = (run.signature(), int(time.monotonic() / _STALE_S))
+            if self.state != state:
+                self.found, self.state = compute(), state
+            return self.found
+
+
+@dataclass(slots=True)
 class _Audit:
-    answer: Json
-    signature: str
-    ended: float
-    took_s: float
+    lock: Lock = field(default_factory=Lock)
+    answer: Json | None = None
+    signature: str = ""
+    ended: float = 0.0
+    took_s: float = 0.0
 
     def rests(self) -> bool:
         return time.monotonic() - self.ended < max(_AUDIT_REST_S, _AUDIT_REST * self.took_s)
@@ -47,11 +67,11 @@ class _Audit:
 class RunAnswers:
     """Answers about runs, each computed once per state of the run's files, whoever asks."""
 
-    _kept: OrderedDict[tuple[object, ...], Json | None] = field(default_factory=OrderedDict)
+    _kept: OrderedDict[tuple[object, ...], _Kept] = field(default_factory=OrderedDict)
+    _headlines: dict[RunFolder, _Kept] = field(default_factory=dict)
     _readers: dict[RunFolder, CurveReader] = field(default_factory=dict)
     _audits: dict[RunFolder, _Audit] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
-    _auditing: Lock = field(default_factory=Lock)
 
     def answer(self, run: RunFolder, what: str, query: Query) -> Json | None:
         """The answer for the page; None if there is no such thing.
@@ -64,39 +84,52 @@ class RunAnswers:
             return self._audit(run, asked=query.get("now") == "1")
         if what not in ANSWERS and what not in ("metrics", "curve"):
             return None
-        # Whether the run's process lives is not in its files; neither does a log count as one.
-        age = int(time.monotonic() / _STALE_S)
-        key = (run, what, tuple(sorted(query.items())), run.signature(), age)
+        key = (run, what, tuple(sorted(query.items())))
         with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-                return self._kept[key]
-        found = self._curves(run, what, query) if what in ("metrics", "curve") else ANSWERS[what](run, query)
-        with self._lock:
-            self._kept[key] = found
+            kept = self._kept.setdefault(key, _Kept())
+            self._kept.move_to_end(key)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
+        if what in ("metrics", "curve"):
+            return kept.fresh(run, lambda: self._curves(run, what, query))
+        return kept.fresh(run, lambda: ANSWERS[what](run, query))
+
+    def headline(self, run: RunFolder) -> Json:
+        """See :func:`.overview.headline`."""
+        with self._lock:
+            kept = self._headlines.setdefault(run, _Kept())
+        found = kept.fresh(run, lambda: headline(run))
+        assert found is not None
         return found
 
     def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
         with self._lock:
             reader = self._readers.setdefault(run, CurveReader(run))
-        columns = reader.columns()
-        return curve_names(columns) if what == "metrics" else curve(run, columns, query.get("name", ""))
+        with reader.columns() as columns:
+            return curve_names(columns) if what == "metrics" else curve(run, columns, query.get("name", ""))
 
     def _audit(self, run: RunFolder, *, asked: bool) -> Json:
-        """The newest audit, made again if the run has changed since, and it is quick or ``asked`` for."""
-        with self._auditing:
-            known, signature = self._audits.get(run), run.signature()
-            if known is not None and (known.signature == signature or known.rests()):
-                return known.answer
+        """The newest audit, made again if the run has changed since, and it is quick or ``asked`` for.
+
+        While one is made, others get the one before, or ``running``, at once.
+        """
+        with self._lock:
+            newest = self._audits.setdefault(run, _Audit())
+        if not newest.lock.acquire(blocking=False):
+            return newest.answer or {"ok": None, "running": True}
+        try:
+            signature = run.signature()
+            if newest.answer is not None and (newest.signature == signature or newest.rests()):
+                return newest.answer
             if not asked and not is_small(run):
-                return {"ok": None, "large": True} if known is None else known.answer
+                return newest.answer or {"ok": None, "large": True}
             started = time.monotonic()
-            answer = verdict(run)
-            ended = time.monotonic()
-            self._audits[run] = _Audit(answer, signature, ended, ended - started)
-            return answer
+            newest.answer = verdict(run)
+            newest.signature, newest.ended = signature, time.monotonic()
+            newest.took_s = newest.ended - started
+            return newest.answer
+        finally:
+            newest.lock.release()
 
 
 def _number(query: Query, name: str) -> int | None:

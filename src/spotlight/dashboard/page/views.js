@@ -23,10 +23,8 @@ function overviewView(place, { run }) {
       fill(validation, () => validationChart(validation, found));
       return overviewCards(found);
     });
-    await Promise.all([
-      fill(audit, async () => auditOf(await ask(run, "audit"), auditNow)),
-      fill(samples, async () => samplesOf(await ask(run, "accounting"))),
-    ]);
+    fill(audit, async () => auditOf(await ask(run, "audit"), auditNow)); // may take long: the rest goes on
+    await fill(samples, async () => samplesOf(await ask(run, "accounting")));
   };
 }
 
@@ -68,6 +66,7 @@ function auditOf(found, again) {
   const title = h("h2", {}, "Audit of the ledger so far");
   if (INLINED) again = null;
   const button = again && h("button", { type: "button", on: { click: (event) => { event.target.disabled = true; event.target.textContent = "Recounting …"; again(); } } }, found.large ? "Audit now" : "Audit again");
+  if (found.running) return [title, h("p", { class: "faint" }, "Recounting …")];
   if (found.large) return [title, h("p", { class: "faint" }, "Ledger and checkpoint are large, so they are recounted only when asked."), button];
   return [
     title,

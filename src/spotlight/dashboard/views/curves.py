@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from sqlite3 import Connection
 from threading import Lock
@@ -67,23 +68,30 @@ class CurveReader:
         self._file = (0, 0)  # inode, bytes read
         self._columns = CurveColumns()
 
-    def columns(self) -> CurveColumns:
-        """All whole rows so far. A resumed run replaces the file, which is then read anew."""
+    @contextmanager
+    def columns(self) -> Iterator[CurveColumns]:
+        """All whole rows so far, which stay as they are within the block.
+
+        A resumed run replaces the file, which is then read anew.
+        """
         with self._lock:
-            path = self._run.readable(self._run.paths.metrics)
-            if path is None:
-                self._file, self._columns = (0, 0), CurveColumns()
-                return self._columns
-            with path.open("rb") as file:
-                status = path.stat()
-                if status.st_ino != self._file[0] or status.st_size < self._file[1]:
-                    self._file, self._columns = (status.st_ino, 0), CurveColumns()
-                file.seek(self._file[1])
-                whole, newline, _cut = file.read().rpartition(b"\n")
-                for line in whole.split(b"\n") if newline else ():
-                    self._columns.take(line)
-                self._file = (self._file[0], self._file[1] + len(whole) + len(newline))
-            return self._columns
+            self._follow()
+            yield self._columns
+
+    def _follow(self) -> None:
+        path = self._run.readable(self._run.paths.metrics)
+        if path is None:
+            self._file, self._columns = (0, 0), CurveColumns()
+            return
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self._file[0] or status.st_size < self._file[1]:
+                self._file, self._columns = (status.st_ino, 0), CurveColumns()
+            file.seek(self._file[1])
+            whole, newline, _cut = file.read().rpartition(b"\n")
+            for line in whole.split(b"\n") if newline else ():
+                self._columns.take(line)
+            self._file = (self._file[0], self._file[1] + len(whole) + len(newline))
 
 
 def curve_names(columns: CurveColumns) -> Json:
@@ -127,24 +135,27 @@ def curve(run: RunFolder, columns: CurveColumns, name: str, points_max: int = PO
 
 
 def spent_usd(connection: Connection) -> tuple[list[int], list[float]]:
-    """(iterations, dollars spent by the end of each), ascending, lost work included."""
+    """(iterations, dollars spent by the end of each), ascending, lost work included.
+
+    The bills at the first position at or past an iteration's last step are those that pay for it.
+    """
     steps = connection.execute(
-        "SELECT iteration, MAX(seq) FROM optimizer_steps GROUP BY iteration ORDER BY iteration"
+        "SELECT MAX(seq), iteration FROM optimizer_steps GROUP BY iteration ORDER BY iteration"
     ).fetchall()
-    iterations: list[int] = []
     dollars: list[float] = []
-    spent, waiting = 0.0, iter(steps)
-    following = next(waiting, None)
+    spent, paid_at = 0.0, None
     bills = connection.execute("SELECT position, phase, seconds * price_usd_h FROM gpu_seconds ORDER BY id")
     for position, phase, dollars_h in bills:
-        # A lost second's position is that of records undone since, which others have taken.
-        while following is not None and phase != "lost" and following[1] <= position:
-            iterations.append(following[0])
-            dollars.append(spent / 3600)
-            following = next(waiting, None)
+        if paid_at is not None and position != paid_at:
+            while len(dollars) < len(steps) and steps[len(dollars)][0] <= paid_at:
+                dollars.append(spent / 3600)
+            paid_at = None
+        # A lost second's position may be that of records undone since, which others have taken.
+        if phase != "lost" and len(dollars) < len(steps) and steps[len(dollars)][0] <= position:
+            paid_at = position
         spent += dollars_h
-    rest = ([following] if following is not None else []) + list(waiting)
-    return [*iterations, *(step[0] for step in rest)], [*dollars, *(spent / 3600 for _ in rest)]
+    dollars += [spent / 3600] * (len(steps) - len(dollars))
+    return [iteration for _, iteration in steps], dollars
 
 
 def validation_rows(run: RunFolder, points_max: int = 300) -> list[Json]:
@@ -180,7 +191,7 @@ def recent_rows(run: RunFolder, rows_max: int, bytes_max: int = 1 << 18) -> list
     if path is None:
         return []
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - bytes_max))
+        file.seek(max(0, os.fstat(file.fileno()).st_size - bytes_max))
         lines = file.read().split(b"\n")[:-1]
     found: list[dict[str, float | None]] = []
     for line in reversed(lines):
