@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -48,8 +49,10 @@ from spotlight.dashboard.figures import Json, thinned
 from spotlight.dashboard.page_files import PAGE_FILES, page_file
 from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.findings import findings
-from spotlight.scheduler.types import Phase
+from spotlight.scheduler.types import Phase, WorkerId
 from spotlight.store.ledger.history import read_history
+from spotlight.store.ledger.ledger_schema import Incident
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import RunPaths
 
 ITERATIONS, EVERY = 12, 4
@@ -409,6 +412,41 @@ def test_a_run_without_a_ledger_is_new_and_a_damaged_one_says_so(client: TestCli
     damaged = TestClient(dashboard_app([tmp_path, tmp_path / "none"]), base_url="http://localhost")
     assert damaged.get("/api/runs").json()["runs"][0]["state"] == "unreadable"
     assert damaged.get("/api/runs/damaged/overview").status_code == 409
+
+
+def test_one_bad_run_does_not_hide_the_others(empty_place: Path) -> None:
+    configs = {
+        b"deep": b"[" * 5000,
+        b"large": b"iterations: 1" + b"0" * 400,
+        b"half a \xff name": b'name: "\\ud800"\nrollout: {sampler: "\\ud800"}\n',
+    }
+    for name, content in configs.items():
+        folder = Path(os.fsdecode(os.fsencode(empty_place) + b"/" + name))
+        folder.mkdir()
+        (folder / "config.yaml").write_bytes(content)
+    client = TestClient(dashboard_app([empty_place]), base_url="http://localhost")
+    runs = client.get("/api/runs").json()["runs"]
+    assert len(runs) == len(configs)
+    for run in runs:
+        address = f"/api/runs/{quote(run['name'])}"
+        assert client.get(f"{address}/overview").status_code == 200
+        assert client.get(f"{address}/money").status_code == 409
+
+
+def test_the_nodes_now_are_those_with_open_workers(empty_place: Path) -> None:
+    paths = RunPaths(empty_place / "run")
+    paths.path.mkdir()
+    paths.config.write_text("{}")
+    workers = {WorkerId(name): 1.0 for name in ("local/0", "local/1", "spot-1/0", "spot-2/0")}
+    with SqliteLedger(paths.ledger) as ledger:
+        ledger.begin_attempt(pid=1, host="elsewhere", workers={WorkerId("old/0"): 1.0}, now_s=START_S)
+        ledger.begin_attempt(pid=1, host="elsewhere", workers=workers, now_s=START_S)
+        for node in ("spot-1", "spot-2"):
+            ledger.record_incident(Incident.NODE_JOINED, node, spot=True, detail="", now_s=START_S)
+            ledger.record_incident(Incident.NODE_NOTICED, node, spot=True, detail="", now_s=START_S)
+        ledger.stop_billing([WorkerId("spot-2/0")], START_S + 1)
+    client = TestClient(dashboard_app([empty_place]), base_url="http://localhost")
+    assert ask(client, "overview", run="run")["nodes"] == {"reserved": 1, "spot": 1, "noticed": 1}
 
 
 def test_the_token_is_asked_for_everywhere(places: Path) -> None:

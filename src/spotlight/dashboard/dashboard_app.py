@@ -20,11 +20,12 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from urllib.parse import parse_qs, urlencode
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.gzip import GZipMiddleware
@@ -36,7 +37,6 @@ from spotlight.dashboard.figures import Json
 from spotlight.dashboard.page_files import CONTENT_POLICY, PAGE_FILES, page_file, plotly_file
 from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.gallery import picture_file
-from spotlight.dashboard.views.overview import headline
 from spotlight.store.store_errors import StoreError
 
 LOOKS_EVERY_S = 1.0
@@ -158,7 +158,7 @@ def _add_page(app: FastAPI) -> None:
     @app.get("/page/{name}")
     async def part(name: str) -> Response:
         if name == "plotly.min.js":
-            # The name of its version is in the address, so that browsers may keep it.
+            # The page asks for it with its version in the address, so that browsers may keep it.
             return FileResponse(
                 plotly_file(), media_type="text/javascript", headers={"Cache-Control": "max-age=86400"}
             )
@@ -170,8 +170,9 @@ def _add_page(app: FastAPI) -> None:
 def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
     @app.get("/api/runs")
     def runs() -> Response:
-        found = [headline(run) for run in shown.look().values()]
-        return JSONResponse({"runs": found, "places": [str(place) for place in shown.places]})
+        found = [answers.headline(run) for run in shown.look().values()]
+        places = [str(place) for place in shown.places]
+        return _json({"runs": found, "places": places, "plotly": version("plotly")})
 
     @app.get("/api/runs/{name}/picture/{iteration}/{index}")
     def picture(name: str, iteration: int, index: int) -> Response:
@@ -192,7 +193,7 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
             return _text(400, str(error))
         except (StoreError, sqlite3.Error, OSError) as error:
             return _text(409, str(error))
-        return _text(404, "no such thing") if found is None else JSONResponse(found)
+        return _text(404, "no such thing") if found is None else _json(found)
 
     @app.get("/api/changes")
     async def changes(request: Request) -> Response:
@@ -224,5 +225,10 @@ def _event(name: str, data: Json) -> str:
     return f"event: {name}\ndata: {json.dumps(data)}\n\n"
 
 
+def _json(found: Json) -> Response:
+    # In ASCII: half a surrogate pair, which YAML and file names can hold, has no UTF-8.
+    return Response(json.dumps(found, allow_nan=False), media_type="application/json")
+
+
 def _text(status: int, found: str) -> PlainTextResponse:
-    return PlainTextResponse(found, status_code=status)
+    return PlainTextResponse(found.encode("utf-8", "backslashreplace"), status_code=status)

@@ -54,7 +54,7 @@ class RunFolder:
             return Settings({})
         try:
             found = yaml.safe_load(path.read_text())
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return Settings({})
         return Settings(found if isinstance(found, dict) else {})
 
@@ -81,9 +81,13 @@ class Settings:
     def number(self, key: str) -> float | None:
         """A finite number by dotted key; None if there is none."""
         value = self._at(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, int | float):
             return None
-        return float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # YAML's whole numbers have no end
+            return None
+        return number if math.isfinite(number) else None
 
     def whole(self, key: str) -> int | None:
         """A whole number by dotted key."""
@@ -118,10 +122,12 @@ def find_runs(places: Sequence[Path]) -> dict[str, RunFolder]:
         if path in met:
             continue
         met.add(path)
-        name, number = path.name, 1
+        # A folder's name may hold bytes that are no UTF-8, which no address or answer can.
+        first = name = path.name.encode("utf-8", "backslashreplace").decode()
+        number = 1
         while name in found:
             number += 1
-            name = f"{path.name}~{number}"
+            name = f"{first}~{number}"
         found[name] = RunFolder(name, path)
     return found
 

@@ -21,7 +21,7 @@ let plotly = null;
 function loadPlotly() {
   plotly ??= new Promise((done, failedToLoad) => {
     if (window.Plotly) return done(window.Plotly);
-    const script = h("script", { src: "page/plotly.min.js" });
+    const script = h("script", { src: `page/plotly.min.js?v=${plotlyVersion}` });
     script.addEventListener("load", () => done(window.Plotly));
     script.addEventListener("error", () => {
       plotly = null;

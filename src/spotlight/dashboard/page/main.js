@@ -58,9 +58,10 @@ async function update() {
 }
 
 let places = [];
+let plotlyVersion = "";
 async function readRuns() {
-  const found = INLINED ? { runs: [INLINED.run], places: [] } : await fetched("api/runs");
-  [runs, places] = [found.runs, found.places];
+  const found = INLINED ? { runs: [INLINED.run], places: [], plotly: "" } : await fetched("api/runs");
+  [runs, places, plotlyVersion] = [found.runs, found.places, found.plotly];
 }
 
 function follow() {

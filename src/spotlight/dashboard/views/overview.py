@@ -12,6 +12,7 @@ from spotlight.dashboard.figures import Json
 from spotlight.dashboard.run_folders import RunFolder, Settings
 from spotlight.dashboard.views.curves import recent_rows, spent_usd, validation_rows
 from spotlight.dashboard.views.findings import findings
+from spotlight.dashboard.views.lanes import node_of
 from spotlight.dashboard.views.money import forecast
 from spotlight.scheduler.types import Purpose
 from spotlight.store.ledger import ledger_queries as queries
@@ -76,17 +77,17 @@ def overview(run: RunFolder) -> Json:
 
 
 def headline(run: RunFolder) -> Json:
-    """Name, state and iterations, for the list of runs."""
-    planned = run.settings().whole("iterations")
-    if run.readable(run.paths.ledger) is None:
-        return {"name": run.name, "state": "new", "iterations": 0, "planned": planned}
+    """Name, state and iterations, for the list of runs; ``unreadable`` whatever is wrong with it."""
+    begun: Json = {"name": run.name, "iterations": 0, "planned": None}
     try:
+        begun["planned"] = run.settings().whole("iterations")
+        if run.readable(run.paths.ledger) is None:
+            return {**begun, "state": "new"}
         with closing(queries.open_readonly(run.ledger())) as connection:
             (iterations,) = connection.execute(_ITERATIONS).fetchone()
-            state = state_of(read_attempts(connection))
-    except (StoreError, Error):
-        return {"name": run.name, "state": "unreadable", "iterations": 0, "planned": planned}
-    return {"name": run.name, "state": state, "iterations": iterations, "planned": planned}
+            return {**begun, "state": state_of(read_attempts(connection)), "iterations": iterations}
+    except (StoreError, Error, OSError, ArithmeticError, ValueError, RecursionError):
+        return {**begun, "state": "unreadable"}
 
 
 def accounting(run: RunFolder) -> Json:
@@ -174,13 +175,15 @@ def _left_s(rows: Sequence[Mapping[str, float | None]], planned: int | None, ite
 
 
 def _nodes_now(connection: Connection) -> Json:
-    """Nodes of the newest attempt: reserved, spot, and those with a notice."""
-    rows = connection.execute(_NODES).fetchall()
-    here = [(spot, kind) for spot, kind in rows if kind != Incident.NODE_LOST]
+    """Nodes of the newest attempt with workers on them: reserved, spot, and those with a notice."""
+    nodes = {node_of(worker) for (worker,) in connection.execute(_WORKERS_NOW)}
+    # Runs without Ray have workers, and no incidents of nodes.
+    told = {node: (spot, kind) for node, spot, kind in connection.execute(_NODES) if node in nodes}
+    spot = sum(spot for spot, _ in told.values())
     return {
-        "reserved": sum(not spot for spot, _ in here),
-        "spot": sum(spot for spot, _ in here),
-        "noticed": sum(kind == Incident.NODE_NOTICED for _, kind in here),
+        "reserved": len(nodes) - spot,
+        "spot": spot,
+        "noticed": sum(kind == Incident.NODE_NOTICED for _, kind in told.values()),
     }
 
 
@@ -216,8 +219,12 @@ _ABOUT = (
     "run_seed",
 )
 _ITERATIONS = "SELECT COALESCE(MAX(iteration) + 1, 0) FROM optimizer_steps"
+_WORKERS_NOW = """
+SELECT worker FROM attempt_workers
+WHERE attempt = (SELECT MAX(number) FROM attempts) AND left_at IS NULL
+"""
 _NODES = """
-SELECT spot, kind FROM incidents WHERE id IN (
+SELECT subject, spot, kind FROM incidents WHERE id IN (
     SELECT MAX(id) FROM incidents
     WHERE attempt = (SELECT MAX(number) FROM attempts)
         AND kind IN ('node_joined', 'node_noticed', 'notice_cancelled', 'node_lost')
