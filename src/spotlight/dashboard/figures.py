@@ -13,7 +13,11 @@ def finite(value: object) -> float | None:
     """The number; None if it is none, or not finite: JSON has no such numbers."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of JSON or YAML has no end
+        return None
+    return number if math.isfinite(number) else None
 
 
 def thinned(values: Sequence[float], points_max: int) -> list[int]:

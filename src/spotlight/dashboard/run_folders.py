@@ -5,7 +5,6 @@ Nothing is written. A file is read only if it lies within its run's directory on
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import yaml
 
+from spotlight.dashboard.figures import finite
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import LedgerError
 
@@ -80,14 +80,7 @@ class Settings:
 
     def number(self, key: str) -> float | None:
         """A finite number by dotted key; None if there is none."""
-        value = self._at(key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            return None
-        try:
-            number = float(value)
-        except OverflowError:  # YAML's whole numbers have no end
-            return None
-        return number if math.isfinite(number) else None
+        return finite(self._at(key))
 
     def whole(self, key: str) -> int | None:
         """A whole number by dotted key."""
