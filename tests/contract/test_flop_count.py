@@ -23,6 +23,8 @@ from spotlight.registry import FAMILIES
 UNCOUNTED = "qwen-image-2.1"
 """Shapes in its forward depend on values."""
 TEXT = 11
+TEXTS = {"qwen-image": (TEXT, 130), "z-image": (45, 130)}
+"""Beyond what is counted, too, and of a model that pads texts."""
 
 
 def tiny(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> ModelFamily:
@@ -48,7 +50,7 @@ def batch(family: ModelFamily, rows: int, tokens: int = TEXT) -> ConditionBatch:
 @pytest.mark.parametrize(
     "name",
     [
-        name if name == "qwen-image" else pytest.param(name, marks=pytest.mark.slow)
+        name if name in TEXTS else pytest.param(name, marks=pytest.mark.slow)
         for name in FAMILIES
         if name != UNCOUNTED
     ],
@@ -58,10 +60,12 @@ def test_a_count_without_memory_is_that_of_a_real_forward(name: str, tmp_path: P
     size = CASES[name].size
     model = denoisers(family.transformer)["transformer"]
     latents = torch.zeros(1, *family.latent_shape(size), dtype=family.dtype)
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        family.predict(model, latents, torch.tensor([0.5]), batch(family, 1), family.embedded_guidance, size)
-    found = forward_flops(family, size, a_condition(family).tokens)
-    assert found == pytest.approx(counter.get_total_flops(), rel=1e-6)
+    for text in TEXTS.get(name, (TEXT,)):
+        given = batch(family, 1, text), family.embedded_guidance, size
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            family.predict(model, latents, torch.tensor([0.5]), *given)
+        found = forward_flops(family, size, a_condition(family, text).tokens)
+        assert found == pytest.approx(counter.get_total_flops(), rel=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
@@ -113,6 +117,10 @@ def test_mfu_is_of_the_devices_peak() -> None:
         ("NVIDIA L4", 121),
         ("Tesla T4", None),
         ("NVIDIA A10G", None),
+        ("NVIDIA H800 PCIe", 756),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A10-24Q", None),
+        ("GRID A100-10C", None),
     ],
 )
 def test_peaks_are_found_by_torchs_name(name: str, tflop_s: float | None) -> None:

@@ -341,6 +341,16 @@ def test_the_plan_says_where_each_reward_runs(tmp_path: Path) -> None:
     assert (own.replicas, own.weights_bytes) == (None, 0)
     assert (clip.place, clip.weights_bytes) == ("a GPU each that no trainer uses", 4 * 35)
     assert (broken.weights_bytes, broken.missing) == (None, (str(tmp_path / "broken"),))
+    part = tmp_path / "whole" / "part"
+    part.mkdir(parents=True)
+    for name in ("m-00001-of-00001", "m.fp16"):
+        save_file({"a": np.zeros(7, np.float32)}, part / f"{name}.safetensors")
+    index = {"weight_map": {"a": "m-00001-of-00001.safetensors"}}
+    (part / "m.safetensors.index.json").write_text(json.dumps(index))
+    (indexed,) = reward_places(
+        config(rewards=[{"name": "clip-score", "params": {"model": str(part.parent)}}])
+    )
+    assert indexed.weights_bytes == 4 * 7
     cluster = {"driver": "ray", "address": "10.0.0.5:6379"}
     (ocr,) = reward_places(config(fleet=cluster, rewards=[{"name": "ocr", "device": "spot"}]))
     assert (ocr.replicas, ocr.place) == (None, "idle CPUs of spot nodes")

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import huggingface_hub
@@ -23,6 +24,7 @@ from tests.unit.reward_server import reward_server
 from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.models import hub, pretrained_model
 from spotlight.rewards.models.pretrained_model import find_file
+from spotlight.rewards.models.vision_language import _Watch
 from spotlight.rewards.preference.aesthetic import aesthetic
 from spotlight.rewards.preference.aesthetic import tiny as tiny_aesthetic
 from spotlight.rewards.preference.clip_score import clip_score
@@ -183,6 +185,19 @@ def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:
     assert "whose embeddings are 16 wide; expected 768" in refusal(aesthetic, narrow)
 
 
+def test_a_failed_look_at_the_hub_is_kept_for_a_minute_a_good_one_for_good(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers, now_s = iter(["away", ""]), [0.0]
+    monkeypatch.setattr(hub, "_last", [])
+    monkeypatch.setattr(hub, "_asked", lambda: next(answers))
+    monkeypatch.setattr(hub, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    found = []
+    for now_s[0] in (0.0, 59.0, 61.0, 1000.0):
+        found.append(hub.unreachable())
+    assert found == ["away", "away", "", ""]
+
+
 def test_a_file_downloaded_before_is_found_where_the_hub_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,12 +217,12 @@ def test_a_file_downloaded_before_is_found_where_the_hub_is_not(
 
 def test_a_hub_that_is_away_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
-    hub.unreachable.cache_clear()
+    hub._last.clear()
     begun_s = time.monotonic()
     try:
         told = refusal(clip_score, {"model": "org/gone"})
     finally:
-        hub.unreachable.cache_clear()
+        hub._last.clear()
     assert time.monotonic() - begun_s < 10
     assert "http://127.0.0.1:1 cannot be reached (ConnectError" in told
     assert "not downloaded before" in told
@@ -216,11 +231,11 @@ def test_a_hub_that_is_away_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) 
 def test_a_hub_that_answers_is_downloaded_from() -> None:
     with reward_server(lambda request, body: (503, b"")) as server, pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface_hub.constants, "ENDPOINT", server.url)
-        hub.unreachable.cache_clear()
+        hub._last.clear()
         try:
             assert hub.unreachable() == ""
         finally:
-            hub.unreachable.cache_clear()
+            hub._last.clear()
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
@@ -233,6 +248,14 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     assert "holds no readable weights" in refusal(hps, {"weights": str(tmp_path)})
     assert "holds no readable weights" in refusal(aesthetic, {"head": str(tmp_path)})
     assert not (tmp_path / "ran").exists()
+
+
+def test_masked_tokens_are_no_overflow_of_a_language_model() -> None:
+    inf, nan = float("inf"), float("nan")
+    watch = _Watch()
+    watch(torch.empty(0), torch.tensor([[0.0, -inf], [0.0, 1.0], [0.0, nan], [inf, 0.0], [-inf, -inf]]))
+    watch(torch.empty(0), torch.tensor([[0.0, -inf], [0.0, nan], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0]]))
+    assert watch.finite == [True, False, False, False, False]
 
 
 def test_a_head_that_lacks_a_layer_is_refused(tmp_path: Path) -> None:

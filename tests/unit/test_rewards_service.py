@@ -193,6 +193,15 @@ def test_a_body_without_an_end_or_too_long_is_refused(service: str) -> None:
         assert connection.recv(100).split()[1] in (b"400", b"411")
 
 
+def test_a_body_that_does_not_arrive_is_not_waited_for(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(score_service, "_BODY_TIMEOUT_S", 0.2)
+    address = urlsplit(service)
+    with socket.create_connection((address.hostname, address.port), timeout=10) as connection:
+        lines = ["POST /score HTTP/1.1", "Host: h", "Authorization: Bearer secret", "Content-Length: 200"]
+        connection.sendall("\r\n".join([*lines, "", "{"]).encode())
+        assert b" 408 " in connection.recv(100)
+
+
 def test_pictures_may_be_data_urls_of_any_kind() -> None:
     buffer = io.BytesIO()
     Image.new("L", (4, 3), 9).save(buffer, format="PNG")

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from spotlight.rewards.results import FailureKind, RewardBatch, RewardFailure
-from spotlight.runtime.inline import InlineDriver, InlineParts, _Scoring
+from spotlight.runtime.inline import _REASON, InlineDriver, InlineParts, _Scoring
 from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.types import Phase, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
@@ -102,3 +102,9 @@ def test_a_failure_that_will_stop_the_run_stops_it_at_once(
     driven = driver(PullQueue(lease_s=1.0), [], max_drop_share)
     driven._scoring.extend(map(scoring, results))
     assert driven._stopping_failure() is stops
+
+
+def test_each_way_a_reward_fails_has_a_reason_of_its_own() -> None:
+    assert {kind: reason.value for kind, reason in _REASON.items()} == {
+        kind: f"reward_{kind.value}" for kind in FailureKind
+    }

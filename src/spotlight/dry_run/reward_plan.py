@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -136,15 +136,36 @@ def _numbers(source: str) -> int | None:
     folder = local if local.exists() else _downloaded(source)
     if folder is None:
         return None
-    files = [folder] if folder.is_file() else sorted(folder.iterdir())
-    whole = [each for each in files if each.suffix == ".safetensors"]
-    if whole:
+    if folder.is_file():
+        return _in_files([folder])
+    here = _in_files(_weight_files(folder))
+    if here is not None or any(_weight_files(folder)):
+        return here
+    below = [files for each in sorted(folder.iterdir()) if each.is_dir() and (files := _weight_files(each))]
+    counts = [_in_files(files) for files in below]
+    return sum(each for each in counts if each is not None) if counts and None not in counts else None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """What is loaded of a folder: what its index lists, else safetensors before other checkpoints."""
+    for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
-            return sum(map(_in_header, whole))
-        except (OSError, ValueError, KeyError, TypeError):  # loading will say what is wrong with it
-            return None
-    sizes = [each.stat().st_size for each in files if each.suffix in _CHECKPOINTS]
-    return sum(sizes) // _FLOAT32_BYTES if sizes else None
+            return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return [index]  # not readable as weights
+    files = sorted(folder.iterdir())
+    return [each for each in files if each.suffix == ".safetensors"] or [
+        each for each in files if each.suffix in _CHECKPOINTS
+    ]
+
+
+def _in_files(files: Sequence[Path]) -> int | None:
+    try:
+        if files and all(each.suffix in _CHECKPOINTS for each in files):
+            return sum(each.stat().st_size for each in files) // _FLOAT32_BYTES
+        return sum(map(_in_header, files)) if files else None
+    except (OSError, ValueError, KeyError, TypeError):  # loading will say what is wrong with it
+        return None
 
 
 def _downloaded(source: str) -> Path | None:

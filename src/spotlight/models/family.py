@@ -113,6 +113,8 @@ class ModelFamily(ABC):
     are instructions about some. 0: it takes none."""
     text_tokens_max: ClassVar[int] = 1024
     """Largest ``max_text_tokens``."""
+    text_multiple: ClassVar[int] = 1
+    """Its transformer pads each text to a multiple of so many tokens, and computes on all."""
     published: ClassVar[Mapping[str, PublishedModel]] = {}
     """Published models by hub id."""
 

@@ -92,7 +92,8 @@ def check_reward(reward: RewardConfig, facts: RewardFacts | None, *, start_deadl
         first, first_s = scored(example.prompt)
         again, again_s = scored(example.prompt)
         wrong = scored(example.wrong_prompt)[0] if example.wrong_prompt else None
-        same = _SAME_FROM_A_SERVER if facts and "a server" in facts.runs_on else _SAME
+        asks = reward.params.get("endpoint") or (facts and facts.runs_on == "a server")
+        same = _SAME_FROM_A_SERVER if asks else _SAME
         findings = tuple(_findings(example, first, again, wrong, same))
         low, high = example.score
         scored_by = pool.scored_by.get(reward.curve, "")

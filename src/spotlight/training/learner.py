@@ -424,6 +424,7 @@ class Learner:
     def _drop_update(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._update = self._new_update()
+        self.family.forwards.clear()
 
     def _trainable(self) -> list[Tensor]:
         return self.optimizer.param_groups[0]["params"]  # type: ignore[no-any-return]

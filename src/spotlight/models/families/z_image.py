@@ -56,6 +56,7 @@ class ZImage(ModelFamily):
 
     name = "z-image"
     pipeline_class = "ZImagePipeline"
+    text_multiple = 32
     components = {
         "transformer": PipelineComponent(("ZImageTransformer2DModel",), weights=True),
         "vae": PipelineComponent(("AutoencoderKL",), weights=True),

@@ -2,7 +2,8 @@
 
 Counted are matrix products, convolutions and attention of a sample's forward, on tensors without memory, at
 three lengths of text for each size, with one block of each kind. All other lengths follow exactly: the count
-is a polynomial of degree two. Padding, recomputed activations and adapters are left out.
+is a polynomial of degree two in the length, or where the model pads texts, in the padded length. A batch's
+padding, recomputed activations and adapters are left out.
 
 FakeTensorMode is torch's private interface; ``tests/contract/test_flop_count.py`` holds it.
 """
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Points = tuple[tuple[int, int], ...]
 log = logging.getLogger(__name__)
 _LONGEST = 64
-"""Longest text that is counted."""
+"""Longest text that is counted of models that do not pad."""
 _known: dict[tuple[object, ...], Points | None] = {}
 
 
@@ -109,17 +110,19 @@ def forward_flops(family: ModelFamily, size: MediaSize, text_tokens: int) -> flo
     if (*key, size) not in _known:
         _known[*key, size] = _count(family, size)
     points = _known[*key, size]
-    return None if points is None else _interpolated(points, text_tokens)
+    unit = family.text_multiple
+    return None if points is None else _interpolated(points, -(-text_tokens // unit) * unit)
 
 
 def _count(family: ModelFamily, size: MediaSize) -> Points | None:
     family = copy.copy(family)
     family.device = torch.device("cpu")  # where models compute their tables
-    most = min(_LONGEST, family.max_text_tokens)
+    most, unit = min(_LONGEST, family.max_text_tokens), family.text_multiple
+    lengths = {max(1, most // 4), max(1, most // 2), most} if unit == 1 else {unit, 2 * unit, 3 * unit}
     points: dict[int, int] = {}
     try:
         model, copies = _without_memory(component_type(family.files, "transformer"), family.config)
-        for tokens in sorted({max(1, most // 4), max(1, most // 2), most}):
+        for tokens in sorted(lengths):
             shapes = family.condition_shapes(tokens)
             text = sum(shape[0] for shape in shapes.values() if len(shape) > 1)
             points[text] = _counted(family, model, copies, size, shapes)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
+import time
 
 _LIMIT_S = 8.0
+_FAILURE_KEPT_S = 60.0
+_last: list[tuple[str, float]] = []
+"""The last answer, and when it was found; none before the first."""
 
 
-@lru_cache(maxsize=1)
 def unreachable() -> str:
     """Why the hub cannot be reached from this process, for messages; empty if it can.
 
-    One question without retries. Downloads keep the time-outs of huggingface_hub.
+    One question without retries; asked again a minute after it failed. Downloads keep the time-outs of
+    huggingface_hub.
     """
+    if _last and (not _last[0][0] or time.monotonic() < _last[0][1] + _FAILURE_KEPT_S):
+        return _last[0][0]
+    _last[:] = [(_asked(), time.monotonic())]
+    return _last[0][0]
+
+
+def _asked() -> str:
     from huggingface_hub import constants, get_session
 
     found = [f"{constants.ENDPOINT} did not answer within {_LIMIT_S:g} s"]

@@ -112,13 +112,16 @@ class VisionLanguageModel:
 
 
 class _Watch:
-    """Keeps the first token's logits [batch, vocabulary], and which rows' logits were always finite."""
+    """Keeps the first token's logits [batch, vocabulary], and which rows' logits could always be read.
+
+    -inf is a token that cannot be said; NaN, +inf, or no finite number are the result of an overflow.
+    """
 
     def __init__(self) -> None:
         self.first = self._finite = torch.empty(0)
 
     def __call__(self, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        finite = logits.isfinite().all(-1)
+        finite = ~(logits.isnan() | logits.isposinf()).any(-1) & logits.isfinite().any(-1)
         if not len(self.first):
             self.first, self._finite = logits.float(), finite
         self._finite = self._finite & finite

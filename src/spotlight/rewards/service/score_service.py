@@ -18,7 +18,7 @@ import hmac
 import io
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from PIL import Image as PILImage
 from pydantic import BaseModel, Field
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from spotlight.rewards.pool.reward_lane import SampleAbandonedError
 from spotlight.rewards.pool.reward_pool import RewardPool
@@ -50,6 +50,8 @@ _REQUESTS_MAX = 1024
 _RETRY_AFTER_S = 5
 _MESSAGE_MAX = 2000
 _LOOK_FOR_CLIENT_S = 0.2
+_BODY_TIMEOUT_S, _BODY_BYTES_S = 30.0, 1e6
+"""A body may take so long to arrive, and a second more for so many bytes."""
 _UNREADABLE = (binascii.Error, OSError, ValueError, SyntaxError, PILImage.DecompressionBombError)
 
 
@@ -215,7 +217,7 @@ class ScoreService:
 
 
 class RequestGate:
-    """Refuses requests without the token, and bodies that are too long, before they are read.
+    """Refuses requests without the token, and bodies that are too long or do not arrive.
 
     Not a middleware of Starlette's kind, behind which nobody learns that a client has gone.
 
@@ -235,17 +237,37 @@ class RequestGate:
         if (refusal := self._refusal(request)) is not None:
             await refusal(scope, receive, send)
             return
-        length = request.headers.get("content-length", "")
+        if request.method != "POST":
+            await self._app(scope, receive, send)
+            return
+        length = int(request.headers["content-length"])
         try:
-            async with self._service.holding(bytes=int(length) if length.isdecimal() else 0):
-                await self._app(scope, receive, send)
+            async with self._service.holding(bytes=length):
+                await self._answer(scope, receive, send, length)
         except ServiceBusyError as error:
             await _busy(error)(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, length: int) -> None:
+        arrived: deque[Message] = deque()
+        limit_s = _BODY_TIMEOUT_S + length / _BODY_BYTES_S
+        try:
+            async with asyncio.timeout(limit_s):
+                while not arrived or arrived[-1].get("more_body", False):
+                    arrived.append(await receive())
+        except TimeoutError:
+            found = f"a body of {length} bytes that did not arrive in {limit_s:g} s; expected all of it"
+            await _refusal(408, found, {"Connection": "close"})(scope, receive, send)
+            return
+
+        async def replayed() -> Message:
+            return arrived.popleft() if arrived else await receive()
+
+        await self._app(scope, replayed, send)
 
     def _refusal(self, request: Request) -> Response | None:
         given = request.headers.get("authorization", "").encode()
         right = not self._token or hmac.compare_digest(given, f"Bearer {self._token}".encode())
-        if not right and request.url.path != "/health":
+        if not right and (request.method == "POST" or request.url.path != "/health"):
             return _refusal(401, "no or a wrong token; expected Authorization: Bearer TOKEN")
         length = request.headers.get("content-length", "")
         chunked = "transfer-encoding" in request.headers  # overrides the length
