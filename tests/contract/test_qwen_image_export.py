@@ -8,16 +8,20 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
+from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.training.lora_export import export_merged, measured_rounding
+from spotlight.training.sharding import Ranks
 
 SIZE = MediaSize(32, 32)
 PROMPT = "one red circle"
@@ -55,13 +59,13 @@ def plain(pipe: QwenImagePipeline, latents: Tensor) -> np.ndarray:
     ).images[0]
 
 
-def trained_lora(family: QwenImage) -> LoraSlots:
+def trained_lora(family: QwenImage, size: float = 0.1) -> LoraSlots:
     """Both factors random, alpha unlike rank, every default target."""
     slots = LoraSlots(family.transformer, LoraSpec(rank=4, alpha=6.0, targets=family.lora_targets))
     generator = torch.Generator().manual_seed(7)
     slots.load_state(
         "policy",
-        {n: 0.1 * torch.randn(t.shape, generator=generator) for n, t in slots.state("policy").items()},
+        {n: size * torch.randn(t.shape, generator=generator) for n, t in slots.state("policy").items()},
     )
     return slots
 
@@ -123,6 +127,49 @@ def test_merged_weights_are_cast_to_the_family_s_type(
     again = QwenImage.load(merged, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "e")
     for name, tensor in again.transformer.state_dict().items():
         assert torch.equal(tensor, slots.state("policy")[name].bfloat16().float()), name
+
+
+@pytest.mark.parametrize("form", ["lora", "full"])
+def test_what_bfloat16_files_lose_of_the_update_is_told_and_float32_keeps_it(
+    random_pipeline: Path, tmp_path: Path, form: str
+) -> None:
+    dtype = {"lora": torch.bfloat16, "full": torch.float32}[form]
+    family = QwenImage.load(random_pipeline, device="cpu", dtype=dtype, embeddings_cache=tmp_path / "e")
+    start = {name: tensor.float().clone() for name, tensor in family.transformer.state_dict().items()}
+    update: dict[str, Tensor] = {}
+    slots: WeightSlots
+    if form == "lora":
+        slots = trained_lora(family, 0.02)
+        halves = slots.state("policy")
+        for name in (name.removesuffix(".lora_A.weight") for name in halves if ".lora_A." in name):
+            product = halves[f"{name}.lora_B.weight"] @ halves[f"{name}.lora_A.weight"]
+            update[f"{name}.weight"] = 6.0 / 4 * product
+    else:
+        slots = CopySlots(family.transformer)
+        update = {name: 0.003 * tensor for name, tensor in start.items()}
+        slots.load_state("policy", {name: start[name] + update[name] for name in start})
+    untrained = weight_sources(family.files, ["transformer"], None)
+    read, told = {}, {}
+    for dtype in (torch.float32, torch.bfloat16):
+        rounding = measured_rounding(family, dtype, untrained)
+        path = export_merged(family, slots, "policy", tmp_path / str(dtype), Ranks(), rounding=rounding)
+        assert path is not None
+        read[dtype] = load_file(path / "transformer" / "diffusion_pytorch_model.safetensors")
+        told[dtype] = rounding.lost()
+        assert {tensor.dtype for tensor in read[dtype].values()} == {dtype}
+    lost, norm = {}, {}
+    for name, change in update.items():
+        assert torch.allclose(read[torch.float32][name] - start[name], change, rtol=0, atol=1e-6), name
+        kept = read[torch.bfloat16][name].float() - start[name].bfloat16().float()
+        lost[name], norm[name] = (kept - change).double().norm() ** 2, change.double().norm() ** 2
+    shares = {name: float(lost[name] / norm[name]) ** 0.5 for name in update if norm[name]}
+    assert told[torch.float32] is None
+    found = told[torch.bfloat16]
+    assert found is not None
+    assert found.overall == pytest.approx(float(sum(lost.values()) / sum(norm.values())) ** 0.5, rel=1e-3)
+    assert found.worst == pytest.approx(max(shares.values()), rel=1e-3)
+    assert found.worst == pytest.approx(shares[found.tensor], rel=1e-3)
+    assert 0.01 < found.overall < 1
 
 
 def test_an_earlier_pipeline_gives_way_where_that_is_asked_for(family: QwenImage, tmp_path: Path) -> None:

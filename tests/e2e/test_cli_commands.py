@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pty
+import re
 import select
 import signal
 import sys
@@ -103,6 +104,17 @@ def test_export_gives_a_lora_and_a_merged_pipeline(trained: tuple[Path, str], tm
     again = invoke("export", str(trained[0]), "--merged", "--out", str(tmp_path / "merged"))
     assert again.exit_code == 2
     assert "not empty" in again.stderr
+    half = invoke(
+        "export", str(trained[0]), "--merged", "--dtype", "bfloat16", "--out", str(tmp_path / "half")
+    )
+    assert half.exit_code == 0, half.output
+    assert re.search(r"bfloat16 loses [0-9.]+% of the trained update \(of \S+: [0-9.]+%", half.output)
+    assert "--dtype float32 keeps all of it" in half.output
+    assert "torch_dtype=torch.bfloat16" in half.output
+    assert "of the trained update" not in merged.output, "float32 weights in float32 files"
+    alone = invoke("export", str(trained[0]), "--dtype", "float32")
+    assert alone.exit_code == 2
+    assert "--dtype float32: nothing without --merged" in " ".join(alone.stderr.split())
 
 
 def test_audit_runs_and_card(trained: tuple[Path, str]) -> None:

@@ -18,12 +18,10 @@ from spotlight.runtime.observer import Silent
 
 
 def test_pictures_are_scored_a_batch_at_a_time(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepared: list[bool] = []
-    monkeypatch.setattr(
-        trained, "prepare_process", lambda device, deterministic: prepared.append(deterministic)
-    )
+    prepared: list[object] = []
+    monkeypatch.setattr(trained, "prepare_process", lambda device, *precision: prepared.append(precision))
     run = TrainedRun.open(straight("diffusion-nft with EMA")[0])
-    assert prepared == [run.config.deterministic]
+    assert prepared == [(run.config.deterministic, run.config.model.tf32)]
     sizes: list[int] = []
     submit = RewardPool.submit
 

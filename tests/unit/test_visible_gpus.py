@@ -70,16 +70,24 @@ def test_the_thread_that_works_has_the_gpu_as_its_current_one(monkeypatch: pytes
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: chosen.append((device, threading.current_thread().name))
     )
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     device = torch.device("cuda", 1)
-    prepare_process(device, deterministic=False)
-    assert chosen == [(device, threading.current_thread().name)]
+    for tf32, matmul, convolutions in (
+        ("all", "high", True), ("none", "highest", False), ("convolutions", "highest", True),
+    ):  # fmt: skip
+        prepare_process(device, deterministic=False, tf32=tf32)  # type: ignore[arg-type]
+        assert chosen == [(device, threading.current_thread().name)]
+        chosen.clear()
+        assert torch.get_float32_matmul_precision() == matmul
+        assert torch.backends.cudnn.allow_tf32 is convolutions
 
     class Process:
         def run(self) -> None:
             assert chosen[-1] == (device, "work")
+            assert torch.backends.cudnn.allow_tf32 is False
 
     actor = object.__new__(WorkerActor)
-    actor._device, actor._deterministic = device, False
+    actor._device, actor._precision = device, (False, "none")
     actor._process, actor._ended, actor._error = Process(), threading.Event(), None  # type: ignore[assignment]
     thread = threading.Thread(target=actor._work, name="work")
     thread.start()

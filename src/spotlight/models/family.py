@@ -487,11 +487,21 @@ class ModelFamily(ABC):
             names = list(denoisers(self.transformer))
             return pipeline_export.save_lora(self.pipeline_class, directory, layers, metadata, names)
 
-    def save_merged(self, directory: Path, state: Mapping[str, Tensor], *, replace: bool = False) -> Path:
-        """Write a whole pipeline directory whose transformer holds ``state``, in ``dtype``; returns it.
+    def save_merged(
+        self,
+        directory: Path,
+        state: Mapping[str, Tensor],
+        *,
+        replace: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> Path:
+        """Write a whole pipeline directory whose transformer holds ``state``; returns it.
 
         ``state`` needs parameters only: buffers never change.
         An existing pipeline directory is an error unless ``replace`` is set.
+
+        Args:
+            dtype: of the files; default: the model's.
         """
         with storing("the merged pipeline", directory, _NOT_STORED):
             return pipeline_export.save_merged(
@@ -499,7 +509,7 @@ class ModelFamily(ABC):
                 self.components,
                 directory,
                 persistent_buffers(self.transformer) | dict(state),
-                self.dtype,
+                self.dtype if dtype is None else dtype,
                 replace=replace,
             )
 

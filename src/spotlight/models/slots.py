@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from spotlight.models import peft_layers
 from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.shared.update_rounding import UpdateRounding
 
 Slot = Literal["policy", "reference", "old", "ema"]
 """Must equal ``spotlight.algorithms.base.Slot`` (models may not import algorithms)."""
@@ -64,11 +65,16 @@ class WeightSlots(ABC):
         """The distinct modules behind the slots, for sharding or compiling in place."""
 
     @abstractmethod
-    def merged_state(self, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
+    def merged_state(
+        self, slot: Slot, *, keep: bool = True, rounding: UpdateRounding | None = None
+    ) -> dict[str, Tensor]:
         """The whole transformer with the weights of ``slot``, on the CPU, under its original names.
 
         Collective on sharded parameters: every rank must call it. With ``keep=False`` a rank drops each
         gathered tensor at once and returns an empty dictionary.
+
+        Args:
+            rounding: rounds the trained tensors to its types; default: they get those of the base.
         """
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
@@ -204,7 +210,9 @@ class LoraSlots(WeightSlots):
         fields: dict[str, object] = peft_layers.lora_config(self.spec).to_dict()
         return fields
 
-    def merged_state(self, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
+    def merged_state(
+        self, slot: Slot, *, keep: bool = True, rounding: UpdateRounding | None = None
+    ) -> dict[str, Tensor]:
         """Base weights plus ``alpha / rank * B A``, summed in float32, in the base's dtype."""
         self._check_slot(slot)
         state = _gathered(peft_layers.base_parameters(self._module), keep)
@@ -215,7 +223,9 @@ class LoraSlots(WeightSlots):
             base = state[f"{layer}.weight"]
             a, b = adapter[f"{layer}.lora_A.weight"], adapter[f"{layer}.lora_B.weight"]
             delta = (b @ a) * (self.spec.alpha / self.spec.rank)
-            state[f"{layer}.weight"] = (base.float() + delta).to(base.dtype)
+            exact = base.float() + delta
+            name = f"{layer}.weight"
+            state[name] = exact.to(base.dtype) if rounding is None else rounding.round(name, exact, base)
         return state
 
 
@@ -261,9 +271,15 @@ class CopySlots(WeightSlots):
         """One module per slot."""
         return dict(self._modules)
 
-    def merged_state(self, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
+    def merged_state(
+        self, slot: Slot, *, keep: bool = True, rounding: UpdateRounding | None = None
+    ) -> dict[str, Tensor]:
         """The slot's module as it is."""
-        return _gathered(self.parameters(slot), keep)
+        state = _gathered(self.parameters(slot), keep)
+        if rounding is not None:
+            for name in state:
+                state[name] = rounding.round(name, state[name])
+        return state
 
 
 def _ordered(extra: Sequence[Slot]) -> tuple[Slot, ...]:

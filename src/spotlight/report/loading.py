@@ -23,13 +23,19 @@ def base_model(config: RunConfig) -> str:
 
 
 def loading_snippet(
-    config: RunConfig, weights: Path, *, prompt: str = _EXAMPLE_PROMPT, merged: bool | None = None
+    config: RunConfig,
+    weights: Path,
+    *,
+    prompt: str = _EXAMPLE_PROMPT,
+    merged: bool | None = None,
+    dtype: str | None = None,
 ) -> str:
     """Python that generates an image with the trained weights, without Spotlight.
 
     Args:
         weights: the LoRA's file or folder, or a merged pipeline's folder.
         merged: default: true for a full fine-tune.
+        dtype: of the merged files; default: ``model.dtype``.
     """
     lora = config.learner.mode == "lora" if merged is None else not merged
     family = FAMILIES.load(config.model.family)
@@ -39,7 +45,7 @@ def loading_snippet(
     if config.model.revision is not None and lora:
         loaded.append(f"revision={config.model.revision!r}")
     imports = [f"from diffusers import {pipeline}"]
-    if config.model.dtype == "bfloat16":
+    if (dtype or config.model.dtype) == "bfloat16":
         imports.insert(0, "import torch")
         loaded.append("torch_dtype=torch.bfloat16")
     if family.video:

@@ -17,8 +17,11 @@ from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.model_checks import require_references
 from spotlight.models.condition import ModelInput, model_input
+from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.model_errors import ModelError
+from spotlight.models.shared.transformer_files import weight_sources
+from spotlight.models.shared.update_rounding import LostUpdate
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.pool.waiting import SampleGroup
 from spotlight.rewards.results import RewardBatch, RewardFailure
@@ -35,7 +38,7 @@ from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
 from spotlight.training.learner_state import load_weights
-from spotlight.training.lora_export import export_lora, export_merged
+from spotlight.training.lora_export import export_lora, export_merged, measured_rounding
 from spotlight.training.sharding import Ranks
 
 Picture = NDArray[np.uint8]
@@ -81,7 +84,7 @@ class TrainedRun:
         if newest is None:
             raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
         device_here = build.pick_device(config)
-        prepare_process(device_here, config.deterministic)
+        prepare_process(device_here, config.deterministic, config.model.tf32)
         family = build.load_family(config, device_here)
         slots = build.make_slots(config, family, build.make_algorithm(config))
         chosen = config.evaluation.weights if weights is None else weights
@@ -215,9 +218,26 @@ class TrainedRun:
         """Write the adapter for diffusers' ``load_lora_weights``. Raises ModelError for a full fine-tune."""
         return _written(export_lora(self._family, self._slots, self.weights, directory, Ranks()))
 
-    def export_merged(self, directory: Path) -> Path:
-        """Write a complete pipeline directory with merged weights."""
-        return _written(export_merged(self._family, self._slots, self.weights, directory, Ranks()))
+    def export_merged(
+        self, directory: Path, dtype: Literal["float32", "bfloat16"] | None = None
+    ) -> LostUpdate | None:
+        """Write a complete pipeline directory with merged weights.
+
+        Args:
+            dtype: of the transformer's files; default: ``model.dtype``.
+
+        Returns:
+            What rounding lost of the trained update; None: nothing, or there is no update.
+        """
+        family, model = self._family, self.config.model
+        names = list(denoisers(family.transformer))
+        rounding = measured_rounding(
+            family,
+            build.torch_dtype(dtype or model.dtype),
+            weight_sources(family.files, names, model.transformer),
+        )
+        _written(export_merged(family, self._slots, self.weights, directory, Ranks(), rounding=rounding))
+        return rounding.lost()
 
     def _rollout(self, name: str, prompt: Prompt, seed: int, steps: int | None) -> Rollout:
         return Rollout(

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
@@ -16,16 +17,23 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _KEPT_BYTES = 1 << 30
 
 
-def prepare_process(device: torch.device, deterministic: bool) -> None:
+def prepare_process(
+    device: torch.device, deterministic: bool, tf32: Literal["none", "convolutions", "all"] = "convolutions"
+) -> None:
     """Make ``device`` the current GPU of this thread, or retain freed CPU memory; deterministic kernels if
     requested.
 
     Compiled kernels and libraries that are given no device use the current GPU.
+
+    Args:
+        tf32: ``model.tf32``; set even where it is torch's default, which libraries may have changed.
     """
     if device.type == "cpu":
         _keep_freed_memory()
     else:
         torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high" if tf32 == "all" else "highest")
+        torch.backends.cudnn.allow_tf32 = tf32 != "none"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -67,7 +67,7 @@ def train(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunRes
         observer.note(f"finished before: {summary.iterations} iterations are trained")
         return RunResult(config.runs_dir / config.name, summary, None, stopped=False)
     device = build.pick_device(config)
-    prepare_process(device, config.deterministic)
+    prepare_process(device, config.deterministic, config.model.tf32)
     with ExitStack() as stack, explain_out_of_memory(clock):
         ranks = stack.enter_context(process_group(device))
         materials = _gather(config, device, ranks, stack)

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.model_errors import ModelError
+from spotlight.models.shared.transformer_files import TransformerFiles
+from spotlight.models.shared.update_rounding import UpdateRounding
+from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.training.sharding import Ranks
 
@@ -66,17 +71,36 @@ def export_merged(
     ranks: Ranks,
     *,
     replace: bool = False,
+    rounding: UpdateRounding | None = None,
 ) -> Path | None:
     """Write a pipeline directory with a slot's merged weights; every rank must call this.
 
     Args:
         replace: overwrite an existing pipeline directory instead of raising.
+        rounding: to another type than the model's, or measured.
 
     Returns:
         The directory on the main rank, None on the others.
     """
-    state = slots.merged_state(slot, keep=ranks.is_main)
-    return family.save_merged(directory, state, replace=replace) if ranks.is_main else None
+    state = slots.merged_state(slot, keep=ranks.is_main, rounding=rounding)
+    if not ranks.is_main:
+        return None
+    dtype = None if rounding is None else rounding.dtype
+    return family.save_merged(directory, state, replace=replace, dtype=dtype)
+
+
+def measured_rounding(family: ModelFamily, dtype: torch.dtype, untrained: TransformerFiles) -> UpdateRounding:
+    """Rounds a family's merged transformers to files of ``dtype``, of which diffusers keeps some in float32.
+
+    Args:
+        untrained: what a full fine-tune started from; read as needed.
+    """
+    kind = type(next(iter(denoisers(family.transformer).values())))
+
+    def stored(name: str) -> torch.dtype:
+        return torch.float32 if keeps_float32(kind, name) else dtype
+
+    return UpdateRounding(dtype, stored, untrained.reader())
 
 
 def _gathered(tensor: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,12 +19,28 @@ from spotlight.cli.options import (
 )
 from spotlight.cli.run_argument import RunArgument, find_run
 
+if TYPE_CHECKING:
+    from spotlight.models.shared.update_rounding import LostUpdate
+
+
+class MergedType(StrEnum):
+    """Type of merged weights."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
 
 def export(
     run: RunArgument,
     merged: Annotated[
         bool, typer.Option("--merged", help="A whole pipeline directory with the weights merged in.")
     ] = False,
+    dtype: Annotated[
+        MergedType | None,
+        typer.Option(
+            "--dtype", help="With --merged: type of its weights [default: model.dtype].", show_default=False
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Where to [default: RUN/lora or RUN/merged].", show_default=False),
@@ -38,7 +55,15 @@ def export(
       spotlight export demo
 
       spotlight export demo --merged --out my_model
+
+      spotlight export demo --merged --dtype float32
     """
+    if dtype is not None and not merged:
+        raise failure(
+            f"--dtype {dtype.value}: nothing without --merged, because a LoRA is always written in float32; "
+            "add --merged, or leave it out."
+        )
+    chosen: Literal["float32", "bfloat16"] | None = None if dtype is None else dtype.value
     directory = find_run(run)
     silence_loading_bars()
     with errors_without_traceback():
@@ -50,9 +75,20 @@ def export(
         if full and not merged:
             raise failure(f"{directory}: a full fine-tune has no LoRA to export; add --merged.")
         target = out or directory / ("merged" if merged else "lora")
+        lost = None
         if merged:
-            trained.export_merged(target)
+            lost = trained.export_merged(target, chosen)
         else:
             trained.export_lora(target)
     typer.echo(f"{target} (iteration {trained.iteration}, {trained.weights} weights)\n")
-    typer.echo(loading_snippet(trained.config, target.resolve(), merged=merged))
+    if lost is not None:
+        typer.echo(f"{_told(lost, lora=not full)}\n")
+    typer.echo(loading_snippet(trained.config, target.resolve(), merged=merged, dtype=chosen))
+
+
+def _told(lost: LostUpdate, *, lora: bool) -> str:
+    adapter = "; so does the LoRA, exported without --merged" if lora else ""
+    return (
+        f"bfloat16 loses {lost.overall:.1%} of the trained update (of {lost.tensor}: {lost.worst:.1%}, the "
+        f"most). --dtype float32 keeps all of it, in twice the space{adapter}."
+    )

@@ -142,7 +142,7 @@ class LearnerRank:
             ConnectionError: nothing listens at ``address``.
             RuntimeError: the others did not join in time.
         """
-        prepare_process(self._device, self.config.deterministic)
+        prepare_process(self._device, self.config.deterministic, self.config.model.tf32)
         place = self.place
         if place.world > 1 and address is None:
             raise ValueError(f"rank {place.rank} of {place.world} got no address to meet at")

@@ -98,7 +98,8 @@ class WorkerActor:
             os.chdir(order.working_directory)
         if order.threads is not None:
             torch.set_num_threads(order.threads)
-        self._device, self._deterministic = _device(order), config.deterministic
+        self._device = _device(order)
+        self._precision = config.deterministic, config.model.tf32
         place = WorkerPlace(order.worker, order.epoch, self._device, order.meeting, order.run)
         self._process = WorkerProcess(config, place, WorkerBlobClient(store, config.fleet.start_s))
         self._ended = threading.Event()
@@ -120,7 +121,7 @@ class WorkerActor:
 
     def _work(self) -> None:
         try:
-            prepare_process(self._device, self._deterministic)  # here: the current GPU is a thread's
+            prepare_process(self._device, *self._precision)  # here: the current GPU is a thread's
             self._process.run()
         except BaseException as error:  # noqa: BLE001 - watch() raises it
             self._error = error

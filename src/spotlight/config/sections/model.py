@@ -37,6 +37,10 @@ class ModelConfig(Section):
     """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of the frozen weights. Adapters and optimizer state are always float32."""
+    tf32: Literal["none", "convolutions", "all"] = "convolutions"
+    """On NVIDIA GPUs, what of float32 is computed with TF32's 10-bit mantissas: convolutions (those of
+    VAEs), or matrix products, too. ``none`` is exact and slower. bfloat16 is not concerned, nor are rewards.
+    """
     attention: Attention | None = None
     """Attention kernels; ``spotlight doctor`` lists those of this machine. Default: torch chooses. The flash
     kernels take no mask, which prompts of unequal length need, but for those with ``varlen``.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 
 from spotlight.models.experts import Experts, denoisers
-from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.models.model_errors import ModelError
+from spotlight.models.pipeline_files import PipelineFiles, weight_files
 from spotlight.models.skeleton import allocate, check_files, fill_from_files, load_weights, skeleton
 
 
@@ -31,6 +34,36 @@ class TransformerFiles:
         """Raise ModelError unless names and shapes are those of ``module``; reads headers only."""
         for name, part in denoisers(module).items():
             check_files(part, self.sources[name], self.key)
+
+    def reader(self) -> Callable[[str], Tensor]:
+        """Reads single tensors by their names in the module that :func:`load_transformers` makes.
+
+        Raises:
+            ModelError: the tensor is in none of the files; when called.
+        """
+        shards = {
+            f"{name}." if len(self.sources) > 1 else "": weight_files(source) if source.is_dir() else [source]
+            for name, source in self.sources.items()
+        }
+
+        @cache
+        def files(prefix: str) -> dict[str, Path]:
+            found = dict[str, Path]()
+            for path in shards[prefix]:
+                with safe_open(path, framework="pt") as file:
+                    found |= dict.fromkeys(file.keys(), path)
+            return found
+
+        def read(name: str) -> Tensor:
+            prefix = next(prefix for prefix in shards if name.startswith(prefix))
+            own = name.removeprefix(prefix)
+            if own not in files(prefix):
+                raise ModelError(f"{self.key}: no tensor {own!r} in {shards[prefix]}: it has changed")
+            with safe_open(files(prefix)[own], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(own)
+            return tensor
+
+        return read
 
     def read(self, module: nn.Module, device: torch.device) -> None:
         """Give ``module`` memory on ``device`` where it has none, and its weights.

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -135,7 +135,7 @@ def load_family(
     return FAMILIES.load(model.family).load(
         pipeline_directory(model.path),
         device=device,
-        dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[model.dtype],
+        dtype=torch_dtype(model.dtype),
         revision=model.revision,
         embeddings_cache=cache_dir(config) / "embeddings",
         max_text_tokens=model.max_text_tokens,
@@ -143,6 +143,11 @@ def load_family(
         transformer=model.transformer,
         deferred=deferred,
     )
+
+
+def torch_dtype(name: Literal["float32", "bfloat16"]) -> torch.dtype:
+    """Of a configured type."""
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def cache_dir(config: RunConfig) -> Path:
