@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import os
+import queue
 import re
 import resource
+import shutil
 import socket
 import sqlite3
 import subprocess
@@ -22,10 +26,12 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx2
+import numpy as np
 import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from starlette.testclient import TestClient
 from tests.unit.dashboard_run import (
     GROUP_SIZE,
@@ -43,13 +49,16 @@ from tests.unit.store_history import SCRATCH
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app as cli
+from spotlight.cli.runs.dashboard_command import start_beside
 from spotlight.dashboard import answers as answers_module
 from spotlight.dashboard.dashboard_app import dashboard_app
 from spotlight.dashboard.figures import Json, thinned
 from spotlight.dashboard.page_files import PAGE_FILES, page_file
+from spotlight.dashboard.report_pictures import PictureBudget, embedded
 from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.findings import findings
 from spotlight.scheduler.types import Phase, WorkerId
+from spotlight.store.images import Tile, write_grid
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
@@ -286,6 +295,11 @@ def test_an_answer_is_computed_once_per_state_and_replaces_the_one_before(
             thread.join()
     assert len(asked) == len(set(asked)) == 3
     assert len(answers._kept) == 1
+    run.paths.metrics.write_text("more")
+    monkeypatch.setattr(answers_module, "_QUICK_S", 0.0)  # slow, so that it is not made anew at once
+    assert answers.answer(run, "money", {}) == {"state": run.signature()}
+    run.paths.metrics.write_text("still more")
+    assert answers.answer(run, "money", {}) == {"state": asked[-1]}
 
 
 def test_findings_name_a_remedy(places: Path) -> None:
@@ -416,7 +430,7 @@ def test_a_run_without_a_ledger_is_new_and_a_damaged_one_says_so(client: TestCli
 
 def test_one_bad_run_does_not_hide_the_others(empty_place: Path) -> None:
     configs = {
-        b"deep": b"[" * 5000,
+        b"deep": b"[" * 900,
         b"large": b"iterations: 1" + b"0" * 400,
         b"half a \xff name": b'name: "\\ud800"\nrollout: {sampler: "\\ud800"}\n',
     }
@@ -520,6 +534,30 @@ def test_the_report_holds_the_run_and_asks_for_nothing(places: Path, tmp_path: P
     assert LONG in html
 
 
+def test_the_report_has_pictures_of_real_sizes(empty_place: Path) -> None:
+    paths = RunPaths(empty_place / "run")
+    paths.images.mkdir(parents=True)
+    noise = np.random.default_rng(0).integers(0, 256, (540, 300, 3), dtype=np.uint8)  # hardly compressible
+    video = np.stack([noise[frame : frame + 20] for frame in range(30)])
+    write_grid(paths, 8, [Tile(noise, "a", 0.5), Tile(video, "b", 0.25)] * 2, columns=2, title="evaluation")
+    for tile in (paths.images / "tiles").glob("*"):
+        for iteration in (0, 4):
+            shutil.copy(tile, tile.with_name(f"{iteration:06d}{tile.name[6:]}"))
+    run = RunFolder("run", paths.path.resolve())
+    evaluation: Any = answers_module.RunAnswers().answer(run, "evaluation", {"iteration": "8"})
+    uri, played = (embedded(paths.images / "tiles" / f"000008-00{at}.png") for at in (0, 1))
+    with Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))) as image:
+        assert (image.format, image.size) == ("WEBP", (284, 512))
+    with Image.open(io.BytesIO(base64.b64decode(played.partition(",")[2]))) as image:
+        assert (image.size, getattr(image, "n_frames", 1)) == ((256, 17), 24)
+    budget = PictureBudget(3 * len(uri))
+    for iteration, share, whole, taken in ((8, 0.5, False, 1), (0, 1.0, False, 2), (4, 1.0, True, 0)):
+        asked = {"iteration": iteration, "pictures": evaluation["pictures"][::2]}
+        found = budget.take(run, asked, share=share, whole=whole)
+        assert (found and found["left_out"]) == (2 - taken if taken else None)
+    assert sorted(budget.taken) == ["0/0", "0/2", "8/0"]
+
+
 # -- as commands --
 
 
@@ -568,6 +606,19 @@ def test_the_command_starts_light_and_ends_with_the_run(places: Path) -> None:
     assert dashboard.wait(timeout=60) == 0
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3.0
+
+
+def test_a_dashboard_beside_a_run_that_fails_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "uvicorn.py").write_text("raise SystemExit('a broken installation')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    start_beside(tmp_path, "a run", stays=False, tell=told.put)
+    assert told.get(timeout=60).startswith("dashboard: http://127.0.0.1:")
+    failure = told.get(timeout=60)
+    assert "status 1; the run goes on" in failure
+    assert "a broken installation" in failure
 
 
 def test_the_command_refuses_what_it_cannot_serve_safely(places: Path, tmp_path: Path) -> None:

@@ -7,11 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import Generic, TypeVar
 
 from spotlight.dashboard.figures import Json
 from spotlight.dashboard.run_folders import RunFolder
 from spotlight.dashboard.views import gallery as gallery_views
-from spotlight.dashboard.views.curves import CurveReader, curve, curve_names
+from spotlight.dashboard.views.curves import CurveReader, SpentDollars, curve, curve_names, read_spent
 from spotlight.dashboard.views.lanes import lanes
 from spotlight.dashboard.views.money import money
 from spotlight.dashboard.views.overview import accounting, headline, is_small, overview, verdict
@@ -22,9 +23,14 @@ from spotlight.store.ledger.ledger_schema import RolloutOutcome
 _KEPT = 128
 """Answers, most of them below 100 kB."""
 _STALE_S = 10.0
+_QUICK_S = 0.5
+_REST = 10.0
+"""An answer that took longer than :data:`_QUICK_S` is made again after this many times the seconds it took,
+so that a long run's pages take a tenth of a core each at most, however often the run writes."""
 _AUDIT_REST = 30.0
 """An audit is made again after this many times the seconds it took, and :data:`_AUDIT_REST_S` at least."""
 _AUDIT_REST_S = 15.0
+T = TypeVar("T")
 Query = Mapping[str, str]
 Answer = Callable[[RunFolder, Query], Json | None]
 
@@ -34,21 +40,26 @@ class BadQueryError(ValueError):
 
 
 @dataclass(slots=True)
-class _Kept:
-    """A computed answer, the state of the run's files that it is of, and a lock for computing it."""
+class _Kept(Generic[T]):
+    """Something computed, the state of the run's files that it is of, and a lock for computing it."""
 
     lock: Lock = field(default_factory=Lock)
     state: tuple[str, int] | None = None
-    found: Json | None = None
+    rests_until: float = 0.0
+    found: list[T] = field(default_factory=list)
 
-    def fresh(self, run: RunFolder, compute: Callable[[], Json | None]) -> Json | None:
-        """The answer, computed if the run has changed since; all who ask meanwhile wait for the first."""
+    def fresh(self, run: RunFolder, compute: Callable[[], T]) -> T:
+        """What is known, computed if the run has changed since; all who ask meanwhile wait for the first."""
         with self.lock:
+            started = time.monotonic()
             # Whether the run's process lives is not in its files; neither does a log count as one.
-            state = (run.signature(), int(time.monotonic() / _STALE_S))
-            if self.state != state:
-                self.found, self.state = compute(), state
-            return self.found
+            state = (run.signature(), int(started / _STALE_S))
+            if self.state != state and started >= self.rests_until:
+                self.found, self.state = [compute()], state
+                ended = time.monotonic()
+                took_s = ended - started
+                self.rests_until = ended + _REST * took_s if took_s > _QUICK_S else 0.0
+            return self.found[0]
 
 
 @dataclass(slots=True)
@@ -67,8 +78,9 @@ class _Audit:
 class RunAnswers:
     """Answers about runs, each computed once per state of the run's files, whoever asks."""
 
-    _kept: OrderedDict[tuple[object, ...], _Kept] = field(default_factory=OrderedDict)
-    _headlines: dict[RunFolder, _Kept] = field(default_factory=dict)
+    _kept: OrderedDict[tuple[object, ...], _Kept[Json | None]] = field(default_factory=OrderedDict)
+    _headlines: dict[RunFolder, _Kept[Json]] = field(default_factory=dict)
+    _spent: dict[RunFolder, _Kept[SpentDollars]] = field(default_factory=dict)
     _readers: dict[RunFolder, CurveReader] = field(default_factory=dict)
     _audits: dict[RunFolder, _Audit] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
@@ -98,15 +110,18 @@ class RunAnswers:
         """See :func:`.overview.headline`."""
         with self._lock:
             kept = self._headlines.setdefault(run, _Kept())
-        found = kept.fresh(run, lambda: headline(run))
-        assert found is not None
-        return found
+        return kept.fresh(run, lambda: headline(run))
 
     def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
         with self._lock:
             reader = self._readers.setdefault(run, CurveReader(run))
+            spent = self._spent.setdefault(run, _Kept())
+        if what == "metrics":
+            with reader.columns() as columns:
+                return curve_names(columns)
+        dollars = spent.fresh(run, lambda: read_spent(run))
         with reader.columns() as columns:
-            return curve_names(columns) if what == "metrics" else curve(run, columns, query.get("name", ""))
+            return curve(columns, query.get("name", ""), dollars)
 
     def _audit(self, run: RunFolder, *, asked: bool) -> Json:
         """The newest audit, made again if the run has changed since, and it is quick or ``asked`` for.

@@ -205,7 +205,7 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
 async def _changes(request: Request, shown: ShownRuns) -> AsyncIterator[str]:
     """``runs`` when runs have come or gone, ``changed`` with the names of runs that wrote something."""
     known = await run_in_threadpool(shown.signatures)
-    said = time.monotonic()
+    said, again = time.monotonic(), set[str]()
     yield f"retry: 2000\n\n{_event('runs', {'names': list(known)})}"
     while not (request.app.state.ends() or await request.is_disconnected()):
         await asyncio.sleep(LOOKS_EVERY_S)
@@ -214,8 +214,11 @@ async def _changes(request: Request, shown: ShownRuns) -> AsyncIterator[str]:
             yield _event("runs", {"names": list(now)})
         if changed := [name for name, signature in now.items() if known.get(name) != signature]:
             yield _event("changed", {"names": changed})
+            again.update(changed)
         elif time.monotonic() - said > _SAYS_EVERY_S:
-            yield ": still here\n\n"
+            # Once more: the answers to the first may have been older (see ``answers.py``).
+            yield _event("changed", {"names": sorted(again)}) if again else ": still here\n\n"
+            again.clear()
         else:
             continue
         known, said = now, time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import time
 from pathlib import Path
@@ -11,14 +10,12 @@ from urllib.parse import quote
 from spotlight.dashboard.answers import RunAnswers
 from spotlight.dashboard.figures import Json
 from spotlight.dashboard.page_files import PAGE_FILES, page_file, plotly_file
+from spotlight.dashboard.report_pictures import PictureBudget
 from spotlight.dashboard.run_folders import RunFolder
-from spotlight.dashboard.views.gallery import picture_file
 from spotlight.dashboard.views.overview import headline
 from spotlight.store.files import write_atomically
 from spotlight.store.store_errors import storage_error
 
-PICTURE_BYTES_MAX = 24 << 20
-"""Of all pictures in a file; evaluations are left out, evenly, until the rest fits."""
 _EVALUATIONS_MAX = 12
 _CURVES_MAX = 300
 _UNESCAPED = "!'()*~-_."
@@ -74,19 +71,19 @@ def _inlined(run: RunFolder) -> Json:
     for name in _logs(answers["log"]):
         answers[_key("logfile", name=name)] = given.answer(run, "logfile", {"name": name})
     drawn = _drawn(answers["pictures"])
-    pictures: dict[str, str] = {}
+    budget = PictureBudget()
     shown = []
-    for iteration in drawn:
+    for place, iteration in enumerate(drawn):
         evaluation = given.answer(run, "evaluation", {"iteration": str(iteration)})
-        taken = _pictures(run, iteration, evaluation)
-        if sum(map(len, pictures.values())) + sum(map(len, taken.values())) > PICTURE_BYTES_MAX:
-            continue
-        answers[_key("evaluation", iteration=str(iteration))] = evaluation
-        pictures |= taken
-        shown.append(iteration)
+        # The first and the last, which are compared, may be of some prompts only; those between are not.
+        share = 0.5 if place == 0 and len(drawn) > 1 else 1.0
+        taken = budget.take(run, evaluation or {}, share=share, whole=place > 1)
+        if taken is not None:
+            answers[_key("evaluation", iteration=str(iteration))] = taken
+            shown.append(iteration)
     answers["pictures"] = {"iterations": sorted(shown)}
     made = time.strftime("as of %Y-%m-%d %H:%M")
-    return {"run": headline(run), "answers": answers, "pictures": pictures, "made": made}
+    return {"run": headline(run), "answers": answers, "pictures": budget.taken, "made": made}
 
 
 def _drawn(answer: Json | None) -> list[int]:
@@ -98,18 +95,6 @@ def _drawn(answer: Json | None) -> list[int]:
         places = {round(at * last / (_EVALUATIONS_MAX - 1)) for at in range(_EVALUATIONS_MAX)}
         iterations = [iterations[place] for place in sorted(places)]
     return [*iterations[:1], *iterations[:0:-1]]
-
-
-def _pictures(run: RunFolder, iteration: int, answer: Json | None) -> dict[str, str]:
-    found: dict[str, str] = {}
-    pictures = answer["pictures"] if answer else []
-    assert isinstance(pictures, list)
-    for picture in pictures:
-        path = picture_file(run, iteration, picture["index"])
-        if path is not None:
-            data = base64.b64encode(path.read_bytes()).decode()
-            found[f"{iteration}/{picture['index']}"] = f"data:image/png;base64,{data}"
-    return found
 
 
 def _names(answer: Json | None) -> list[str]:

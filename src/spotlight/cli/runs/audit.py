@@ -42,11 +42,13 @@ def audit(
     directory = find_run(run)
     with errors_without_traceback(EXIT_NOT_STARTED):
         config = load_config(RunPaths(directory).config)
-        # Rollouts started early lag by one published version, which is one iteration's optimizer steps.
-        stale = config.learner.updates_per_batch if config.pipeline.next_share else 0
-        report = recount(
-            directory, AuditLimits(config.rollout.group_size, stale, config.algorithm.train_samples)
+        limits = AuditLimits.configured(
+            group_size=config.rollout.group_size,
+            updates_per_batch=config.learner.updates_per_batch,
+            next_share=config.pipeline.next_share,
+            train_samples=config.algorithm.train_samples,
         )
+        report = recount(directory, limits)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
     else:

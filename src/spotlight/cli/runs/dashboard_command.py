@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 PORT = 8170
 _INSTALL = "pip install 'spotlight-rl[dashboard]'"
 _GOES_WITH_S = 2.0
+_SAID_BYTES = 2000
 
 
 def dashboard(
@@ -80,31 +83,49 @@ def dashboard(
     server.run(sockets=[listening])
 
 
-def start_beside(runs_dir: Path, run: str, *, stays: bool) -> str:
+def start_beside(runs_dir: Path, run: str, *, stays: bool, tell: Callable[[str], None]) -> None:
     """Start the dashboard beside this process, which it outlives only if it ``stays``.
 
-    Returns:
-        What to tell the user: where it is, or why there is none. Nothing of it can harm the run.
+    Args:
+        tell: told where it is, why there is none, and from a thread why it ended if it failed. Nothing of it
+            can harm the run.
     """
-    try:
-        from importlib.util import find_spec
+    from importlib.util import find_spec
 
-        if missing := [name for name in ("fastapi", "uvicorn", "plotly") if find_spec(name) is None]:
-            return f"no dashboard: the package {missing[0]!r} is missing. Install it: {_INSTALL}"
-        with _listen_somewhere() as listening:
-            ends = [] if stays else ["--ends-with", str(os.getpid())]
-            command = [sys.executable, "-m", "spotlight.cli", "dashboard", str(runs_dir)]
-            subprocess.Popen(
-                [*command, "--fd", str(listening.fileno()), *ends],
-                pass_fds=[listening.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the run, which still needs its checkpoint
-            )
-            return f"dashboard: http://127.0.0.1:{listening.getsockname()[1]}/#/{quote(run)}"
+    if missing := [name for name in ("fastapi", "uvicorn", "plotly") if find_spec(name) is None]:
+        tell(f"no dashboard: the package {missing[0]!r} is missing. Install it: {_INSTALL}")
+        return
+    try:
+        listening = _listen_somewhere()
     except OSError as error:
-        return f"no dashboard: {error}"
+        tell(f"no dashboard: {error}")
+        return
+    tell(f"dashboard: http://127.0.0.1:{listening.getsockname()[1]}/#/{quote(run)}")
+    ends = [] if stays else ["--ends-with", str(os.getpid())]
+    command = [sys.executable, "-m", "spotlight.cli", "dashboard", str(runs_dir), *ends]
+    threading.Thread(target=_attend, args=(command, listening, tell), daemon=True).start()
+
+
+def _attend(command: Sequence[str], listening: socket.socket, tell: Callable[[str], None]) -> None:
+    """Run the dashboard, and tell if it fails."""
+    try:
+        with TemporaryFile() as said:  # not a pipe, which would break when the dashboard outlives the run
+            with listening:
+                process = subprocess.Popen(
+                    [*command, "--fd", str(listening.fileno())],
+                    pass_fds=[listening.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    start_new_session=True,  # Ctrl-C is for the run, which still needs its checkpoint
+                )
+            status = process.wait()
+            if status != 0:
+                said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID_BYTES))
+                words = said.read().decode(errors="replace").strip()
+                tell(f"the dashboard ended with status {status}; the run goes on. {words}".rstrip())
+    except OSError as error:
+        tell(f"no dashboard: {error}")
 
 
 def _place(text: Path) -> Path:

@@ -116,11 +116,8 @@ def train(
     if dry_run:
         _print_plan(config, given)
         return
-    if (dashboard or keep_dashboard) and int(os.environ.get("RANK", "0")) == 0:
-        from spotlight.cli.runs.dashboard_command import start_beside
-
-        typer.echo(start_beside(config.runs_dir, config.name, stays=keep_dashboard))
-    result = _run(config, plain)
+    beside = (dashboard or keep_dashboard) and int(os.environ.get("RANK", "0")) == 0
+    result = _run(config, plain, dashboard=beside, keep_dashboard=keep_dashboard)
     if int(os.environ.get("RANK", "0")) == 0:
         _tell(result)
     if result.error is not None:
@@ -163,7 +160,8 @@ def _print_plan(config: RunConfig, arguments: Sequence[str]) -> None:
     console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
 
 
-def _run(config: RunConfig, plain: bool) -> RunResult:
+def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: bool) -> RunResult:
+    from spotlight.cli.runs.dashboard_command import start_beside
     from spotlight.cli.runs.progress import make_progress
     from spotlight.runtime.clock import process_age_s
 
@@ -173,6 +171,8 @@ def _run(config: RunConfig, plain: bool) -> RunResult:
     progress.facts.started = time.monotonic() - process_age_s()  # imports are billed too
     try:
         with progress:
+            if dashboard:
+                start_beside(config.runs_dir, config.name, stays=keep_dashboard, tell=progress.note)
             progress.note("loading the model, the rewards and the prompts")
             run = driver_of(config)
             return run(config, progress, process_age_s())

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from sqlite3 import Connection
 from threading import Lock
+from typing import TypeAlias
 
 from spotlight.dashboard.figures import Json, finite, thinned
 from spotlight.dashboard.run_folders import RunFolder
@@ -21,6 +22,8 @@ from spotlight.store.metrics import ITERATION, SAMPLES_TRAINED, WALL_S
 AXES = ("iteration", "samples", "hours", "usd")
 POINTS_MAX = 600
 _STDERR = "_stderr"
+SpentDollars: TypeAlias = tuple[list[int], list[float]] | None
+"""(iterations, dollars spent by the end of each); None without a ledger."""
 
 
 @dataclass(slots=True)
@@ -112,7 +115,7 @@ def curve_names(columns: CurveColumns) -> Json:
     }
 
 
-def curve(run: RunFolder, columns: CurveColumns, name: str, points_max: int = POINTS_MAX) -> Json:
+def curve(columns: CurveColumns, name: str, spent: SpentDollars, points_max: int = POINTS_MAX) -> Json:
     """One metric on all four axes, thinned to about ``points_max``; empty if the run lacks it."""
     rows, values = columns.at.get(name, array("q")), columns.values.get(name, array("d"))
     kept = thinned(values, points_max)
@@ -128,10 +131,19 @@ def curve(run: RunFolder, columns: CurveColumns, name: str, points_max: int = PO
         "iteration": [columns.iteration[row] for row in shown],
         "samples": [columns.samples[row] for row in shown],
         "hours": [finite(columns.wall_s[row] / 3600) for row in shown],
-        "usd": _dollars(run, [columns.iteration[row] for row in shown], name.startswith("validation/")),
+        "usd": _dollars(spent, [columns.iteration[row] for row in shown], name.startswith("validation/")),
         "y": [finite(values[index]) for index in kept],
         "stderr": [finite(errors.get(row)) for row in shown] if errors else None,
     }
+
+
+def read_spent(run: RunFolder) -> SpentDollars:
+    """:func:`spent_usd` of a run's ledger. Raises :class:`LedgerError` if it cannot be read."""
+    path = run.readable(run.paths.ledger)
+    if path is None:
+        return None
+    with closing(queries.open_readonly(path)) as connection, queries.consistent_reading(connection):
+        return spent_usd(connection)
 
 
 def spent_usd(connection: Connection) -> tuple[list[int], list[float]]:
@@ -206,12 +218,10 @@ def recent_rows(run: RunFolder, rows_max: int, bytes_max: int = 1 << 18) -> list
     return found[::-1]
 
 
-def _dollars(run: RunFolder, iterations: Sequence[int], evaluated: bool) -> list[float | None]:
-    path = run.readable(run.paths.ledger)
-    if path is None:
+def _dollars(spent: SpentDollars, iterations: Sequence[int], evaluated: bool) -> list[float | None]:
+    if spent is None:
         return [None] * len(iterations)
-    with closing(queries.open_readonly(path)) as connection, queries.consistent_reading(connection):
-        done, dollars = spent_usd(connection)
+    done, dollars = spent
     # An evaluation at iteration n comes before training it.
     places = [bisect_right(done, iteration - 1 if evaluated else iteration) for iteration in iterations]
     return [finite(dollars[place - 1]) if place else 0.0 for place in places]

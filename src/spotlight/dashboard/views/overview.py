@@ -128,11 +128,11 @@ def verdict(run: RunFolder) -> Json:
     """
     run.ledger()
     settings = run.settings()
-    stale = (
-        (settings.whole("learner.updates_per_batch") or 1) if settings.number("pipeline.next_share") else 0
-    )
-    limits = AuditLimits(
-        settings.whole("rollout.group_size"), stale, settings.whole("algorithm.train_samples")
+    limits = AuditLimits.configured(
+        group_size=settings.whole("rollout.group_size"),
+        updates_per_batch=settings.whole("learner.updates_per_batch"),
+        next_share=settings.number("pipeline.next_share"),
+        train_samples=settings.whole("algorithm.train_samples"),
     )
     report = audit(run.path, limits)
     return {

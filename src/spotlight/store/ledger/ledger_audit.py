@@ -46,6 +46,19 @@ class AuditLimits:
     staleness_max: int = 0
     train_samples: int | None = None
 
+    @classmethod
+    def configured(
+        cls,
+        *,
+        group_size: int | None,
+        updates_per_batch: int | None,
+        next_share: float | None,
+        train_samples: int | None,
+    ) -> AuditLimits:
+        """Of the configuration's keys of these names; None: not set, or not known."""
+        # Rollouts started early lag by one published version, which is one iteration's optimizer steps.
+        return cls(group_size, (updates_per_batch or 1) if next_share else 0, train_samples)
+
 
 @dataclass(frozen=True, slots=True)
 class Violation:
