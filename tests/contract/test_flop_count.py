@@ -16,7 +16,7 @@ from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.peak_rates import bfloat16_flop_s
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.shared.flop_count import Work, forward_flops, rates
+from spotlight.models.shared.flop_count import ForwardLog, Work, forward_flops, rates
 from spotlight.models.slots import CopySlots, LoraSlots
 from spotlight.registry import FAMILIES
 
@@ -82,13 +82,14 @@ def test_rows_guidance_and_backwards_are_counted(mode: str, tmp_path: Path) -> N
     one = forward_flops(family, size, TEXT) or 0.0
     other = forward_flops(family, size, TEXT + 2) or 0.0
     tokens = 2 * family.dimensions.tokens(size) + 2 * TEXT + 2
+    log = ForwardLog()
     for gradient, passes in ((False, 1), (True, 3 if mode == "full" else 2)):
         with slots.use("policy") as model, nullcontext() if gradient else torch.no_grad():
-            family.velocity(model, latents, torch.full([3], 0.5), batch(family, 3), guided, size)
-        work = family.forwards.take(family)
+            family.velocity(model, latents, torch.full([3], 0.5), batch(family, 3), guided, size, log)
+        work = log.take(family, operations=True)
         assert work.tokens == 3 * tokens
         assert work.flops == pytest.approx(3 * passes * (one + other))
-    assert family.forwards.take(family) == Work(0, 0)
+    assert log.take(family, operations=True) == Work(0, 0)
 
 
 def test_a_model_that_cannot_be_counted_has_tokens_only(tmp_path: Path) -> None:

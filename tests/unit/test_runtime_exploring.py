@@ -11,6 +11,7 @@ import torch
 from spotlight.cluster.head import Head
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts
+from spotlight.models.shared.flop_count import Work
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.preview_settings import (
     preview_steps,
@@ -157,6 +158,20 @@ def test_what_is_put_does_not_average() -> None:
     log.add("b", 1.0)
     log.add("b", 3.0)
     assert log.take() == {"a": 3.0, "b": 2.0}
+
+
+def test_throughput_is_all_work_over_all_seconds() -> None:
+    log = IterationLog()
+    log.worked("rollout", Work(90, 9e12), 1.0, 8e12)
+    log.worked("rollout", Work(10, 7e12), 3.0, 8e12)
+    log.worked("train", Work(4, None), 2.0, None)
+    assert log.take() == {
+        "throughput/rollout_tokens_s": 25.0,
+        "throughput/rollout_tflop_s": 4.0,
+        "throughput/rollout_mfu": 0.5,
+        "throughput/train_tokens_s": 2.0,
+    }
+    assert log.take() == {}
 
 
 def test_a_scored_previews_tensors_are_let_go() -> None:

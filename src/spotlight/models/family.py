@@ -71,7 +71,6 @@ class ModelFamily(ABC):
         dtype: of the transformer's weights and inputs.
         config: diffusers' configuration of the (first) transformer.
         dimensions: of this pipeline.
-        forwards: those of :meth:`velocity`, for throughput.
     """
 
     # -- facts: what holds for every model of the family ----------------------------------------------------
@@ -132,7 +131,7 @@ class ModelFamily(ABC):
         unread: TransformerFiles | None = None,
     ) -> None:
         self.check_text_limit(max_text_tokens)
-        self._unread, self.forwards = unread, ForwardLog()
+        self._unread = unread
         self.files, self.transformer, self.vae, self.scheduler = files, transformer, vae, scheduler
         self.device, self.dtype, self.max_text_tokens = device, dtype, max_text_tokens
         self.config: Any = denoisers(transformer)["transformer"].config
@@ -374,8 +373,12 @@ class ModelFamily(ABC):
         condition: ConditionBatch,
         guidance: Guidance | None,
         size: MediaSize,
+        log: ForwardLog | None = None,
     ) -> Tensor:
         """Predicted velocity e - x0, float32, shape of ``latents`` [batch, *latent_shape]; sigma: [batch].
+
+        Args:
+            log: notes the forwards.
 
         Raises:
             ModelError: the model takes a guidance scale and ``guidance`` has none.
@@ -391,7 +394,8 @@ class ModelFamily(ABC):
                 texts = given.at(rows)
                 with guidance_pass(part, name):
                     velocity = self.predict(part, *inputs, texts, embedded, size)
-                self.forwards.note(size, texts, part)
+                if log is not None:
+                    log.note(size, texts, part)
                 return velocity.float()
 
             prediction = forward(condition, "cond")

@@ -28,6 +28,7 @@ from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.condition import Condition, Guidance
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
+from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.rollout import step_cache
 from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import Added, FailedRollout, FinishedRollout, Recipe, RolloutState, SampleTensors
@@ -52,6 +53,9 @@ class Engine:
         negative: embeddings of the negative prompt; required with guidance.
         autocast: dtype of the DiT's matrix products; None: off. Must equal the learner's, or replay would
             differ. Preview recipes may override it.
+
+    Attributes:
+        forwards: of the transformer, for throughput.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Engine:
             raise ValueError(f"engine's max_batch is {max_batch}; expected at least 1")
         self._family = family
         self.max_batch = max_batch
+        self.forwards = ForwardLog()
         self._paths: dict[tuple[MediaSize, int, int], tuple[Kick, ...]] = {}
         self.autocast = autocast
         self._negative = None if negative is None else negative.to(family.device)
@@ -211,7 +216,9 @@ class Engine:
                     added = contexts.enter_context(step_cache.recording(model))
                 case Blocks.REUSE:
                     contexts.enter_context(step_cache.reusing(model, [row for row in added if row]))
-            velocity = self._family.velocity(model, latents, sigma, condition, guidance, recipe.size)
+            velocity = self._family.velocity(
+                model, latents, sigma, condition, guidance, recipe.size, self.forwards
+            )
         return velocity, added
 
     def _window(self, recipe: Recipe, rollout: Rollout, sigmas: Tensor) -> range:

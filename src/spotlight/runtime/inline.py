@@ -24,7 +24,6 @@ from typing import assert_never
 import numpy as np
 
 from spotlight.models.kernels.peak_rates import peak_of
-from spotlight.models.shared.flop_count import rates
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.waiting import SampleGroup
@@ -288,13 +287,14 @@ class InlineDriver:
                 self._events.append(ev.RolloutFailed(*holder, rollout.id, failures[rollout.id]))
 
     def _measure(self, phase: Phase, seconds: float) -> None:
-        learner = self.parts.trainer.learner
-        family = learner.family
-        if phase is Phase.ROLLOUT:
-            peak = peak_of(family.device, learner.autocast or family.dtype)
-            self.parts.trainer.log.extend(rates("rollout", family.forwards.take(family), seconds, peak))
-        else:
-            family.forwards.clear()
+        trainer, forwards = self.parts.trainer, self.parts.denoiser.engine.forwards
+        if phase is not Phase.ROLLOUT:
+            forwards.clear()
+            return
+        family = trainer.learner.family
+        work = forwards.take(family, operations=family.device.type != "cpu")
+        peak = peak_of(family.device, trainer.learner.autocast or family.dtype)
+        trainer.log.worked("rollout", work, seconds, peak)
 
     def _require_current(self, rollouts: Sequence[Rollout]) -> None:
         """Engine and learner share one module, so only its current version can generate samples."""

@@ -42,6 +42,7 @@ from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
+from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import WeightSlots
 from spotlight.training import learner_state as state
 from spotlight.training.batching.batch import (
@@ -117,7 +118,7 @@ class Learner:
         self.advantage = algorithm.config.advantage
         self.autocast = autocast_type(config)
         self.ranks = Ranks() if ranks is None else ranks
-        self._size, self._guidance = size, guidance
+        self._size, self._guidance, self._forwards = size, guidance, ForwardLog()
         if config.gradient_checkpointing:
             recompute_blocks(slots.modules()["policy"], config.recompute_every)
         shard(slots, self.ranks, self.autocast, config.shard)
@@ -274,7 +275,7 @@ class Learner:
             learning_rate=learning_rate,
             seconds=seconds,
             timesteps_per_pass=self._update.largest_pass,
-            work=self.family.forwards.take(self.family),
+            work=self._forwards.take(self.family, operations=self.family.device.type != "cpu"),
             peak_flop_s=peak_of(self.family.device, self.autocast or self.family.dtype),
         )
         self._labels = 0
@@ -314,7 +315,6 @@ class Learner:
     def _open_batch(self) -> None:
         self._waiting, self._taken, self._order, self._preparing_s = {}, {}, [], 0.0
         self._version, self._labels, self._stepped = self.steps, 0, False
-        self.family.forwards.clear()
         self._update = self._new_update()
         self._groups.clear()
 
@@ -408,6 +408,7 @@ class Learner:
             size=self._size,
             guidance=self._guidance,
             autocast=self.autocast,
+            log=self._forwards,
         )
 
     def _denoising_steps(self) -> int:
@@ -419,12 +420,12 @@ class Learner:
     # -- an update -------------------------------------------------------------------------------------
 
     def _new_update(self) -> _Update:
+        self._forwards.clear()
         return _Update(UpdateMeter(self.family.device, self._labels))
 
     def _drop_update(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._update = self._new_update()
-        self.family.forwards.clear()
 
     def _trainable(self) -> list[Tensor]:
         return self.optimizer.param_groups[0]["params"]  # type: ignore[no-any-return]

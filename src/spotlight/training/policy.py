@@ -16,6 +16,7 @@ from spotlight.algorithms.base import Slot
 from spotlight.models.condition import Condition, Guidance
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
+from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import WeightSlots
 from spotlight.training.settings import TrainingGuidance
 
@@ -32,8 +33,9 @@ class MicroBatchPolicy:
         size: MediaSize,
         guidance: TrainingGuidance | None,
         autocast: torch.dtype | None,
+        log: ForwardLog | None = None,
     ) -> None:
-        self._family, self._slots = family, slots
+        self._family, self._slots, self._log = family, slots, log
         self._size, self._autocast = size, autocast
         self._condition = family.collate(conditions)
         self._guidance: Guidance | None = None
@@ -49,4 +51,6 @@ class MicroBatchPolicy:
             self._family.device.type, dtype=self._autocast, enabled=self._autocast is not None
         )
         with frozen, autocast, self._slots.use(slot) as model:
-            return self._family.velocity(model, latents, sigma, self._condition, self._guidance, self._size)
+            return self._family.velocity(
+                model, latents, sigma, self._condition, self._guidance, self._size, self._log
+            )

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms
-from spotlight.models.shared.flop_count import Work, rates
+from spotlight.models.shared.flop_count import Work
 from spotlight.training.sharding import Ranks
 
 RATIO = "ratio"
@@ -134,8 +134,6 @@ class StepReport:
         row |= {f"train/{name}": value for name, value in self.sums.means.items()}
         if self.sums.ratio_max is not None:
             row["train/ratio_max"] = self.sums.ratio_max
-        if self.work is not None:
-            row |= rates("train", self.work, self.seconds, self.peak_flop_s)
         row |= {f"replay/step_{i:03d}": value for i, value in self.sums.replay_difference.items()}
         return row
 

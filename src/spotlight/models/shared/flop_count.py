@@ -43,11 +43,15 @@ class Work:
 
     Attributes:
         tokens: of pictures and text, once per forward.
-        flops: None if the model's forward cannot be counted.
+        flops: None if they were not, or cannot be counted.
     """
 
     tokens: float
     flops: float | None
+
+    def __add__(self, other: Work) -> Work:
+        known = self.flops is not None and other.flops is not None
+        return Work(self.tokens + other.tokens, (self.flops or 0) + (other.flops or 0) if known else None)
 
 
 def rates(what: str, work: Work, seconds: float, peak_flop_s: float | None) -> dict[str, float]:
@@ -66,7 +70,7 @@ def rates(what: str, work: Work, seconds: float, peak_flop_s: float | None) -> d
 
 
 class ForwardLog:
-    """The forwards of a model since the last :meth:`take`."""
+    """Forwards of one kind, of rollouts or of training, since the last :meth:`take`."""
 
     def __init__(self) -> None:
         self._forwards: Counter[tuple[MediaSize, int]] = Counter()
@@ -90,16 +94,20 @@ class ForwardLog:
         self._forwards.clear()
         self._work.clear()
 
-    def take(self, family: ModelFamily) -> Work:
-        """The work since the last call."""
+    def take(self, family: ModelFamily, *, operations: bool) -> Work:
+        """The work since the last call.
+
+        Args:
+            operations: count them; the first time takes a second.
+        """
         forwards, work = dict(self._forwards), dict(self._work)
         self.clear()
         tokens = sum(
             count * (family.dimensions.tokens(size) + text) for (size, text), count in forwards.items()
         )
-        counted = [
-            (times, forward_flops(family, size, text)) for (size, text), times in work.items() if times
-        ]
+        if not operations:
+            return Work(tokens, None)
+        counted = [(times, forward_flops(family, size, text)) for (size, text), times in work.items()]
         flops = [times * each for times, each in counted if each is not None]
         return Work(tokens, sum(flops) if len(flops) == len(counted) else None)
 

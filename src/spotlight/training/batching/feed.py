@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from spotlight.models.shared.flop_count import Work, rates
 from spotlight.rollout.state import Recipe, SampleTensors
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.records import REWARD
@@ -25,6 +26,7 @@ class IterationLog:
     _counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     _once: dict[str, float] = field(default_factory=dict)
     _scores: dict[RolloutId, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
+    _work: dict[str, tuple[Work, float, float | None]] = field(default_factory=dict)
 
     def add(self, name: str, value: float) -> None:
         """Add a value to a curve; the row holds the mean."""
@@ -41,12 +43,17 @@ class IterationLog:
         if rollout.purpose is Purpose.TRAIN:
             self._scores[rollout.id] = rollout.iteration, scores
 
+    def worked(self, what: str, work: Work, seconds: float, peak_flop_s: float | None) -> None:
+        """Add what was done in ``seconds``; the row holds all of it over all seconds (:func:`rates`)."""
+        before, spent, _ = self._work.get(what, (Work(0.0, 0.0), 0.0, None))
+        self._work[what] = before + work, spent + seconds, peak_flop_s
+
     def put(self, row: Mapping[str, float]) -> None:
         """Set values that occur once per iteration, replacing those of an earlier attempt at it."""
         self._once.update(row)
 
     def take(self, iteration: int | None = None) -> dict[str, float]:
-        """Means and single values since the last call.
+        """Means, single values and rates since the last call.
 
         Args:
             iteration: rewards of later iterations stay for their own rows; None takes all.
@@ -57,6 +64,9 @@ class IterationLog:
                 for reward, value in scores.items():
                     self.add("rollout/reward" if reward == REWARD else f"rollout/{reward}", value)
         row = {name: total / self._counts[name] for name, total in self._sums.items()} | self._once
+        for what, (work, seconds, peak_flop_s) in self._work.items():
+            row |= rates(what, work, seconds, peak_flop_s)
+        self._work.clear()
         self._sums.clear()
         self._counts.clear()
         self._once.clear()
@@ -108,6 +118,8 @@ class Trainer:
             self.learner.amend(samples + zeros)
         report = self.learner.step(zeros)
         self.log.extend(report.flat())
+        if report.work is not None:
+            self.log.worked("train", report.work, report.seconds, report.peak_flop_s)
         return report.sums.loss, report.grad_norm
 
     def finish_batch(self) -> None:
