@@ -16,6 +16,7 @@ from typer.core import TyperGroup, TyperOption
 from spotlight.cli.main import app
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, dump_config, load_config
+from spotlight.config.preset import with_preset
 from spotlight.config.tree import merge, parse_yaml
 from spotlight.planning.scenarios.scenario_load import build_scenario, load_scenario, scenario_names
 
@@ -195,7 +196,7 @@ def test_yaml_blocks_are_configurations(page: Path) -> None:
             if "base" in tree:
                 assert build_scenario(merge(scenario_tree(tree.pop("base")), tree), by_name(page)).name
                 continue
-            assert build_config(tree, by_name(page))
+            assert build_config(with_preset(tree), by_name(page))
 
 
 def test_the_tutorial_shows_its_example() -> None:

@@ -9,7 +9,14 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.config.errors import ConfigError
-from spotlight.config.load import changed_keys, dump_config, load_config, read_config
+from spotlight.config.load import (
+    changed_keys,
+    dump_config,
+    load_config,
+    load_dump,
+    read_config,
+    with_new_keys,
+)
 from spotlight.config.preset import load_preset, preset_names
 from spotlight.dry_run.run_plan import make_plan
 
@@ -55,6 +62,27 @@ def test_another_algorithm_starts_from_its_own_defaults() -> None:
 def test_an_unknown_preset_is_named_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"like: found 'flow-grpo-sd3'.*Did you mean 'flow_grpo-sd3'"):
         load_config(None, ["like=flow-grpo-sd3"])
+
+
+def test_a_finished_run_keeps_what_it_ran_with_whatever_its_preset_says_now(tmp_path: Path) -> None:
+    config = load_config(None, ["like=flow_grpo-sd3", *PROMPTS])
+    dump = tmp_path / "config.yaml"
+    lines = [line for line in dump_config(config).splitlines() if "updates_per_batch" not in line]
+    for name in ("flow_grpo-sd3", "of-long-ago"):
+        dump.write_text("\n".join(lines).replace("like: flow_grpo-sd3", f"like: {name}"))
+        learner = config.learner.model_copy(update={"updates_per_batch": 1})
+        ran_with = config.model_copy(update={"like": name, "learner": learner})
+        assert load_dump(dump) == read_config(dump.read_text(), "a dump") == ran_with
+        assert with_new_keys(dump.read_text()) == dump_config(ran_with)
+
+
+def test_errors_name_the_preset(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Cannot use like: flow_grpo-sd3 with rollout\.steps=1:"):
+        load_config(None, ["like=flow_grpo-sd3", "rollout.steps=1"])
+    file = tmp_path / "mine.yaml"
+    file.write_text("like: flow_grpo-sd3\nrollout: {steps: 1}\n")
+    with pytest.raises(ConfigError, match=r"Cannot use .*mine\.yaml, like: flow_grpo-sd3:"):
+        load_config(file)
 
 
 def test_differences_are_printed_as_overrides() -> None:

@@ -39,18 +39,25 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         ConfigError: all problems found, each naming key, value, expectation and remedy.
     """
-    source = str(path) if path else "the embedded default"
     preset = any(text.startswith("like=") for text in overrides)
     tree = {} if path is None and preset else read_tree(path or EMBEDDED)
     # Apply a change of algorithm first: its fields start from its own defaults, not the file's.
     for override in sorted(overrides, key=lambda text: not text.startswith((f"{_ALGORITHM}=", "algorithm="))):
         apply_override(tree, override)
-    return build_config(tree, source if not overrides else f"{source} with {' '.join(overrides)}")
+    named = f"like: {tree['like']}" if tree.get("like") is not None else ""
+    parts = (str(path), named) if path else (named or "the embedded default",)
+    source = ", ".join(filter(None, parts))
+    others = [text for text in overrides if not text.startswith("like=")]
+    return build_config(with_preset(tree), f"{source} with {' '.join(others)}" if others else source)
+
+
+def load_dump(path: Path) -> RunConfig:
+    """Read a run's own ``config.yaml``, whose ``like`` is only a label. Raises :class:`ConfigError`."""
+    return build_config(read_tree(path), str(path))
 
 
 def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
-    """Validate a nested mapping. Raises :class:`ConfigError`."""
-    tree = with_preset(tree)
+    """Validate a nested mapping, on top of the defaults. Raises :class:`ConfigError`."""
     try:
         # Through JSON: strict mode then accepts lists as tuples and strings as paths, but `steps: "8"` and
         # `steps: yes` are errors, not 8 and 1.

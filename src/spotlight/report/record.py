@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.config.load import load_config
+from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
@@ -124,7 +124,7 @@ def read_run(directory: Path) -> RunRecord:
     weights = (directory / "lora", directory / "merged")
     return RunRecord(
         paths=paths,
-        config=load_config(paths.config),
+        config=load_dump(paths.config),
         history=read_history(directory),
         validations=tuple(_validation(row) for row in rows if f"{VALIDATION}{GRADED}" in row.values),
         rows=tuple(row for row in rows if f"{VALIDATION}{GRADED}" not in row.values),

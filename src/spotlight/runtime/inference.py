@@ -13,7 +13,7 @@ from typing import Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.config.load import load_config
+from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.model_checks import require_references
 from spotlight.models.condition import ModelInput, model_input
@@ -79,7 +79,7 @@ class TrainedRun:
             raise StoreError(
                 f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`."
             )
-        config = load_config(paths.config).model_copy(update={"device": device})
+        config = load_dump(paths.config).model_copy(update={"device": device})
         newest = CheckpointStore(paths.checkpoints, config.checkpoint.keep).newest_valid()
         if newest is None:
             raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
