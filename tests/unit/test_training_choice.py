@@ -175,6 +175,21 @@ def test_where_every_group_is_silent_an_iteration_still_has_its_step(samples: in
     assert report(run).silent == 0
 
 
+@pytest.mark.parametrize("axis", ["none", "prompt"])
+@pytest.mark.parametrize("silent", get_args(SilentGroups))
+@pytest.mark.parametrize("first", [True, False])
+def test_a_silent_update_still_has_its_step(silent: SilentGroups, axis: str, first: bool) -> None:
+    pipeline = PipelineConfig.model_validate({"axis": axis})
+    choice = TrainingChoice(silent_groups=silent)
+    plan = dataclasses.replace(
+        CHOOSES, choice=choice, pipeline=pipeline, updates_per_batch=2, micro_batch_size=3
+    )
+    differ = graded(lambda rollout: rollout.member * float((slot_of(rollout.id) > 0) == first))
+    run = finished(plan, differ)
+    steps = [effect for effect in run.log if isinstance(effect, ef.StepOptimizer)]
+    assert [(step.update, step.samples, step.zeros) for step in steps] == [(0, 6, 0), (1, 6, 0)]
+
+
 def test_silent_samples_fill_up_ranks_rather_than_others_being_left_out() -> None:
     choice = TrainingChoice(5, silent_groups="as_zero")
     run = finished(dataclasses.replace(CHOOSES, choice=choice, ranks=2, micro_batch_size=4), FIRST_SILENT)

@@ -297,17 +297,17 @@ class TrainingTasks:
     def _without_silent(self, updates: Sequence[Sequence[Slice]]) -> list[list[Slice]]:
         """The updates without silent groups, except for the samples that make ranks share evenly.
 
-        If there is nothing else to train, everything stays: every iteration has an optimizer step.
+        An update that has nothing else to train stays as it is, so that no optimizer step is missing.
         """
-        choice, everything = self._plan.choice, list(chain.from_iterable(updates))
-        if choice.silent_groups == "train" or not (
-            self._sliced or any(not self._is_silent(part) for part in everything)
-        ):
-            return [list(found) for found in updates]
+        choice = self._plan.choice
         kept: list[list[Slice]] = []
         for update, found in enumerate(updates):
             silent = [part for part in found if self._is_silent(part)]
             differing = [part for part in found if not self._is_silent(part)]
+            begun = update in self._announced
+            if choice.silent_groups == "train" or not (differing or begun):
+                kept.append(list(found))
+                continue
             spare = [name for part in silent for name in part.group.rollouts]
             short = -sum(len(part.group.rollouts) for part in differing) % self._plan.ranks
             short = 0 if self._plan.whole_groups else short  # samples of a cut group cannot be compared
