@@ -11,6 +11,8 @@
 #   SPOTLIGHT_PORT        the head's port, 6379
 #   RAY_AUTH_TOKEN_PATH   file with the cluster's secret, the same on all nodes; the head creates it if missing
 #   RAY_TMPDIR            where Ray keeps logs and sockets, /tmp/ray
+#   SPOTLIGHT_MODEL       hub id or directory of the model: fetched and read once before this machine joins
+#   NCCL_CUMEM_ENABLE     0; the same on all nodes
 set -euo pipefail
 
 fail() {
@@ -60,8 +62,24 @@ if [[ ! -s $RAY_AUTH_TOKEN_PATH ]]; then
   (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
 fi
 
-# Rollouts travel in messages and through the run's blob store; Ray's object store needs little memory.
-options=(--node-ip-address="$ip" --resources="{\"$resource\": 1}" --object-store-memory=2000000000)
+# A node that joins has fleet.start_s to start its workers: not the time for a download.
+[[ -z ${SPOTLIGHT_MODEL:-} ]] || "$(dirname "${BASH_SOURCE[0]}")/warm-model.sh" "$SPOTLIGHT_MODEL"
+
+# NCCL's allocation through cuMem costs memory; what needs it, NVLink between machines (GB200), sets 1.
+export NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0}
+
+# Weights pass through Ray's store as one object a version (`--dry-run` tells its size): a quarter of /dev/shm, whose
+# rest is for the weights that the node's workers share, and NCCL's. Memory is taken as it is used.
+shm=$(df --block-size=1 --output=size /dev/shm | tail -n 1)
+store=$((shm / 4))
+if ((store < 2000000000)); then
+  store=2000000000
+  printf 'ray-start.sh: /dev/shm has %d MB; expected at least 8000: docker run --shm-size 64g, or mount -o remount,size=64g /dev/shm\n' \
+    $((shm / 1000000)) >&2
+elif ((store > 64000000000)); then
+  store=64000000000
+fi
+options=(--node-ip-address="$ip" --resources="{\"$resource\": 1}" --object-store-memory="$store")
 [[ -z ${RAY_TMPDIR:-} ]] || options+=(--temp-dir="$RAY_TMPDIR")
 if [[ $kind == head ]]; then
   options+=(--head --port="${SPOTLIGHT_PORT:-6379}" --include-dashboard=false)

@@ -268,7 +268,11 @@ def test_the_image_is_pinned_and_holds_what_the_pods_call() -> None:
     for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
         *sources, _ = (word for word in line.split() if not word.startswith("--"))
         assert all((ROOT / source).exists() for source in sources), line
-    assert "launch/announce-end.sh /usr/local/bin/announce-end" in text
+    for script in ("announce-end", "warm-model"):
+        assert f"launch/{script}.sh /usr/local/bin/{script}" in text
+    (packages,) = re.findall(r"apt-get install --yes --no-install-recommends (.*?) &&", text)
+    assert "g++" in packages.split(), "Triton and model.compile call a compiler"
+    assert "--shm-size" in text
     assert f"WORKDIR {IN_IMAGE.rstrip('/')}" in text
     locked, further = pins(ROOT / "requirements.lock"), pins(LAUNCH / "requirements-kuberay.lock")
     assert not set(locked) & set(further)
@@ -343,7 +347,8 @@ def test_scripts_parse_and_never_stop_others_ray(path: Path) -> None:
 def fake_ray(tmp_path: Path) -> Mapping[str, str]:
     """A `ray` and a `hostname` that tell how they were called."""
     for name, body in (
-        ("ray", 'printf "%s\\n" "$@"; env | grep ^RAY_'),
+        ("ray", 'printf "%s\\n" "$@"; env | grep -e ^RAY_ -e ^NCCL_'),
+        ("df", 'printf "1B-blocks\\n%s\\n" "${SHM:-64000000000}"'),
         ("hostname", "echo 203.0.113.9 10.1.2.3"),
     ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
@@ -373,7 +378,7 @@ def test_ray_start_marks_nodes_and_keeps_a_token(fake_ray: Mapping[str, str]) ->
         assert node.kind is (NodeKind.SPOT if kind == "spot" else NodeKind.RESERVED)
         assert ("--head" in told) == (kind == "head")
         assert ("--address=10.1.2.3:6379" in told) == (kind != "head")
-        assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}"} <= set(told)
+        assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}", "NCCL_CUMEM_ENABLE=0"} <= set(told)
         assert ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0" in told) == (kind == "spot")
     assert set(KIND_RESOURCES.values()) == {"spotlight_reserved", "spotlight_spot"}
 
@@ -396,6 +401,85 @@ def test_ray_start_refuses(
     assert done.returncode == 2
     assert said in done.stderr
     assert not done.stdout
+
+
+@pytest.mark.parametrize(
+    ("shm", "store", "warned"),
+    [(64_000_000, 2e9, True), (64_000_000_000, 16e9, False), (1_000_000_000_000, 64e9, False)],
+)
+def test_ray_start_sizes_rays_store_by_shared_memory(
+    fake_ray: Mapping[str, str], shm: int, store: float, warned: bool
+) -> None:
+    done = ray_start("head", {**fake_ray, "SHM": str(shm), "NCCL_CUMEM_ENABLE": "1"})
+    assert f"--object-store-memory={store:.0f}" in done.stdout.splitlines()
+    assert ("docker run --shm-size" in done.stderr) == warned
+    assert "NCCL_CUMEM_ENABLE=1" in done.stdout.splitlines()
+
+
+def model_folder(where: Path) -> Path:
+    for part in ("transformer", "vae", "text_encoder"):
+        (where / "of a model" / part).mkdir(parents=True)
+        (where / "of a model" / part / "weights.safetensors").write_bytes(bytes(1_000_000))
+    return where / "of a model"
+
+
+def test_ray_start_warms_the_model_before_the_machine_joins(
+    fake_ray: Mapping[str, str], tmp_path: Path
+) -> None:
+    hf = tmp_path / "hf"
+    hf.write_text(f'#!/bin/sh\necho "$@" >&2\necho "{model_folder(tmp_path)}"\n')
+    hf.chmod(0o755)
+    done = ray_start("head", {**fake_ray, "SPOTLIGHT_MODEL": "Qwen/Qwen-Image"})
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "download --quiet Qwen/Qwen-Image\n"
+    told = done.stdout.splitlines()
+    assert told[0] == "warm-model.sh: 2 files, 2 MB of Qwen/Qwen-Image are in memory", "transformer and VAE"
+    assert told[1] == "start"
+    hf.write_text("#!/bin/sh\nexit 1\n")
+    failed = ray_start("head", {**fake_ray, "SPOTLIGHT_MODEL": "Qwen/Qwen-Image"})
+    assert (failed.returncode, failed.stdout) == (2, ""), "a machine without the model does not join"
+    assert "cannot download Qwen/Qwen-Image" in failed.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "found 0 arguments; expected one"),
+        (["nothing-here"], "found 'nothing-here', which is neither a directory here nor a hub id"),
+        (["../a/b"], "neither a directory here nor a hub id"),
+        ([str(LAUNCH)], "no weights"),
+    ],
+)
+def test_warm_model_refuses(arguments: list[str], said: str) -> None:
+    done = subprocess.run([LAUNCH / "warm-model.sh", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_new_nodes_warm_the_runs_own_model() -> None:
+    commands = dict(training_commands())
+    model = loaded(commands[RAYJOB.name]).model.path
+    for group in ("trainer", "spot"):
+        (first,) = pod(group)["initContainers"]
+        assert first["command"] == ["/usr/local/bin/warm-model", model]
+        assert first["image"] == container(group)["image"]
+        caches = [
+            next(each["value"] for each in part["env"] if each["name"] == "HF_HOME")
+            for part in (first, container(group))
+        ]
+        assert caches[0] == caches[1]
+        assert any(caches[0].startswith(mount["mountPath"]) for mount in first["volumeMounts"])
+    for kind in ("reserved", "spot"):
+        assert (
+            f"export SPOTLIGHT_MODEL={loaded(commands['skypilot-reserved.yaml']).model.path} "
+            in (sky(kind)["run"])
+        )
+
+
+def test_nccl_allocates_alike_on_all_nodes() -> None:
+    for group in groups():
+        assert {"name": "NCCL_CUMEM_ENABLE", "value": "0"} in container(group)["env"]
+    assert re.search(r"^ENV .*NCCL_CUMEM_ENABLE=0", (LAUNCH / "Dockerfile").read_text(), re.MULTILINE)
 
 
 AGENT = """
