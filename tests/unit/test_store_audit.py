@@ -28,7 +28,7 @@ def tmp_path() -> Iterator[Path]:
         yield Path(name)
 
 
-LIMITS = AuditLimits(group_size=GROUP_SIZE)
+LIMITS = AuditLimits(group_size=GROUP_SIZE, train_samples=GROUP_SIZE)
 
 
 def make_run(run: Path, seed: int = 1, appends: int | None = None, ending: Ending = Ending.FINISHED) -> None:
@@ -170,6 +170,21 @@ def test_limits_of_the_configuration_are_checked(tmp_path: Path) -> None:
     make_run(tmp_path)
     assert broken(audit(tmp_path, AuditLimits(group_size=GROUP_SIZE + 1))) == {"group-size"}
     assert audit(tmp_path, AuditLimits(group_size=None, staleness_max=1)).ok
+    connection = sqlite3.connect(tmp_path / "ledger.sqlite")
+    loosen(connection)
+    connection.execute(
+        """
+        WITH chosen AS (SELECT rollout,
+            ROW_NUMBER() OVER (PARTITION BY rtrim(rollout, '0123456789r')) AS place FROM outcomes WHERE kind = 'trained' OR reason = 'uneven_batch')
+        UPDATE outcomes SET kind = 'dropped', reason = 'not_chosen'
+            WHERE rollout IN (SELECT rollout FROM chosen WHERE place > 2)
+        """
+    )
+    connection.commit()
+    connection.close()
+    for samples, healthy in ((None, True), (2, True), (GROUP_SIZE, False)):
+        found = broken(audit(tmp_path, AuditLimits(GROUP_SIZE, 0, samples)))
+        assert ("train-samples" not in found) == healthy, samples
 
 
 def test_a_killed_attempt_is_billed_until_it_was_last_seen(tmp_path: Path) -> None:

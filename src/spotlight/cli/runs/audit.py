@@ -34,14 +34,14 @@ def audit(
 
       spotlight audit runs/demo --json | jq .violations
     """
-    from spotlight.config.load import load_config
+    from spotlight.config.load import load_dump
     from spotlight.store.ledger.ledger_audit import AuditLimits
     from spotlight.store.ledger.ledger_audit import audit as recount
     from spotlight.store.run_directory import RunPaths
 
     directory = find_run(run)
     with errors_without_traceback(EXIT_NOT_STARTED):
-        config = load_config(RunPaths(directory).config)
+        config = load_dump(RunPaths(directory).config)
         limits = AuditLimits.configured(
             group_size=config.rollout.group_size,
             updates_per_batch=config.learner.updates_per_batch,

@@ -18,8 +18,8 @@ class Check:
     Attributes:
         broken: what a row of ``query`` means.
         query: returns ids of violations (first column). Parameters: ``:finished`` (1 if the last attempt
-            finished the run), ``:group_size`` (NULL if unknown), ``:train_samples`` (of each group; NULL:
-            all), ``:staleness_max``.
+            finished the run), ``:group_size`` (NULL if unknown), ``:train_samples`` (of each group; NULL
+            if unknown), ``:staleness_max``.
     """
 
     name: str
@@ -167,8 +167,8 @@ CHECKS = (
             TOTAL(kind = 'trained' OR reason IN ('uneven_batch', 'silent_group')) AS chosen
             FROM rollouts LEFT JOIN outcomes ON outcomes.rollout = rollouts.id
             WHERE rollouts.purpose = 'train' GROUP BY of)
-        SELECT of FROM found WHERE size = ended
-            AND (chosen > :train_samples OR (left_out > 0 AND chosen IS NOT :train_samples))
+        SELECT of FROM found, (SELECT COALESCE(:train_samples, MAX(chosen)) AS wanted FROM found)
+            WHERE size = ended AND (chosen > wanted OR (left_out > 0 AND chosen <> wanted))
         """,
     ),
     Check(

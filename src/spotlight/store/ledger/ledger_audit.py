@@ -38,7 +38,7 @@ class AuditLimits:
 
     Attributes:
         group_size: None requires only that an iteration's groups have equal size.
-        train_samples: trained of each group, if all were scored; None: all.
+        train_samples: trained of each group, if all were scored; None requires only that it is equally many.
         staleness_max: policy versions from generating a sample to the iteration that trains on it.
     """
 
@@ -57,7 +57,7 @@ class AuditLimits:
     ) -> AuditLimits:
         """Of the configuration's keys of these names; None: not set, or not known."""
         # Rollouts started early lag by one published version, which is one iteration's optimizer steps.
-        return cls(group_size, (updates_per_batch or 1) if next_share else 0, train_samples)
+        return cls(group_size, (updates_per_batch or 1) if next_share else 0, train_samples or group_size)
 
 
 @dataclass(frozen=True, slots=True)
