@@ -175,7 +175,8 @@ def test_limits_of_the_configuration_are_checked(tmp_path: Path) -> None:
     connection.execute(
         """
         WITH chosen AS (SELECT rollout,
-            ROW_NUMBER() OVER (PARTITION BY rtrim(rollout, '0123456789r')) AS place FROM outcomes WHERE kind = 'trained' OR reason = 'uneven_batch')
+            ROW_NUMBER() OVER (PARTITION BY rtrim(rollout, '0123456789r')) AS place
+            FROM outcomes WHERE kind = 'trained' OR reason = 'uneven_batch')
         UPDATE outcomes SET kind = 'dropped', reason = 'not_chosen'
             WHERE rollout IN (SELECT rollout FROM chosen WHERE place > 2)
         """
