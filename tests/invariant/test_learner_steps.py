@@ -67,10 +67,14 @@ def test_the_average_follows_the_published_decay(world: World) -> None:
             torch.testing.assert_close(tensor.double(), expected[name], rtol=1e-5, atol=1e-6)
 
 
-def test_the_old_policy_follows_after_a_batch_only(world: World) -> None:
-    learner = make_learner(world, algorithm("diffusion-nft", old_policy={"slope": 0.3, "cap": 0.5}))
+@pytest.mark.parametrize(("count", "decays"), [("batches", (0.3, 0.6)), ("steps", (0.6, 0.8))])
+def test_the_old_policy_follows_after_a_batch_only(
+    world: World, count: str, decays: tuple[float, float]
+) -> None:
+    old_policy = {"slope": 0.3, "cap": 0.8, "count": count}
+    learner = make_learner(world, algorithm("diffusion-nft", old_policy=old_policy))
     samples = roll_out(world, learner)
-    for decay in (0.3, 0.5):
+    for decay in decays:
         old = copied(learner, "old")
         learner.prepare(samples, [])
         for keys in cut(samples, 3):

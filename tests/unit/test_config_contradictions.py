@@ -108,6 +108,20 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "pipeline.axis=none",
         ),
         (
+            [
+                "algorithm={train_samples: 8, advantage: {combine: gdpo, std: group, over: generated}}",
+                "learner.micro_batch_size=48",
+            ],
+            "algorithm.advantage.over",
+            "spread over all trained",
+        ),
+        (
+            ["algorithm={silent_groups: skip, advantage: {combine: gdpo, std: group}}"],
+            "algorithm.silent_groups",
+            "spread over all trained",
+        ),
+        (["rollout.sde_window.per=iteration"], "rollout.sde_window.per", "kind=random"),
+        (
             ["algorithm={name: flow-grpo, step_weights: noise}", "rollout.sampler=cps"],
             "algorithm.step_weights",
             "flow-sde",

@@ -11,7 +11,8 @@ from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.pipeline import NO_OVERLAP
-from spotlight.runtime.build.components import cluster_plan_of, plan_of
+from spotlight.diffusion.schedule import RandomWindow
+from spotlight.runtime.build.components import cluster_plan_of, make_window, plan_of
 from spotlight.scheduler.plan import require_usable
 from spotlight.scheduler.types import Prompt, PromptId
 
@@ -152,3 +153,12 @@ def test_the_plan_says_what_was_set() -> None:
     )
     assert cluster_plan_of(config).pipeline is config.pipeline
     assert cluster_plan_of(config).bounded
+
+
+def test_windows_shared_by_an_iteration_follow_the_run_seed() -> None:
+    shared = [*BASE, *GRPO, "rollout.sde_window={kind: random, size: 2, per: iteration}"]
+    window, again, other = (
+        make_window(load_config(None, [*shared, f"run_seed={seed}"])) for seed in (0, 0, 1)
+    )
+    assert window == again != other
+    assert make_window(load_config(None, [*shared, "rollout.sde_window.per=rollout"])) == RandomWindow(2)

@@ -54,6 +54,17 @@ def test_random_windows_use_every_position_equally_and_default_to_the_noisy_half
     assert {window.steps(10, 5, iteration) for iteration in range(9)} == {window.steps(10, 5, 0)}
 
 
+def test_a_window_per_iteration_is_shared_by_its_rollouts() -> None:
+    starts = []
+    for shared_seed in (0, 1):
+        window = RandomWindow(2, shared_seed=shared_seed)
+        found = [{window.steps(10, seed, iteration) for seed in range(9)} for iteration in range(20)]
+        assert all(len(each) == 1 for each in found)
+        starts.append([min(each)[0] for each in found])
+    assert len(set(starts[0])) > 1
+    assert starts[0] != starts[1]
+
+
 def test_sliding_moves_by_one_every_25_iterations_and_rolls_back() -> None:
     window = SlidingWindow(size=4, every=25)
     starts = [window.steps(25, 0, iteration)[0] for iteration in range(2 * 21 * 25)]

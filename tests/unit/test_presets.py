@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -85,10 +86,23 @@ def test_errors_name_the_preset(tmp_path: Path) -> None:
         load_config(file)
 
 
-def test_differences_are_printed_as_overrides() -> None:
-    result = CliRunner().invoke(app, ["config", "--like", "diffusion-nft-sd3", "--diff"])
+@pytest.mark.parametrize(
+    ("name", "line", "differs"),
+    [
+        ("diffusion-nft-sd3", "algorithm.old_policy.count=steps", "second-order solver"),
+        ("flow_grpo-qwen-fast", "algorithm.name=flow-grpo-fast", "float32 under autocast"),
+    ],
+)
+def test_differences_are_printed_as_overrides(name: str, line: str, differs: str, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["config", "--like", name, "--diff"])
     assert result.exit_code == 0, result.output
     lines = [line.split("  # default: ")[0] for line in result.output.splitlines() if "  # default" in line]
-    assert "algorithm.old_policy.count=steps" in lines
-    assert "second-order solver" in result.output
-    assert load_config(None, lines) == load_config(None, ["like=diffusion-nft-sd3"])
+    arguments = [argument for line in lines for argument in shlex.split(line)]
+    assert len(arguments) == len(lines)
+    assert line in lines
+    assert differs in result.output
+    blank = tmp_path / "blank.yaml"
+    blank.write_text("")
+    rest = [argument for argument in arguments if not argument.startswith("like=")]
+    found = load_config(blank, rest)
+    assert found.model_copy(update={"like": name}) == load_config(None, [f"like={name}"])

@@ -216,10 +216,7 @@ SEVERAL = ("rewards=[{name: shapes}, {name: jpeg_size}]", "algorithm.advantage.c
         (["algorithm.train_samples=17"], "algorithm.train_samples"),
         (["algorithm.train_samples=1"], "algorithm.train_samples"),
         (["algorithm.advantage.over=generated"], "algorithm.advantage.over"),
-        (
-            ["algorithm.train_samples=8", *SEVERAL, "algorithm.train_policy=farthest"],
-            "algorithm.train_policy",
-        ),
+        (["algorithm.train_samples=8", *SEVERAL], "algorithm.train_policy"),
         (["algorithm.silent_groups=skip", *SEVERAL], "algorithm.silent_groups"),
         (
             ["algorithm.train_samples=8", "exploration={undo_selection: true, policy: proportional}"],

@@ -215,6 +215,9 @@ def test_lora_start_is_fixed_by_its_seed_alone() -> None:
     other = LoraSlots(net(), LoraSpec(SPEC.rank, SPEC.alpha, SPEC.targets, seed=5)).state("policy")
     assert not torch.equal(one["to_q.lora_A.weight"], other["to_q.lora_A.weight"])
     assert one["to_q.lora_A.weight"].abs().max() <= 5**-0.5
+    wide = LoraSlots(net(), LoraSpec(400, 400.0, SPEC.targets, seed=4, init="gaussian")).state("policy")
+    assert wide["to_q.lora_A.weight"].std().item() == pytest.approx(1 / 400, rel=0.1)
+    assert not wide["to_q.lora_B.weight"].any()
 
 
 def test_counts() -> None:

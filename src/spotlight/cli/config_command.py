@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -56,7 +57,7 @@ def _differences(config: RunConfig) -> str:
     from spotlight.config.preset import load_preset
 
     lines = [
-        f"{key}={_scalar(value)}  # default: {_scalar(default)}"
+        f"{shlex.quote(f'{key}={_scalar(value)}')}  # default: {_scalar(default)}"
         for key, (value, default) in changed_keys(config).items()
     ]
     if config.like is not None:

@@ -76,9 +76,10 @@ def dump_config(config: RunConfig) -> str:
 
 
 def changed_keys(config: RunConfig) -> dict[str, tuple[object, object]]:
-    """By dotted key, the value and the default of what differs; the algorithm's defaults are its own."""
+    """By dotted key, value and default of what differs; other defaults of the algorithm are its own."""
     found = config.model_dump(mode="json")
     defaults = _flat(_defaults_for({"algorithm": {"name": config.algorithm.name}}))
+    defaults[_ALGORITHM] = RunConfig().algorithm.name
     flat = _flat(found)
     return {key: (value, defaults.get(key)) for key, value in flat.items() if value != defaults.get(key)}
 

@@ -52,21 +52,21 @@ class RandomWindow:
         size: number of stochastic steps, >= 1.
         low: first step the window may contain.
         high: exclusive; None: half of the steps (or more if ``size`` needs it).
-        per_iteration: all rollouts of an iteration have the same window.
+        shared_seed: places one window per iteration, the same for all its rollouts; None: one per rollout.
     """
 
     size: int
     low: int = 0
     high: int | None = None
-    per_iteration: bool = False
+    shared_seed: int | None = None
 
     def __post_init__(self) -> None:
         _check_window(self.size, self.low, self.high)
 
     def steps(self, total_steps: int, seed: int, iteration: int) -> range:
-        """The seed's window, the same in every iteration; or the iteration's, the same for every seed."""
+        """A rollout's, the same in every iteration; or an iteration's, the same for every rollout."""
         positions = self._positions(total_steps)
-        key = (0, 1 + iteration) if self.per_iteration else (seed, 0)
+        key = (seed, 0) if self.shared_seed is None else (self.shared_seed, 1 + iteration)
         choice = int(uniform(key[0], Stream.SDE_WINDOW, key[1], 1)[0] * len(positions))
         return range(positions[choice], positions[choice] + self.size)
 

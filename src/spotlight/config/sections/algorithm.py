@@ -85,8 +85,8 @@ class AlgorithmSection(Section):
     """
     train_policy: TrainPolicy = "max_variance"
     """Which: the subset with the largest variance of rewards, ``top_and_bottom`` halves, those ``farthest``
-    from the group's mean (largest ``|advantage|``), or ``random`` ones, the control. Unused without
-    ``train_samples``.
+    from the group's mean (largest ``|advantage|``), or ``random`` ones, the control. All but these rank by
+    the total reward. Unused without ``train_samples``.
     """
     silent_groups: SilentGroups = "train"
     """Groups whose rewards are all equal, so whose advantages are 0: ``train`` them, ``skip`` them (the mean
@@ -186,17 +186,34 @@ class AlgorithmSection(Section):
     def _subset_problems(self, run: RunConfig) -> Iterator[Problem]:
         yield from self._choice_problems(run)
         by_total = {
-            "algorithm.train_policy": self.train_policy == "farthest" and self.train_samples is not None,
+            "algorithm.train_policy": self.train_policy != "random" and self.train_samples is not None,
             "algorithm.silent_groups": self.silent_groups != "train",
         }
+        if self.advantage.combine == "gdpo":
+            yield from self._spread_problems()
+            del by_total["algorithm.silent_groups"]
         if len(run.rewards) > 1 and self.advantage.combine != "sum":
             for key in (key for key, used in by_total.items() if used):
                 yield Problem(
                     key, repr(getattr(self, key.removeprefix("algorithm."))),
-                    f"{'max_variance' if key.endswith('policy') else 'train'!r} with several rewards and "
+                    f"{'random' if key.endswith('policy') else 'train'!r} with several rewards and "
                     f"algorithm.advantage.combine={self.advantage.combine}",
                     "It looks at the total reward, which does not tell the advantage then: change it, or set "
                     "algorithm.advantage.combine=sum.",
+                )  # fmt: skip
+
+    def _spread_problems(self) -> Iterator[Problem]:
+        """What would change whose spread over the batch ``gdpo`` divides by."""
+        found = {
+            "algorithm.advantage.over": (self.advantage.over, "trained"),
+            "algorithm.silent_groups": (self.silent_groups, "train"),
+        }
+        for key, (value, wanted) in found.items():
+            if value != wanted:
+                yield Problem(
+                    key, repr(value), f"{wanted!r} with algorithm.advantage.combine=gdpo",
+                    "It divides by the spread over all trained samples: leave it out, or choose another "
+                    "combination.",
                 )  # fmt: skip
 
     def _choice_problems(self, run: RunConfig) -> Iterator[Problem]:

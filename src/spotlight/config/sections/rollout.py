@@ -81,6 +81,12 @@ class RolloutConfig(Section):
                 f"nothing with model.family={run.model.family}",
                 "Its models take no scale as an input: leave it out, and guide by rollout.true_cfg_scale.",
             )  # fmt: skip
+        if self.sde_window.per == "iteration" and self.sde_window.kind != "random":
+            yield Problem(
+                "rollout.sde_window.per", "'iteration'",
+                f"'rollout' with rollout.sde_window.kind={self.sde_window.kind}",
+                "Only random windows are drawn: leave it out, or set rollout.sde_window.kind=random.",
+            )  # fmt: skip
         name = run.algorithm.name
         if not run.algorithm.learns_from_clean_samples:
             yield from self._noise_problems(name)

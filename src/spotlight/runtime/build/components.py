@@ -172,7 +172,8 @@ def make_window(config: RunConfig) -> SdeWindow | None:
         case "all":
             return AllSteps()
         case "random":
-            return RandomWindow(window.size, window.low, window.high, window.per == "iteration")
+            shared = derive_seed(config.run_seed, "sde-window") if window.per == "iteration" else None
+            return RandomWindow(window.size, window.low, window.high, shared)
         case "sliding":
             return SlidingWindow(
                 window.size, window.every, low=window.low, high=window.high, decay=window.decay
