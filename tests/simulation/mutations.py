@@ -24,6 +24,7 @@ from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLea
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.overlap import training_tasks as training_module
+from spotlight.scheduler.overlap.batches import micro_batches
 from spotlight.scheduler.overlap.slices import Slice
 from spotlight.scheduler.overlap.subset import choose_seeds
 from spotlight.scheduler.overlap.training_tasks import TrainingTasks
@@ -33,6 +34,7 @@ from spotlight.scheduler.types import (
     DropReason,
     Lease,
     LeaseId,
+    MicroBatch,
     Node,
     NodeId,
     Phase,
@@ -77,7 +79,7 @@ class Mutation:
 
 
 _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueue._check, PullQueue._revoke
-_choose_seeds = choose_seeds
+_choose_seeds, _micro_batches = choose_seeds, micro_batches
 _load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
 _add, _confirm = GpuAccounts.add, GpuAccounts.confirm
 
@@ -232,6 +234,18 @@ def _chooses_one_too_many(
     return _choose_seeds(rewards, count + 1, policy, draw_seed)
 
 
+def _cuts_groups(
+    groups: Sequence[SampleGroup],
+    iteration: int,
+    update: int,
+    size: int,
+    update_samples: int | None = None,
+    *,
+    whole_groups: bool = False,
+) -> list[MicroBatch]:
+    return _micro_batches(groups, iteration, update, size, update_samples)
+
+
 def _counts_none_left_out(
     self: TrainingTasks, rollouts: Iterable[Iterable[RolloutId]], reason: DropReason
 ) -> None:
@@ -285,6 +299,7 @@ MUTATIONS = (
     Mutation(
         "one more than configured is trained", ((training_module, "choose_seeds", _chooses_one_too_many),)
     ),
+    Mutation("micro-batches cut groups", ((training_module, "micro_batches", _cuts_groups),)),
     Mutation("samples left out have no end", ((TrainingTasks, "_leave_out", _counts_none_left_out),)),
     Mutation("groups that differ are skipped", ((TrainingTasks, "_is_silent", _calls_everything_silent),)),
     Mutation("a lost learner is not restored", ((Controller, "_restore_learner", _forgets_the_learner),)),

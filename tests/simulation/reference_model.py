@@ -29,7 +29,16 @@ from spotlight.scheduler.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.scheduler.types import Lease, LeaseId, Phase, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import (
+    Group,
+    Lease,
+    LeaseId,
+    MicroBatch,
+    Phase,
+    Purpose,
+    Rollout,
+    RolloutId,
+)
 from spotlight.simulation.virtual_driver import CONTENT, Simulation
 from spotlight.simulation.virtual_processes import PHASE_OF, VirtualGroup
 from spotlight.simulation.virtual_workers import Receipt
@@ -180,7 +189,8 @@ class ReferenceModel:
                     self._check_grant(effect, discarded)
                 case ef.DiscardSamples(rollouts):
                     discarded.update(rollouts)
-                case ef.PrepareBatch(_, groups):
+                case ef.PrepareBatch(_, groups, _, batches):
+                    self._check_batches(groups, batches)
                     for group in groups:
                         for rollout in group.rollouts:
                             self._check_sample(self.expected.issued[rollout])
@@ -337,6 +347,17 @@ class ReferenceModel:
         made_by = self.simulation.store.samples.get(rollout.id)
         real = self.simulation.store.versions[rollout.version]
         assert made_by == real, f"{rollout.id} was made by {made_by}, and is trained as {real}"
+
+    def _check_batches(self, groups: Sequence[Group], batches: Sequence[MicroBatch]) -> None:
+        """Ranks share a micro-batch evenly, and it cuts no group if the loss compares groups."""
+        plan = self.simulation.scenario.plan
+        for batch in batches:
+            assert len(batch.rollouts) % plan.ranks == 0, f"{plan.ranks} ranks cannot share {batch} evenly"
+            assert len(batch.rollouts) <= plan.micro_batch_size, f"more than a micro-batch: {batch}"
+        if plan.whole_groups:
+            for group in groups:
+                parts = [batch for batch in batches if {*group.rollouts} & {*batch.rollouts}]
+                assert len(parts) == 1, f"{group} is cut into {parts}"
 
     def _check_choice(self, iteration: int) -> None:
         """As many of each group are trained as the plan says, and those; silent groups only as it says."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from spotlight.config.sections.algorithm import AdvantagesOver, SilentGroups, TrainPolicy
@@ -106,7 +106,7 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
     explore = source.choice(times)
     more, steps = source.choice([0, 2, 4]), source.choice([2, 3])
     pipeline, bounded = _draw_pipeline(seed, explore)
-    return Plan(
+    plan = Plan(
         run_seed=source.randrange(2**31),
         iterations=source.choice([2, 3, 4, 5]),
         prompts_per_iteration=source.choice([1, 2, 3]),
@@ -136,6 +136,18 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
         bounded=bounded,
         choice=_draw_choice(seed, group_size, pipeline),
     )
+    return _with_whole_groups(seed, plan)
+
+
+def _with_whole_groups(seed: int, plan: Plan) -> Plan:
+    """With a loss that compares the samples of a group, perhaps; drawn apart, so that it changes nothing else
+    of a trial.
+    """
+    source = random.Random(f"groups {seed}")
+    group = plan.choice.of_group(plan.group_size)
+    if plan.pipeline.axis != "none" or group % plan.ranks or source.random() < 0.5:
+        return plan
+    return replace(plan, whole_groups=True, micro_batch_size=group * source.choice([1, 2]))
 
 
 def _draw_choice(seed: int, group_size: int, pipeline: PipelineConfig) -> TrainingChoice:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import combinations
 from typing import get_args
 
@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_controller import PLAN, Run
 
-from spotlight.config.errors import ConfigError
+from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import load_config
-from spotlight.config.sections.algorithm import SilentGroups, TrainPolicy
+from spotlight.config.schema import RunConfig
+from spotlight.config.sections.algorithm import DiffusionNFTConfig, SilentGroups, TrainPolicy
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -190,6 +191,22 @@ def test_a_silent_update_still_has_its_step(silent: SilentGroups, axis: str, fir
     assert [(step.update, step.samples, step.zeros) for step in steps] == [(0, 6, 0), (1, 6, 0)]
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_whole_groups_too_small_for_the_ranks_do_not_take_the_step_with_them(lost: int) -> None:
+    plan = dataclasses.replace(CHOOSES, whole_groups=True, ranks=6, micro_batch_size=6)
+    plan = dataclasses.replace(plan, choice=TrainingChoice(silent_groups="skip"))
+
+    def answer(rollout: Rollout) -> ev.Event:
+        if slot_of(rollout.id) == 1 and rollout.id.startswith("t") and rollout.member < lost:
+            return ev.RewardFailed(rollout.id, DropReason.REWARD_ERROR, "it raised")
+        return FIRST_SILENT(rollout)
+
+    run = finished(plan, answer)
+    assert {slot_of(name) for name in trained(run)} == {1 - lost}
+    (step,) = (effect for effect in run.log if isinstance(effect, ef.StepOptimizer))
+    assert step.samples == 6
+
+
 def test_silent_samples_fill_up_ranks_rather_than_others_being_left_out() -> None:
     choice = TrainingChoice(5, silent_groups="as_zero")
     run = finished(dataclasses.replace(CHOOSES, choice=choice, ranks=2, micro_batch_size=4), FIRST_SILENT)
@@ -240,3 +257,14 @@ def test_choices_that_cannot_be_made_are_errors(overrides: list[str], key: str) 
     with pytest.raises(ConfigError) as caught:
         load_config(None, overrides)
     assert key in {problem.key for problem in caught.value.problems}
+
+
+def test_an_algorithm_with_checks_of_its_own_keeps_those_of_all() -> None:
+    class OwnConfig(DiffusionNFTConfig):
+        def problems(self, run: RunConfig) -> Iterator[Problem]:
+            yield Problem("algorithm.own", "1", "2", "Set it.")
+
+    own = OwnConfig(train_samples=17, train_timesteps=11, noise_levels="steps")
+    found = load_config(None, ["rollout.steps=10"]).model_copy(update={"algorithm": own}).every_problem()
+    expected = {"algorithm.own", "algorithm.train_samples", "algorithm.train_timesteps"}
+    assert expected <= {problem.key for problem in found}

@@ -83,9 +83,9 @@ class AWM:
                 metrics[f"{slot}_distance"] = distance.detach()
         return LossTerms(loss, metrics)
 
-    def old_decay(self, batches_trained: int) -> float | None:
+    def old_decay(self, n: int) -> float | None:
         """From ``algorithm.old_policy``; None if ``old_weight`` is 0."""
-        return self.config.old_policy.decay(batches_trained) if self.config.old_weight > 0 else None
+        return self.config.old_policy.decay(n) if self.config.old_weight > 0 else None
 
     def _matching(self, velocity: Tensor, at: Noised, batch: TrainBatch) -> Tensor:
         return mean_square(velocity.float() - (at.noise - batch.final))

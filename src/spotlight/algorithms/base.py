@@ -220,9 +220,9 @@ class Algorithm(Protocol):
         ``batch.groups``, and of rows of other ranks only values without gradient are known.
         """
 
-    def old_decay(self, batches_trained: int) -> float | None:
+    def old_decay(self, n: int) -> float | None:
         """m of ``old <- m old + (1 - m) policy`` after a batch; None without an old slot.
 
-        ``batches_trained`` counts the batches (iterations) trained so far, 1 after the first; optimizer steps
-        if the section ``decays_by_steps``.
+        ``n`` counts the batches (iterations) trained so far, 1 after the first; optimizer steps if the
+        section ``decays_by_steps``.
         """

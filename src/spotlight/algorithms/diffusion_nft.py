@@ -72,6 +72,6 @@ class DiffusionNFT:
             metrics["reference_distance"] = distance.detach()
         return LossTerms(loss, metrics)
 
-    def old_decay(self, batches_trained: int) -> float:
+    def old_decay(self, n: int) -> float:
         """From ``algorithm.old_policy``."""
-        return self.config.old_policy.decay(batches_trained)
+        return self.config.old_policy.decay(n)

@@ -62,7 +62,7 @@ class VGRPO:
         loss, metrics = clipped_surrogate(log_ratio, advantages, config.clip_range)
         return LossTerms(loss, {**metrics, "surrogate": surrogate.detach()})
 
-    def old_decay(self, batches_trained: int) -> None:
+    def old_decay(self, n: int) -> None:
         """None: there is no old slot."""
         return
 

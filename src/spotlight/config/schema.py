@@ -81,6 +81,7 @@ class RunConfig(Section):
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):
                 yield from section.problems(self)
+        yield from self.algorithm.common_problems(self)
 
     def rank_problems(self, ranks: int, per_node: tuple[int, ...]) -> Iterator[Problem]:
         """What does not fit the ranks there are; see :meth:`LearnerConfig.rank_problems`."""

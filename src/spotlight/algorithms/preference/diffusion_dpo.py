@@ -67,7 +67,7 @@ class DiffusionDPO:
         }
         return LossTerms(loss, metrics)
 
-    def old_decay(self, batches_trained: int) -> None:
+    def old_decay(self, n: int) -> None:
         """None: there is no old slot."""
         return
 

@@ -134,8 +134,10 @@ class AlgorithmSection(Section):
         """Whether its loss compares the samples of a group, which must be whole in a micro-batch then."""
         return False
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Groups that overlap, micro-batches or ranks would cut."""
+    def common_problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Contradictions in the keys all algorithms have; groups that overlap, micro-batches or ranks would
+        cut. Checked whatever an algorithm's own :meth:`problems` are.
+        """
         yield from self.advantage.problems_of_parts(run.pipeline.axis)
         yield from self._subset_problems(run)
         if self.compares_groups:
@@ -263,7 +265,6 @@ class FlowGRPOConfig(AlgorithmSection):
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Weights of steps that the rollouts do not have."""
-        yield from super().problems(run)
         rollout = run.rollout
         if self.step_weights == "noise" and rollout.sampler == "cps":
             yield Problem(
@@ -320,9 +321,9 @@ class ForwardProcessSection(AlgorithmSection):
         """How many of the schedule's levels, from pure noise on, are trained; None: all."""
         return None
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Too few levels in the schedule."""
-        yield from super().problems(run)
+    def common_problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Also: too few levels in the schedule."""
+        yield from super().common_problems(run)
         available = min(run.rollout.steps, self.levels or run.rollout.steps)
         if self.noise_levels in ("steps", "stratified_steps") and self.train_timesteps > available:
             yield Problem(
@@ -348,9 +349,9 @@ class OldPolicyConfig(Section):
     count: Literal["batches", "steps"] = "batches"
     """What n is: batches trained, or optimizer steps (``learner.updates_per_batch`` per batch)."""
 
-    def decay(self, batches_trained: int) -> float:
+    def decay(self, n: int) -> float:
         """m of ``old <- m old + (1 - m) policy``."""
-        return min(self.slope * max(batches_trained - self.delay, 0), self.cap)
+        return min(self.slope * max(n - self.delay, 0), self.cap)
 
 
 class DiffusionNFTConfig(ForwardProcessSection):
@@ -429,7 +430,6 @@ class AWMConfig(ForwardProcessSection):
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """A clip without a ratio."""
-        yield from super().problems(run)
         if self.clip_range is not None and self.old_log_probs != "recompute":
             yield Problem(
                 "algorithm.clip_range", f"{self.clip_range:g}",

@@ -74,7 +74,6 @@ class VGRPOConfig(ForwardProcessSection):
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Later updates whose ratio is cut into passes."""
-        yield from super().problems(run)
         per_pass, learner = run.learner.timesteps_per_pass, run.learner
         together = per_pass != "auto" and per_pass >= self.train_timesteps
         if learner.updates_per_batch > 1 and not together:
@@ -140,7 +139,6 @@ class DGPOConfig(ForwardProcessSection):
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Levels without a schedule to take them from."""
-        yield from super().problems(run)
         if self.noisiest_steps is not None and self.noise_levels not in ("steps", "stratified_steps"):
             yield Problem(
                 "algorithm.noisiest_steps", str(self.noisiest_steps),
@@ -161,7 +159,8 @@ class DiffusionDPOConfig(ForwardProcessSection):
     """Sharpness of the preference."""
     pairs: Literal["extremes", "ranks"] = "extremes"
     """``extremes``: each group's best with its worst sample; ``ranks``: also the second best with the second
-    worst, and so on. Pairs of equal advantage teach nothing.
+    worst, and so on. Pairs of equal advantage teach nothing, nor do samples in no pair: with ``extremes``,
+    set ``algorithm.train_samples: 2``, which trains the same pairs in 2 of K of the time.
     """
     train_timesteps: PositiveInt = 1
     """Noise levels trained per pair."""
@@ -183,7 +182,6 @@ class DiffusionDPOConfig(ForwardProcessSection):
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Weights of samples, which are not preferences."""
-        yield from super().problems(run)
         if run.exploration is not None and run.exploration.undo_selection:
             yield Problem(
                 "exploration.undo_selection", "true", f"false with algorithm.name={self.name}",

@@ -305,7 +305,10 @@ class TrainingTasks:
             silent = [part for part in found if self._is_silent(part)]
             differing = [part for part in found if not self._is_silent(part)]
             begun = update in self._announced
-            if choice.silent_groups == "train" or not (differing or begun):
+            # Ranks cannot share a whole group with fewer samples, which is left out.
+            smallest = self._plan.ranks if self._plan.whole_groups else 1
+            trains = begun or any(len(part.group.rollouts) >= smallest for part in differing)
+            if choice.silent_groups == "train" or not trains:
                 kept.append(list(found))
                 continue
             spare = [name for part in silent for name in part.group.rollouts]
