@@ -14,12 +14,14 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spotlight.config.load import load_config
 from spotlight.dry_run.memory_plan import memory_parts, peak_bytes, shared_parts
 from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
+from spotlight.models import skeleton as skeletons
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.model_errors import ModelError
 from spotlight.models.skeleton import skeleton
@@ -90,6 +92,47 @@ def test_files_of_another_model_are_refused_before_sharding(random_pipeline: Pat
         )
 
 
+@pytest.mark.parametrize(("rank", "per_node"), [(2, ()), (7, ()), (6, (4, 4))])
+def test_a_rank_reads_its_rows_once_for_all_slots(
+    rank: int,
+    per_node: tuple[int, ...],
+    random_pipeline: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read: list[str] = []
+
+    def counted(file: Any, name: str, target: torch.Tensor) -> None:
+        read.append(name)
+        read_tensor(file, name, target)
+
+    read_tensor = skeletons._read_tensor
+    monkeypatch.setattr(skeletons, "_read_tensor", counted)
+    family = QwenImage.load(
+        random_pipeline, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path, deferred=True
+    )
+    slots = CopySlots(family.transformer, ["reference"])
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    try:
+        shard(slots, Ranks(rank, 8, per_node), torch.bfloat16, "node" if per_node else "all")
+        family.read_weights(list(slots.modules().values()))
+        found = {
+            (slot, name): tensor.to_local().clone()
+            for slot in slots.slots
+            for name, tensor in slots.state(slot).items()
+            if isinstance(tensor, DTensor)
+        }
+    finally:
+        dist.destroy_process_group()
+    (file,) = (random_pipeline / "transformer").glob("*.safetensors")
+    whole, parts = load_file(file), 4 if per_node else 8
+    assert sorted(read) == sorted(whole)
+    assert found.keys() == {(slot, name) for slot in slots.slots for name in whole}
+    for (_, name), rows in found.items():
+        chunks = [*whole[name].chunk(parts), *[whole[name][:0]] * parts]
+        assert torch.equal(rows, chunks[rank % parts])
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pipeline whose transformer, in files of 20 MB, is much larger than what loading needs besides."""
@@ -140,8 +183,7 @@ def _load(rank: int, small: Path, large: Path, scratch: Path, results: Queue[Any
         slots = CopySlots(family.transformer, ["reference"])
         shard(slots, Ranks(rank, 2), torch.bfloat16)
         if deferred:
-            for module in slots.modules().values():
-                family.read_weights(module)
+            family.read_weights(list(slots.modules().values()))
         return slots, _memory("VmHWM") - start
 
     load(small, deferred=True)  # whatever the first load imports

@@ -435,15 +435,15 @@ class ModelFamily(ABC):
         """Whether the transformer was loaded without its weights, for :meth:`read_weights`."""
         return self._unread is not None
 
-    def read_weights(self, module: nn.Module) -> None:
-        """Read a deferred transformer's weights into it or a copy, sharded or not.
+    def read_weights(self, modules: Sequence[nn.Module]) -> None:
+        """Read a deferred transformer's weights, once, into it and copies, all sharded alike or not.
 
         Raises:
             ModelError: they cannot be read.
         """
         if self._unread is None:
             raise RuntimeError("read_weights() of a transformer whose weights were read when it was loaded")
-        self._unread.read(module, self.device)
+        self._unread.read(modules, self.device)
 
     @property
     def text_encoder_loaded(self) -> bool:

@@ -154,6 +154,13 @@ def fill_from_files(module: nn.Module, source: Path, key: str) -> None:
         _visit_files(module, targets, source, key, _read_tensor)
 
 
+def fill_from_module(module: nn.Module, filled: nn.Module) -> None:
+    """Fill a skeleton with the weights of another module, which is alike and sharded alike."""
+    with filling(module) as targets:
+        for name, source in base_state(filled).items():
+            _local(targets[name]).copy_(_local(source))
+
+
 def _visit_files(
     module: nn.Module,
     targets: Mapping[str, Tensor],
@@ -201,6 +208,10 @@ def _read_tensor(file: Any, name: str, target: Tensor) -> None:
         target.to_local().copy_(file.get_slice(name)[rows])
 
 
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _rows(tensor: DTensor) -> slice:
     """This rank's rows of a tensor that FSDP2 sharded: as even as ``torch.chunk`` makes them."""
     mesh = tensor.device_mesh
@@ -223,7 +234,7 @@ def filling(module: nn.Module) -> Iterator[dict[str, Tensor]]:
     targets = base_state(module)
     yield targets
     # Tensors are written front to back, so the last value shows whether one is complete.
-    here = {n: t.to_local() if isinstance(t, DTensor) else t for n, t in targets.items()}
+    here = {name: _local(target) for name, target in targets.items()}
     floats = {n: t.reshape(-1)[-1].float() for n, t in here.items() if t.is_floating_point() and t.numel()}
     empty = torch.stack([*floats.values(), torch.zeros((), device=next(iter(here.values())).device)])
     lacking = [name for name, nan in zip(floats, empty.isnan().tolist(), strict=False) if nan]

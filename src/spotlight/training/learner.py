@@ -123,8 +123,7 @@ class Learner:
             recompute_blocks(slots.modules()["policy"], config.recompute_every)
         shard(slots, self.ranks, self.autocast, config.shard)
         if family.deferred:
-            for module in slots.modules().values():
-                family.read_weights(module)
+            family.read_weights(list(slots.modules().values()))
         self.optimizer = _adamw(slots, config)
         self.passes = TrainingPasses(
             algorithm,

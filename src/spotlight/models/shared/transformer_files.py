@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from spotlight.models.experts import Experts, denoisers
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, weight_files
-from spotlight.models.skeleton import allocate, check_files, fill_from_files, load_weights, skeleton
+from spotlight.models.skeleton import (
+    allocate,
+    check_files,
+    fill_from_files,
+    fill_from_module,
+    load_weights,
+    skeleton,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +72,22 @@ class TransformerFiles:
 
         return read
 
-    def read(self, module: nn.Module, device: torch.device) -> None:
-        """Give ``module`` memory on ``device`` where it has none, and its weights.
+    def read(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        """Give modules memory on ``device`` where they have none, and the same weights, which are read once.
+
+        Args:
+            modules: alike, and sharded alike.
 
         Raises:
             ModelError: unreadable, or weights of another model.
         """
-        for name, part in denoisers(module).items():
+        first, *others = map(denoisers, modules)
+        for name, part in first.items():
             allocate(part, device)
             fill_from_files(part, self.sources[name], self.key)
+            for other in others:
+                allocate(other[name], device)
+                fill_from_module(other[name], part)
 
 
 def weight_sources(files: PipelineFiles, names: Sequence[str], override: str | None) -> TransformerFiles:
@@ -111,7 +125,7 @@ def load_transformers(
     if deferred:
         weights.check(module)
     else:
-        weights.read(module, device)
+        weights.read([module], device)
     return module
 
 
