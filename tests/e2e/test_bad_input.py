@@ -216,7 +216,13 @@ def test_a_place_that_cannot_be_written_is_refused(
     assert file.read_text() == "mine"
 
 
-@pytest.mark.parametrize("moment", [At("work training", 3, FILL_DISK), At(".writing-000003", 1, FILL_DISK)])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param(At("work training", 3, FILL_DISK), marks=pytest.mark.slow),
+        At(".writing-000003", 1, FILL_DISK),
+    ],
+)
 def test_a_full_disk_stops_the_run_and_loses_nothing_committed(
     job: Job, straight: Straight, moment: At
 ) -> None:

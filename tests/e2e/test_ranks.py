@@ -67,7 +67,8 @@ def test_two_ranks_do_what_one_does(job: Job, algorithm: str) -> None:
     assert max(float(tensor.abs().max()) for name, tensor in lora(two).items() if "lora_B" in name) > 5e-4
 
 
-@pytest.mark.parametrize("first", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # the first tier loads such states in tests/invariant/test_learner_ranks.py
+@pytest.mark.parametrize("first", [1, 2])
 def test_checkpoints_are_taken_up_by_another_number_of_ranks(job: Job, first: int) -> None:
     overrides = [*NFT, *RANKS]
     straight, name = job.root / f"one-{len(overrides)}", f"from-{first}-ranks"

@@ -29,7 +29,24 @@ def test_a_seed_fixes_everything(seed: int) -> None:
     assert first.log_hash != run_trial(draw_trial(seed + 1)).log_hash
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.bug.replace(" ", "-"))
+MANY_SEEDS = {
+    "a repeated grant counts steps from now",
+    "leases never expire",
+    "unanswered commands are not repeated",
+    "the best are trained, not the extremes",
+}
+"""Bugs that take many seeds to find; the first tier finds the others."""
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        pytest.param(
+            each, marks=pytest.mark.slow if each.bug in MANY_SEEDS else (), id=each.bug.replace(" ", "-")
+        )
+        for each in MUTATIONS
+    ],
+)
 def test_planted_bugs_are_found(mutation: Mutation) -> None:
     assert find(mutation, SEEDS) is not None
 
