@@ -55,6 +55,13 @@ def test_no_other_subset_has_more_variance(rewards: dict[int, float], count: int
     assert sample_variance([rewards[seed] for seed in chosen]) == pytest.approx(best, rel=1e-6, abs=1e-9)
 
 
+@given(REWARDS)
+def test_of_two_one_is_the_best_and_one_the_worst(rewards: dict[int, float]) -> None:
+    """So that diffusion-dpo with ``extremes`` needs no others."""
+    low, high = sorted(rewards[seed] for seed in choose_seeds(rewards, 2, "max_variance", 0))
+    assert (low, high) == pytest.approx((min(rewards.values()), max(rewards.values())), rel=1e-6, abs=1e-6)
+
+
 @given(REWARDS, st.integers(2, 10))
 def test_the_farthest_are_no_nearer_to_the_mean_than_the_rest(rewards: dict[int, float], count: int) -> None:
     chosen = choose_seeds(rewards, count, "farthest", 0)
