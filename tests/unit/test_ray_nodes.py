@@ -286,5 +286,15 @@ def test_facts_cross_versions() -> None:
 
 
 def test_the_drivers_list_of_gpus() -> None:
-    text = "NVIDIA H200, 143771\nNVIDIA A100-SXM4-80GB MIG 1g.10gb, [N/A]\n\n"
-    assert parse_nvidia_smi(text) == (Gpu("NVIDIA H200", 143771 << 20),)
+    text = "0, GPU-1a2, NVIDIA H200, 143771\n1, GPU-1b3, NVIDIA A100, [N/A]\n\n2, GPU-1b4, NVIDIA L4, 23034\n"
+    h200, l4 = Gpu("NVIDIA H200", 143771 << 20), Gpu("NVIDIA L4", 23034 << 20)
+    for visible, expected in (
+        (None, (h200, l4)),
+        ("2", (l4,)),
+        ("2, 0", (h200, l4)),
+        ("GPU-1a", (h200,)),
+        ("GPU-1b4,1", (l4,)),
+        ("MIG-5", ()),
+        ("", ()),
+    ):
+        assert parse_nvidia_smi(text, visible) == expected, visible

@@ -36,7 +36,7 @@ class NodeFacts:
     """A node, as its agent sees it.
 
     Attributes:
-        gpus: empty if ``nvidia-smi`` is missing.
+        gpus: those that Ray was started with; empty if ``nvidia-smi`` is missing, and without MIG instances.
         shm_free_bytes: free space in /dev/shm, where workers of a node share weights.
         boot_id: of the machine, shared by all Ray nodes on it.
     """
@@ -124,13 +124,23 @@ def incompatibility(node: str, here: NodeFacts, there: NodeFacts) -> Problem | N
     )
 
 
-def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:
-    """Parse lines of ``name, MiB``; GPUs without a memory size (MIG parts) are left out."""
+def parse_nvidia_smi(text: str, visible: str | None) -> tuple[Gpu, ...]:
+    """Parse lines of ``index, UUID, name, MiB``; GPUs without a memory size are left out.
+
+    Args:
+        visible: ``CUDA_VISIBLE_DEVICES``, which nvidia-smi ignores; None: not set. Its numbers are taken as
+            indices, which is CUDA's order too if GPUs are alike or CUDA_DEVICE_ORDER is PCI_BUS_ID.
+    """
+    named = None if visible is None else [entry.strip() for entry in visible.split(",")]
     found = []
     for line in text.splitlines():
-        name, _, memory = line.rpartition(",")
-        if name and memory.strip().isdecimal():
-            found.append(Gpu(name.strip(), int(memory) << 20))
+        index, uuid, name, memory = (field.strip() for field in (*line.split(",", 3), "", "", "")[:4])
+        # CUDA takes beginnings of UUIDs.
+        seen = named is None or any(
+            each == index or (each.startswith("GPU-") and uuid.startswith(each)) for each in named
+        )
+        if seen and name and memory.isdecimal():
+            found.append(Gpu(name, int(memory) << 20))
     return tuple(found)
 
 
@@ -138,12 +148,13 @@ def _gpus() -> tuple[Gpu, ...]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return ()
-    command = [tool, "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    command = [tool, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ()
-    return parse_nvidia_smi(asked.stdout) if asked.returncode == 0 else ()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return parse_nvidia_smi(asked.stdout, visible) if asked.returncode == 0 else ()
 
 
 def _installed(package: str) -> str:

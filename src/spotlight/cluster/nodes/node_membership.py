@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from spotlight.cluster.nodes.agent import NodeAgent, plain_settings
 from spotlight.cluster.nodes.drain import drain_node
 from spotlight.cluster.nodes.facts import NodeFacts, heard, incompatibility
-from spotlight.cluster.nodes.listing import RayNode, diff, read_view
+from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, diff, read_view
 from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate, read_messages
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.remote_calls import cause_of
@@ -148,7 +148,12 @@ def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
     """Start a node's agent; it lives as long as its handle, this driver and the node."""
     strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
     options = ray.remote(NodeAgent).options(
-        num_cpus=0, max_restarts=0, max_concurrency=_CALLS_AT_ONCE, scheduling_strategy=strategy
+        num_cpus=0,
+        max_restarts=0,
+        max_concurrency=_CALLS_AT_ONCE,
+        scheduling_strategy=strategy,
+        # It tells which GPUs Ray was started with, though it has none itself.
+        runtime_env=ALL_GPUS_VISIBLE if node.gpus else None,
     )
     handle: ActorHandle = options.remote(node.ray_id, node.session, plain_settings(settings))
     return handle

@@ -108,5 +108,6 @@ def _device_problems(run: RunConfig) -> Iterator[Problem]:
         if reward.device == "learner" and (ray or run.device == "cpu"):
             yield Problem(
                 key, "'learner'", "another with fleet.driver=ray" if ray else "another with device=cpu",
-                "Set device: cuda, for a GPU of its own, or cpu.",
+                "Set device: cpu, or on a cluster (fleet.address) cuda, for a GPU of its own." if ray
+                else "Set device: cpu.",
             )  # fmt: skip
