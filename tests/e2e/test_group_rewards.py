@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 
 import pytest
-from main_job import NFT, Job, clean_audit
+from main_job import NFT, Job, clean_audit, run_ranks
 
 from spotlight.config.errors import ConfigError
 from spotlight.store.ledger.ledger_audit import AuditLimits
@@ -15,13 +15,19 @@ RANKS = "rewards=[{name: 'reward_functions:brightest'}]"
 SIZES = ("iterations=2", "rollout.group_size=4", "rollout.batch_size=3", "evaluation.every=1")
 
 
-def test_groups_are_scored_whole_and_the_ledger_says_of_how_many(job: Job) -> None:
-    heard = job.train("groups", *NFT, *SIZES, RANKS)
-    assert heard.result is not None
-    assert heard.result.summary is not None
-    report = clean_audit(job.root / "groups", AuditLimits(group_size=4))
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_groups_are_scored_whole_and_the_ledger_says_of_how_many(job: Job, ranks: int) -> None:
+    run = job.root / f"groups-{ranks}"
+    if ranks == 1:
+        heard = job.train(run.name, *NFT, *SIZES, RANKS)
+        assert heard.result is not None
+        assert heard.result.summary is not None
+    else:  # leases cut across groups, and ranks across leases
+        ended = run_ranks(ranks, job.arguments(run.name, *NFT, *SIZES, RANKS), answer=run)
+        assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * ranks
+    report = clean_audit(run, AuditLimits(group_size=4))
     assert report.counts.trained == 2 * 2 * 4
-    with closing(sqlite3.connect(job.root / "groups" / "ledger.sqlite")) as connection:
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
         rows = connection.execute("SELECT rollout, name, value FROM rewards").fetchall()
     values: dict[str, dict[str, dict[str, float]]] = {}
     for rollout, name, value in rows:

@@ -7,8 +7,10 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 
+from spotlight.rewards.pool.waiting import SampleGroup
 from spotlight.rewards.results import FailureKind, RewardBatch, RewardFailure
 from spotlight.runtime.inline import _REASON, InlineDriver, InlineParts, _Scoring
 from spotlight.scheduler.cluster.queue import PullQueue
@@ -108,3 +110,17 @@ def test_each_way_a_reward_fails_has_a_reason_of_its_own() -> None:
     assert {kind: reason.value for kind, reason in _REASON.items()} == {
         kind: f"reward_{kind.value}" for kind in FailureKind
     }
+
+
+def test_ranks_take_whole_groups_in_turn() -> None:
+    names = [RolloutId(f"{group}{member}") for group in "abc" for member in range(4)]
+    groups = {name: SampleGroup(name[0], 4) for name in names}
+    made = [
+        {name: np.full((1, 1, 3), at) for at, name in enumerate(names) if at % 2 == rank} for rank in (0, 1)
+    ]
+    parts = [SimpleNamespace(ranks=SimpleNamespace(rank=r, world=2, share=lambda _: made)) for r in (0, 1)]
+    drivers = [InlineDriver(cast(InlineParts, part)) for part in parts]
+    for expected in (["ac", "b"], ["b", "ac"]):  # the next submission goes on where this one ended
+        found = [each._whole_groups(own, groups) for each, own in zip(drivers, made, strict=True)]
+        assert [list(own) for own in found] == [[n for n in names if n[0] in which] for which in expected]
+        assert all(own[name][0, 0, 0] == names.index(name) for own in found for name in own)

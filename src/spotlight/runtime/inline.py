@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from base64 import b64decode, b64encode
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -145,6 +145,7 @@ class InlineDriver:
     _unsubmitted: list[Rollout] = field(default_factory=list)
     _gate: GroupGate = field(default_factory=GroupGate)
     _groups: dict[RolloutId, SampleGroup] = field(default_factory=dict)
+    _group_turn: int = 0
     _lineage: int = 0
     _group: ef.FormGroup | None = None
     _seen: LeaseId | None = None
@@ -323,16 +324,33 @@ class InlineDriver:
         if not self._unsubmitted:
             return
         rollouts, self._unsubmitted = tuple(self._unsubmitted), []
-        mine = tuple(rollout for rollout in rollouts if rollout.id in self._samples)
+        images = {each.id: self._samples[each.id].image for each in rollouts if each.id in self._samples}
+        groups = {each.id: self._groups.pop(each.id) for each in rollouts} if self._groups else {}
+        if groups and self.parts.ranks.world > 1:
+            images = self._whole_groups(images, groups)
+        mine = tuple(rollout for rollout in rollouts if rollout.id in images)
         prompts = [self.parts.controller.prompts[rollout.prompt_id] for rollout in mine]
         future = self.parts.rewards.submit(
-            [self._samples[rollout.id].image for rollout in mine],
+            [images[rollout.id] for rollout in mine],
             [prompt.text for prompt in prompts],
             [prompt.metadata for prompt in prompts],
-            [self._groups.pop(rollout.id) for rollout in mine] if self._groups else None,
+            [groups[rollout.id] for rollout in mine] if groups else None,
         )
         names = tuple(rollout.id for rollout in mine)
         self._scoring.append(_Scoring(rollouts, names, future, self._lineage))
+
+    def _whole_groups(
+        self, images: Mapping[RolloutId, Picture], groups: Mapping[RolloutId, SampleGroup]
+    ) -> dict[RolloutId, Picture]:
+        """The pictures of this rank's groups, made on any rank; ranks take the groups in turn."""
+        ranks, turn = self.parts.ranks, self._group_turn
+        owner = {group: (turn + at) % ranks.world for at, group in enumerate(dict.fromkeys(groups.values()))}
+        self._group_turn = (turn + len(owner)) % ranks.world
+        everyones: dict[RolloutId, Picture] = {}
+        for shared in ranks.share(dict(images)):
+            everyones |= shared
+        mine = [each for each, group in groups.items() if owner[group] == ranks.rank and each in everyones]
+        return {each: everyones[each] for each in mine}
 
     def _stopping_failure(self) -> bool:
         """Whether a sample already failed so as to stop the run, so that denoising may end early.

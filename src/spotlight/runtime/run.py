@@ -100,7 +100,7 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
     require_prompts(config, prompts)
     starter = build.local_starter(config)  # too few GPUs: said before a large model is read
     model = prepare_model(config, device, ranks)
-    rewards = stack.enter_context(build.make_reward_pool(config, ranks.world, starter=starter))
+    rewards = stack.enter_context(build.make_reward_pool(config, starter=starter))
     used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
     conditions = fill_embeddings(config, model, used, ranks)

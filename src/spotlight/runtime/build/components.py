@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -261,13 +260,13 @@ def embedded_guidance(config: RunConfig) -> float | None:
 
 
 def make_reward_pool(
-    config: RunConfig, ranks: int = 1, *, merges: bool = False, starter: ScorerStarter | None = None
+    config: RunConfig, *, merges: bool = False, starter: ScorerStarter | None = None
 ) -> RewardPool:
     """Start the reward processes; arguments as of :class:`RewardPool`.
 
     Raises:
         RewardSetupError: a reward cannot be loaded.
-        ConfigError: a reward compares groups, which this run does not have in one place.
+        ConfigError: a reward compares groups, which this run does not score whole.
     """
     policy = config.reward_policy
     require_names(config.rewards)
@@ -279,9 +278,15 @@ def make_reward_pool(
         merges=merges,
         starter=starter,
     )
-    if pool.compares_groups and (problems := list(_group_problems(config, pool.compares_groups, ranks))):
+    if pool.compares_groups and config.exploration is not None:
         pool.close()
-        raise ConfigError("the configuration", problems)
+        names = " and ".join(map(repr, pool.compares_groups))
+        problem = Problem(
+            "rewards", f"{names}, which compares the samples of a group, with exploration",
+            "rewards that score each sample by itself",
+            "Leave out exploration: its previews are scored one by one, as they come.",
+        )  # fmt: skip
+        raise ConfigError("the configuration", [problem])
     return pool
 
 
@@ -305,20 +310,6 @@ def local_starter(config: RunConfig) -> ScorerStarter:
         return RewardProcess(reward, start_deadline_s, replica, replicas, environment)
 
     return start
-
-
-def _group_problems(config: RunConfig, rewards: Sequence[str], ranks: int) -> Iterator[Problem]:
-    found = f"{' and '.join(map(repr, rewards))}, which compares the samples of a group"
-    if ranks > 1:
-        yield Problem(
-            "rewards", f"{found}, on {ranks} ranks that score a part of each group", "one process",
-            "Set fleet.driver=ray with fleet.learner_ranks, or start it without torchrun.",
-        )  # fmt: skip
-    if config.exploration is not None:
-        yield Problem(
-            "rewards", f"{found}, with exploration", "rewards that score each sample by itself",
-            "Leave out exploration: its previews are scored one by one, as they come.",
-        )  # fmt: skip
 
 
 def make_engine(config: RunConfig, family: ModelFamily, negative: Condition) -> Engine:
