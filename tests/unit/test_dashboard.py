@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -589,6 +590,50 @@ def test_changes_of_a_live_run_are_told(empty_place: Path) -> None:
             assert overview.json()["iterations"] == 2
             writer.commit()
         assert 'data: {"names": ["run"]}' in lines  # read on until it comes
+
+
+def test_twenty_clients_cost_what_one_costs(empty_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = make_run(empty_place / "run", 2)
+    clients, changes, asked = 20, 3, ("overview", "cluster", "log")
+    monkeypatch.setattr(answers_module, "_STALE_S", math.inf)
+    monkeypatch.setattr(answers_module, "_QUICK_S", math.inf)
+    computed: list[tuple[str, str]] = []
+
+    def counted(what: str, compute: answers_module.Answer) -> answers_module.Answer:
+        def answer(run: RunFolder, query: answers_module.Query) -> Json | None:
+            computed.append((what, run.signature()))
+            return compute(run, query)
+
+        return answer
+
+    for what in asked:
+        monkeypatch.setitem(answers_module.ANSWERS, what, counted(what, answers_module.ANSWERS[what]))
+    together = threading.Barrier(clients + 1, timeout=120)
+
+    def watch(address: str) -> None:
+        with (
+            httpx2.Client(base_url=address, timeout=120) as client,
+            client.stream("GET", "/api/changes") as stream,
+        ):
+            assert stream.status_code == 200
+            for _ in range(changes):
+                together.wait()
+                assert {client.get(f"/api/runs/run/{what}").status_code for what in asked} == {200}
+                together.wait()
+
+    with (
+        closing(sqlite3.connect(paths.ledger, isolation_level=None)) as writer,
+        served(empty_place) as address,
+        ThreadPoolExecutor(clients) as pool,
+    ):
+        watching = [pool.submit(watch, address) for _ in range(clients)]
+        for _ in range(changes):
+            writer.execute("UPDATE attempts SET seen_at = seen_at + 1")
+            together.wait()
+            together.wait()
+        for each in watching:
+            each.result()
+    assert len(computed) == len(set(computed)) == changes * len(asked)
 
 
 def test_the_command_starts_light_and_ends_with_the_run(places: Path) -> None:

@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from spotlight.dashboard.figures import Json
+from spotlight.dashboard.prometheus import RunFigure, run_figures
 from spotlight.dashboard.run_folders import RunFolder
 from spotlight.dashboard.views import gallery as gallery_views
 from spotlight.dashboard.views.curves import CurveReader, SpentDollars, curve, curve_names, read_spent
@@ -80,6 +81,7 @@ class RunAnswers:
 
     _kept: OrderedDict[tuple[object, ...], _Kept[Json | None]] = field(default_factory=OrderedDict)
     _headlines: dict[RunFolder, _Kept[Json]] = field(default_factory=dict)
+    _figures: dict[RunFolder, _Kept[tuple[RunFigure, ...]]] = field(default_factory=dict)
     _spent: dict[RunFolder, _Kept[SpentDollars]] = field(default_factory=dict)
     _readers: dict[RunFolder, CurveReader] = field(default_factory=dict)
     _audits: dict[RunFolder, _Audit] = field(default_factory=dict)
@@ -111,6 +113,13 @@ class RunAnswers:
         with self._lock:
             kept = self._headlines.setdefault(run, _Kept())
         return kept.fresh(run, lambda: headline(run))
+
+    def figures(self, run: RunFolder) -> tuple[RunFigure, ...]:
+        """See :func:`.prometheus.run_figures`."""
+        with self._lock:
+            kept = self._figures.setdefault(run, _Kept())
+            reader = self._readers.setdefault(run, CurveReader(run))
+        return kept.fresh(run, lambda: run_figures(run, reader))
 
     def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
         with self._lock:

@@ -5,6 +5,7 @@
     GET /api/runs/RUN/WHAT          see ``answers.py``
     GET /api/runs/RUN/picture/N/I   one picture of the evaluation at iteration N
     GET /api/changes                server-sent events: a run's files have changed
+    GET /metrics                    figures of all runs for Prometheus
 
 Only GET is answered, nothing is written, and files are read by name from a list (``run_folders.py``).
 Imports FastAPI.
@@ -35,6 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from spotlight.dashboard.answers import BadQueryError, RunAnswers
 from spotlight.dashboard.figures import Json
 from spotlight.dashboard.page_files import CONTENT_POLICY, PAGE_FILES, page_file, plotly_file
+from spotlight.dashboard.prometheus import CONTENT_TYPE, exposition
 from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.gallery import picture_file
 from spotlight.store.store_errors import StoreError
@@ -173,6 +175,11 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
         found = [answers.headline(run) for run in shown.look().values()]
         places = [str(place) for place in shown.places]
         return _json({"runs": found, "places": places, "plotly": version("plotly")})
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        found = {name: answers.figures(run) for name, run in shown.look().items()}
+        return Response(exposition(found), headers={"Content-Type": CONTENT_TYPE})
 
     @app.get("/api/runs/{name}/picture/{iteration}/{index}")
     def picture(name: str, iteration: int, index: int) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Connection, Error
 
@@ -25,6 +26,18 @@ from spotlight.store.store_errors import StoreError
 AUTOMATIC_BYTES_MAX = 256 << 20
 """Ledger and newest checkpoint together: a larger run is audited only when asked."""
 _RECENT = 20
+UNREADABLE = (StoreError, Error, OSError, ArithmeticError, ValueError, RecursionError)
+"""What reading a directory that is damaged, or no run's, may raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodesNow:
+    """Nodes with workers, and the workers; ``noticed`` are those that have a preemption notice."""
+
+    reserved: int
+    spot: int
+    noticed: int
+    workers: int
 
 
 def overview(run: RunFolder) -> Json:
@@ -44,13 +57,13 @@ def overview(run: RunFolder) -> Json:
         closing(queries.open_readonly(run.ledger())) as connection,
         queries.consistent_reading(connection),
     ):
-        (iterations,) = connection.execute(_ITERATIONS).fetchone()
+        (iterations,) = connection.execute(ITERATIONS).fetchone()
         attempts = read_attempts(connection)
         worked_s = queries.worked_s(connection)
         usd = queries.cost_usd(connection)
         ahead = forecast(*spent_usd(connection), planned)
         preemptions, noticed = queries.preemptions(connection)
-        nodes = _nodes_now(connection)
+        nodes = nodes_now(connection)
         seconds = queries.gpu_seconds_by_phase(connection)
     state = state_of(attempts)
     rows = recent_rows(run, _RECENT + 1)
@@ -69,7 +82,9 @@ def overview(run: RunFolder) -> Json:
         "attempts": len(attempts),
         "preemptions": preemptions,
         "noticed": noticed,
-        "nodes": nodes if state == "running" else None,
+        "nodes": {"reserved": nodes.reserved, "spot": nodes.spot, "noticed": nodes.noticed}
+        if state == "running"
+        else None,
         "phases": {phase.value: spent for phase, spent in seconds.items() if spent},
         "validations": validation_rows(run),
         "row": rows[-1] if rows else {},
@@ -84,9 +99,9 @@ def headline(run: RunFolder) -> Json:
         if run.readable(run.paths.ledger) is None:
             return {**begun, "state": "new"}
         with closing(queries.open_readonly(run.ledger())) as connection:
-            (iterations,) = connection.execute(_ITERATIONS).fetchone()
+            (iterations,) = connection.execute(ITERATIONS).fetchone()
             return {**begun, "state": state_of(read_attempts(connection)), "iterations": iterations}
-    except (StoreError, Error, OSError, ArithmeticError, ValueError, RecursionError):
+    except UNREADABLE:
         return {**begun, "state": "unreadable"}
 
 
@@ -174,17 +189,15 @@ def _left_s(rows: Sequence[Mapping[str, float | None]], planned: int | None, ite
     return (times[-1] - times[0]) / (len(times) - 1) * max(0, planned - iterations)
 
 
-def _nodes_now(connection: Connection) -> Json:
-    """Nodes of the newest attempt with workers on them: reserved, spot, and those with a notice."""
-    nodes = {node_of(worker) for (worker,) in connection.execute(_WORKERS_NOW)}
+def nodes_now(connection: Connection) -> NodesNow:
+    """Nodes of the newest attempt that have workers."""
+    workers = [worker for (worker,) in connection.execute(_WORKERS_NOW)]
+    nodes = set(map(node_of, workers))
     # Runs without Ray have workers, and no incidents of nodes.
     told = {node: (spot, kind) for node, spot, kind in connection.execute(_NODES) if node in nodes}
     spot = sum(spot for spot, _ in told.values())
-    return {
-        "reserved": len(nodes) - spot,
-        "spot": spot,
-        "noticed": sum(kind == Incident.NODE_NOTICED for _, kind in told.values()),
-    }
+    noticed = sum(kind == Incident.NODE_NOTICED for _, kind in told.values())
+    return NodesNow(len(nodes) - spot, spot, noticed, len(workers))
 
 
 def _incident_counts(history: History) -> Json:
@@ -218,7 +231,7 @@ _ABOUT = (
     "fleet.spot.trace",
     "run_seed",
 )
-_ITERATIONS = "SELECT COALESCE(MAX(iteration) + 1, 0) FROM optimizer_steps"
+ITERATIONS = "SELECT COALESCE(MAX(iteration) + 1, 0) FROM optimizer_steps"
 _WORKERS_NOW = """
 SELECT worker FROM attempt_workers
 WHERE attempt = (SELECT MAX(number) FROM attempts) AND left_at IS NULL

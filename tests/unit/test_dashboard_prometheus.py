@@ -1,0 +1,146 @@
+"""``/metrics``: what it says of runs, its format, and the files of ``monitoring`` that rest on it."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+from tests.unit.dashboard_run import make_run
+from tests.unit.store_history import SCRATCH
+
+from spotlight.dashboard.dashboard_app import dashboard_app
+from spotlight.dashboard.prometheus import CONTENT_TYPE, RunFigure, exposition
+
+MONITORING = Path(__file__).parents[2] / "monitoring"
+LINE = re.compile(r'([a-z_]+)\{((?:[a-z_]+="(?:[^"\\\n]|\\[\\"n])*",?)+)\} (\S+)')
+LABEL = re.compile(r'([a-z_]+)="((?:[^"\\\n]|\\[\\"n])*)"')
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture(scope="module")
+def place() -> Iterator[Path]:
+    with TemporaryDirectory(dir=SCRATCH) as scratch:
+        paths = make_run(Path(scratch) / "wild", 12)
+        with paths.metrics.open("a") as file:
+            file.write(
+                '{"iteration": 12, "samples_trained": 48, "wall_s": 1, "odd \\"\\ud800\\\\name": 2.5}\n'
+            )
+        broken = Path(scratch) / "broken"
+        broken.mkdir()
+        (broken / "config.yaml").write_text("iterations: 3\n")
+        (broken / "ledger.sqlite").write_bytes(os.urandom(5000))
+        new = Path(scratch) / "new"
+        new.mkdir()
+        (new / "config.yaml").write_text("iterations: 3\n")
+        yield Path(scratch)
+
+
+def parsed(text: str) -> Samples:
+    """The samples by family and labels; each family is announced once, before its samples."""
+    found: Samples = {}
+    family = ""
+    met: set[str] = set()
+    assert text.endswith("\n") or not text
+    for line in text.split("\n")[:-1]:
+        if line.startswith("# HELP "):
+            family = line.split(" ")[2]
+            assert family not in met
+            met.add(family)
+        elif line.startswith("# TYPE "):
+            assert re.fullmatch(rf"# TYPE {family} (counter|gauge)", line)
+            assert line.endswith("counter") == family.endswith("_total")
+        else:
+            matched = LINE.fullmatch(line)
+            assert matched is not None, line
+            assert matched[1] == family
+            labels = frozenset((name, unescaped(value)) for name, value in LABEL.findall(matched[2]))
+            assert (family, labels) not in found
+            found[family, labels] = float(matched[3])
+    return found
+
+
+def unescaped(text: str) -> str:
+    return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], text)
+
+
+@pytest.fixture(scope="module")
+def samples(place: Path) -> Samples:
+    client = TestClient(dashboard_app([place]), base_url="http://localhost")
+    answer = client.get("/metrics")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, CONTENT_TYPE)
+    return parsed(answer.text)
+
+
+def value(samples: Samples, family: str, run: str = "wild", **labels: str) -> float:
+    return samples[f"spotlight_{family}", frozenset({"run": run, **labels}.items())]
+
+
+def test_the_figures_are_those_of_the_page(samples: Samples, place: Path) -> None:
+    client = TestClient(dashboard_app([place]), base_url="http://localhost")
+    page, money = (client.get(f"/api/runs/wild/{what}").json() for what in ("overview", "money"))
+    assert value(samples, "iterations") == page["iterations"]
+    assert value(samples, "iterations_planned") == page["planned"]
+    assert value(samples, "policy_version") == page["iterations"]
+    assert value(samples, "cost_usd_total") == pytest.approx(page["usd"])
+    for each in money["phases"]:
+        assert value(samples, "worker_seconds", phase=each["phase"]) == pytest.approx(each["seconds"])
+    assert value(samples, "incidents_total", kind="node_lost", node="spot") == page["preemptions"]
+    accounting = client.get("/api/runs/wild/accounting").json()
+    assert value(samples, "rollouts_issued", purpose="train") == accounting["issued"]
+    trained = value(samples, "rollouts_ended", purpose="train", outcome="trained", reason="")
+    assert trained == accounting["trained"]
+    late = value(samples, "rollouts_ended", purpose="train", outcome="dropped", reason="reward_error")
+    assert late == 1
+    assert value(samples, "rollouts_in_flight", purpose="train") == accounting["in_flight"]
+    assert value(samples, "run_state", state="stopped") == 1
+    assert value(samples, "nodes", kind="spot") == 0  # the run does not run
+    assert math.isfinite(value(samples, "metric", name="train/loss"))
+
+
+def test_a_run_that_cannot_be_read_says_so_and_hides_no_other(samples: Samples) -> None:
+    assert [value(samples, "run_readable", run) for run in ("wild", "new", "broken")] == [1, 1, 0]
+    assert value(samples, "run_state", "new", state="new") == 1
+    assert value(samples, "metric", name='odd "\\ud800\\name') == 2.5
+
+
+def test_the_token_is_asked_for(place: Path) -> None:
+    client = TestClient(dashboard_app([place], "a token"))
+    assert client.get("/metrics").status_code == 401
+    assert client.get("/metrics", headers={"Authorization": "Bearer a token"}).status_code == 200
+
+
+@given(st.text(), st.dictionaries(st.text(max_size=9), st.floats(), max_size=3))
+def test_whatever_runs_and_metrics_are_called_is_read_back(run: str, metrics: dict[str, float]) -> None:
+    figures = [RunFigure("spotlight_metric", number, (("name", name),)) for name, number in metrics.items()]
+    found = parsed(exposition({run: figures}))
+    assert len(found) == len(metrics)
+    for name, number in metrics.items():
+        again = found["spotlight_metric", frozenset({("run", run), ("name", name)})]
+        assert again == number or (math.isnan(again) and math.isnan(number))
+
+
+@pytest.mark.parametrize("name", ["spotlight-alerts.yml", "grafana-dashboard.json", "alerts-test.yml"])
+def test_the_files_name_families_that_there_are(name: str, samples: Samples) -> None:
+    there = {family for family, _ in samples} | {"spotlight_filled_seconds"}
+    named = set(re.findall(r"\bspotlight_[a-z_]+", (MONITORING / name).read_text()))
+    assert named <= there
+    page = (MONITORING.parent / "docs" / "howto" / "prometheus.md").read_text()
+    assert there <= set(re.findall(r"spotlight_[a-z_]+", page))
+
+
+def test_every_panel_has_a_query_of_the_chosen_runs() -> None:
+    board = json.loads((MONITORING / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    assert len(queries) >= len(board["panels"])
+    assert all('run=~"$run"' in query for query in queries)
+    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
+    assert len(places) == len(set(places))
