@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from torch import Tensor
-from worker_ranks import Deadline, Mishap, Ranks
+from worker_ranks import Deadline, Mishap, Ranks, Room
 from worker_world import (
     Body,
     MemoryHome,
@@ -254,6 +254,27 @@ def test_a_lease_abandoned_or_weights_changed_in_a_group(
     assert ranks.home.step_of(rollout(9, 50).id, mark_of(0)) == safe(ranks, two)
     ranks.grant(TRIO)
     assert_made(ranks, expected, TRIO)
+
+
+@pytest.mark.parametrize("short", ["w0", "w1"])
+def test_a_group_that_runs_out_of_memory_goes_on_with_half_the_batch(
+    ranks: Ranks, expected: dict[RolloutId, Tensor], short: str
+) -> None:
+    """Whichever member it is, all of them take fewer at once, and no process ends."""
+    alive = {name: ranks.processes[name][0].pid for name in ("w0", "w1")}
+    ranks.tell(short, Room(2))
+    first = ranks.form("w0", "w1")
+    ranks.grant(TRIO)
+    await_stop(ranks, "w0", first)
+    assert not completed(ranks)
+    second = ranks.form("w0", "w1")
+    ranks.grant(TRIO)
+    assert_made(ranks, expected, TRIO)
+    capacities = {pulled.epoch: pulled.capacity for pulled in ranks.home.of(GroupPulled)}
+    assert capacities[first] > capacities[second] == 1
+    assert {name: ranks.processes[name][0].pid for name in alive} == alive
+    assert all(ranks.processes[name][0].is_alive() for name in alive)
+    ranks.tell(short, Room(99))
 
 
 def test_ranks_of_different_weights_do_not_take_a_step_together(ranks: Ranks) -> None:

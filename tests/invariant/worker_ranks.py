@@ -36,6 +36,8 @@ from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report
 
 GRACE_S = 0.5
+BATCH = 8
+"""Rollouts in a forward of a worker that has enough memory."""
 PATIENCE_S = 90.0
 """No test waits longer for anything; a busy machine is slow now and then."""
 
@@ -56,6 +58,13 @@ class Deadline:
     """Collectives that are not done after so long are lost."""
 
     collective_s: float
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory for so many rollouts in a forward, from now on."""
+
+    rollouts: int
 
 
 @dataclass
@@ -90,6 +99,18 @@ def befall(transformer: nn.Module, mishap: Mishap) -> None:
     transformer.transformer_blocks[mishap.block].attn.register_forward_pre_hook(count)  # type: ignore[union-attr,index]
 
 
+def limit_memory(body: Body, room: Room) -> None:
+    forward = type(body.family).velocity
+
+    def velocity(model: nn.Module, latents: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        if len(latents) > room.rollouts:
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        return forward(body.family, model, latents, *args, **kwargs)  # type: ignore[arg-type]
+
+    body.family.velocity = velocity  # type: ignore[method-assign,assignment]
+    body.engine.max_batch = max(body.engine.max_batch, BATCH)
+
+
 def serve(
     name: str, commands: Connection, home: Connection, address: Address, pipeline: Path, cache: Path
 ) -> None:
@@ -120,6 +141,8 @@ def serve(
                 os._exit(0)
             if isinstance(told, Mishap):
                 befall(body.family.transformer, told)
+            elif isinstance(told, Room):
+                limit_memory(body, told)
             elif isinstance(told, Deadline):
                 communicator.collective_s = told.collective_s
             else:
@@ -174,7 +197,7 @@ class Ranks:
             except (EOFError, OSError):
                 return
 
-    def tell(self, name: str, what: Command | Mishap | Deadline) -> None:
+    def tell(self, name: str, what: Command | Mishap | Deadline | Room) -> None:
         self.processes[name][1].send(what)
 
     def form(self, *names: str) -> int:

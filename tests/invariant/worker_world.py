@@ -163,9 +163,11 @@ class Body:
     def __post_init__(self) -> None:
         step = self.engine.step
 
-        def counted(model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
+        def counted(
+            model: nn.Module, states: Sequence[RolloutState], at_once: int | None = None
+        ) -> list[RolloutState]:
             self.steps += 1
-            return step(model, states)
+            return step(model, states, at_once)
 
         self.engine.step = counted  # type: ignore[method-assign]
 

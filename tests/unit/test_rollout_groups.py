@@ -5,15 +5,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 from spotlight.rollout.sequence_parallel import communicators, rendezvous
-from spotlight.rollout.sequence_parallel.communicators import Gloo, Nccl, SpPeerLostError
+from spotlight.rollout.sequence_parallel.communicators import (
+    CommunicatorStuckError,
+    Gloo,
+    Nccl,
+    SpPeerLostError,
+)
 from spotlight.rollout.sequence_parallel.lockstep import Claim, Given, LockstepOrder
 from spotlight.rollout.sequence_parallel.membership import (
     FormationError,
@@ -21,6 +29,7 @@ from spotlight.rollout.sequence_parallel.membership import (
     SpMembership,
     StaleEpochError,
 )
+from spotlight.rollout.sequence_parallel.step_limit import StepLimit
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError, share_out
 from spotlight.scheduler.types import LeaseId, RolloutId, WorkerId
 
@@ -149,6 +158,74 @@ def test_gloo_tells_a_lost_peer_from_other_failures() -> None:
         raise RuntimeError("[/pytorch/third_party/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:9")
     with pytest.raises(RuntimeError, match=r"^out of memory$"), gloo.bounded():
         raise RuntimeError("out of memory")
+
+
+def test_a_group_of_gpus_whose_peer_is_missing_ends_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for it without end, and there is nothing yet to abort."""
+    released = threading.Event()
+    found: list[object] = []
+
+    def opened(*arguments: object) -> object:
+        if not found:
+            released.wait(60.0)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    monkeypatch.setattr(communicators, "_opened", opened)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    store = dist.HashStore()
+    nccl = Nccl(torch.device("cuda:0"), 0.2)
+    began = time.monotonic()
+    with pytest.raises(CommunicatorStuckError, match=r"not returned after 0\.2 s.*raise fleet\.collective_s"):
+        nccl.open(store, 0, 2)
+    assert time.monotonic() - began < 2.0
+    assert not issubclass(CommunicatorStuckError, SpPeerLostError), (
+        "the process ends; it forms no other group"
+    )
+    found.append(dist.DistBackendError("NCCL error: remote process exited"))
+    released.set()
+    with pytest.raises(SpPeerLostError, match="remote process exited"):
+        nccl.open(store, 0, 2)
+    found[0] = "a group"
+    assert nccl.open(store, 0, 2) == "a group"
+
+
+sizes = st.floats(1.0, 1e6)
+times = st.floats(1e-3, 1e3)
+
+
+@given(st.lists(st.tuples(sizes, times), min_size=1, max_size=40), st.floats(0.1, 60.0))
+def test_a_step_like_those_before_is_within_its_limit(
+    steps: list[tuple[float, float]], least_s: float
+) -> None:
+    limit = StepLimit()
+    assert limit.limit_s(1.0, least_s) == least_s, "as configured until a step is measured"
+    for work, seconds in steps:
+        limit.took(work, seconds)
+    for work, seconds in steps[-32:]:
+        assert limit.limit_s(work, least_s) >= max(least_s, 4 * seconds * (1 - 1e-9))
+        assert limit.limit_s(2 * work, least_s) >= max(least_s, 8 * seconds * (1 - 1e-9))
+        assert limit.limit_s(0, least_s) >= max(least_s, 4 * seconds)
+    for _ in range(32):
+        limit.took(1.0, 1e-9)
+    assert limit.limit_s(1.0, least_s) == least_s, "slow steps of long ago do not count"
+
+
+@given(st.floats(0.1, 60.0), st.floats(1.0, 15.0))
+def test_a_limit_below_every_step_grows_until_one_is_done(least_s: float, slower: float) -> None:
+    """Otherwise a group with a short configured limit would break at each first step."""
+    limit, step_s = StepLimit(), slower * least_s
+    for _ in range(5):
+        if (allowed_s := limit.limit_s(1.0, least_s)) >= step_s:
+            break
+        limit.lost(allowed_s, least_s)
+    assert limit.limit_s(1.0, least_s) >= step_s
+    limit.took(1.0, step_s)
+    assert limit.limit_s(1.0, least_s) == pytest.approx(max(least_s, 4 * step_s))
+    limit.lost(least_s / 2, least_s)  # a closed socket, at once: no limit ran out
+    assert limit.limit_s(1.0, least_s) == pytest.approx(max(least_s, 4 * step_s))
 
 
 def test_gloo_binds_to_the_loopback_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,14 +120,18 @@ class Engine:
         ]
 
     @torch.no_grad()
-    def step(self, model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
+    def step(
+        self, model: nn.Module, states: Sequence[RolloutState], at_once: int | None = None
+    ) -> list[RolloutState]:
         """Advance every unfinished state by one denoising step; order is preserved.
 
         Args:
             model: the module of the weight slot to use.
+            at_once: most rollouts per forward, if that is less than ``max_batch``.
         """
         advanced = list(states)
-        for batch in self._batches(advanced):
+        most = self.max_batch if at_once is None else min(self.max_batch, at_once)
+        for batch in self._batches(advanced, most):
             for index, state in zip(
                 batch, self._step_batch(model, [advanced[i] for i in batch]), strict=True
             ):
@@ -157,9 +161,10 @@ class Engine:
                     results[i] = FinishedRollout(states[i].rollout, image.copy(), _sample_tensors(states[i]))
         return [result for result in results if result is not None]
 
-    def take_fewer(self) -> None:
-        """Halve ``max_batch`` after an out-of-memory error."""
-        self.max_batch = max(1, self.max_batch // 2)
+    def take_fewer(self, than: int | None = None) -> None:
+        """Halve ``max_batch`` after an out-of-memory error, or halve ``than`` if fewer were tried."""
+        tried = self.max_batch if than is None else min(self.max_batch, than)
+        self.max_batch = max(1, tried // 2)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -170,12 +175,12 @@ class Engine:
             current = self.step(model, current)
         return self.finish(current)
 
-    def _batches(self, states: Sequence[RolloutState]) -> Iterator[list[int]]:
+    def _batches(self, states: Sequence[RolloutState], most: int) -> Iterator[list[int]]:
         """Sorted by text length to limit padding."""
         running = ((_forward_key(state), i) for i, state in enumerate(states) if not state.done)
         for _, members in _grouped(running):
             members.sort(key=lambda i: states[i].condition.tokens)
-            yield from _chunks(members, self.max_batch)
+            yield from _chunks(members, most)
 
     def _step_batch(self, model: nn.Module, states: list[RolloutState]) -> list[RolloutState]:
         latents = torch.stack([state.latents for state in states])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ class GroupRole:
 
     Attributes:
         leads: whether this worker decides, pulls and commits.
+        batch: rollouts per forward that every member has memory for.
         leases: the leader's; on a follower, those taken over when the group was lost.
         lead: the leader's side of lockstep while others follow; recreated for each call to follow.
         called: on a follower, the last lease it was asked to follow.
@@ -30,6 +32,7 @@ class GroupRole:
     epoch: int
     degree: int
     leads: bool
+    batch: int = sys.maxsize
     leases: Leases = field(default_factory=Leases)
     lead: Lead | None = None
     called: LeaseId = NO_LEASE

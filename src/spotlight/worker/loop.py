@@ -285,6 +285,8 @@ class WorkerLoop:
                 return
         leads = command.members[0] == self.worker
         self._role = GroupRole(command.leader, command.epoch, len(command.members), leads)
+        if self._membership is not None:
+            self._role.batch = self._membership.batch
         if leads:
             self._formed(self._role)
 
@@ -295,7 +297,7 @@ class WorkerLoop:
     def _meet(self, group: SpGroup) -> None:
         if self._membership is None:
             self._membership = self._dependencies.membership()
-        self._membership.form(group)
+        self._membership.form(group, self._dependencies.engine.max_batch)
 
     def _stop(self, command: StopGroup) -> None:
         """Leave the group. The first member of the command commits and answers for all.
@@ -362,10 +364,27 @@ class WorkerLoop:
                 self._advance(role, running)
             except GroupLostError:
                 role.lose()
+            except torch.OutOfMemoryError as error:
+                self._leave_room(role, len(running), error)
+            if role.lost:
                 return
             due = leases.step_taken(self._commit_every)
         self._finish(role)
         self._commit(role, due)
+
+    def _leave_room(self, role: GroupRole, rollouts: int, error: torch.OutOfMemoryError) -> None:
+        """Lose the group for lack of memory: the next one takes half as many rollouts at once.
+
+        Raises:
+            OutOfMemoryError: there is no half, or there are no others who would notice.
+        """
+        tried = min(role.batch, rollouts)
+        if role.degree == 1 or tried == 1:
+            raise error
+        log.warning("%d rollouts at once are too many for the group of %s: %s", tried, role.leader, error)
+        traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
+        self._dependencies.engine.take_fewer(tried)
+        role.lose()
 
     def _advance(self, role: GroupRole, running: Sequence[RolloutState]) -> None:
         engine, leases = self._dependencies.engine, role.leases
@@ -445,6 +464,9 @@ class WorkerLoop:
         except GroupLostError:
             role.inherit(follower)
             role.lose()
+        except torch.OutOfMemoryError as error:
+            role.inherit(follower)
+            self._leave_room(role, follower.running, error)
 
     def _use(self, slot: str) -> AbstractContextManager[nn.Module]:
         dependencies = self._dependencies
@@ -454,7 +476,7 @@ class WorkerLoop:
 
     def _pull_work(self) -> None:
         if self._role is not None:
-            capacity = min(self._capacity, self._dependencies.engine.max_batch)
+            capacity = min(self._capacity, self._dependencies.engine.max_batch, self._role.batch)
             pull = self._role.pull(capacity, self._patience.ask_again_s)
             if pull is not None:
                 self._outbox.tell(pull)

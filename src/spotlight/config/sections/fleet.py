@@ -104,7 +104,9 @@ class FleetConfig(Section):
     answer_s: PositiveFloat = 30.0
     """A command without a reply for this long is sent again; eventually the worker is restarted."""
     collective_s: PositiveFloat = 30.0
-    """A member that keeps its group waiting within a step for this long is given up by the others."""
+    """A member that keeps its group waiting within a step for this long is given up by the others; for four
+    times what such a step took before, if that is longer.
+    """
     start_s: PositiveFloat = 600.0
     """Limit for starting a process, or for loading all weights."""
     learner_s: PositiveFloat = 3600.0

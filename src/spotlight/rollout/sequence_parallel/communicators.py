@@ -6,7 +6,8 @@ A communicator is opened and closed many times per process. If a member dies or 
 - gloo blocks the thread. A dead peer's closed socket ends the collective in milliseconds, a stopped peer runs
   into gloo's timeout. torch raises a plain RuntimeError for both, recognized by its text.
 - NCCL runs kernels and does not report a dead peer. A timer aborts the communicator, the kernels return, and
-  ``bounded`` raises.
+  ``bounded`` raises. While it opens there is nothing to abort: a process whose peer is missing then cannot be
+  freed, and :class:`CommunicatorStuckError` ends it.
 
 Both serve one node: gloo binds to the loopback interface.
 """
@@ -17,14 +18,14 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _abort_process_group, _world
+from torch.distributed.distributed_c10d import Store, _abort_process_group, _set_pg_timeout, _world
 
 _GLOO = re.compile(r"gloo|Connection closed by peer|Connection reset by peer|Timed out waiting \d+ms")
 
@@ -33,12 +34,16 @@ class SpPeerLostError(RuntimeError):
     """A rank is dead, stopped or unreachable while others wait for it."""
 
 
+class CommunicatorStuckError(RuntimeError):
+    """Opening a communicator has not returned in time, and cannot be ended: the process must end."""
+
+
 class Communicator(Protocol):
     """This process's default process group: its sequence-parallel group, or none.
 
     Attributes:
         device: required device of exchanged tensors.
-        collective_s: time limit of a collective.
+        collective_s: time limit of a collective, unless :meth:`bounded` is given another.
     """
 
     device: torch.device
@@ -49,13 +54,17 @@ class Communicator(Protocol):
 
         Raises:
             SpPeerLostError: a rank could not be reached in time.
+            CommunicatorStuckError: the same, and this process can open no other.
         """
 
     def close(self) -> None:
         """Leave immediately, in any state; collectives of the others fail. No effect when closed."""
 
-    def bounded(self) -> AbstractContextManager[None]:
+    def bounded(self, limit_s: float | None = None) -> AbstractContextManager[None]:
         """Context for collectives, which are complete on exit.
+
+        Args:
+            limit_s: for gloo, of each; for NCCL, of all together; default: ``collective_s``.
 
         Raises:
             SpPeerLostError: a peer is dead or late. Other errors pass through.
@@ -80,8 +89,10 @@ class Gloo:
             dist.destroy_process_group()
 
     @contextmanager
-    def bounded(self) -> Iterator[None]:
+    def bounded(self, limit_s: float | None = None) -> Iterator[None]:
         """See :meth:`Communicator.bounded`."""
+        if dist.is_initialized():
+            _set_pg_timeout(timedelta(seconds=self.collective_s if limit_s is None else limit_s))
         try:
             yield
         except RuntimeError as error:
@@ -111,24 +122,35 @@ class Nccl:
         # Otherwise torch's watchdog kills the process when a collective fails; this one must survive.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         torch.cuda.set_device(self.device)
-        with self.bounded():
-            return _opened("nccl", store, rank, degree, self.collective_s, self.device)
+        # In a thread, since NCCL waits for a missing peer without end, and there is nothing to abort yet.
+        opener = _Opener(lambda: self._connect(store, rank, degree), self.collective_s)
+        return opener.result()
 
     def close(self) -> None:
         """See :meth:`Communicator.close`. Aborts, because an orderly shutdown waits for dead peers."""
         if dist.is_initialized():
             _abort_process_group()
 
+    def _connect(self, store: Store, rank: int, degree: int) -> dist.ProcessGroup:
+        torch.cuda.set_device(self.device)  # of this thread
+        try:
+            group = _opened("nccl", store, rank, degree, self.collective_s, self.device)
+            torch.cuda.synchronize(self.device)
+        except dist.DistError as error:
+            raise SpPeerLostError(str(error).splitlines()[0]) from error
+        return group
+
     @contextmanager
-    def bounded(self) -> Iterator[None]:
+    def bounded(self, limit_s: float | None = None) -> Iterator[None]:
         """See :meth:`Communicator.bounded`."""
+        limit_s = self.collective_s if limit_s is None else limit_s
         expired = threading.Event()
 
         def expire() -> None:
             expired.set()
             self.close()
 
-        timer = threading.Timer(self.collective_s, expire)
+        timer = threading.Timer(limit_s, expire)
         timer.start()
         try:
             yield
@@ -141,7 +163,38 @@ class Nccl:
             timer.cancel()
             timer.join()  # wait for an abort in progress
         if expired.is_set():
-            raise SpPeerLostError(f"NCCL collectives were not done after {self.collective_s:g} s")
+            raise SpPeerLostError(f"NCCL collectives were not done after {limit_s:g} s")
+
+
+class _Opener:
+    """Opens a group in a thread of its own, which is left behind if it does not return in time."""
+
+    def __init__(self, connect: Callable[[], dist.ProcessGroup], limit_s: float) -> None:
+        self._connect, self._limit_s = connect, limit_s
+        self._group: dist.ProcessGroup | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="nccl-opens", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._group = self._connect()
+        except BaseException as error:  # noqa: BLE001 - result() raises it
+            self._error = error
+
+    def result(self) -> dist.ProcessGroup:
+        """The group. Raises what opening it raised, or CommunicatorStuckError."""
+        self._thread.start()
+        self._thread.join(self._limit_s)
+        if self._thread.is_alive():
+            raise CommunicatorStuckError(
+                f"opening a group of GPUs has not returned after {self._limit_s:g} s: a member left or died "
+                "meanwhile. This process ends and is started again. If that repeats with all members there, "
+                "raise fleet.collective_s"
+            )
+        if self._error is not None:
+            raise self._error
+        assert self._group is not None, "neither group nor error"
+        return self._group
 
 
 def communicator(device: torch.device, collective_s: float) -> Communicator:

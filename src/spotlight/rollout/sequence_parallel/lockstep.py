@@ -16,7 +16,7 @@ Invariants:
 - Ranks never step with different weights: the order carries the weights digest.
 - Every survivor knows each rollout's lease (``Follower.claims``) and can report for the leader.
 - Nobody waits in a collective without work: followers run from a lease's first step to its end. Between steps
-  the leader has less than ``collective_s``.
+  the leader has less than :class:`StepLimit` gives.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class Lead:
             given=tuple(_given(s, claimed[s.rollout.id]) for s in running if s.rollout.id not in known),
         )
         self._membership.broadcast(order.to_bytes())
-        with self._membership.exchange():
-            advanced = self._engine.step(model, states)
+        with self._membership.exchange(_work(running)):
+            advanced = self._engine.step(model, states, self._membership.batch)
         stepped = {state.rollout.id: (state.step + 1, claimed[state.rollout.id]) for state in running}
         self._held = {name: self._held[name] for name in order.kept} | stepped
         return advanced
@@ -210,6 +210,7 @@ class Follower:
 
     Attributes:
         states: rollouts of the last order, at the last finished step.
+        running: how many of them that order advances.
         seen: after ``run``, the last lease granted to the leader.
     """
 
@@ -225,6 +226,7 @@ class Follower:
         self._recipes, self._use = recipes, use
         self._mark = mark
         self.states: tuple[RolloutState, ...] = ()
+        self.running = 0
         self.claims: dict[RolloutId, Claim] = {}
         self.seen = NO_LEASE
 
@@ -249,8 +251,10 @@ class Follower:
                     slot, model = order.slot, weights.enter_context(self._use(order.slot))
                 with self._membership.exchange():
                     running, kept = self._taken(order)
-                    self.states = (*kept, *running)
-                    self.states = (*kept, *self._engine.step(model, running))
+                self.states, self.running = (*kept, *running), len(running)
+                with self._membership.exchange(_work(running)):
+                    advanced = self._engine.step(model, running, self._membership.batch)
+                self.states = (*kept, *advanced)
 
     def _refuse(self, order: LockstepOrder) -> None:
         group: SpGroup = self._membership.group
@@ -275,6 +279,11 @@ class Follower:
         rollout = header["rollout"]
         assert isinstance(rollout, Mapping)
         return self._recipes[Purpose(str(rollout["purpose"]))]
+
+
+def _work(states: Sequence[RolloutState]) -> float:
+    """Size of a step: values denoised, twice with guidance."""
+    return float(sum(s.latents.numel() * (2 if s.recipe.guidance_scale > 1 else 1) for s in states))
 
 
 def _whole(state: RolloutState) -> RolloutState:

@@ -9,13 +9,15 @@ Invariants:
 - A group is its epoch and members. Epochs only grow, so a worker that missed a change never meets a later
   group, nor do workers told different members meet.
 - A failure in one rank's exchange removes it from the group and so ends the others' exchange: nobody waits
-  longer than ``collective_s`` for a member that left, died or stopped.
+  for a member that left, died or stopped longer than :class:`StepLimit` says.
 - Only use proves that a group formed everywhere: a rank that fails right after verification is noticed at the
   first exchange.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from spotlight.rollout.sequence_parallel.communicators import Communicator, SpPeerLostError
+from spotlight.rollout.sequence_parallel.step_limit import StepLimit
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.scheduler.types import WorkerId
 
@@ -104,6 +107,8 @@ class SpMembership:
         self._form_s = form_s
         self._group = SpGroup(0, (worker,))
         self._epoch = 0
+        self._limit = StepLimit()
+        self._batch = sys.maxsize
 
     @property
     def group(self) -> SpGroup:
@@ -115,10 +120,18 @@ class SpMembership:
         """Whether this worker leads its group."""
         return self._group.leader == self.worker
 
-    def form(self, group: SpGroup) -> None:
+    @property
+    def batch(self) -> int:
+        """Rollouts per forward that every member of the group has memory for."""
+        return self._batch
+
+    def form(self, group: SpGroup, batch: int = sys.maxsize) -> None:
         """Leave the current group and join ``group``, unless it is the current one.
 
         Takes at most ``form_s`` plus twice ``collective_s``.
+
+        Args:
+            batch: rollouts per forward that this worker has memory for; :attr:`batch` is the least of all.
 
         Raises:
             ValueError: this worker is no member, or the degree is unsupported; nothing changed.
@@ -141,18 +154,22 @@ class SpMembership:
         self.part()
         self._epoch = group.epoch
         if group.degree > 1:
-            self._meet(group)
+            self._meet(group, batch)
         self._group = group
 
     def part(self) -> None:
         """Leave the group at once; exchanges of the remaining members fail."""
         self._group = SpGroup(self._epoch, (self.worker,))
+        self._batch = sys.maxsize
         self._parallel.leave()
         self._communicator.close()
 
     @contextmanager
-    def exchange(self) -> Iterator[None]:
+    def exchange(self, work: float = 0.0) -> Iterator[None]:
         """Context for everything that all members do together, at least every step.
+
+        Args:
+            work: size of a step, in any unit: limits follow how long such work took before. 0: no step.
 
         Raises:
             GroupLostError: a peer failed; this worker is now alone.
@@ -161,10 +178,13 @@ class SpMembership:
         if self._group.degree == 1:
             yield
             return
+        began = time.monotonic()
         try:
-            with self._communicator.bounded():
+            with self._communicator.bounded(self._limit.limit_s(work, self._communicator.collective_s)):
                 yield
+            self._limit.took(work, time.monotonic() - began)
         except SpPeerLostError as error:
+            self._limit.lost(time.monotonic() - began, self._communicator.collective_s)
             group = self._group
             self._release(error)
             raise GroupLostError(
@@ -194,14 +214,14 @@ class SpMembership:
             dist.broadcast(content, 0)
             return content.cpu().numpy().tobytes()
 
-    def _meet(self, group: SpGroup) -> None:
+    def _meet(self, group: SpGroup, batch: int) -> None:
         try:
             # Members and epoch are the key: workers told otherwise wait under another key, and time out.
             place = PrefixStore(f"sp/{group.epoch}/{'+'.join(group.members)}", self._store)
             self._arrive(group, place)
             rank = group.members.index(self.worker)
             opened = self._communicator.open(place, rank, group.degree)
-            self._verify(group)
+            self._batch = self._verify(group, rank, batch)
             self._parallel.enter(opened)
         except SpPeerLostError as error:
             self._release(error)
@@ -228,13 +248,17 @@ class SpMembership:
         except RuntimeError:
             return None
 
-    def _verify(self, group: SpGroup) -> None:
-        present = torch.ones(1, device=self._communicator.device)
+    def _verify(self, group: SpGroup, rank: int, batch: int) -> int:
+        """Exchange a first value: the least ``batch`` of all."""
+        batches = torch.zeros(group.degree, dtype=torch.int64, device=self._communicator.device)
+        batches[rank] = batch
         with self._communicator.bounded():
-            dist.all_reduce(present)
-            met = int(present)
+            dist.all_reduce(batches)
+            told = batches.tolist()
+        met = sum(each > 0 for each in told)
         if met != group.degree:
             raise SpPeerLostError(f"{met} ranks answered; expected {group.degree}")
+        return int(min(told))
 
     def _release(self, error: BaseException) -> None:
         """Leave, and clear the error's frames, which hold tensors of the unfinished step."""
