@@ -19,6 +19,7 @@ from benchmarks import (
     cheap_previews,
     commit_overhead,
     new_worker,
+    padding,
     regroup,
     rollout_loop,
     soak,
@@ -27,7 +28,9 @@ from benchmarks import (
 from torch import Tensor
 
 from spotlight.algorithms.base import TrainBatch
+from spotlight.config.load import load_config
 from spotlight.fleet.traces.trace import TraceEventKind
+from spotlight.training.batching.redistribute import neighbours
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
@@ -57,6 +60,23 @@ def test_a_ratio_is_of_neighbours_and_says_its_spread() -> None:
     noisy = _measure.ratio([1.0, 2.0, 3.0, 4.0, 5.0], [2.0] * 5)
     assert (noisy.median, noisy.quartiles, noisy.rounds) == (1.5, (1.0, 2.0), 5)
     assert noisy.low < noisy.median < noisy.high
+
+
+def test_padding_is_that_of_forwards_counted_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    # Two prompts of 3 samples on 3 ranks, 2 at once: in turn, each rank has both prompts; as neighbours, one
+    # of three does.
+    tokens, deal = [4, 10], {"in turn": padding.in_turn, "neighbours": neighbours}
+    found = {
+        name: padding.padding(padding.forwards_of(6, 6, 2, 3, way), tokens, 3) for name, way in deal.items()
+    }
+    assert found["in turn"] == padding.Padding(2.0, 1.0, pytest.approx(1 - 42 / 60))
+    assert found["neighbours"] == padding.Padding(
+        pytest.approx(4 / 3), pytest.approx(1 / 3), pytest.approx(1 - 42 / 48)
+    )
+    measured = padding.measure(load_config(Path("examples/qwen-image-geneval-lora.yaml"), []), 8)
+    for ways in measured.values():
+        assert ways["neighbours"] == padding.Padding(1.0, 0.0, 0.0)
+        assert ways["in turn"].masked == 1.0
 
 
 @pytest.mark.slow  # many rollouts of the testbed

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spotlight.rollout.state import SampleTensors
 from spotlight.scheduler.types import MicroBatch, RolloutId
-from spotlight.training.batching.redistribute import deal, even_moves
+from spotlight.training.batching.redistribute import deal, even_moves, neighbours, regrouped
 from spotlight.training.sharding import Ranks
 
 
@@ -49,4 +51,58 @@ def test_every_rank_gets_its_share_by_the_fewest_moves(
 def test_one_rank_keeps_what_it_has() -> None:
     tensors = SampleTensors(torch.zeros(2, 3), torch.zeros(4))
     held = {RolloutId("a"): tensors}
-    assert deal([MicroBatch(0, 0, (RolloutId("a"),), 1)], held, Ranks()) == held
+    only = MicroBatch(0, 0, (RolloutId("a"),), 1)
+    assert deal([only], held, Ranks()) == ([only], held)
+
+
+@given(st.integers(0, 200), st.integers(1, 9), st.integers(1, 64))
+def test_neighbours_are_an_even_partition(items: int, world: int, block: int) -> None:
+    shares = [list(neighbours(range(items), rank, world)) for rank in range(world)]
+    assert [item for share in shares for item in share] == list(range(items)), "runs, one after the other"
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    blocks = [list(neighbours(range(items), rank, world, block)) for rank in range(world)]
+    assert sorted(item for share in blocks for item in share) == list(range(items))
+    for start in range(0, items, block):
+        of = [sum(start <= item < start + block for item in share) for share in blocks]
+        assert max(of) - min(of) <= 1, "of every block, too"
+
+
+@settings(deadline=None, max_examples=200)
+@given(held())
+def test_micro_batches_put_together_anew_move_no_more_than_the_update_needs(
+    case: tuple[list[MicroBatch], dict[RolloutId, int], int],
+) -> None:
+    batches, holder, world = case
+    batches = [dataclasses.replace(batch, update=batch.update // 2) for batch in batches]  # several of each
+    anew = regrouped(batches, holder, world)
+    assert [(b.update, len(b.rollouts), b.update_samples) for b in anew] == [
+        (b.update, len(b.rollouts), b.update_samples) for b in batches
+    ]
+    surplus = 0
+    for update in {batch.update for batch in batches}:
+        before = [name for batch in batches if batch.update == update for name in batch.rollouts]
+        after = [name for batch in anew if batch.update == update for name in batch.rollouts]
+        assert sorted(before) == sorted(after)
+        share = len(before) // world
+        surplus += sum(max(0, sum(holder[n] == r for n in before) - share) for r in range(world))
+    assert len(even_moves(anew, holder, world)) == surplus
+    if not even_moves(batches, holder, world):
+        assert [set(batch.rollouts) for batch in anew] == [set(batch.rollouts) for batch in batches]
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))
+def test_leases_of_neighbours_are_trained_where_they_were_made(
+    world: int, micro: int, micros_per_lease: int, leases: int
+) -> None:
+    """A rank's rollouts, made as one batch of neighbours, fill its part of every micro-batch."""
+    size = world * micro * micros_per_lease
+    names = [RolloutId(f"r{i:04d}") for i in range(size * leases)]
+    holder = {
+        name: rank
+        for start in range(0, len(names), size)
+        for rank in range(world)
+        for name in neighbours(names[start : start + size], rank, world)
+    }
+    step = world * micro
+    batches = [MicroBatch(0, 0, tuple(names[i : i + step]), len(names)) for i in range(0, len(names), step)]
+    assert even_moves(regrouped(batches, holder, world), holder, world) == []

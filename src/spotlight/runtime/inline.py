@@ -54,6 +54,7 @@ from spotlight.scheduler.types import (
 )
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import Trainer
+from spotlight.training.batching.redistribute import neighbours
 from spotlight.training.sharding import Ranks
 
 NODE = Node(
@@ -113,6 +114,7 @@ class InlineParts:
     Attributes:
         lease_size: rollouts per lease; a multiple of the number of ranks.
         grid: (prompts, images per prompt) in the image grids.
+        deal_size: consecutive rollouts that all ranks get equal shares of, those of an update; None: a lease.
     """
 
     controller: Controller
@@ -125,6 +127,7 @@ class InlineParts:
     ranks: Ranks
     lease_size: int
     grid: tuple[int, int]
+    deal_size: int | None = None
 
 
 @dataclass(slots=True)
@@ -264,7 +267,7 @@ class InlineDriver:
         self._submit()
         self._require_current(rollouts)
         phase = _PHASE[rollouts[0].purpose]
-        mine = rollouts[parts.ranks.rank :: parts.ranks.world]
+        mine = neighbours(rollouts, parts.ranks.rank, parts.ranks.world, parts.deal_size)
         # FSDP needs every rank in each forward: a rank without a rollout runs a copy of the first.
         work = mine or rollouts[:1]
         began = time.perf_counter()

@@ -162,6 +162,9 @@ def _drive(
             observer=observer,
             ranks=ranks,
             lease_size=config.rollout.batch_size * ranks.world,
+            deal_size=config.rollout.prompts_per_iteration
+            * config.rollout.group_size
+            // config.learner.updates_per_batch,
             grid=config.evaluation.grid,
         )
     )

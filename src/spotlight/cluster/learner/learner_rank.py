@@ -47,6 +47,7 @@ from spotlight.scheduler.types import MicroBatch, Phase, Prompt, PromptId, Rollo
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
 from spotlight.training.batching.conditions import Conditions
+from spotlight.training.batching.redistribute import neighbours
 from spotlight.training.lora_export import whole_state
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight.weights.bundle import WeightsManifest, pack
@@ -78,9 +79,13 @@ class RankPlace:
 
 
 def share_of(effect: PrepareBatch, rank: int, world: int) -> tuple[RolloutId, ...]:
-    """Samples whose tensors a rank receives: equally many of every micro-batch, so none must move later."""
+    """Samples whose tensors a rank receives: equally many of every micro-batch, so none must move later, and
+    neighbours, so that they share prompts.
+    """
     return tuple(
-        rollout for micro_batch in effect.micro_batches for rollout in micro_batch.rollouts[rank::world]
+        rollout
+        for micro_batch in effect.micro_batches
+        for rollout in neighbours(micro_batch.rollouts, rank, world)
     )
 
 

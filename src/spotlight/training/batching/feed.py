@@ -86,6 +86,7 @@ class Trainer:
     recipe: Recipe
     reward_weights: Mapping[str, float]
     log: IterationLog = field(default_factory=IterationLog)
+    _regrouped: dict[tuple[RolloutId, ...], tuple[RolloutId, ...]] = field(default_factory=dict)
 
     def prepare(
         self,
@@ -99,14 +100,19 @@ class Trainer:
             rollouts: at least those of the groups.
             samples: those whose tensors this rank has.
         """
-        order = [micro_batch.rollouts for micro_batch in effect.micro_batches]
-        batch = self._batch(effect, rollouts, samples)
+        here = {name: samples[name] for group in effect.groups for name in group.rollouts if name in samples}
+        whole = self.learner.algorithm.config.compares_groups
+        trained, dealt = deal(effect.micro_batches, here, self.learner.ranks, whole_groups=whole)
+        order = [micro_batch.rollouts for micro_batch in trained]
+        self._regrouped.update(zip((each.rollouts for each in effect.micro_batches), order, strict=True))
+        batch = self._batch(effect, rollouts, dealt)
         report = self.learner.prepare(batch, order, part=effect.partial)
         self.log.put(report.flat())  # of all parts so far
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
         """Add the gradients of one micro-batch."""
-        self.learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
+        rollouts = self._regrouped.get(micro_batch.rollouts, micro_batch.rollouts)
+        self.learner.accumulate(rollouts, micro_batch.update_samples)
 
     def step(self, samples: int, zeros: int = 0) -> tuple[float, float]:
         """Apply the mean gradient over ``samples``. Returns the loss and the norm before clipping.
@@ -125,16 +131,15 @@ class Trainer:
     def finish_batch(self) -> None:
         """End the batch; the old policy follows."""
         self.learner.finish_batch()
+        self._regrouped.clear()
 
     def _batch(
         self,
         effect: PrepareBatch,
         rollouts: Mapping[RolloutId, Rollout],
-        samples: Mapping[RolloutId, SampleTensors],
+        dealt: Mapping[RolloutId, SampleTensors],
     ) -> list[TrainingSample]:
         scaled = sample_advantages(effect, self.reward_weights, self.learner.advantage)
-        here = {name: samples[name] for group in effect.groups for name in group.rollouts if name in samples}
-        dealt = deal(effect.micro_batches, here, self.learner.ranks)
         return [
             TrainingSample(
                 key=rollout,

@@ -1,15 +1,19 @@
-"""Which rank trains which sample: equally many of every micro-batch.
+"""Which rank denoises and trains which sample.
 
-A rank holds the samples it denoised. After some are dropped, a micro-batch may be uneven, or absent on a rank
-that must join its forwards. So surplus samples move to ranks that need them; nothing moves while nothing is
-dropped.
+A rank gets neighbours (:func:`neighbours`), which are of one prompt or of few: samples of one prompt need no
+padding and no mask. It trains the samples that it denoised, equally many of every micro-batch: an update's
+micro-batches are put together anew for that (:func:`regrouped`). Only what is left over moves to another
+rank: after drops, or where leases and updates do not divide.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +21,8 @@ from torch import Tensor
 from spotlight.rollout.state import SampleTensors
 from spotlight.scheduler.types import MicroBatch, RolloutId
 from spotlight.training.sharding import Ranks
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,46 @@ class Move:
     rollout: RolloutId
     source: int
     target: int
+
+
+def neighbours(items: Sequence[T], rank: int, world: int, block: int | None = None) -> Sequence[T]:
+    """A rank's share, as even as possible: of each ``block`` items, those that stand together.
+
+    Args:
+        block: items that must be spread over all ranks, e.g. those of an update; default: all.
+    """
+    size = max(1, len(items) if block is None else min(block, len(items)))
+    mine: list[T] = []
+    for start in range(0, len(items), size):
+        part = items[start : start + size]
+        mine += part[len(part) * rank // world : len(part) * (rank + 1) // world]
+    return mine
+
+
+def regrouped(
+    micro_batches: Sequence[MicroBatch], holder: Mapping[RolloutId, int], world: int
+) -> list[MicroBatch]:
+    """The same samples in as many micro-batches of the same sizes, so that ranks have equal parts of each.
+
+    Within an update, whose gradient is a sum, it does not matter which micro-batch a sample is in.
+
+    Args:
+        micro_batches: with sizes divisible by ``world``.
+        holder: rank with each sample's tensors.
+    """
+    found: list[MicroBatch] = []
+    for update in dict.fromkeys(micro_batch.update for micro_batch in micro_batches):
+        mine = [micro_batch for micro_batch in micro_batches if micro_batch.update == update]
+        order = {name: i for i, name in enumerate(name for each in mine for name in each.rollouts)}
+        held = [deque(name for name in order if holder[name] == rank) for rank in range(world)]
+        for micro_batch in mine:
+            share = len(micro_batch.rollouts) // world
+            taken = [queue.popleft() for queue in held for _ in range(min(share, len(queue)))]
+            while len(taken) < len(micro_batch.rollouts):  # a rank has too few: of those who have most left
+                taken.append(max(held, key=len).popleft())
+            rollouts = tuple(sorted(taken, key=order.__getitem__))
+            found.append(dataclasses.replace(micro_batch, rollouts=rollouts))
+    return found
 
 
 def even_moves(
@@ -52,19 +98,25 @@ def even_moves(
 
 
 def deal(
-    micro_batches: Sequence[MicroBatch], held: Mapping[RolloutId, SampleTensors], ranks: Ranks
-) -> dict[RolloutId, SampleTensors]:
-    """This rank's share of every micro-batch; every rank must call this.
+    micro_batches: Sequence[MicroBatch],
+    held: Mapping[RolloutId, SampleTensors],
+    ranks: Ranks,
+    *,
+    whole_groups: bool = False,
+) -> tuple[list[MicroBatch], dict[RolloutId, SampleTensors]]:
+    """The micro-batches to train, and this rank's share of each; every rank must call this.
 
     Args:
         held: samples whose tensors this rank has.
+        whole_groups: micro-batches hold groups, and must stay as they are.
     """
     if ranks.world == 1:
-        return dict(held)
+        return list(micro_batches), dict(held)
     layout = [list(tensor.shape) for tensor in _flat(next(iter(held.values())))] if held else None
     shapes = next(each for each in ranks.share(layout) if each is not None)
     holder = {rollout: rank for rank, each in enumerate(ranks.share(list(held))) for rollout in each}
-    moves = even_moves(micro_batches, holder, ranks.world)
+    trained = list(micro_batches) if whole_groups else regrouped(micro_batches, holder, ranks.world)
+    moves = even_moves(trained, holder, ranks.world)
     dealt = dict(held)
     for source in range(ranks.world):
         leaving = [move for move in moves if move.source == source]
@@ -77,7 +129,7 @@ def deal(
         for row, move in zip(ranks.broadcast(rows, source), leaving, strict=True):
             if move.target == ranks.rank:
                 dealt[move.rollout] = _sample(row, shapes)
-    return dealt
+    return trained, dealt
 
 
 def _flat(sample: SampleTensors) -> list[Tensor]:
