@@ -307,13 +307,13 @@ def test_findings_name_a_remedy(places: Path) -> None:
     history = read_history(places / "wild")
     seconds = {Phase.IDLE: 900.0, Phase.LOST: 100.0, Phase.TRAINING: 100.0}
     row = {"advantage/silent_groups_share": 0.9, "train/loss": None}
-    found = findings(history, seconds, row, START_S)
+    found = findings(history, seconds, [row], START_S)
     assert [each.serious for each in found] == sorted((each.serious for each in found), reverse=True)
     told = " ".join(each.finding for each in found)
     for word in ("stopped", "idle", "lost", "rewards are equal", "not a number"):
         assert word in told
     assert all(each.remedy for each in found)
-    assert len(findings(history, {}, {}, START_S)) == 1
+    assert len(findings(history, {}, [], START_S)) == 1
 
 
 @given(st.lists(st.floats(), max_size=120), st.integers(4, 40))
@@ -392,7 +392,7 @@ def test_reading_changes_nothing(client: TestClient, places: Path) -> None:
         return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in files}
 
     before = state()
-    for what in (*answers_module.ANSWERS, "metrics"):
+    for what in (*answers_module.ANSWERS, "accounting", "metrics"):
         if what not in ("sample", "logfile"):
             ask(client, what)
     assert state() == before

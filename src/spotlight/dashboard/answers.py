@@ -14,6 +14,7 @@ from spotlight.dashboard.prometheus import RunFigure, run_figures
 from spotlight.dashboard.run_folders import RunFolder
 from spotlight.dashboard.views import gallery as gallery_views
 from spotlight.dashboard.views.curves import CurveReader, SpentDollars, curve, curve_names, read_spent
+from spotlight.dashboard.views.findings import RunLimits
 from spotlight.dashboard.views.lanes import lanes
 from spotlight.dashboard.views.money import money
 from spotlight.dashboard.views.overview import accounting, headline, is_small, overview, verdict
@@ -77,8 +78,13 @@ class _Audit:
 
 @dataclass(slots=True)
 class RunAnswers:
-    """Answers about runs, each computed once per state of the run's files, whoever asks."""
+    """Answers about runs, each computed once per state of the run's files, whoever asks.
 
+    Attributes:
+        limits: of every run; findings tell of those that will not keep within them.
+    """
+
+    limits: RunLimits | None = None
     _kept: OrderedDict[tuple[object, ...], _Kept[Json | None]] = field(default_factory=OrderedDict)
     _headlines: dict[RunFolder, _Kept[Json]] = field(default_factory=dict)
     _figures: dict[RunFolder, _Kept[tuple[RunFigure, ...]]] = field(default_factory=dict)
@@ -96,7 +102,7 @@ class RunAnswers:
         """
         if what == "audit":
             return self._audit(run, asked=query.get("now") == "1")
-        if what not in ANSWERS and what not in ("metrics", "curve"):
+        if what not in ANSWERS and what not in ("metrics", "curve", "accounting"):
             return None
         key = (run, what, tuple(sorted(query.items())))
         with self._lock:
@@ -106,6 +112,8 @@ class RunAnswers:
                 self._kept.popitem(last=False)
         if what in ("metrics", "curve"):
             return kept.fresh(run, lambda: self._curves(run, what, query))
+        if what == "accounting":
+            return kept.fresh(run, lambda: accounting(run, self.limits))
         return kept.fresh(run, lambda: ANSWERS[what](run, query))
 
     def headline(self, run: RunFolder) -> Json:
@@ -190,7 +198,6 @@ def _lanes(run: RunFolder, query: Query) -> Json:
 
 ANSWERS: dict[str, Answer] = {
     "overview": lambda run, query: overview(run),
-    "accounting": lambda run, query: accounting(run),
     "pictures": lambda run, query: gallery_views.gallery(run),
     "evaluation": lambda run, query: gallery_views.pictures(run, _number(query, "iteration") or 0),
     "cluster": _lanes,
@@ -200,4 +207,4 @@ ANSWERS: dict[str, Answer] = {
     "log": lambda run, query: happened(run, _number(query, "before")),
     "logfile": lambda run, query: log_tail(run, query.get("name", "")),
 }
-"""By path below ``api/runs/RUN/``; ``metrics``, ``curve`` and ``audit`` besides."""
+"""By path below ``api/runs/RUN/``; ``accounting``, ``metrics``, ``curve`` and ``audit`` besides."""

@@ -38,6 +38,7 @@ from spotlight.dashboard.figures import Json
 from spotlight.dashboard.page_files import CONTENT_POLICY, PAGE_FILES, page_file, plotly_file
 from spotlight.dashboard.prometheus import CONTENT_TYPE, exposition
 from spotlight.dashboard.run_folders import RunFolder, find_runs
+from spotlight.dashboard.views.findings import RunLimits
 from spotlight.dashboard.views.gallery import picture_file
 from spotlight.store.store_errors import StoreError
 
@@ -135,18 +136,22 @@ def _cookie_name(headers: Headers) -> str:
     return f"{_COOKIE}_{port[1]}" if port else _COOKIE
 
 
-def dashboard_app(places: Sequence[Path], token: str = "") -> FastAPI:
+def dashboard_app(places: Sequence[Path], token: str = "", limits: RunLimits | None = None) -> FastAPI:
     """The dashboard as a FastAPI application; streams end when its ``state.ends()`` is true.
+
+    ``state.shown`` and ``state.answers`` are what it shows, for others of its process.
 
     Args:
         places: run directories, and folders of them.
         token: expected from browsers that are not given a cookie yet; empty: none is.
+        limits: of the runs.
     """
     app = FastAPI(title="Spotlight dashboard", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=2000)
     app.add_middleware(Gate, token=token)
     app.state.ends = lambda: False
-    shown, answers = ShownRuns(places), RunAnswers()
+    shown, answers = ShownRuns(places), RunAnswers(limits)
+    app.state.shown, app.state.answers = shown, answers
     _add_page(app)
     _add_answers(app, shown, answers)
     return app

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import typer
 from rich.console import Console
@@ -23,6 +23,7 @@ from spotlight.cli.serving import HostOption, TokenEnvOption, token_of
 
 if TYPE_CHECKING:
     import uvicorn
+    from fastapi import FastAPI
 
 PORT = 8170
 _INSTALL = "pip install 'spotlight-rl[dashboard]'"
@@ -42,6 +43,20 @@ def dashboard(
     host: HostOption = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = PORT,
     token_env: TokenEnvOption = "",
+    webhook_env: Annotated[
+        str,
+        typer.Option(
+            help="Environment variable with the URL of a webhook that is sent alerts of running runs."
+        ),
+    ] = "",
+    budget_usd: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Alert if a run is to cost more dollars.", show_default=False),
+    ] = None,
+    deadline_h: Annotated[
+        float | None,
+        typer.Option(min=0.0, help="Alert if a run is to take more hours of work.", show_default=False),
+    ] = None,
     descriptor: Annotated[int, typer.Option("--fd", hidden=True, help="A socket that listens already.")] = -1,
     ends_with: Annotated[int, typer.Option(hidden=True, help="Process after which this one ends.")] = 0,
 ) -> None:
@@ -57,10 +72,12 @@ def dashboard(
       spotlight dashboard runs /mnt/big/runs/qwen
 
       DASHBOARD_TOKEN=... spotlight dashboard --host 0.0.0.0 --token-env DASHBOARD_TOKEN
+
+      ALERTS_URL=https://... spotlight dashboard --webhook-env ALERTS_URL --budget-usd 200
     """
     if descriptor >= 0:
         os.nice(5)  # the run that it is beside goes first
-    token = token_of(host, token_env)
+    token, webhook = token_of(host, token_env), _webhook(webhook_env)
     shown = places if descriptor >= 0 and places else [_place(place) for place in places or [RUNS]]
     with errors_without_traceback():
         try:
@@ -70,16 +87,19 @@ def dashboard(
         except ImportError as error:
             raise failure(f"dashboard: {error.name!r} is missing. Install it: {_INSTALL}") from error
         from spotlight.dashboard.page_files import plotly_file
+        from spotlight.dashboard.views.findings import RunLimits
 
         plotly_file()
         listening = socket.socket(fileno=descriptor) if descriptor >= 0 else _listen(host, port)
-        app = dashboard_app(shown, token)
+        limits = RunLimits(budget_usd, deadline_h)
+        app = dashboard_app(shown, token, None if limits == RunLimits() else limits)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
     app.state.ends = lambda: server.should_exit  # or an open page would hold it up
     if ends_with:
         threading.Thread(target=_end_after, args=(ends_with, server), daemon=True).start()
     else:
         _tell(host, listening.getsockname()[1], bool(token))
+        _start_alerts(app, webhook)
     server.run(sockets=[listening])
 
 
@@ -168,6 +188,25 @@ def _listen_somewhere() -> socket.socket:
             if port == 0:
                 raise
     raise AssertionError("unreachable")
+
+
+def _webhook(variable: str) -> str:
+    """The URL that the variable holds; empty without one. Exits if it is none, without showing it."""
+    url = os.environ.get(variable, "").strip() if variable else ""
+    if variable and urlsplit(url).scheme not in ("http", "https"):
+        found = "holds no URL of a webhook" if url else "is not set in the environment"
+        raise failure(
+            f"--webhook-env is {variable!r}, which {found}; expected https://... Export {variable}."
+        )
+    return url
+
+
+def _start_alerts(app: FastAPI, webhook: str) -> None:
+    from spotlight.dashboard.alerts import AlertWatch, watch_runs
+
+    watch = AlertWatch(app.state.answers)
+    arguments = (app.state.shown.look, watch, webhook, threading.Event())
+    threading.Thread(target=watch_runs, args=arguments, daemon=True).start()
 
 
 def _end_after(process: int, server: uvicorn.Server) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger.history import History
+from spotlight.store.metrics import WALL_S
 
 SILENT_SHARE_MAX = 0.5
 LOST_SHARE_MAX = 0.05
 IDLE_SHARE_MAX = 0.4
 DROPPED_SHARE_MAX = 0.05
 UNSEEN_S_MAX = 300.0
+NO_SPOT_S_MAX = 900.0
+COLLAPSED_SHARE = 0.5
+CLIPPED_SHARE_MAX = 0.5
+_REWARD, _MEAN_OF = "rollout/reward", 5
 _ENDED = {"failed": "failed", "killed": "was killed"}
 _WORKED_S_MIN = 600.0
 """Shares of less work say little."""
@@ -20,48 +25,84 @@ _WORKED_S_MIN = 600.0
 
 @dataclass(frozen=True, slots=True)
 class RunFinding:
-    """One finding; ``serious`` if the run does not go on, or learns little."""
+    """One finding; ``serious`` if the run does not go on, or learns little. ``name`` says which it is."""
 
+    name: str
     finding: str
     remedy: str
     serious: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class RunLimits:
+    """What a run may take: dollars, and hours of work; None: anything."""
+
+    budget_usd: float | None = None
+    deadline_h: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunOutlook:
+    """What a run has taken, and is expected to have taken at its end; None: not known."""
+
+    usd: float | None
+    hours: float | None
+
+
 def findings(
-    history: History, seconds: Mapping[Phase, float], row: Mapping[str, float | None], now_s: float
+    history: History,
+    seconds: Mapping[Phase, float],
+    rows: Sequence[Mapping[str, float | None]],
+    now_s: float,
+    spot_gone_at: float | None = None,
+    outlook: RunOutlook | None = None,
+    limits: RunLimits | None = None,
 ) -> list[RunFinding]:
     """The findings, serious ones first.
 
     Args:
         seconds: worker-seconds by phase.
-        row: the newest metrics.
+        rows: the newest metrics, the oldest first.
         now_s: since the epoch.
+        spot_gone_at: since when a running run has no spot node of those that it had.
     """
     found = [
-        *_about_attempts(history, now_s),
+        *_about_attempts(history, now_s, _iteration_s(rows)),
         *_about_seconds(seconds),
         *_about_samples(history),
         *_about_notices(history),
-        *_about_learning(row),
+        *_about_spot(spot_gone_at, now_s),
+        *_about_learning(rows[-1] if rows else {}),
+        *_about_rewards([known for row in rows if (known := row.get(_REWARD)) is not None]),
+        *_about_limits(outlook or RunOutlook(None, None), limits or RunLimits()),
     ]
     return sorted(found, key=lambda each: not each.serious)
 
 
-def _about_attempts(history: History, now_s: float) -> Iterator[RunFinding]:
+def _iteration_s(rows: Sequence[Mapping[str, float | None]]) -> float:
+    """Mean seconds of an iteration; 0 if unknown."""
+    times = [time_s for row in rows if (time_s := row.get(WALL_S)) is not None]
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+
+
+def _about_attempts(history: History, now_s: float, iteration_s: float) -> Iterator[RunFinding]:
     if not history.attempts:
         return
     last = history.attempts[-1]
     log = f"attempts/{last.number:03d}.log"
     if history.state in _ENDED:
         yield RunFinding(
+            "ended",
             f"Attempt {last.number} on {last.host} {_ENDED[history.state]}.",
             f"Read {log}; the same `spotlight train` command goes on from the last checkpoint.",
             serious=True,
         )
     elif history.state == "stopped":
-        yield RunFinding("The run was stopped.", "The same `spotlight train` command goes on.")
-    elif history.state == "running" and now_s - last.seen_at > UNSEEN_S_MAX:
+        yield RunFinding("stopped", "The run was stopped.", "The same `spotlight train` command goes on.")
+    # A run without a cluster bills when a phase ends, which may take most of an iteration.
+    elif history.state == "running" and now_s - last.seen_at > max(UNSEEN_S_MAX, 2 * iteration_s):
         yield RunFinding(
+            "silent_run",
             f"Attempt {last.number} has billed nothing for {(now_s - last.seen_at) / 60:.0f} minutes.",
             f"See whether process {last.pid} on {last.host} lives, and read {log}.",
             serious=True,
@@ -75,12 +116,14 @@ def _about_seconds(seconds: Mapping[Phase, float]) -> Iterator[RunFinding]:
     lost, idle = seconds.get(Phase.LOST, 0.0) / total, seconds.get(Phase.IDLE, 0.0) / total
     if lost > LOST_SHARE_MAX:
         yield RunFinding(
+            "lost",
             f"{lost:.0%} of the worker-seconds were lost; expected at most {LOST_SHARE_MAX:.0%}.",
             "Make checkpoints more often (checkpoint.every); where nodes vanish without a notice, run "
             "`spotlight notices` on one.",
         )
     if idle > IDLE_SHARE_MAX:
         yield RunFinding(
+            "idle",
             f"{idle:.0%} of the worker-seconds were idle; expected at most {IDLE_SHARE_MAX:.0%}.",
             "Overlap rollouts and training (pipeline.axis, pipeline.next_share), or explore seeds "
             "(exploration); `spotlight plan` says how many nodes pay.",
@@ -96,6 +139,7 @@ def _about_samples(history: History) -> Iterator[RunFinding]:
     if ended and dropped / ended > DROPPED_SHARE_MAX:
         reasons = ", ".join(f"{number} {reason.value}" for reason, number in drops.items())
         yield RunFinding(
+            "dropped",
             f"{dropped / ended:.0%} of the train samples were dropped ({reasons}).",
             "See the reasons under Log; rewards that fail or are late: `spotlight rewards check NAME`, "
             "rewards[].deadline_s.",
@@ -106,8 +150,49 @@ def _about_notices(history: History) -> Iterator[RunFinding]:
     unnoticed = history.preemptions - history.noticed
     if unnoticed > history.noticed:
         yield RunFinding(
+            "unnoticed",
             f"{unnoticed} of {history.preemptions} spot nodes vanished without a notice.",
             "Run `spotlight notices` on a spot node; see fleet.notices.cloud.",
+        )
+
+
+def _about_spot(gone_at: float | None, now_s: float) -> Iterator[RunFinding]:
+    if gone_at is not None and now_s - gone_at > NO_SPOT_S_MAX:
+        yield RunFinding(
+            "no_spot_node",
+            f"There has been no spot node for {(now_s - gone_at) / 60:.0f} minutes.",
+            "See the cloud's quota and prices; until one comes, rollouts are made on the reserved nodes.",
+        )
+
+
+def _about_rewards(rewards: Sequence[float]) -> Iterator[RunFinding]:
+    if len(rewards) < 2 * _MEAN_OF:
+        return
+    means = [sum(rewards[at - _MEAN_OF : at]) / _MEAN_OF for at in range(_MEAN_OF, len(rewards) + 1)]
+    newest, best = means[-1], max(means)
+    if best > 0 and newest < COLLAPSED_SHARE * best:
+        yield RunFinding(
+            "reward_collapse",
+            f"The mean reward of the last {_MEAN_OF} iterations is {newest:.3g}; it was {best:.3g} before.",
+            "See the pictures; lower learner.learning_rate, or raise algorithm.kl_weight where there is one.",
+            serious=True,
+        )
+
+
+def _about_limits(outlook: RunOutlook, limits: RunLimits) -> Iterator[RunFinding]:
+    if limits.budget_usd is not None and outlook.usd is not None and outlook.usd > limits.budget_usd:
+        yield RunFinding(
+            "budget",
+            f"The whole run will cost ${outlook.usd:,.2f}, of a budget of ${limits.budget_usd:,.2f}.",
+            "Fewer iterations, or fewer or cheaper nodes: `spotlight plan` compares them.",
+            serious=True,
+        )
+    if limits.deadline_h is not None and outlook.hours is not None and outlook.hours > limits.deadline_h:
+        yield RunFinding(
+            "deadline",
+            f"The whole run will take {outlook.hours:,.1f} h, of {limits.deadline_h:,.1f} h.",
+            "Fewer iterations, or more nodes: `spotlight plan` says which pay.",
+            serious=True,
         )
 
 
@@ -115,9 +200,22 @@ def _about_learning(row: Mapping[str, float | None]) -> Iterator[RunFinding]:
     silent = row.get("advantage/silent_groups_share")
     if silent is not None and silent > SILENT_SHARE_MAX:
         yield RunFinding(
+            "silent_groups",
             f"In {silent:.0%} of the newest groups all rewards are equal: they teach nothing.",
             "Harder or easier prompts, a finer reward, or a larger rollout.group_size.",
             serious=True,
         )
+    clipped = row.get("train/clip_fraction")
+    if clipped is not None and clipped > CLIPPED_SHARE_MAX:
+        yield RunFinding(
+            "clipped",
+            f"{clipped:.0%} of the newest ratios lie outside the clip range.",
+            "Lower learner.learning_rate or learner.updates_per_batch; see algorithm.clip_range.",
+        )
     if row.get("train/loss", 0.0) is None:
-        yield RunFinding("The newest loss is not a number.", "Lower learner.learning_rate.", serious=True)
+        yield RunFinding(
+            "loss_not_a_number",
+            "The newest loss is not a number.",
+            "Lower learner.learning_rate.",
+            serious=True,
+        )

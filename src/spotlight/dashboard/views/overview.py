@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Connection, Error
 
-from spotlight.dashboard.figures import Json
+from spotlight.dashboard.figures import Json, finite
 from spotlight.dashboard.run_folders import RunFolder, Settings
 from spotlight.dashboard.views.curves import recent_rows, spent_usd, validation_rows
-from spotlight.dashboard.views.findings import findings
+from spotlight.dashboard.views.findings import RunLimits, RunOutlook, findings
 from spotlight.dashboard.views.lanes import node_of
 from spotlight.dashboard.views.money import forecast
 from spotlight.scheduler.types import Purpose
@@ -26,6 +26,7 @@ from spotlight.store.store_errors import StoreError
 AUTOMATIC_BYTES_MAX = 256 << 20
 """Ledger and newest checkpoint together: a larger run is audited only when asked."""
 _RECENT = 20
+_REMEMBERED = 60
 UNREADABLE = (StoreError, Error, OSError, ArithmeticError, ValueError, RecursionError)
 """What reading a directory that is damaged, or no run's, may raise."""
 
@@ -105,7 +106,7 @@ def headline(run: RunFolder) -> Json:
         return {**begun, "state": "unreadable"}
 
 
-def accounting(run: RunFolder) -> Json:
+def accounting(run: RunFolder, limits: RunLimits | None = None) -> Json:
     """Samples by fate, and findings with remedies. Reads the whole ledger.
 
     Raises:
@@ -116,7 +117,10 @@ def accounting(run: RunFolder) -> Json:
     counts = history.counts
     with closing(queries.open_readonly(run.ledger())) as connection:
         seconds = queries.gpu_seconds_by_phase(connection)
-    rows = recent_rows(run, 1)
+        gone_at = spot_gone_at(connection) if history.state == "running" else None
+        ahead = outlook(run, connection) if limits is not None else None
+    rows = [row for row in recent_rows(run, _REMEMBERED) if "train/loss" in row]
+    found = findings(history, seconds, rows, time.time(), gone_at, ahead, limits)
     return {
         "issued": counts.issued[Purpose.TRAIN],
         "trained": counts.trained,
@@ -129,8 +133,8 @@ def accounting(run: RunFolder) -> Json:
         "filled_s": {filler.words: spent for filler, spent in history.filled_s.items()},
         "incidents": _incident_counts(history),
         "findings": [
-            {"finding": each.finding, "remedy": each.remedy, "serious": each.serious}
-            for each in findings(history, seconds, rows[-1] if rows else {}, time.time())
+            {"name": each.name, "finding": each.finding, "remedy": each.remedy, "serious": each.serious}
+            for each in found
         ],
     }
 
@@ -200,6 +204,27 @@ def nodes_now(connection: Connection) -> NodesNow:
     return NodesNow(len(nodes) - spot, spot, noticed, len(workers))
 
 
+def spot_gone_at(connection: Connection) -> float | None:
+    """When the last spot node of the newest attempt was lost; None if it has one, or had none."""
+    if nodes_now(connection).spot:
+        return None
+    found: float | None = connection.execute(_SPOT_LOST).fetchone()[0]
+    return found
+
+
+def outlook(run: RunFolder, connection: Connection) -> RunOutlook:
+    """What the run will have taken at its end, as far as that is known."""
+    settings = run.settings()
+    planned = settings.whole("iterations")
+    (iterations,) = connection.execute(ITERATIONS).fetchone()
+    usd_left = forecast(*spent_usd(connection), planned)["usd_left"]
+    left_s = _left_s(recent_rows(run, _RECENT + 1), planned, iterations)
+    return RunOutlook(
+        queries.cost_usd(connection) + (finite(usd_left) or 0.0),
+        (queries.worked_s(connection) + (left_s or 0.0)) / 3600,
+    )
+
+
 def _incident_counts(history: History) -> Json:
     found: Json = {}
     for (kind, spot), number in history.incidents.items():
@@ -235,6 +260,10 @@ ITERATIONS = "SELECT COALESCE(MAX(iteration) + 1, 0) FROM optimizer_steps"
 _WORKERS_NOW = """
 SELECT worker FROM attempt_workers
 WHERE attempt = (SELECT MAX(number) FROM attempts) AND left_at IS NULL
+"""
+_SPOT_LOST = """
+SELECT MAX(at) FROM incidents
+WHERE attempt = (SELECT MAX(number) FROM attempts) AND kind = 'node_lost' AND spot
 """
 _NODES = """
 SELECT subject, spot, kind FROM incidents WHERE id IN (

@@ -1,0 +1,263 @@
+"""Alerts of running runs: told once when they come and once when they are over, to a real HTTP server."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.unit.store_history import SCRATCH
+from typer.testing import CliRunner
+
+from spotlight.cli.main import app as cli
+from spotlight.dashboard import alerts
+from spotlight.dashboard.alerts import Alert, AlertWatch, post_alert, watch_runs
+from spotlight.dashboard.answers import RunAnswers
+from spotlight.dashboard.run_folders import RunFolder, find_runs
+from spotlight.dashboard.views.findings import RunLimits, RunOutlook, findings
+from spotlight.scheduler.types import Phase, WorkerId
+from spotlight.store.ledger.history import History, read_history
+from spotlight.store.ledger.ledger_queries import LedgerCounts
+from spotlight.store.ledger.ledger_schema import Ending, Incident
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
+from spotlight.store.run_directory import RunPaths
+
+WORKER = WorkerId("reserved-0/0")
+NO_HISTORY = History(
+    attempts=(),
+    undone=0,
+    lost_s=0.0,
+    iterations=0,
+    counts=LedgerCounts(
+        prompts=0,
+        issued={},
+        in_flight={},
+        finished=0,
+        trained=0,
+        evaluated=0,
+        explored=0,
+        dropped={},
+        train_dropped={},
+        optimizer_steps=0,
+        versions=0,
+        rejected=0,
+    ),
+    cost_usd=0.0,
+    preemptions=0,
+    noticed=0,
+    prices_usd_h=(),
+    filled_s={},
+    incidents={},
+)
+ALERT = Alert("a run", "idle", True, "It idles.", "Do this.", False, 1.0)
+
+
+class Receiver(BaseHTTPRequestHandler):
+    """Answers with the next status, 200 after the last; None: not at all."""
+
+    statuses: ClassVar[list[int | None]]
+    taken: ClassVar[list[dict[str, Any]]]
+    ends: ClassVar[threading.Event]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        status = self.statuses.pop(0) if self.statuses else 200
+        if status is None:
+            self.ends.wait(60)
+            return
+        self.taken.append({"path": self.path, **json.loads(body)})
+        self.send_response(status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def receiving(*statuses: int | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    members = {"statuses": list(statuses), "taken": [], "ends": threading.Event()}
+    handler: Any = type("Told", (Receiver,), members)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}/services/a-secret-key", handler.taken
+    finally:
+        handler.ends.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    with TemporaryDirectory(dir=SCRATCH) as scratch:
+        yield Path(scratch)
+
+
+@contextmanager
+def live(place: Path) -> Iterator[tuple[SqliteLedger, dict[str, RunFolder]]]:
+    """A run of this process that has just begun."""
+    paths = RunPaths(place / "mine")
+    paths.path.mkdir()
+    paths.config.write_text("iterations: 3\n")
+    with SqliteLedger(paths.ledger) as ledger:
+        now_s = time.time() - 2000
+        ledger.begin_attempt(pid=os.getpid(), host=socket.gethostname(), workers={WORKER: 1.0}, now_s=now_s)
+        bill(ledger, Phase.TRAINING, 700)
+        yield ledger, find_runs([place])
+
+
+def bill(ledger: SqliteLedger, phase: Phase, seconds: float) -> None:
+    ledger.spend([GpuSpend(WORKER, phase, seconds, 1.0)], time.time())
+
+
+def names(told: Sequence[Alert]) -> list[tuple[str, bool]]:
+    return [(alert.name, alert.firing) for alert in told]
+
+
+def test_a_finding_is_told_once_when_it_comes_and_once_when_it_is_over(place: Path) -> None:
+    watch = AlertWatch(RunAnswers())
+    with live(place) as (ledger, runs):
+        assert watch.look(runs) == []
+        bill(ledger, Phase.IDLE, 600)
+        assert names(watch.look(runs)) == [("idle", True)]
+        assert watch.look(runs) == []
+        bill(ledger, Phase.TRAINING, 700)
+        (over,) = watch.look(runs)
+        assert (over.name, over.firing, over.text.startswith("mine: over: ")) == ("idle", False, True)
+        ledger.end_attempt(Ending.FAILED)
+        assert names(watch.look(runs)) == [("ended", True)]
+        assert watch.look(runs) == []
+        assert AlertWatch(RunAnswers()).look(runs) == []  # it ended before that watch began
+
+
+def test_a_run_without_its_spot_nodes_and_beyond_its_limits_is_told(place: Path) -> None:
+    watch = AlertWatch(RunAnswers(RunLimits(budget_usd=0.1, deadline_h=0.1)))
+    with live(place) as (ledger, runs):
+        at_s = time.time() - 1200
+        for kind in (Incident.NODE_JOINED, Incident.NODE_LOST):
+            ledger.record_incident(kind, "spot-1", spot=True, detail="", now_s=at_s)
+        told = watch.look(runs)
+        assert {alert.name for alert in told if alert.firing} == {
+            "budget",
+            "deadline",
+            "no_spot_node",
+            "unnoticed",
+        }
+        ledger.start_billing({WorkerId("spot-2/0"): 0.2}, time.time())
+        ledger.record_incident(Incident.NODE_JOINED, "spot-2", spot=True, detail="", now_s=time.time())
+        assert names(watch.look(runs)) == [("no_spot_node", False)]
+
+
+def test_a_run_that_cannot_be_read_does_not_end_the_watch(place: Path) -> None:
+    broken = RunPaths(place / "broken")
+    broken.path.mkdir()
+    broken.config.write_text("[")
+    broken.ledger.write_bytes(os.urandom(4000))
+    watch = AlertWatch(RunAnswers())
+    with live(place) as (ledger, runs):
+        watch.look(runs)
+        bill(ledger, Phase.IDLE, 600)
+        assert names(watch.look(runs)) == [("idle", True)]
+
+
+@given(st.lists(st.floats(0.6, 1), min_size=10, max_size=30), st.floats(0, 0.2))
+def test_a_reward_that_falls_by_half_is_a_collapse(rewards: list[float], low: float) -> None:
+    for shown, collapsed in ((rewards, False), ([*rewards, *[low] * 5], True)):
+        rows = [{"rollout/reward": reward} for reward in shown]
+        told = {each.name for each in findings(NO_HISTORY, {}, rows, time.time())}
+        assert told == ({"reward_collapse"} if collapsed else set())
+
+
+def test_a_run_is_silent_after_two_of_its_iterations(place: Path) -> None:
+    with live(place) as (_, runs):
+        history = read_history(runs["mine"].path)
+    for iteration_s, told in ((10.0, {"silent_run"}), (500.0, set())):
+        rows = [{"wall_s": iteration_s * number} for number in range(3)]
+        found = findings(history, {}, rows, history.attempts[-1].seen_at + 900)
+        assert {each.name for each in found} == told
+
+
+def test_limits_that_are_kept_are_not_told(place: Path) -> None:
+    with live(place) as (_, runs):
+        history = read_history(runs["mine"].path)
+    for outlook in (RunOutlook(9.0, 1.0), RunOutlook(None, None)):
+        assert findings(history, {}, [], time.time(), None, outlook, RunLimits(10.0, 1.0)) == []
+
+
+def test_alerts_go_to_the_webhook_without_prompts_or_configuration(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(alerts, "LOOKS_EVERY_S", 0.02)
+    ends = threading.Event()
+    with receiving() as (url, taken), live(place) as (ledger, runs):
+        arguments = (lambda: runs, AlertWatch(RunAnswers()), url, ends)
+        thread = threading.Thread(target=watch_runs, args=arguments)
+        thread.start()
+        bill(ledger, Phase.IDLE, 700)
+        end_s = time.monotonic() + 60
+        while not taken and time.monotonic() < end_s:
+            time.sleep(0.02)
+        ends.set()
+        thread.join()
+    (message,) = taken
+    assert set(message) == {
+        "path", "text", "run", "alert", "state", "finding", "remedy", "serious", "at"
+    }  # fmt: skip
+    assert (message["run"], message["alert"], message["state"]) == ("mine", "idle", "firing")
+    assert message["text"] in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("statuses", "tries", "taken"),
+    [((200,), 1, True), ((503, 429, 204), 3, True), ((500, 500, 500, 200), 3, False), ((404, 200), 1, False)],
+)
+def test_a_webhook_that_fails_is_tried_again(
+    statuses: tuple[int, ...], tries: int, taken: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    paused: list[float] = []
+    with receiving(*statuses) as (url, met):
+        assert post_alert(url, ALERT, paused.append) is taken
+    assert len(met) == tries
+    assert paused == [0.0, *alerts.PAUSES_S][:tries]
+    assert "a-secret-key" not in caplog.text
+    assert ("did not take an alert" in caplog.text) is not taken
+
+
+def test_a_webhook_that_hangs_or_is_gone_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(alerts, "TIMEOUT_S", 0.2)
+    caplog.set_level(logging.WARNING)
+    with receiving(None, None, None) as (url, _):
+        assert not post_alert(url, ALERT, lambda _: None)
+    assert not post_alert(url, ALERT, lambda _: None)
+    assert "ReadTimeout" in caplog.text
+    assert "ConnectError" in caplog.text
+    assert "a-secret-key" not in caplog.text
+
+
+@pytest.mark.parametrize("value", ["", "hooks.example.com/a-secret-key"])
+def test_a_webhook_that_is_none_is_refused_unseen(
+    place: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("ALERTS_URL", value)
+    result = CliRunner().invoke(cli, ["dashboard", str(place), "--webhook-env", "ALERTS_URL"])
+    assert result.exit_code == 2
+    for word in ("--webhook-env", "ALERTS_URL", "expected https://", "Export"):
+        assert word in result.stderr
+    assert "a-secret-key" not in result.output
