@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ import re
 import select
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,12 +21,17 @@ from main_job import Job
 from PIL import Image
 from typer.testing import CliRunner, Result
 
+from spotlight.cli.exit_codes import EXIT_NOT_STARTED
 from spotlight.cli.main import app
 from spotlight.report.loading import loading_snippet
 from spotlight.report.record import read_run
 from spotlight.store.run_directory import RunPaths
 
 NAME = "by-command"
+TRACED = (
+    ("rollout", "aten::scaled_dot_product_attention"),
+    ("train", "autograd::engine::evaluate_function"),
+)
 processes = multiprocessing.get_context("forkserver")
 
 
@@ -35,7 +42,8 @@ def invoke(*arguments: str) -> Result:
 @pytest.fixture(scope="module")
 def trained(job: Job) -> tuple[Path, str]:
     """A run that `spotlight train` made, and what it printed."""
-    result = invoke("train", "--plain", *job.arguments(NAME, "iterations=2"))
+    overrides = "iterations=2", "learner.micro_batch_size=2"
+    result = invoke("train", "--plain", "--profile", "2", *job.arguments(NAME, *overrides))
     assert result.exit_code == 0, result.output
     return job.root / NAME, result.output
 
@@ -48,6 +56,24 @@ def test_train_ends_with_scores_cost_places_and_loading_lines(trained: tuple[Pat
     assert "Samples 12 issued = 12 trained" in output
     assert loading_snippet(read_run(run).config, (run / "lora").resolve()) in output
     assert (run / "card" / "README.md").is_file()
+
+
+def test_profile_writes_traces_of_so_many_steps(trained: tuple[Path, str]) -> None:
+    run, output = trained
+    for kind, inside in TRACED:
+        path = run / "profile" / f"{kind}.json.gz"
+        with gzip.open(path, "rt") as file:
+            events = json.load(file)["traceEvents"]
+        names = Counter(event["name"].partition(": ")[0] for event in events if event.get("ph") == "X")
+        assert names[f"{kind} step"] == 2
+        assert names[inside] > 0
+        assert f"trace of 2 {kind} steps: " in output
+
+
+def test_profile_of_a_cluster_is_refused() -> None:
+    result = invoke("train", "--profile", "1", "fleet.driver=ray")
+    assert result.exit_code == EXIT_NOT_STARTED
+    assert "--profile: found fleet.driver=ray" in result.output
 
 
 def test_the_printed_lines_make_a_picture_in_plain_diffusers(

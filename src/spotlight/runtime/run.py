@@ -20,6 +20,7 @@ from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.dry_run.model_checks import require_prompts
+from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.runtime.attempt import RunResult as RunResult
 from spotlight.runtime.attempt import open_attempt, stopping_gracefully
@@ -40,7 +41,7 @@ from spotlight.store.sinks import check_sinks
 from spotlight.training.sharding import Ranks, process_group
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Materials:
     config: RunConfig
     ranks: Ranks
@@ -48,13 +49,17 @@ class _Materials:
     learning: Learning
     denoiser: Denoiser
     rewards: RewardPool
+    profiler: StepProfiler | None = None
 
 
-def train(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunResult:
+def train(
+    config: RunConfig, observer: Observer, spent_s: float = 0.0, *, profiled_steps: int = 0
+) -> RunResult:
     """Run or resume a configuration to its end; a finished run returns at once.
 
     Args:
         spent_s: seconds before this call (process start, imports), billed as set-up.
+        profiled_steps: of rollouts and of training, to be traced on the main rank.
 
     Raises:
         ConfigError, PromptFileError, ModelError, RewardSetupError, RewardInputError: before any work.
@@ -71,6 +76,10 @@ def train(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunRes
     with ExitStack() as stack, explain_out_of_memory(clock):
         ranks = stack.enter_context(process_group(device))
         materials = _gather(config, device, ranks, stack)
+        if profiled_steps and ranks.is_main:
+            folder = RunPaths(config.runs_dir / config.name).profile
+            materials.profiler = StepProfiler(folder, profiled_steps, observer.note)
+            stack.callback(materials.profiler.close)
         for note in materials.prompts.notes(config):
             observer.note(note)
         if not ranks.is_main:
@@ -166,6 +175,7 @@ def _drive(
             * config.rollout.group_size
             // config.learner.updates_per_batch,
             grid=config.evaluation.grid,
+            profiler=materials.profiler,
         )
     )
     clock.ready()

@@ -7,6 +7,7 @@
         images/             store/images.py
         checkpoints/        store/checkpoints.py
         attempts/001.log    log of each process that worked on the run
+        profile/            traces of ``spotlight train --profile N``
         summary.json        store/run_summary.py
         wandb/, wandb-id    where W&B is configured
         lock                locked while a process works here
@@ -62,6 +63,7 @@ class RunPaths:
         self.images = path / "images"
         self.checkpoints = path / "checkpoints"
         self.attempts = path / "attempts"
+        self.profile = path / "profile"
         self.summary = path / "summary.json"
         self.lock = path / "lock"
 

@@ -6,6 +6,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
@@ -67,6 +68,16 @@ PlainOption: TypeAlias = Annotated[
 DashboardOption: TypeAlias = Annotated[
     bool, typer.Option("--dashboard", help="Serve the dashboard on 127.0.0.1 for as long as the run lasts.")
 ]
+ProfileOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--profile",
+        metavar="N",
+        min=1,
+        help="Write torch profiler traces of N denoising steps and N micro-batches into the run directory.",
+        show_default=False,
+    ),
+]
 KeepDashboardOption: TypeAlias = Annotated[
     bool, typer.Option("--keep-dashboard", help="As --dashboard, but it stays when the run has ended.")
 ]
@@ -80,6 +91,7 @@ def train(
     plain: PlainOption = False,
     dashboard: DashboardOption = False,
     keep_dashboard: KeepDashboardOption = False,
+    profile: ProfileOption = None,
 ) -> None:
     """Train a Diffusion Transformer by reinforcement learning; the same command resumes an interrupted run.
 
@@ -103,6 +115,8 @@ def train(
       spotlight train qwen.yaml --address 10.0.0.5:6379 fleet.learner_ranks=4
 
       spotlight train --dashboard
+
+      spotlight train qwen.yaml --profile 3
     """
     from spotlight.config.load import load_config
 
@@ -116,8 +130,13 @@ def train(
     if dry_run:
         _print_plan(config, given)
         return
+    if profile and config.fleet.driver == "ray":
+        raise failure(
+            "--profile: found fleet.driver=ray, whose steps run on other nodes; expected inline. Trace the "
+            "recipe on one node: with fleet.driver=inline, and torchrun for several GPUs."
+        )
     beside = (dashboard or keep_dashboard) and int(os.environ.get("RANK", "0")) == 0
-    result = _run(config, plain, dashboard=beside, keep_dashboard=keep_dashboard)
+    result = _run(config, plain, dashboard=beside, keep_dashboard=keep_dashboard, profile=profile or 0)
     if int(os.environ.get("RANK", "0")) == 0:
         _tell(result)
     if result.error is not None:
@@ -160,7 +179,7 @@ def _print_plan(config: RunConfig, arguments: Sequence[str]) -> None:
     console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
 
 
-def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: bool) -> RunResult:
+def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: bool, profile: int) -> RunResult:
     from spotlight.cli.runs.dashboard_command import start_beside
     from spotlight.cli.runs.progress import make_progress
     from spotlight.runtime.clock import process_age_s
@@ -174,7 +193,7 @@ def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: boo
             if dashboard:
                 start_beside(config.runs_dir, config.name, stays=keep_dashboard, tell=progress.note)
             progress.note("loading the model, the rewards and the prompts")
-            run = driver_of(config)
+            run = driver_of(config, profile)
             return run(config, progress, process_age_s())
     except KeyboardInterrupt as error:
         message = "interrupted at once; the same command goes on from the last checkpoint."
@@ -187,8 +206,14 @@ def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: boo
         raise
 
 
-def driver_of(config: RunConfig) -> Callable[[RunConfig, Observer, float], RunResult]:
-    """The driver of this configuration: this process (and ``torchrun``'s other ranks), or a Ray cluster."""
+def driver_of(
+    config: RunConfig, profiled_steps: int = 0
+) -> Callable[[RunConfig, Observer, float], RunResult]:
+    """The driver of this configuration: this process (and ``torchrun``'s other ranks), or a Ray cluster.
+
+    Args:
+        profiled_steps: see :func:`spotlight.runtime.run.train`; not on a cluster.
+    """
     with collection_paused():
         if config.fleet.driver == "ray":
             from spotlight.cluster.cluster_run import train_on_cluster
@@ -196,7 +221,7 @@ def driver_of(config: RunConfig) -> Callable[[RunConfig, Observer, float], RunRe
             return train_on_cluster
         from spotlight.runtime.run import train as train_inline
 
-        return train_inline
+        return partial(train_inline, profiled_steps=profiled_steps)
 
 
 def _point_to_log(config: RunConfig, progress: RunProgress) -> None:

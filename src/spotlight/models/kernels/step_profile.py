@@ -1,0 +1,65 @@
+"""Traces of a few steps by torch's profiler, for ``chrome://tracing`` or Perfetto."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+
+class StepProfiler:
+    """Writes one trace of each kind of step into ``folder``, as ``KIND.json.gz``.
+
+    The first step of a kind, in which kernels are compiled, is left out. A trace ends after ``steps``
+    steps, or when one of another kind begins.
+
+    Args:
+        note: is told of each trace.
+    """
+
+    def __init__(self, folder: Path, steps: int, note: Callable[[str], None]) -> None:
+        self._folder, self._steps, self._note = folder, steps, note
+        self._seen: dict[str, int] = {}
+        self._active: tuple[str, profile] | None = None
+
+    @contextmanager
+    def step(self, kind: str) -> Iterator[None]:
+        """One step of this kind, on the thread that makes them all."""
+        if self._active is not None and self._active[0] != kind:
+            self.close()
+        before = self._seen.get(kind, 0)
+        self._seen[kind] = before + 1
+        if before == 1:
+            self._start(kind)
+        with record_function(f"{kind} step"):
+            yield
+        if before == self._steps:
+            self.close()
+
+    def close(self) -> None:
+        """End and write the trace that is being taken, if any."""
+        if self._active is None:
+            return
+        (kind, taken), self._active = self._active, None
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken.stop()
+        path = self._folder / f"{kind}.json.gz"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            taken.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:
+            self._note(f"the trace {path} cannot be written: {error}")
+            return
+        self._note(f"trace of {self._seen[kind] - 1} {kind} steps: {path}")
+
+    def _start(self, kind: str) -> None:
+        kinds = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            kinds.append(ProfilerActivity.CUDA)
+        taken = profile(activities=kinds)
+        taken.start()
+        self._active = kind, taken
