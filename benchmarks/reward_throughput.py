@@ -32,6 +32,7 @@ from spotlight.rewards.example_pictures import example_picture
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import RewardFailure
 from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight.rewards.reward_check import example_record
 from spotlight.rewards.reward_facts import Example
 from spotlight.rewards.reward_registry import facts_of, tiny_params
 
@@ -62,7 +63,7 @@ def measure(name: str, side_px: int, batch: int, real: bool) -> Throughput | str
         if params is None and facts is not None and facts.runs_on != "CPU":
             return "asks a server" if "server" in facts.runs_on else "has no stand-in"
         example = (facts and facts.example) or _PLAIN
-        prompt, record = example.prompt, dict(example.metadata)
+        prompt, record = example.prompt, example_record(example, Path(folder))
         reward = RewardConfig(name=name, deadline_s=600, retries=0, batch_size=batch, params=params or {})
         moving = example.picture == "moving"
         images = [example_picture("moving")] * batch if moving else _pictures(side_px, batch)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from tests.unit.reward_server import reward_server
 from tests.unit.vlm_oracle import PlainVlm
@@ -131,7 +132,7 @@ def test_tokens_are_counted(sure: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "params"),
     [("vlm-judge", {}), ("vlm-judge", {"answer": "grade", "scale": [1, 5]}), ("vlm-rank", {}),
-     ("ocr-vlm", {}), ("geneval2", {})],
+     ("ocr-vlm", {}), ("geneval2", {}), ("unified-reward", {"train_on": "style"}), ("edit-score", {})],
 )  # fmt: skip
 def test_a_smoke_run_needs_neither_server_nor_download(
     name: str, params: dict[str, Any], tmp_path: Path
@@ -140,7 +141,9 @@ def test_a_smoke_run_needs_neither_server_nor_download(
     reward = load(name, params | (tiny_params(name, tmp_path, params) or {}))
     assert reward.check is not None
     reward.check([], [])
-    records = [{"vqa_list": [["How many dogs are there?", "two"]]}] * 2
+    Image.fromarray(pictures()[0]).save(tmp_path / "before.png")
+    before = str(tmp_path / "before.png")
+    records = [{"vqa_list": [["How many dogs are there?", "two"]], "reference": before}] * 2
     found = reward.function(pictures()[:2], PROMPTS[:1] * 2, records)
     assert isinstance(found, Mapping)
     assert [type(each) for each in found["score"]] == [float, float]

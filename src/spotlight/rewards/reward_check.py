@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from PIL import Image as PILImage
 
@@ -74,7 +75,7 @@ def check_reward(reward: RewardConfig, facts: RewardFacts | None, *, start_deadl
         TemporaryDirectory() as folder,
         RewardPool([reward], start_deadline_s=start_deadline_s) as pool,
     ):
-        record = {**example.metadata, **_written(example, Path(folder))}
+        record = example_record(example, Path(folder))
         pool.check([example.prompt], [record])
         load_s = time.monotonic() - begun_s
         shown = [example_picture(example.picture)]
@@ -100,12 +101,13 @@ def check_reward(reward: RewardConfig, facts: RewardFacts | None, *, start_deadl
     return RewardReport(scored_by, load_s, (first_s, again_s), low == high, findings)
 
 
-def _written(example: Example, folder: Path) -> dict[str, str]:
+def example_record(example: Example, folder: Path) -> dict[str, Any]:
+    """The example's metadata, with paths of its pictures, which are written into ``folder``."""
     paths = {}
     for key, name in example.files.items():
         paths[key] = str(folder / f"{name}.png")
         PILImage.fromarray(example_picture(name)).save(paths[key])
-    return paths
+    return {**example.metadata, **paths}
 
 
 def _findings(

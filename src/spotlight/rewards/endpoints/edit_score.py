@@ -148,6 +148,14 @@ def scored_by(
     return parse_vlm("edit-score", endpoint, model, deadline_s).identity
 
 
+def tiny(folder: Path) -> dict[str, Any]:
+    """Write a small random model that answers with two grades; the params that name it."""
+    from spotlight.rewards.models.tiny_vlm import save_tiny_vlm
+
+    answers = [json.dumps({"score": [first, first + 2]}) for first in range(0, 24, 3)]
+    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, answers))}}
+
+
 def original_of(prompt: str, record: Mapping[str, Any], field: str | None = None) -> Image:
     """The picture that a prompt's metadata names: [height, width, 3]. Raises RewardInputError.
 

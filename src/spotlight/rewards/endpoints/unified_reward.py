@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 from spotlight.rewards.endpoints.chat import (
@@ -113,6 +114,18 @@ def scored_by(
 ) -> str:
     """What answers; checks an endpoint's settings, and loads a model."""
     return parse_vlm("unified-reward", endpoint, model, deadline_s).identity
+
+
+def tiny(folder: Path) -> dict[str, Any]:
+    """Write a small random model that answers with three grades; the params that name it."""
+    from spotlight.rewards.models.tiny_vlm import save_tiny_vlm
+
+    titles = [axis.title() for axis in AXES]
+    answers = [
+        "\n".join(f"{title} Score (1-5): {(first + at) % 5 + 1}" for at, title in enumerate(titles))
+        for first in range(5)
+    ]
+    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, answers))}}
 
 
 def parse_grades(answer: ChatAnswer) -> dict[str, float]:
