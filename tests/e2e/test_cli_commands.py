@@ -30,7 +30,7 @@ from spotlight.store.run_directory import RunPaths
 NAME = "by-command"
 TRACED = (
     ("rollout", "aten::scaled_dot_product_attention"),
-    ("train", "autograd::engine::evaluate_function"),
+    ("training", "autograd::engine::evaluate_function"),
 )
 processes = multiprocessing.get_context("forkserver")
 

@@ -26,7 +26,6 @@ from typing import assert_never
 import numpy as np
 
 from spotlight.models.kernels.peak_rates import peak_of
-from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.waiting import SampleGroup
@@ -73,8 +72,6 @@ NODE = Node(
 )
 WORKER = WorkerId(f"{NODE.id}/0")
 _PHASE = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
-_TRACED = {Phase.ROLLOUT: "rollout", Phase.TRAINING: "train"}
-"""Names of traces."""
 _REASON = {
     FailureKind.ERROR: DropReason.REWARD_ERROR,
     FailureKind.TIMEOUT: DropReason.REWARD_TIMEOUT,
@@ -97,7 +94,7 @@ class Denoiser:
         self,
         rollouts: Sequence[Rollout],
         on_step: Callable[[float], None],
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> list[FinishedRollout | FailedRollout]:
         """Denoise rollouts of one purpose; calls ``on_step(fraction_done)`` after every step.
 
@@ -128,7 +125,7 @@ class InlineParts:
         lease_size: rollouts per lease; a multiple of the number of ranks.
         grid: (prompts, images per prompt) in the image grids.
         deal_size: consecutive rollouts that all ranks get equal shares of, those of an update; None: a lease.
-        profiler: traces steps of rollouts and training; None: nothing does.
+        around: a context for each denoising step and micro-batch, by phase.
     """
 
     controller: Controller
@@ -142,7 +139,7 @@ class InlineParts:
     lease_size: int
     grid: tuple[int, int]
     deal_size: int | None = None
-    profiler: StepProfiler | None = None
+    around: Callable[[Phase], AbstractContextManager[object]] = nullcontext
 
 
 @dataclass(slots=True)
@@ -287,7 +284,7 @@ class InlineDriver:
         work = mine or rollouts[:1]
         began = time.perf_counter()
         with parts.clock.phase(phase):
-            results = parts.denoiser.run(work, self._progress(phase, rollouts), partial(self._traced, phase))
+            results = parts.denoiser.run(work, self._progress(phase, rollouts), partial(parts.around, phase))
         self._measure(phase, time.perf_counter() - began)
         failures: dict[str, str] = {}
         for result in results if mine else ():
@@ -314,12 +311,6 @@ class InlineDriver:
         work = forwards.take(family, operations=family.device.type != "cpu")
         peak = peak_of(family.device, trainer.learner.autocast or family.dtype)
         trainer.log.worked("rollout", work, seconds, peak)
-
-    def _traced(self, phase: Phase) -> AbstractContextManager[None]:
-        kind = _TRACED.get(phase)
-        if self.parts.profiler is None or kind is None:
-            return nullcontext()
-        return self.parts.profiler.step(kind)
 
     def _require_current(self, rollouts: Sequence[Rollout]) -> None:
         """Engine and learner share one module, so only its current version can generate samples."""
@@ -440,7 +431,7 @@ class InlineDriver:
                     self._to_train += [micro_batch.update for micro_batch in effect.micro_batches]
                     self._events.append(ev.BatchPrepared(iteration))
                 case ef.TrainMicroBatch(micro_batch, index):
-                    with self._traced(Phase.TRAINING):
+                    with self.parts.around(Phase.TRAINING):
                         trainer.accumulate(micro_batch)
                     done = sum(update < micro_batch.update for update in self._to_train) + index + 1
                     self.parts.observer.work(Phase.TRAINING, done, len(self._to_train))

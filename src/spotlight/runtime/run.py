@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +35,13 @@ from spotlight.runtime.preflight import finished_summary, require_disk
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, PassiveRecorder, Recorder, RunRecorder
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.types import Prompt, PromptId, WorkerId
+from spotlight.scheduler.types import Phase, Prompt, PromptId, WorkerId
 from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.store.sinks import check_sinks
 from spotlight.training.sharding import Ranks, process_group
+
+_TRACED = (Phase.ROLLOUT, Phase.TRAINING)
 
 
 @dataclass(slots=True)
@@ -49,7 +52,7 @@ class _Materials:
     learning: Learning
     denoiser: Denoiser
     rewards: RewardPool
-    profiler: StepProfiler | None = None
+    around: Callable[[Phase], AbstractContextManager[object]] = nullcontext
 
 
 def train(
@@ -78,8 +81,9 @@ def train(
         materials = _gather(config, device, ranks, stack)
         if profiled_steps and ranks.is_main:
             folder = RunPaths(config.runs_dir / config.name).profile
-            materials.profiler = StepProfiler(folder, profiled_steps, observer.note)
-            stack.callback(materials.profiler.close)
+            profiler = StepProfiler(folder, _TRACED, profiled_steps, observer.note)
+            stack.callback(profiler.close)
+            materials.around = profiler.step
         for note in materials.prompts.notes(config):
             observer.note(note)
         if not ranks.is_main:
@@ -175,7 +179,7 @@ def _drive(
             * config.rollout.group_size
             // config.learner.updates_per_batch,
             grid=config.evaluation.grid,
-            profiler=materials.profiler,
+            around=materials.around,
         )
     )
     clock.ready()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,11 +17,12 @@ class StepProfiler:
     steps, or when one of another kind begins.
 
     Args:
+        kinds: that are traced.
         note: is told of each trace.
     """
 
-    def __init__(self, folder: Path, steps: int, note: Callable[[str], None]) -> None:
-        self._folder, self._steps, self._note = folder, steps, note
+    def __init__(self, folder: Path, kinds: Collection[str], steps: int, note: Callable[[str], None]) -> None:
+        self._folder, self._kinds, self._steps, self._note = folder, kinds, steps, note
         self._seen: dict[str, int] = {}
         self._active: tuple[str, profile] | None = None
 
@@ -32,7 +33,7 @@ class StepProfiler:
             self.close()
         before = self._seen.get(kind, 0)
         self._seen[kind] = before + 1
-        if before == 1:
+        if before == 1 and kind in self._kinds:
             self._start(kind)
         with record_function(f"{kind} step"):
             yield
