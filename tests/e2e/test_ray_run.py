@@ -14,7 +14,7 @@ import pytest
 from main_job import Job, clean_audit, lora
 from ray_job import PATIENCE_S, running
 
-from spotlight.scheduler.types import Phase
+from spotlight.scheduler.types import Filler, Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport
@@ -28,9 +28,12 @@ pytestmark = pytest.mark.timeout(600)
 SMALL = (
     "algorithm.name=diffusion-nft",
     "algorithm.train_timesteps=2",
+    "algorithm.advantage.std=group",
     "iterations=4",
     "rollout.prompts_per_iteration=2",
     "rollout.group_size=4",
+    "rollout.batch_size=4",
+    "learner.micro_batch_size=4",
     "evaluation.prompts=4",
     "evaluation.grid_prompts=4",
     "evaluation.images_per_prompt=1",
@@ -39,6 +42,8 @@ SMALL = (
     "rewards=[{name: 'reward_functions:moody'}]",
 )
 RAY = ("fleet.driver=ray", "fleet.drain_margin_s=1000", "fleet.spot.notice_s=null")
+OVERLAP = "pipeline.axis=prompt"
+"""Groups are trained as they are complete."""
 TRACE = """# spotlight trace horizon_s=60.0
 time_s,event,node,gpus
 0.0,add,spot-1,1
@@ -72,7 +77,7 @@ def survivor(job: Job) -> Finished:
     trace.write_text(TRACE)
     run, arguments = (
         job.root / "preempted",
-        job.arguments("preempted", *SMALL, *RAY, f"fleet.spot.trace={trace}"),
+        job.arguments("preempted", *SMALL, *RAY, OVERLAP, f"fleet.spot.trace={trace}"),
     )
     with running(run, arguments) as it:
         it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot", 3)
@@ -118,6 +123,12 @@ def test_the_ledger_counts_what_befell_it(survivor: Finished, report: AuditRepor
     assert history.incidents[Incident.NODE_JOINED, False] == 1 + 1
     assert history.incidents[Incident.NODE_NOTICED, True] == 1
     assert (Incident.NODE_LOST, False) not in history.incidents
+
+
+def test_groups_were_trained_while_others_were_made(survivor: Finished, report: AuditReport) -> None:
+    rows = [row.values for row in read_metrics(survivor.run)]
+    assert sum(row.get("pipeline/overlapped_samples", 0) for row in rows) > 0
+    assert report.filled_s[Filler.TRAINING] > 0
 
 
 def test_every_billed_second_has_its_phase(survivor: Finished, report: AuditReport) -> None:
