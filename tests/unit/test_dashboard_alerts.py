@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app as cli
 from spotlight.dashboard import alerts
+from spotlight.dashboard import answers as answers_module
 from spotlight.dashboard.alerts import Alert, AlertWatch, post_alert, watch_runs
 from spotlight.dashboard.answers import RunAnswers
 from spotlight.dashboard.run_folders import RunFolder, find_runs
@@ -145,6 +146,19 @@ def test_a_finding_is_told_once_when_it_comes_and_once_when_it_is_over(place: Pa
         assert AlertWatch(RunAnswers()).look(runs) == []  # it ended before that watch began
 
 
+def test_an_ending_is_told_also_where_answers_are_slow(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers_module, "_QUICK_S", 0.0)
+    monkeypatch.setattr(answers_module, "_REST", 50.0)
+    watch = AlertWatch(RunAnswers())
+    with live(place) as (ledger, runs):
+        assert watch.look(runs) == []
+        ledger.end_attempt(Ending.KILLED)
+        end_s = time.monotonic() + 60
+        while not (told := watch.look(runs)) and time.monotonic() < end_s:
+            time.sleep(0.02)
+        assert names(told) == [("ended", True)]
+
+
 def test_a_run_without_its_spot_nodes_and_beyond_its_limits_is_told(place: Path) -> None:
     watch = AlertWatch(RunAnswers(RunLimits(budget_usd=0.1, deadline_h=0.1)))
     with live(place) as (ledger, runs):
@@ -251,7 +265,7 @@ def test_a_webhook_that_hangs_or_is_gone_is_given_up(
     assert "a-secret-key" not in caplog.text
 
 
-@pytest.mark.parametrize("value", ["", "hooks.example.com/a-secret-key"])
+@pytest.mark.parametrize("value", ["", "hooks.example.com/a-secret-key", "https:///a-secret-key"])
 def test_a_webhook_that_is_none_is_refused_unseen(
     place: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:

@@ -17,8 +17,11 @@ from starlette.testclient import TestClient
 from tests.unit.dashboard_run import make_run
 from tests.unit.store_history import SCRATCH
 
+from spotlight.dashboard import answers as answers_module
 from spotlight.dashboard.dashboard_app import dashboard_app
 from spotlight.dashboard.prometheus import CONTENT_TYPE, RunFigure, exposition
+from spotlight.dashboard.run_folders import RunFolder, find_runs
+from spotlight.dashboard.views.curves import CurveReader
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 LINE = re.compile(r'([a-z_]+)\{((?:[a-z_]+="(?:[^"\\\n]|\\[\\"n])*",?)+)\} (\S+)')
@@ -110,6 +113,21 @@ def test_a_run_that_cannot_be_read_says_so_and_hides_no_other(samples: Samples) 
     assert [value(samples, "run_readable", run) for run in ("wild", "new", "broken")] == [1, 1, 0]
     assert value(samples, "run_state", "new", state="new") == 1
     assert value(samples, "metric", name='odd "\\ud800\\name') == 2.5
+
+
+def test_figures_of_a_run_that_has_ended_are_made_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def counted(run: RunFolder, curves: CurveReader) -> tuple[RunFigure, ...]:
+        made.append(run.name)
+        return ()
+
+    monkeypatch.setattr(answers_module, "run_figures", counted)
+    monkeypatch.setattr(answers_module, "_STALE_S", 1e-6)  # time passes
+    answers, run = answers_module.RunAnswers(), find_runs([place])["wild"]
+    for _ in range(3):
+        answers.figures(run)
+    assert made == ["wild"]
 
 
 def test_the_token_is_asked_for(place: Path) -> None:

@@ -84,15 +84,15 @@ class AlertWatch:
         return found
 
     def _look_at(self, name: str, run: RunFolder) -> list[Alert]:
-        runs_now = self.answers.headline(run)["state"] == "running"
-        if not runs_now and name not in self._standing:
+        if name not in self._standing and self.answers.headline(run)["state"] != "running":
             return []
         answer = self.answers.answer(run, "accounting", {})
         assert answer is not None
+        runs_now = answer["state"] == "running"  # when it was made, which may be before it ended
         before, now = self._standing.get(name, {}), _alerts(name, answer)
         come = [alert for alert in now.values() if alert.name not in before]
         if not runs_now:
-            del self._standing[name]
+            self._standing.pop(name, None)
             return come
         self._standing[name] = {key: before.get(key, alert) for key, alert in now.items()}
         gone = [
@@ -124,7 +124,7 @@ def post_alert(url: str, alert: Alert, sleep: Callable[[float], object] = time.s
         sleep(pause_s)
         try:
             status = httpx2.post(url, json=alert.message(), timeout=TIMEOUT_S).status_code
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             failure = type(error).__name__
             continue
         if status < 300:

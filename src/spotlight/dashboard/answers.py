@@ -46,16 +46,20 @@ class _Kept(Generic[T]):
     """Something computed, the state of the run's files that it is of, and a lock for computing it."""
 
     lock: Lock = field(default_factory=Lock)
-    state: tuple[str, int] | None = None
+    state: tuple[str, object] | None = None
     rests_until: float = 0.0
     found: list[T] = field(default_factory=list)
 
-    def fresh(self, run: RunFolder, compute: Callable[[], T]) -> T:
-        """What is known, computed if the run has changed since; all who ask meanwhile wait for the first."""
+    def fresh(self, run: RunFolder, compute: Callable[[], T], besides: object = None) -> T:
+        """What is known, computed if the run has changed since; all who ask meanwhile wait for the first.
+
+        Args:
+            besides: what it depends on besides the run's files; None: on time.
+        """
         with self.lock:
             started = time.monotonic()
             # Whether the run's process lives is not in its files; neither does a log count as one.
-            state = (run.signature(), int(started / _STALE_S))
+            state = (run.signature(), int(started / _STALE_S) if besides is None else besides)
             if self.state != state and started >= self.rests_until:
                 self.found, self.state = [compute()], state
                 ended = time.monotonic()
@@ -123,11 +127,11 @@ class RunAnswers:
         return kept.fresh(run, lambda: headline(run))
 
     def figures(self, run: RunFolder) -> tuple[RunFigure, ...]:
-        """See :func:`.prometheus.run_figures`."""
+        """See :func:`.prometheus.run_figures`. Those of runs that have ended are made once."""
         with self._lock:
             kept = self._figures.setdefault(run, _Kept())
             reader = self._readers.setdefault(run, CurveReader(run))
-        return kept.fresh(run, lambda: run_figures(run, reader))
+        return kept.fresh(run, lambda: run_figures(run, reader), besides=self.headline(run)["state"])
 
     def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
         with self._lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import typer
 from rich.console import Console
@@ -193,7 +194,7 @@ def _listen_somewhere() -> socket.socket:
 def _webhook(variable: str) -> str:
     """The URL that the variable holds; empty without one. Exits if it is none, without showing it."""
     url = os.environ.get(variable, "").strip() if variable else ""
-    if variable and urlsplit(url).scheme not in ("http", "https"):
+    if variable and not re.match(r"https?://[^/?#]", url):
         found = "holds no URL of a webhook" if url else "is not set in the environment"
         raise failure(
             f"--webhook-env is {variable!r}, which {found}; expected https://... Export {variable}."

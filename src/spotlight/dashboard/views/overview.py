@@ -122,6 +122,7 @@ def accounting(run: RunFolder, limits: RunLimits | None = None) -> Json:
     rows = [row for row in recent_rows(run, _REMEMBERED) if "train/loss" in row]
     found = findings(history, seconds, rows, time.time(), gone_at, ahead, limits)
     return {
+        "state": history.state,
         "issued": counts.issued[Purpose.TRAIN],
         "trained": counts.trained,
         "dropped": {reason.value: number for reason, number in counts.train_dropped.items()},
