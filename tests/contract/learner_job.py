@@ -17,6 +17,7 @@ from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embed
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import Group, MicroBatch, PolicyVersion, Prompt, Purpose, Rollout, RolloutId
+from spotlight.training.settings import autocast_type
 from spotlight.training.sharding import Ranks
 
 TINY = (
@@ -95,7 +96,8 @@ def make_batch(config: RunConfig, learning: Learning, iteration: int, version: i
         for index, prompt in enumerate(prompts)
         for member in range(config.rollout.group_size)
     ]
-    engine = Engine(learning.model.family, max_batch=8, negative=learning.negative)
+    autocast = autocast_type(config.learner)
+    engine = Engine(learning.model.family, max_batch=8, negative=learning.negative, autocast=autocast)
     conditions = learning.conditions.of(rollout.prompt_id for rollout in rollouts)
     states = engine.start(rollouts, conditions, learning.model.recipes.train)
     with torch.no_grad(), learning.slots.use(learning.model.algorithm.rollout_slot) as model:

@@ -22,7 +22,8 @@ from spotlight.scheduler.types import RolloutId
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import TrainingError
-from spotlight.weights.bundle import read
+from spotlight.weights.bundle import bind, pack, read
+from spotlight.weights.weight_errors import WeightsError
 
 WEIGHT_TOLERANCE = 2e-6
 """Largest difference of a weight between one rank and two, after two steps at learning rate 1e-3."""
@@ -98,6 +99,40 @@ def test_one_rank_equals_the_inline_trainer_to_the_bit(
     assert all(map(torch.equal, told, (each["embeds"] for each in learning.conditions.of(prompts))))
     assert torch.equal(unpack_condition(again.negative())["embeds"], learning.negative["embeds"])
     assert again.publish(None, 0) is not None
+
+
+@pytest.mark.parametrize("autocast", ["bfloat16", pytest.param("none", marks=pytest.mark.slow)])
+def test_adapters_rounded_for_workers_change_no_rollout_under_autocast(
+    random_pipeline: Path, tmp_path: Path, autocast: str
+) -> None:
+    """To the bit; without autocast they do, and are refused."""
+    config = config_of(tmp_path, random_pipeline, "nft")
+    learner = config.learner.model_copy(update={"autocast": autocast})
+    config = config.model_copy(update={"learner": learner})
+    rank, worker = alone(config), alone(config).learning
+    batch = make_batch(config, rank.learning, 0, 0)
+    train_rank(rank, batch, batch.packed)
+    published = rank.publish(1, 0)
+    assert published is not None
+    states = {slot: rank.learning.slots.state(slot) for slot in ("old", "policy")}  # type: ignore[arg-type]
+    whole, data = pack(1, 0, states, rank.learning.slots.modules_bound)
+    rounded = pack(
+        1,
+        0,
+        {slot: {name: tensor.bfloat16() for name, tensor in state.items()} for slot, state in states.items()},
+        rank.learning.slots.modules_bound,
+    )
+    assert published == (rounded if autocast == "bfloat16" else (whole, data))
+    assert rounded[0].bytes < 0.65 * whole.bytes
+    with pytest.raises(WeightsError, match=r"bfloat16, expected .* float32.* fleet\.publish"):
+        bind(*rounded, worker.slots)
+    bind(*rounded, worker.slots, needs=("old", "policy"), dtype=torch.bfloat16)
+    trained, rolled = (make_batch(config, learning, 1, 1) for learning in (rank.learning, worker))
+    alike = [
+        torch.equal(sample.tensors.final, rolled.finished[name].tensors.final)
+        for name, sample in trained.finished.items()
+    ]
+    assert set(alike) == {autocast == "bfloat16"}
 
 
 ALGORITHMS = ("nft", "grpo")

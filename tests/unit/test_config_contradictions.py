@@ -54,6 +54,12 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "learner.warmup_steps",
             "lengthen the decay",
         ),
+        (
+            ["fleet.publish=bfloat16", "learner.mode=full", "learner.autocast=bfloat16"],
+            "fleet.publish",
+            "other weights than are trained: leave it out.",
+        ),
+        (["fleet.publish=bfloat16"], "fleet.publish", "or set learner.autocast=bfloat16"),
         (["learner.pass_memory_gib=4"], "learner.pass_memory_gib", "timesteps_per_pass=auto"),
         (["evaluation.weights=ema"], "evaluation.weights", "learner.ema.cap"),
         ([*GRPO, "evaluation.weights=old"], "evaluation.weights", "keeps no old policy"),

@@ -16,7 +16,7 @@ from spotlight.cli.main import app
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
-from spotlight.dry_run.memory_plan import Estimate, peak_bytes, weight_copies
+from spotlight.dry_run.memory_plan import Estimate, peak_bytes, published_parts, weight_copies
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
 from spotlight.dry_run.reward_plan import reward_places
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
@@ -34,6 +34,27 @@ ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "steps": 5}
 
 def config(**sections: object) -> RunConfig:
     return build_config({"rollout": ROLLOUT, **sections}, "the test")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        ({}, 2 * 4),  # the old policy rolls out, the policy is evaluated
+        ({"learner": {"autocast": "bfloat16"}}, 2 * 2),
+        ({"learner": {"autocast": "bfloat16"}, "fleet": {"driver": "ray", "publish": "float32"}}, 2 * 4),
+        ({"evaluation": {"weights": "old"}}, 4),
+        ({"learner": {"mode": "full", "autocast": "bfloat16"}}, 2 * 4),
+        ({"algorithm": {"name": "flow-grpo"}, "rollout": {**ROLLOUT, "sampler": "flow-sde"}}, 4),
+    ],
+)
+def test_weights_sent_to_workers(overrides: dict[str, object], values: int) -> None:
+    (sent,) = published_parts(config(**{"fleet": {"driver": "ray"}, **overrides}), 1000)
+    assert sent.bytes == 1000 * values
+    assert not published_parts(config(**overrides, **({} if "fleet" in overrides else {"fleet": {}})), None)
+
+
+def test_one_process_sends_no_weights() -> None:
+    assert published_parts(config(), 1000) == []
 
 
 def linears(prefix: str) -> dict[str, np.ndarray]:

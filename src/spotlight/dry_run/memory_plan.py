@@ -222,6 +222,19 @@ def checkpoint_parts(config: RunConfig, trained: int | None) -> list[Estimate]:
     ]
 
 
+def published_parts(config: RunConfig, trained: int | None) -> list[Estimate]:
+    """What workers get of each version, as one object in Ray's store; empty without workers of their own."""
+    if trained is None or config.fleet.driver != "ray":
+        return []
+    algorithm, size = config.algorithm, 2 if config.fleet.published_dtype(config) == "bfloat16" else 4
+    slow = algorithm.uses_old_policy and not algorithm.old_policy_starts_batch
+    slots = 1 + int(slow and config.evaluation.weights != "old") + int(config.evaluation.weights == "ema")
+    slots = min(slots, 2)  # the behaviour policy's and the evaluated weights
+    return [
+        Estimate("a version", trained * float(size) * slots, f"{size} B x P x up to {slots} weight slots")
+    ]
+
+
 def disk_parts(config: RunConfig, trained: int | None, evaluations: int, images: int) -> tuple[Estimate, ...]:
     """Disk of the finished run directory."""
     evaluation, rollout = config.evaluation, config.rollout

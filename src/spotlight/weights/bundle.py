@@ -234,12 +234,14 @@ def bind(
     target: Bindable,
     *,
     needs: Collection[str] = (),
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Copy a version into a worker's weight slots: all or nothing.
 
     Args:
         data: bytes, or a :class:`Bundle`, which is not hashed again.
         needs: slots that the bundle must contain.
+        dtype: that it was rounded to for publishing; default: that of the slots.
 
     Raises:
         WeightsError: anything differs; nothing has been written.
@@ -266,18 +268,23 @@ def bind(
             + ": give learner and workers the same configuration"
         )
     for slot, tensors in bundle.tensors.items():
-        check_same(f"weights of {manifest}, slot {slot}", tensors, target.state(slot))
+        check_same(f"weights of {manifest}, slot {slot}", tensors, target.state(slot), dtype)
     for slot, tensors in bundle.tensors.items():
         target.load_state(slot, tensors)
 
 
-def check_same(what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def check_same(
+    what: str, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> None:
     """Compare names, shapes and types.
+
+    Args:
+        dtype: of ``found``; default: the types of ``expected``.
 
     Raises:
         WeightsError: names the first tensor that differs.
     """
-    remedy = "give both sides the same model, learner.mode, learner.lora and model.dtype"
+    remedy = "give both sides the same model, learner.mode, learner.lora, model.dtype and fleet.publish"
     for kind, names in (
         ("missing", [name for name in expected if name not in found]),
         ("unknown", [name for name in found if name not in expected]),
@@ -288,13 +295,13 @@ def check_same(what: str, found: Mapping[str, Tensor], expected: Mapping[str, Te
                 f"{names[0]!r}; {remedy}"
             )
     for name, tensor in expected.items():
-        ours, theirs = _kind(tensor), _kind(found[name])
+        ours, theirs = _kind(tensor, dtype), _kind(found[name])
         if ours != theirs:
             raise WeightsError(f"{what}: {name!r} is {theirs}, expected {ours}; {remedy}")
 
 
-def _kind(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _kind(tensor: Tensor, dtype: torch.dtype | None = None) -> str:
+    return f"{list(tensor.shape)} {str(dtype or tensor.dtype).removeprefix('torch.')}"
 
 
 def _listed(names: Iterable[str]) -> str:

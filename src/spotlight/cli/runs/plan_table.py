@@ -9,7 +9,7 @@ from rich.table import Table
 
 from spotlight.cluster.local.fleet_plan import FleetPlan
 from spotlight.config.schema import RunConfig
-from spotlight.dry_run.memory_plan import Estimate, peak_bytes, shared_parts
+from spotlight.dry_run.memory_plan import Estimate, peak_bytes, published_parts, shared_parts
 from spotlight.dry_run.model_plan import ModelSizes, NotHere
 from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
@@ -32,6 +32,9 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
     total = size(sum(part.bytes for part in plan.disk))
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
     _print(console, f"Disk at the end, estimated: {total}{known}", _estimates(plan.disk))
+    if sent := published_parts(config, plan.parameters_trained):
+        title = "Weights sent to workers, through Ray's object store: one on a node, on the head one per node"
+        _print(console, title, _estimates(tuple(sent)))
     _print(console, "Rewards", _rewards(plan.rewards))
     if fleet is not None:
         _print(console, "Fleet, emulated on this machine", _fleet(config, fleet))

@@ -256,7 +256,12 @@ class LearnerRank:
             }
             if not self.ranks.is_main:
                 return None
-            return pack(held, lineage, states, learning.slots.modules_bound)
+            dtype = build.torch_dtype(self.config.fleet.published_dtype(self.config))
+            rounded = {
+                slot: {name: tensor.to(dtype) for name, tensor in state.items()}
+                for slot, state in states.items()
+            }
+            return pack(held, lineage, rounded, learning.slots.modules_bound)
 
     def save(self, directory: Path) -> None:
         """Write the learner's state. Collective, with the same shared directory on every rank."""

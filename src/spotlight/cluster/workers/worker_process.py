@@ -171,7 +171,8 @@ class WorkerProcess:
             slot_of={Purpose.TRAIN: train, Purpose.EXPLORE: train, Purpose.EVAL: judged},
             membership=membership,
         )
-        loader = BundleLoader(self._home, self._cache, slots, rollout_slots(config, algorithm))
+        dtype = build.torch_dtype(fleet.published_dtype(config))
+        loader = BundleLoader(self._home, self._cache, slots, rollout_slots(config, algorithm), dtype)
         return WorkerLoop(place.worker, place.epoch, self._home, loader, dependencies, fleet.commit_every)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.scheduler.effects import PullWeights
 from spotlight.weights.bundle import WeightsManifest, bind
@@ -24,12 +26,14 @@ class BundleLoader:
 
     Attributes:
         needs: slots that rollouts use, all of which a version must contain.
+        dtype: of published tensors.
     """
 
     home: HeadClient
     cache: NodeCache
     slots: WeightSlots
     needs: Sequence[Slot]
+    dtype: torch.dtype | None = None
 
     def load(self, pull: PullWeights) -> str:
         """See :class:`spotlight.worker.interfaces.Loader`.
@@ -48,7 +52,7 @@ class BundleLoader:
                     f"asked for version {pull.version} of lineage {pull.lineage}, found {manifest}"
                 )
             bundle = self.cache.get(manifest, lambda: self._fetch(manifest))
-            bind(manifest, bundle, self.slots, needs=self.needs)
+            bind(manifest, bundle, self.slots, needs=self.needs, dtype=self.dtype)
         except NoSpaceError:
             raise
         except WeightsError as error:

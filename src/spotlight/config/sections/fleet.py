@@ -109,12 +109,23 @@ class FleetConfig(Section):
     """
     start_s: PositiveFloat = 600.0
     """Limit for starting a process, or for loading all weights."""
+    publish: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of the adapters that workers get. ``bfloat16``, half the bytes, changes no rollout under
+    ``learner.autocast: bfloat16``, which rounds adapters anyway; ``auto`` takes it there alone.
+    """
     learner_s: PositiveFloat = 3600.0
     """Limit for one call of the learner (a micro-batch, a checkpoint) before it counts as lost."""
     drain_margin_s: Annotated[float, Field(ge=0)] = 25.0
     """A node about to be preempted stops working this long before; at once if its notice is shorter."""
     store_gb: PositiveFloat = 4.0
     """Memory on this process's node for latents and samples in flight; more goes to the run directory."""
+
+    def published_dtype(self, run: RunConfig) -> Literal["float32", "bfloat16"]:
+        """``publish``, decided."""
+        if self.publish != "auto":
+            return self.publish
+        rounds = run.learner.mode == "lora" and run.learner.autocast == "bfloat16"
+        return "bfloat16" if rounds else "float32"
 
     @property
     def only_learner_slots(self) -> bool:
@@ -125,6 +136,8 @@ class FleetConfig(Section):
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Keys of another driver or cluster, unused slots, and inconsistent timeouts."""
         yield from self._place_problems()
+        if self.publish == "bfloat16":
+            yield from self._publish_problems(run)
         if self.spot.trace is not None and self.spot.nodes:
             yield Problem(
                 "fleet.spot.nodes", str(self.spot.nodes), "0 with fleet.spot.trace",
@@ -160,6 +173,19 @@ class FleetConfig(Section):
                 f"at least {_BEATS_MIN} heartbeats ({_BEATS_MIN * self.heartbeat_s:g} s)",
                 "Raise it, or lower fleet.heartbeat_s.",
             )  # fmt: skip
+
+    def _publish_problems(self, run: RunConfig) -> Iterator[Problem]:
+        learner = run.learner
+        for key, found, wanted in (
+            ("mode", learner.mode, "lora"),
+            ("autocast", learner.autocast, "bfloat16"),
+        ):
+            if found != wanted:
+                yield Problem(
+                    "fleet.publish", "'bfloat16'", f"'float32' or 'auto' with learner.{key}={found}",
+                    "Workers would roll out with other weights than are trained: leave it out"
+                    + (", or set learner.autocast=bfloat16." if key == "autocast" else "."),
+                )  # fmt: skip
 
     def _place_problems(self) -> Iterator[Problem]:
         emulated = {"fleet.spot.nodes": self.spot.nodes, "fleet.spot.trace": self.spot.trace}
