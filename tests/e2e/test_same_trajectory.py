@@ -15,6 +15,8 @@ ROUNDING = {
     "rollout batches": ("rollout.batch_size=4",),
     "timesteps in a pass": ("learner.timesteps_per_pass=auto",),
     "checkpointed activations": ("learner.gradient_checkpointing=true",),
+    "every second block recomputed": ("learner.gradient_checkpointing=2",),
+    "attention as plain products": ("model.attention=math",),
 }
 TOGETHER = tuple(setting for settings in ROUNDING.values() for setting in settings)
 
