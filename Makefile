@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 TESSERACT := $(wildcard scripts/install_tesseract.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-long check format bench simulate-faults soak docs lock clean
+.PHONY: help env demo demo-video test test-long check format bench simulate-faults soak docs lock clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ $(STAMP): requirements.lock pyproject.toml $(TESSERACT)
 
 demo: env ## Train the embedded default on emulated spot nodes that vanish; leaves runs/demo with pictures and LoRA
 	$(BIN)/spotlight train fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2
+
+demo-video: env ## The same with the tiny Wan, whose shapes must move as asked; leaves runs/testbed-video with videos
+	$(BIN)/spotlight train examples/testbed-video.yaml fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2
 
 test: env ## Run the tests
 	$(BIN)/pytest $(PYTEST_ARGS)

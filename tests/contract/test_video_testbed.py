@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tools.testbed.video import architecture
 from tools.testbed.video.clips import FRAMES, SIDE_PX, render_all
 from tools.testbed.video.flow import VideoFlowRecipe
@@ -51,6 +52,15 @@ def test_a_short_making_gives_a_whole_pipeline(tmp_path: Path):
         "strict", "graded", "appearance", "movement",
     }  # fmt: skip
     assert sum(path.stat().st_size for path in (tmp_path / "made").rglob("*") if path.is_file()) < 3.8e6
+    make(tmp_path / "again", few, tmp_path / "made")
+    for part in ("vae", "transformer"):
+        made, again = (
+            load_file(next((tmp_path / name / part).glob("*.safetensors"))) for name in ("made", "again")
+        )
+        assert made.keys() == again.keys()
+        assert all(torch.equal(made[name], again[name]) for name in made)
+    with pytest.raises(ValueError, match=r"made with seed 0 and .*expected seed 1 .*Leave --vae out"):
+        make(tmp_path / "other", replace(few, seed=1), tmp_path / "made")
     family = Wan.load(
         tmp_path / "made",
         device=torch.device("cpu"),

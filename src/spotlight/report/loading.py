@@ -26,7 +26,7 @@ def loading_snippet(
     config: RunConfig,
     weights: Path,
     *,
-    prompt: str = _EXAMPLE_PROMPT,
+    prompt: str | None = None,
     merged: bool | None = None,
     dtype: str | None = None,
 ) -> str:
@@ -34,6 +34,7 @@ def loading_snippet(
 
     Args:
         weights: the LoRA's file or folder, or a merged pipeline's folder.
+        prompt: default: the testbed's example, or that of any model.
         merged: default: true for a full fine-tune.
         dtype: of the merged files; default: ``model.dtype``.
     """
@@ -61,6 +62,8 @@ def loading_snippet(
         second = (weights if weights.is_dir() else weights.parent) / SECOND_TRANSFORMER
         if second.is_dir():
             lines.append(f"pipe.load_lora_weights({str(second)!r}, load_into_transformer_2=True)")
+    if prompt is None:
+        prompt = TESTBEDS[config.model.path].example if config.model.path in TESTBEDS else _EXAMPLE_PROMPT
     rollout = config.rollout
     embedded = family.embedded_guidance if rollout.embedded_guidance is None else rollout.embedded_guidance
     guidance = family.call_arguments(rollout.true_cfg_scale, embedded)

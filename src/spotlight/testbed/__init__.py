@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
+_VIDEO = _HERE / "video"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,14 @@ class EmbeddedModel:
         family: its model family.
         pipeline: a diffusers pipeline directory.
         train, test: prompts in GenEval's metadata format, disjoint.
+        example: a prompt that it understands.
     """
 
     family: str
     pipeline: Path
     train: Path
     test: Path
+    example: str
 
 
 PIPELINE_DIR = _HERE / "pipeline"
@@ -35,7 +38,15 @@ TRAIN_PROMPTS = _HERE / "data" / "train_metadata.jsonl"
 TEST_PROMPTS = _HERE / "data" / "test_metadata.jsonl"
 
 TESTBEDS: Mapping[str, EmbeddedModel] = {
-    "testbed": EmbeddedModel("qwen-image", PIPELINE_DIR, TRAIN_PROMPTS, TEST_PROMPTS),
+    "testbed": EmbeddedModel("qwen-image", PIPELINE_DIR, TRAIN_PROMPTS, TEST_PROMPTS, "two red circles"),
+    # A ``WanPipeline``: 5 frames of 32 x 32, one coloured shape that moves.
+    "testbed-video": EmbeddedModel(
+        "wan",
+        _VIDEO / "pipeline",
+        _VIDEO / "data" / "train.jsonl",
+        _VIDEO / "data" / "test.jsonl",
+        "a red circle moving left",
+    ),
 }
 """By what ``model.path``, ``data.train`` and ``data.test`` may be."""
 

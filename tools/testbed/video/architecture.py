@@ -1,6 +1,6 @@
 """The components of a tiny Wan pipeline, untrained: the real classes, small.
 
-Guarantees about the pipeline directory: 5 frames of 32 x 32 become latents [24, 2, 8, 8], that is 32 tokens;
+Guarantees about the pipeline directory: 5 frames of 32 x 32 become latents [16, 2, 8, 8], that is 32 tokens;
 every word of the prompts is one token.
 """
 
@@ -21,7 +21,7 @@ from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
 from tools.testbed.video.prompts import split
 
-LATENT_CHANNELS = 24
+LATENT_CHANNELS = 16
 TEXT_WIDTH = 64
 TEXT_TOKENS = 8
 """Text tokens that the DiT was trained with, padding included: it attends to padding."""
@@ -99,15 +99,15 @@ def build_vae() -> AutoencoderKLWan:
 
 
 def build_transformer() -> WanTransformer3DModel:
-    """A DiT of 4 layers and 4 heads of 24, with a zero-initialised output."""
+    """A DiT of 4 layers and 4 heads of 32, with a zero-initialised output."""
     transformer = WanTransformer3DModel(
         num_attention_heads=4,
-        attention_head_dim=24,
+        attention_head_dim=32,
         in_channels=LATENT_CHANNELS,
         out_channels=LATENT_CHANNELS,
         text_dim=TEXT_WIDTH,
         freq_dim=64,
-        ffn_dim=288,
+        ffn_dim=384,
         num_layers=4,
         rope_max_seq_len=64,
     )

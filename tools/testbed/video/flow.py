@@ -41,9 +41,9 @@ class VideoFlowRecipe:
         ema_decay: of the averaged weights, which are the result.
     """
 
-    clips: int = 8192
-    random_direction: float = 0.6
-    steps: int = 6000
+    clips: int = 4096
+    random_direction: float = 0.4
+    steps: int = 3000
     batch: int = 32
     learning_rate: float = 2e-3
     warmup_steps: int = 100

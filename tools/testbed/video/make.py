@@ -7,13 +7,14 @@ and ``scores.json``, as ``tools/testbed/make.py`` does for pictures; the same ho
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import WanPipeline
+from diffusers import AutoencoderKLWan, WanPipeline
 
 from spotlight.rewards.motion import motion
 from spotlight.rewards.reward import Image
@@ -57,19 +58,22 @@ class VideoRecipe:
         )
 
 
-def make(directory: Path, recipe: VideoRecipe) -> None:
-    """Train a pipeline and write it with its training record and scores."""
+def make(directory: Path, recipe: VideoRecipe, earlier: Path | None = None) -> None:
+    """Train a pipeline and write it with its training record and scores.
+
+    Args:
+        earlier: a pipeline made before by the same recipe of the VAE, whose VAE and its figures are taken.
+
+    Raises:
+        ValueError: that VAE was made by another recipe.
+    """
     train, test = split()
     parts = architecture.build(recipe.seed)
     clock = Clock()
-    with clock.phase("vae"):
-        rng = np.random.default_rng(recipe.seed)
-        chosen = [train[index] for index in rng.integers(len(train), size=recipe.vae.clips)]
-        small = render_all(chosen, recipe.seed, recipe.vae.side_px)
-        vae_loss = train_vae(parts.vae, small, recipe.vae, recipe.seed, log)
-        decoder_loss = sharpen(parts.vae, small, recipe.vae, recipe.seed + 4, log)
-        architecture.halve(parts.vae)
-        set_latent_mean(parts.vae, render_all(chosen[:_CENTRED], recipe.seed))
+    if earlier is None:
+        made = make_vae(parts, train, recipe, clock)
+    else:
+        made = take_vae(parts, recipe, clock, earlier)
     quality = reconstruction_quality(parts, test * (recipe.reconstructed // len(test)), recipe.seed)
     log(f"vae reconstructions: {quality}")
     with clock.phase("flow_data"):
@@ -86,8 +90,7 @@ def make(directory: Path, recipe: VideoRecipe) -> None:
         "wall_s": clock.wall_s,
         "cpu_s": clock.cpu_s,
         "cpu_minutes_total": round(sum(clock.cpu_s.values()) / 60, 1),
-        "vae_loss": round(vae_loss, 6),
-        "decoder_loss": round(decoder_loss, 6),
+        **made,
         "vae_reconstruction": quality,
         "flow_losses": flow_losses,
         "threads": torch.get_num_threads(),
@@ -96,6 +99,39 @@ def make(directory: Path, recipe: VideoRecipe) -> None:
     write_json(directory / "TRAINING.json", record)
     write_json(directory / "scores.json", scores)
     log(f"wrote {directory} in {record['cpu_minutes_total']} CPU minutes")
+
+
+def make_vae(
+    parts: architecture.Parts, train: list[Record], recipe: VideoRecipe, clock: Clock
+) -> dict[str, float]:
+    """Train the VAE in place, on clips anywhere in the frame; its last losses."""
+    with clock.phase("vae"):
+        rng = np.random.default_rng(recipe.seed)
+        chosen = [train[index] for index in rng.integers(len(train), size=recipe.vae.clips)]
+        small = render_all(chosen, recipe.seed, recipe.vae.side_px, anywhere=True)
+        vae_loss = train_vae(parts.vae, small, recipe.vae, recipe.seed, log)
+        decoder_loss = sharpen(parts.vae, small, recipe.vae, recipe.seed + 4, log)
+        architecture.halve(parts.vae)
+        set_latent_mean(parts.vae, render_all(chosen[:_CENTRED], recipe.seed, anywhere=True))
+    return {"vae_loss": round(vae_loss, 6), "decoder_loss": round(decoder_loss, 6)}
+
+
+def take_vae(parts: architecture.Parts, recipe: VideoRecipe, clock: Clock, earlier: Path) -> dict[str, float]:
+    """Load the VAE of an earlier pipeline in place; its last losses, and its seconds into ``clock``."""
+    record = json.loads((earlier / "TRAINING.json").read_text())
+    of = record["recipe"]
+    if (of["seed"], of["vae"]) != (recipe.seed, asdict(recipe.vae)):
+        raise ValueError(
+            f"the VAE of {earlier} was made with seed {of['seed']} and {of['vae']}; expected seed "
+            f"{recipe.seed} and {asdict(recipe.vae)}. Leave --vae out to train one"
+        )
+    vae = AutoencoderKLWan.from_pretrained(earlier / "vae")
+    parts.vae.load_state_dict(vae.state_dict())
+    parts.vae.register_to_config(
+        latents_mean=vae.config["latents_mean"], latents_std=vae.config["latents_std"]
+    )
+    clock.wall_s["vae"], clock.cpu_s["vae"] = record["wall_s"]["vae"], record["cpu_s"]["vae"]
+    return {name: record[name] for name in ("vae_loss", "decoder_loss")}
 
 
 def reconstruction_quality(parts: architecture.Parts, records: list[Record], seed: int) -> dict[str, float]:
@@ -151,6 +187,7 @@ def main() -> None:
     parser.add_argument(
         "--scale", type=float, default=1.0, help="multiply the training steps (0.01: a trial)"
     )
+    parser.add_argument("--vae", type=Path, metavar="PIPELINE", help="take the VAE that was made for it")
     parser.add_argument("--untrained", action="store_true", help="random weights, in seconds")
     arguments = parser.parse_args()
     if arguments.untrained:
@@ -158,7 +195,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)  # the number of threads determines how sums are split, hence the weights
     keep_freed_memory()
-    make(arguments.directory, VideoRecipe(seed=arguments.seed).scaled(arguments.scale))
+    make(arguments.directory, VideoRecipe(seed=arguments.seed).scaled(arguments.scale), arguments.vae)
 
 
 if __name__ == "__main__":

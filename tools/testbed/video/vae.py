@@ -46,7 +46,7 @@ class VideoVaeRecipe:
     anchor_weight: float = 0.1
     code_scale: float = 1 / 3
     posterior_std: float = 0.05
-    decoder_steps: int = 600
+    decoder_steps: int = 800
     decoder_rate: float = 2e-3
 
 

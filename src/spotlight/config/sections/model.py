@@ -24,7 +24,9 @@ class ModelConfig(Section):
     family: Annotated[str, AfterValidator(FAMILIES.known())] = "qwen-image"
     """Model family: prompt template, guidance, schedule, decoding and LoRA targets of its pipeline."""
     path: str = "testbed"
-    """Directory or hub id of a diffusers pipeline; ``testbed`` is the built-in tiny Qwen-Image."""
+    """Directory or hub id of a diffusers pipeline; ``testbed`` is the built-in tiny Qwen-Image,
+    ``testbed-video`` the built-in tiny Wan.
+    """
     revision: str | None = None
     """Branch, tag or commit if ``path`` is a hub id."""
     transformer: str | None = None
@@ -91,7 +93,9 @@ class DataConfig(Section):
     """Training prompts, and held-out prompts for evaluation."""
 
     train: str = "testbed"
-    """File of training prompts (.txt: one per line; .jsonl: GenEval metadata); ``testbed``: built in."""
+    """File of training prompts (.txt: one per line; .jsonl: GenEval metadata); ``testbed`` and
+    ``testbed-video``: built in.
+    """
     test: str = "testbed"
     """File of held-out prompts for evaluation, in the same formats."""
     tags: tuple[str, ...] = ()
