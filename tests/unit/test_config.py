@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.load import EMBEDDED, build_config, dump_config, load_config
+from spotlight.config.load import (
+    EMBEDDED,
+    build_config,
+    dump_config,
+    load_config,
+    load_dump,
+    with_new_keys,
+)
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.config.section import Section
 from spotlight.config.sections.learner_section import divisors_near
@@ -279,3 +286,13 @@ def test_the_nearest_divisors(number: int, wanted: int) -> None:
     elif len(nearest) == 2:
         assert nearest[0] < wanted < nearest[1]
         assert not [d for d in divisors if nearest[0] < d < nearest[1]]
+
+
+def test_settings_of_an_older_version_that_no_longer_go_together_can_be_read(tmp_path: Path) -> None:
+    """Runs that were trained with them are evaluated, exported and audited; new ones are refused."""
+    kept = tmp_path / "config.yaml"
+    kept.write_text(dump_config(load_config(None, [])).replace("publish: auto", "publish: float32"))
+    assert load_dump(kept).fleet.publish == "float32"
+    assert with_new_keys(kept.read_text()) == kept.read_text()
+    with pytest.raises(ConfigError, match=r"fleet\.publish"):
+        load_config(kept, [])

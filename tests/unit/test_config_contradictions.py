@@ -55,11 +55,21 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "lengthen the decay",
         ),
         (
-            ["fleet.publish=bfloat16", "learner.mode=full", "learner.autocast=bfloat16"],
+            [
+                "fleet.publish=bfloat16",
+                "fleet.driver=ray",
+                "learner.mode=full",
+                "learner.autocast=bfloat16",
+            ],
             "fleet.publish",
             "other weights than are trained: leave it out.",
         ),
-        (["fleet.publish=bfloat16"], "fleet.publish", "or set learner.autocast=bfloat16"),
+        (
+            ["fleet.publish=bfloat16", "fleet.driver=ray"],
+            "fleet.publish",
+            "or set learner.autocast=bfloat16",
+        ),
+        (["fleet.publish=float32"], "fleet.publish", "Set fleet.driver=ray, or leave it out."),
         (["learner.pass_memory_gib=4"], "learner.pass_memory_gib", "timesteps_per_pass=auto"),
         (["evaluation.weights=ema"], "evaluation.weights", "learner.ema.cap"),
         ([*GRPO, "evaluation.weights=old"], "evaluation.weights", "keeps no old policy"),

@@ -52,22 +52,30 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def load_dump(path: Path) -> RunConfig:
-    """Read a run's own ``config.yaml``, whose ``like`` is only a label. Raises :class:`ConfigError`."""
-    return build_config(read_tree(path), str(path))
+    """Read a run's own ``config.yaml``, whose ``like`` is only a label. Raises :class:`ConfigError`.
+
+    Settings that do not go together are let through: an older version may have trained with them.
+    """
+    return _parsed(read_tree(path), str(path))
 
 
 def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     """Validate a nested mapping, on top of the defaults. Raises :class:`ConfigError`."""
+    config = _parsed(tree, source)
+    if problems := list(config.every_problem()):
+        raise ConfigError(source, problems)
+    return config
+
+
+def _parsed(tree: Mapping[str, Any], source: str) -> RunConfig:
+    """Validate each key by itself."""
     try:
         # Through JSON: strict mode then accepts lists as tuples and strings as paths, but `steps: "8"` and
         # `steps: yes` are errors, not 8 and 1.
         text = json.dumps(merge(_defaults_for(tree), tree), default=str)
-        config = RunConfig.model_validate_json(text, strict=True)
+        return RunConfig.model_validate_json(text, strict=True)
     except ValidationError as error:
         raise ConfigError(source, _explain_all(error.errors(), _algorithm_of(tree))) from None
-    if problems := list(config.every_problem()):
-        raise ConfigError(source, problems)
-    return config
 
 
 def dump_config(config: RunConfig) -> str:
@@ -100,18 +108,22 @@ def with_new_keys(text: str) -> str:
     Unchanged if this version refuses it.
     """
     try:
-        return dump_config(read_config(text, "the run's configuration"))
+        return dump_config(_parsed(_mapping(text, "the run's configuration"), "the run's configuration"))
     except ConfigError:
         return text
 
 
 def read_config(text: str, source: str) -> RunConfig:
     """Inverse of :func:`dump_config`, in another process. Raises ConfigError."""
+    return build_config(_mapping(text, source), source)
+
+
+def _mapping(text: str, source: str) -> dict[str, Any]:
     tree = parse_yaml(text)
     if not isinstance(tree, dict):
         problem = Problem(source, type(tree).__name__, "a mapping", "Run the same version on every node.")
         raise ConfigError(source, [problem])
-    return build_config(tree, source)
+    return tree
 
 
 def _defaults_for(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -175,9 +175,7 @@ def _drive(
             observer=observer,
             ranks=ranks,
             lease_size=config.rollout.batch_size * ranks.world,
-            deal_size=config.rollout.prompts_per_iteration
-            * config.rollout.group_size
-            // config.learner.updates_per_batch,
+            deal_size=_deal_size(config),
             grid=config.evaluation.grid,
             around=materials.around,
         )
@@ -194,6 +192,18 @@ def _drive(
         return RunResult(directory, None, None, stopped=False)
     summary = conclude_run(config, recorder, weights, lambda: recorder.spend(clock.take()))
     return RunResult(directory, summary, None, stopped=False)
+
+
+def _deal_size(config: RunConfig) -> int:
+    """Consecutive rollouts that all ranks get equal shares of, so that hardly any sample moves to train.
+
+    Of an update; of a group where its samples stay together in a micro-batch and all of them are trained.
+    """
+    if config.algorithm.compares_groups and config.algorithm.train_samples is None:
+        return config.rollout.group_size
+    return (
+        config.rollout.prompts_per_iteration * config.rollout.group_size // config.learner.updates_per_batch
+    )
 
 
 def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:

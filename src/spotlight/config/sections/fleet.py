@@ -201,6 +201,11 @@ class FleetConfig(Section):
                     "fleet.learner_ranks", str(self.learner_ranks), "1 with fleet.driver=inline",
                     "Start so many ranks with torchrun, or set fleet.driver=ray.",
                 )  # fmt: skip
+            if self.publish != "auto":
+                yield Problem(
+                    "fleet.publish", self.publish, "auto with fleet.driver=inline, which sends no weights",
+                    "Set fleet.driver=ray, or leave it out.",
+                )  # fmt: skip
         elif self.address is not None:
             for key, value in emulated.items():
                 if value:

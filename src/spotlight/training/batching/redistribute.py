@@ -37,10 +37,13 @@ class Move:
 def neighbours(items: Sequence[T], rank: int, world: int, block: int | None = None) -> Sequence[T]:
     """A rank's share, as even as possible: of each ``block`` items, those that stand together.
 
+    No rank gets more than ``ceil(len(items) / world)``, so that all run equally many forwards.
+
     Args:
-        block: items that must be spread over all ranks, e.g. those of an update; default: all.
+        block: items that must be spread over all ranks, e.g. those of an update, rounded to a multiple of
+            ``world``; default: all.
     """
-    size = max(1, len(items) if block is None else min(block, len(items)))
+    size = max(1, len(items)) if block is None else max(world, block - block % world)
     mine: list[T] = []
     for start in range(0, len(items), size):
         part = items[start : start + size]
