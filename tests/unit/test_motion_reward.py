@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.testbed.video.clips import SIDE_PX, SPEED_PX, render, render_all, sample_clip
+from tools.testbed.video.clips import SIDE_PX, render, render_all, sample_clip
 from tools.testbed.video.prompts import record, split
 
 from spotlight.rewards.motion import DIRECTIONS, check, motion
@@ -110,7 +110,7 @@ def test_slanted_paths_count_less_the_steeper_they_are():
     for across in range(4):
         video = np.full((5, 40, 40, 3), 255, np.uint8)
         for time in range(5):
-            video[time, 5 + across * time :, 5 + SPEED_PX * time :][:8, :8] = PALETTE["red"]
+            video[time, 5 + across * time :, 5 + 3 * time :][:8, :8] = PALETTE["red"]
         found.append(score(video, asked))
     graded = [each["graded"] for each in found]
     assert graded[0] == 1
