@@ -12,6 +12,7 @@
 #   RAY_AUTH_TOKEN_PATH   file with the cluster's secret, the same on all nodes; the head creates it if missing
 #   RAY_TMPDIR            where Ray keeps logs and sockets, /tmp/ray
 #   SPOTLIGHT_MODEL       hub id or directory of the model: fetched and read once before this machine joins
+#   SPOTLIGHT_MODEL_REVISION   of a hub id, if the run sets model.revision
 #   NCCL_CUMEM_ENABLE     0; the same on all nodes
 set -euo pipefail
 
@@ -63,7 +64,7 @@ if [[ ! -s $RAY_AUTH_TOKEN_PATH ]]; then
 fi
 
 # A node that joins has fleet.start_s to start its workers: not the time for a download.
-[[ -z ${SPOTLIGHT_MODEL:-} ]] || "$(dirname "${BASH_SOURCE[0]}")/warm-model.sh" "$SPOTLIGHT_MODEL"
+[[ -z ${SPOTLIGHT_MODEL:-} ]] || "$(dirname "${BASH_SOURCE[0]}")/warm-model.sh" "$SPOTLIGHT_MODEL" "${SPOTLIGHT_MODEL_REVISION:-}"
 
 # NCCL's allocation through cuMem costs memory; what needs it, NVLink between machines (GB200), sets 1.
 export NCCL_CUMEM_ENABLE=${NCCL_CUMEM_ENABLE:-0}

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Have a model's weights on this machine and in its page cache, so that workers start from memory.
 #
-#   launch/warm-model.sh MODEL      a hub id, or a directory as diffusers saves pipelines
+#   launch/warm-model.sh MODEL [REVISION]
+#
+#   MODEL      a hub id, or a directory as diffusers saves pipelines
+#   REVISION   branch, tag or commit of a hub id; default or empty: its main branch
 #
 # A hub id is downloaded to the hub's cache (HF_HOME) unless it is there. Then the transformer's and the VAE's files
 # are read once, but for those beyond half of the memory available: they would push each other out.
@@ -12,12 +15,15 @@ fail() {
   exit 2
 }
 
-(($# == 1)) && [[ -n $1 ]] || fail "found $# arguments; expected one: a hub id or the directory of a pipeline"
-model=$1
+(($# == 1 || $# == 2)) && [[ -n $1 ]] ||
+  fail "found $# arguments; expected a hub id or the directory of a pipeline, then at most a revision"
+model=$1 revision=${2:-}
 if [[ -d $model ]]; then
+  [[ -z $revision ]] || fail "found revision '$revision' for the directory $model; expected none: revisions belong to hub ids"
   folder=$model
 elif [[ $model =~ ^[A-Za-z0-9._-]+/[A-Za-z0-9._-]+$ ]]; then
-  folder=$(hf download --quiet "$model") || fail "cannot download $model; look at the network, HF_TOKEN and HF_HOME"
+  folder=$(hf download --quiet "$model" ${revision:+"--revision=$revision"}) ||
+    fail "cannot download $model${revision:+ at revision $revision}; look at the network, HF_TOKEN and HF_HOME"
   folder=$(tail -n 1 <<<"$folder")
 else
   fail "found '$model', which is neither a directory here nor a hub id (OWNER/NAME)"
@@ -29,6 +35,8 @@ if [[ $limit =~ ^[0-9]+$ ]] && ((limit < available)); then
   available=$limit
 fi
 
+# From inside: the folder's own path may have such names, too.
+CDPATH='' cd -- "$folder"
 read_bytes=0 left=0
 batch=()
 while IFS= read -r -d '' file; do
@@ -39,7 +47,7 @@ while IFS= read -r -d '' file; do
   fi
   read_bytes=$((read_bytes + bytes))
   batch+=("$file")
-done < <(find -L "$folder" \( -path '*/transformer*/*' -o -path '*/vae/*' \) -name '*.safetensors' -print0 | sort -z)
+done < <(find -L . \( -path './transformer*/*' -o -path './vae/*' \) -name '*.safetensors' -print0 | sort -z)
 ((${#batch[@]} + left)) || fail "no weights (transformer*/*.safetensors) in $folder: a pipeline that diffusers saved?"
 if ((${#batch[@]})); then
   printf '%s\0' "${batch[@]}" | xargs -0 -n 1 -P 4 cat >/dev/null

@@ -417,10 +417,11 @@ def test_ray_start_sizes_rays_store_by_shared_memory(
 
 
 def model_folder(where: Path) -> Path:
+    folder = where / "transformer models" / "vae" / "of a model"
     for part in ("transformer", "vae", "text_encoder"):
-        (where / "of a model" / part).mkdir(parents=True)
-        (where / "of a model" / part / "weights.safetensors").write_bytes(bytes(1_000_000))
-    return where / "of a model"
+        (folder / part).mkdir(parents=True)
+        (folder / part / "weights.safetensors").write_bytes(bytes(1_000_000))
+    return folder
 
 
 def test_ray_start_warms_the_model_before_the_machine_joins(
@@ -429,22 +430,25 @@ def test_ray_start_warms_the_model_before_the_machine_joins(
     hf = tmp_path / "hf"
     hf.write_text(f'#!/bin/sh\necho "$@" >&2\necho "{model_folder(tmp_path)}"\n')
     hf.chmod(0o755)
-    done = ray_start("head", {**fake_ray, "SPOTLIGHT_MODEL": "Qwen/Qwen-Image"})
+    model = {"SPOTLIGHT_MODEL": "Qwen/Qwen-Image"}
+    done = ray_start("head", {**fake_ray, **model, "SPOTLIGHT_MODEL_REVISION": "v2"})
     assert done.returncode == 0, done.stderr
-    assert done.stderr == "download --quiet Qwen/Qwen-Image\n"
+    assert done.stderr == "download --quiet Qwen/Qwen-Image --revision=v2\n"
     told = done.stdout.splitlines()
     assert told[0] == "warm-model.sh: 2 files, 2 MB of Qwen/Qwen-Image are in memory", "transformer and VAE"
     assert told[1] == "start"
-    hf.write_text("#!/bin/sh\nexit 1\n")
-    failed = ray_start("head", {**fake_ray, "SPOTLIGHT_MODEL": "Qwen/Qwen-Image"})
+    hf.write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n')
+    failed = ray_start("head", {**fake_ray, **model})
     assert (failed.returncode, failed.stdout) == (2, ""), "a machine without the model does not join"
-    assert "cannot download Qwen/Qwen-Image" in failed.stderr
+    assert failed.stderr.startswith("download --quiet Qwen/Qwen-Image\n")
+    assert "cannot download Qwen/Qwen-Image;" in failed.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "found 0 arguments; expected one"),
+        ([], "found 0 arguments; expected a hub id"),
+        ([str(LAUNCH), "main"], "found revision 'main' for the directory"),
         (["nothing-here"], "found 'nothing-here', which is neither a directory here nor a hub id"),
         (["../a/b"], "neither a directory here nor a hub id"),
         ([str(LAUNCH)], "no weights"),
