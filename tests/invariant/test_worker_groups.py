@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from torch import Tensor
-from worker_ranks import Deadline, Mishap, Ranks, Room
+from worker_ranks import BATCH, Deadline, Mishap, NoRoom, Ranks, Room
 from worker_world import (
     Body,
     MemoryHome,
@@ -275,6 +276,28 @@ def test_a_group_that_runs_out_of_memory_goes_on_with_half_the_batch(
     assert {name: ranks.processes[name][0].pid for name in alive} == alive
     assert all(ranks.processes[name][0].is_alive() for name in alive)
     ranks.tell(short, Room(99))
+
+
+@pytest.mark.parametrize("short", ["w0", "w1"])
+def test_a_rank_without_memory_for_weights_ends_and_frees_the_other_at_once(
+    ranks: Ranks, expected: dict[RolloutId, Tensor], short: str
+) -> None:
+    """Fewer rollouts would not help: nobody's batch is halved, and what the other holds goes on."""
+    (other,) = {"w0", "w1"} - {short}
+    ranks.tell(other, Room(BATCH))
+    ranks.tell(short, NoRoom("old"))
+    epoch = ranks.form("w0", "w1")
+    first = ranks.grant(TRIO)
+    ranks.until(lambda: safe(ranks, first) >= 2)
+    ranks.grant(EVALS)
+    ranks.gone(short)
+    began_s = time.monotonic()
+    await_stop(ranks, "w0", epoch)
+    assert time.monotonic() - began_s < 30.0, "it does not wait for the deadline"
+    ranks.form(other)
+    ranks.grant(TRIO, resume(TRIO, safe(ranks, first)))
+    assert_made(ranks, expected, TRIO)
+    assert max(pulled.capacity for pulled in ranks.home.of(GroupPulled) if pulled.epoch > epoch) == BATCH
 
 
 def test_ranks_of_different_weights_do_not_take_a_step_together(ranks: Ranks) -> None:

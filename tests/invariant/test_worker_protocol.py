@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from worker_world import (
     EPOCH,
+    PROMPTS,
     TRAIN,
     Body,
     MemoryHome,
@@ -27,6 +30,8 @@ from worker_world import (
     work_off,
 )
 
+from spotlight.rollout.sequence_parallel.lockstep import Claim, Follower, LockstepOrder
+from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpMembership
 from spotlight.rollout.serialization import pack_state, unpack_state
 from spotlight.scheduler.effects import AbandonLease, StopGroup
 from spotlight.scheduler.events import (
@@ -40,6 +45,7 @@ from spotlight.scheduler.events import (
     WeightsPulled,
 )
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, WorkerId
+from spotlight.worker.group_role import GroupRole
 from spotlight.worker.interfaces import HeadLostError, Leave, LoadError, Patience
 
 STEPS = 4
@@ -444,3 +450,32 @@ def test_what_an_early_rollout_left_is_not_taken_for_one_of_the_next_weights(
     work_off(second)
     assert home.step_of(early.id, mark_of(0)) == 3
     assert ("sample", early.id, mark_of(0)) not in home.values
+
+
+class ToldLate(SpMembership):
+    """A follower's, whose exchanges fail at their end, as NCCL's do when a peer is lost."""
+
+    def __init__(self, order: LockstepOrder) -> None:
+        self.order = order
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        return self.order.to_bytes()
+
+    @contextmanager
+    def exchange(self, work: float = 0.0) -> Iterator[None]:
+        yield
+        raise GroupLostError("a peer was late")
+
+
+def test_a_follower_inherits_what_the_last_order_left_if_the_loss_is_told_late(body: Body) -> None:
+    second = PAIR[1].id
+    membership = ToldLate(LockstepOrder("policy", rollouts=(second,)))
+    follower = Follower(body.engine, membership, {}, lambda slot: nullcontext(body.family.transformer))
+    follower.states = tuple(body.engine.start(PAIR, body.family.encode(PROMPTS[:2]), TRAIN))
+    follower.claims = {one.id: Claim(LeaseId(1), 0) for one in PAIR}
+    with pytest.raises(GroupLostError):
+        follower.run()
+    role = GroupRole(W0, 1, 2, leads=False)
+    role.inherit(follower)
+    assert [state.rollout.id for state in role.leases.states] == [second]
+    assert follower.running == 1

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from worker_world import EPOCH, Body, Kept, MemoryHome, SeededLoader, form, grant, pull
 
+from spotlight.models.slots import Slot
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.communicators import Gloo
 from spotlight.rollout.sequence_parallel.membership import SpMembership
@@ -65,6 +67,13 @@ class Room:
     """Memory for so many rollouts in a forward, from now on."""
 
     rollouts: int
+
+
+@dataclass(frozen=True)
+class NoRoom:
+    """No memory for the weights of a slot."""
+
+    slot: str
 
 
 @dataclass
@@ -111,6 +120,17 @@ def limit_memory(body: Body, room: Room) -> None:
     body.engine.max_batch = max(body.engine.max_batch, BATCH)
 
 
+def refuse_slot(body: Body, short: NoRoom) -> None:
+    use = body.slots.use
+
+    def used(slot: Slot, *, merged: bool = False) -> AbstractContextManager[nn.Module]:
+        if slot == short.slot:
+            raise torch.OutOfMemoryError("CUDA out of memory (made up)")
+        return use(slot, merged=merged)
+
+    body.slots.use = used  # type: ignore[method-assign]
+
+
 def serve(
     name: str, commands: Connection, home: Connection, address: Address, pipeline: Path, cache: Path
 ) -> None:
@@ -143,6 +163,8 @@ def serve(
                 befall(body.family.transformer, told)
             elif isinstance(told, Room):
                 limit_memory(body, told)
+            elif isinstance(told, NoRoom):
+                refuse_slot(body, told)
             elif isinstance(told, Deadline):
                 communicator.collective_s = told.collective_s
             else:
@@ -197,7 +219,7 @@ class Ranks:
             except (EOFError, OSError):
                 return
 
-    def tell(self, name: str, what: Command | Mishap | Deadline | Room) -> None:
+    def tell(self, name: str, what: Command | Mishap | Deadline | Room | NoRoom) -> None:
         self.processes[name][1].send(what)
 
     def form(self, *names: str) -> int:

@@ -376,10 +376,15 @@ class WorkerLoop:
         """Lose the group for lack of memory: the next one takes half as many rollouts at once.
 
         Raises:
-            OutOfMemoryError: there is no half, or there are no others who would notice.
+            OutOfMemoryError: there is no half; it was not in a step that all take; or this worker is alone.
         """
+        if role.degree == 1:
+            raise error
+        assert self._membership is not None
+        in_step = self._membership.group.degree == 1  # what fails within an exchange has left the group
+        self._membership.part()
         tried = min(role.batch, rollouts)
-        if role.degree == 1 or tried == 1:
+        if not in_step or tried <= 1:
             raise error
         log.warning("%d rollouts at once are too many for the group of %s: %s", tried, role.leader, error)
         traceback.clear_frames(error.__traceback__)  # they hold tensors of the step
@@ -453,9 +458,7 @@ class WorkerLoop:
             self._dependencies.engine,
             self._membership,
             self._dependencies.recipes,
-            lambda slot: self._dependencies.slots.use(
-                self._dependencies.known_slot(slot), merged=self._merged
-            ),
+            self._use,
             self._digest or "",
         )
         try:

@@ -210,7 +210,7 @@ class Follower:
 
     Attributes:
         states: rollouts of the last order, at the last finished step.
-        running: how many of them that order advances.
+        running: how many rollouts the last order advances.
         seen: after ``run``, the last lease granted to the leader.
     """
 
@@ -246,12 +246,13 @@ class Follower:
                     return
                 if order.mark != self._mark:
                     self._refuse(order)
+                self.running = len(order.rollouts)
                 if order.slot != slot:
                     weights.close()
                     slot, model = order.slot, weights.enter_context(self._use(order.slot))
                 with self._membership.exchange():
                     running, kept = self._taken(order)
-                self.states, self.running = (*kept, *running), len(running)
+                    self.states = (*kept, *running)  # with the claims, even if the exchange fails at its end
                 with self._membership.exchange(_work(running)):
                     advanced = self._engine.step(model, running, self._membership.batch)
                 self.states = (*kept, *advanced)
