@@ -361,8 +361,8 @@ class InlineDriver:
         ranks, turn = self.parts.ranks, self._group_turn
         owner = {group: (turn + at) % ranks.world for at, group in enumerate(dict.fromkeys(groups.values()))}
         self._group_turn = (turn + len(owner)) % ranks.world
-        everyones: dict[RolloutId, Picture] = {}
-        for shared in ranks.share(dict(images)):
+        everyones = dict(images)
+        for shared in ranks.share({i: each for i, each in images.items() if owner[groups[i]] != ranks.rank}):
             everyones |= shared
         mine = [each for each, group in groups.items() if owner[group] == ranks.rank and each in everyones]
         return {each: everyones[each] for each in mine}
