@@ -74,7 +74,8 @@ ProfileOption: TypeAlias = Annotated[
         "--profile",
         metavar="N",
         min=1,
-        help="Write torch profiler traces of N denoising steps and N micro-batches into the run directory.",
+        help="Write torch profiler traces of up to N denoising steps and N micro-batches of one iteration "
+        "into the run directory.",
         show_default=False,
     ),
 ]
