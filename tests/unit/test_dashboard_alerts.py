@@ -8,8 +8,9 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +29,7 @@ from spotlight.dashboard.alerts import Alert, AlertWatch, post_alert, watch_runs
 from spotlight.dashboard.answers import RunAnswers
 from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.findings import RunLimits, RunOutlook, findings
-from spotlight.scheduler.types import Phase, WorkerId
+from spotlight.scheduler.types import DropReason, Phase, WorkerId
 from spotlight.store.ledger.history import History, read_history
 from spotlight.store.ledger.ledger_queries import LedgerCounts
 from spotlight.store.ledger.ledger_schema import Ending, Incident
@@ -65,10 +66,13 @@ NO_HISTORY = History(
 ALERT = Alert("a run", "idle", True, "It idles.", "Do this.", False, 1.0)
 
 
-class Receiver(BaseHTTPRequestHandler):
-    """Answers with the next status, 200 after the last; None: not at all."""
+SLOW_HEADERS, ENDLESS_BODY = b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 200 OK\r\n\r\n"
 
-    statuses: ClassVar[list[int | None]]
+
+class Receiver(BaseHTTPRequestHandler):
+    """Answers with the next status, 200 after the last; None: not at all; bytes: these, and ever more."""
+
+    statuses: ClassVar[list[int | bytes | None]]
     taken: ClassVar[list[dict[str, Any]]]
     ends: ClassVar[threading.Event]
 
@@ -77,6 +81,12 @@ class Receiver(BaseHTTPRequestHandler):
         status = self.statuses.pop(0) if self.statuses else 200
         if status is None:
             self.ends.wait(60)
+            return
+        if isinstance(status, bytes):
+            with suppress(OSError):
+                self.wfile.write(status)
+                while not self.ends.wait(0.02):
+                    self.wfile.write(b"x")
             return
         self.taken.append({"path": self.path, **json.loads(body)})
         self.send_response(status)
@@ -88,7 +98,7 @@ class Receiver(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def receiving(*statuses: int | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+def receiving(*statuses: int | bytes | None) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     members = {"statuses": list(statuses), "taken": [], "ends": threading.Event()}
     handler: Any = type("Told", (Receiver,), members)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -116,10 +126,14 @@ def live(place: Path) -> Iterator[tuple[SqliteLedger, dict[str, RunFolder]]]:
     paths.path.mkdir()
     paths.config.write_text("iterations: 3\n")
     with SqliteLedger(paths.ledger) as ledger:
-        now_s = time.time() - 2000
-        ledger.begin_attempt(pid=os.getpid(), host=socket.gethostname(), workers={WORKER: 1.0}, now_s=now_s)
+        begin(ledger)
         bill(ledger, Phase.TRAINING, 700)
         yield ledger, find_runs([place])
+
+
+def begin(ledger: SqliteLedger) -> None:
+    now_s = time.time() - 2000
+    ledger.begin_attempt(pid=os.getpid(), host=socket.gethostname(), workers={WORKER: 1.0}, now_s=now_s)
 
 
 def bill(ledger: SqliteLedger, phase: Phase, seconds: float) -> None:
@@ -146,9 +160,24 @@ def test_a_finding_is_told_once_when_it_comes_and_once_when_it_is_over(place: Pa
         assert AlertWatch(RunAnswers()).look(runs) == []  # it ended before that watch began
 
 
+def test_an_ending_ends_what_stood_and_is_over_when_the_run_goes_on(place: Path) -> None:
+    watch = AlertWatch(RunAnswers())
+    with live(place) as (ledger, runs):
+        bill(ledger, Phase.IDLE, 600)
+        assert names(watch.look(runs)) == [("idle", True)]
+        ledger.end_attempt(Ending.FAILED)
+        assert names(watch.look(runs)) == [("ended", True), ("idle", False)]
+        assert watch.look(runs) == []
+        begin(ledger)
+        assert names(watch.look(runs)) == [("idle", True), ("ended", False)]
+        ledger.end_attempt(Ending.FINISHED)
+        assert names(watch.look(runs)) == [("idle", False)]
+        assert watch.look(runs) == []
+
+
 def test_an_ending_is_told_also_where_answers_are_slow(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answers_module, "_QUICK_S", 0.0)
-    monkeypatch.setattr(answers_module, "_REST", 50.0)
+    monkeypatch.setattr(answers_module, "_REST", 5.0)
     watch = AlertWatch(RunAnswers())
     with live(place) as (ledger, runs):
         assert watch.look(runs) == []
@@ -197,13 +226,43 @@ def test_a_reward_that_falls_by_half_is_a_collapse(rewards: list[float], low: fl
         assert told == ({"reward_collapse"} if collapsed else set())
 
 
+def told_of(
+    history: History, rows: Sequence[Mapping[str, float | None]], now_s: float | None = None
+) -> set[str]:
+    return {each.name for each in findings(history, {}, rows, time.time() if now_s is None else now_s)}
+
+
 def test_a_run_is_silent_after_two_of_its_iterations(place: Path) -> None:
     with live(place) as (_, runs):
         history = read_history(runs["mine"].path)
+    seen_at = history.attempts[-1].seen_at
     for iteration_s, told in ((10.0, {"silent_run"}), (500.0, set())):
         rows = [{"wall_s": iteration_s * number} for number in range(3)]
-        found = findings(history, {}, rows, history.attempts[-1].seen_at + 900)
-        assert {each.name for each in found} == told
+        assert told_of(history, rows, seen_at + 900) == told
+    for before in ([], [{"wall_s": 10.0}]):  # how long an iteration takes is not known yet
+        assert told_of(history, before, seen_at + 900) == set()
+        assert told_of(history, before, seen_at + 4000) == {"silent_run"}
+
+
+@pytest.mark.parametrize(
+    ("trained", "dropped", "told"),
+    [(0, 1, False), (0, 200, False), (40, 20, False), (94, 6, True), (960, 40, False)],
+)
+def test_dropped_samples_are_told_once_their_share_says_something(
+    trained: int, dropped: int, told: bool
+) -> None:
+    drops = {DropReason.REWARD_ERROR: dropped}
+    history = replace(NO_HISTORY, counts=replace(NO_HISTORY.counts, trained=trained, train_dropped=drops))
+    assert told_of(history, []) == ({"dropped"} if told else set())
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"),
+    [("silent_groups", "advantage/silent_groups_share"), ("clipped", "train/clip_fraction")],
+)
+def test_one_iteration_alone_is_not_told(name: str, metric: str) -> None:
+    assert told_of(NO_HISTORY, [{metric: share} for share in (0.1, 0.1, 0.1, 0.1, 0.9)]) == set()
+    assert told_of(NO_HISTORY, [{metric: share} for share in (0.9, 0.7, 0.4, 0.7, 0.4)]) == {name}
 
 
 def test_limits_that_are_kept_are_not_told(place: Path) -> None:
@@ -217,18 +276,29 @@ def test_alerts_go_to_the_webhook_without_prompts_or_configuration(
     place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(alerts, "LOOKS_EVERY_S", 0.02)
+    monkeypatch.setattr(alerts, "PAUSES_S", ())
     ends = threading.Event()
-    with receiving() as (url, taken), live(place) as (ledger, runs):
-        arguments = (lambda: runs, AlertWatch(RunAnswers()), url, ends)
+    with receiving(503) as (url, taken), live(place) as (ledger, runs):
+        looks = iter([KeyError("a-secret-key")])
+
+        def look() -> Mapping[str, RunFolder]:
+            for failure in looks:
+                raise failure
+            return runs
+
+        arguments = (look, AlertWatch(RunAnswers()), url, ends)
         thread = threading.Thread(target=watch_runs, args=arguments)
         thread.start()
         bill(ledger, Phase.IDLE, 700)
         end_s = time.monotonic() + 60
-        while not taken and time.monotonic() < end_s:
+        while len(taken) < 2 and time.monotonic() < end_s:
             time.sleep(0.02)
         ends.set()
         thread.join()
-    (message,) = taken
+    message, again = taken  # once more after the next look
+    assert message == again
+    assert "looked at now (KeyError)" in caplog.text
+    assert "a-secret-key" not in caplog.text
     assert set(message) == {
         "path", "text", "run", "alert", "state", "finding", "remedy", "serious", "at"
     }  # fmt: skip
@@ -237,19 +307,24 @@ def test_alerts_go_to_the_webhook_without_prompts_or_configuration(
 
 
 @pytest.mark.parametrize(
-    ("statuses", "tries", "taken"),
-    [((200,), 1, True), ((503, 429, 204), 3, True), ((500, 500, 500, 200), 3, False), ((404, 200), 1, False)],
+    ("statuses", "tries", "over", "told"),
+    [
+        ((200,), 1, True, False),
+        ((503, 429, 204), 3, True, False),
+        ((500, 500, 500, 200), 3, False, True),
+        ((404, 200), 1, True, True),
+    ],
 )
 def test_a_webhook_that_fails_is_tried_again(
-    statuses: tuple[int, ...], tries: int, taken: bool, caplog: pytest.LogCaptureFixture
+    statuses: tuple[int, ...], tries: int, over: bool, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     paused: list[float] = []
     with receiving(*statuses) as (url, met):
-        assert post_alert(url, ALERT, paused.append) is taken
+        assert post_alert(url, ALERT, paused.append) is over
     assert len(met) == tries
     assert paused == [0.0, *alerts.PAUSES_S][:tries]
     assert "a-secret-key" not in caplog.text
-    assert ("did not take an alert" in caplog.text) is not taken
+    assert ("did not take an alert" in caplog.text) is told
 
 
 def test_a_webhook_that_hangs_or_is_gone_is_given_up(
@@ -257,15 +332,29 @@ def test_a_webhook_that_hangs_or_is_gone_is_given_up(
 ) -> None:
     monkeypatch.setattr(alerts, "TIMEOUT_S", 0.2)
     caplog.set_level(logging.WARNING)
-    with receiving(None, None, None) as (url, _):
+    with receiving(None, None, SLOW_HEADERS) as (url, _):
         assert not post_alert(url, ALERT, lambda _: None)
     assert not post_alert(url, ALERT, lambda _: None)
-    assert "ReadTimeout" in caplog.text
+    assert "TimeoutError" in caplog.text
     assert "ConnectError" in caplog.text
     assert "a-secret-key" not in caplog.text
 
 
-@pytest.mark.parametrize("value", ["", "hooks.example.com/a-secret-key", "https:///a-secret-key"])
+def test_the_body_of_an_answer_is_not_read() -> None:
+    with receiving(ENDLESS_BODY) as (url, _):
+        assert post_alert(url, ALERT, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        "hooks.example.com/a-secret-key",
+        "https:///a-secret-key",
+        "https://[x/a-secret-key",
+        "https://h:p/",
+    ],
+)
 def test_a_webhook_that_is_none_is_refused_unseen(
     place: Path, monkeypatch: pytest.MonkeyPatch, value: str
 ) -> None:

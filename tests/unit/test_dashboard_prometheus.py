@@ -6,6 +6,8 @@ import json
 import math
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,15 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
-from tests.unit.dashboard_run import make_run
+from tests.unit.dashboard_run import ITERATION_S, make_run
 from tests.unit.store_history import SCRATCH
 
 from spotlight.dashboard import answers as answers_module
 from spotlight.dashboard.dashboard_app import dashboard_app
 from spotlight.dashboard.prometheus import CONTENT_TYPE, RunFigure, exposition
 from spotlight.dashboard.run_folders import RunFolder, find_runs
-from spotlight.dashboard.views.curves import CurveReader
 
+PROMTOOL = shutil.which("promtool")
 MONITORING = Path(__file__).parents[2] / "monitoring"
 LINE = re.compile(r'([a-z_]+)\{((?:[a-z_]+="(?:[^"\\\n]|\\[\\"n])*",?)+)\} (\S+)')
 LABEL = re.compile(r'([a-z_]+)="((?:[^"\\\n]|\\[\\"n])*)"')
@@ -35,7 +37,7 @@ def place() -> Iterator[Path]:
         paths = make_run(Path(scratch) / "wild", 12)
         with paths.metrics.open("a") as file:
             file.write(
-                '{"iteration": 12, "samples_trained": 48, "wall_s": 1, "odd \\"\\ud800\\\\name": 2.5}\n'
+                '{"iteration": 12, "samples_trained": 48, "wall_s": 156, "odd \\"\\ud800\\\\name": 2.5}\n'
             )
         broken = Path(scratch) / "broken"
         broken.mkdir()
@@ -106,7 +108,10 @@ def test_the_figures_are_those_of_the_page(samples: Samples, place: Path) -> Non
     assert value(samples, "rollouts_in_flight", purpose="train") == accounting["in_flight"]
     assert value(samples, "run_state", state="stopped") == 1
     assert value(samples, "nodes", kind="spot") == 0  # the run does not run
-    assert math.isfinite(value(samples, "metric", name="train/loss"))
+    assert value(samples, "iteration_seconds") == pytest.approx(ITERATION_S)
+    for each in client.get("/api/runs/wild/metrics").json()["names"]:
+        if each["name"].isascii():
+            assert value(samples, "metric", name=each["name"]) == pytest.approx(each["last"])
 
 
 def test_a_run_that_cannot_be_read_says_so_and_hides_no_other(samples: Samples) -> None:
@@ -118,7 +123,7 @@ def test_a_run_that_cannot_be_read_says_so_and_hides_no_other(samples: Samples) 
 def test_figures_of_a_run_that_has_ended_are_made_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
 
-    def counted(run: RunFolder, curves: CurveReader) -> tuple[RunFigure, ...]:
+    def counted(run: RunFolder) -> tuple[RunFigure, ...]:
         made.append(run.name)
         return ()
 
@@ -153,6 +158,15 @@ def test_the_files_name_families_that_there_are(name: str, samples: Samples) -> 
     assert named <= there
     page = (MONITORING.parent / "docs" / "howto" / "prometheus.md").read_text()
     assert there <= set(re.findall(r"spotlight_[a-z_]+", page))
+
+
+@pytest.mark.skipif(PROMTOOL is None, reason="not installed: apt install prometheus")
+def test_promtool_takes_the_files() -> None:
+    for command in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts-test.yml"]):
+        found = subprocess.run(
+            [str(PROMTOOL), *command], text=True, capture_output=True, cwd=MONITORING, check=False
+        )
+        assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_every_panel_has_a_query_of_the_chosen_runs() -> None:

@@ -115,7 +115,7 @@ def test_what_is_no_pickle_is_an_error(content: bytes) -> None:
 
 
 HOSTILE = """
-import pickle, sys, time
+import pickle, struct, sys, time
 import numpy as np
 from spotlight.rewards.pickled.plain_pickle import load_plain
 
@@ -135,6 +135,8 @@ def nested(depth, make):
 rebuild = np.array([0]).__reduce__()[0]
 scalar = np.float64(0).__reduce__()[0]
 objects = np.dtype("O")
+shape = Reduce(rebuild, (np.ndarray, (0,), b"b"), (1, (77, 77, 77), np.dtype("f8"), False, b""))
+huge = b"\\x8b" + struct.pack("<i", 10**5) + b"\\x7f" * 10**5 + b"q\\xff" + b"h\\xff" * 9999
 cases = {
     "pointer": [Reduce(np.ndarray, ((1,), objects, b"A" * 8))],
     "pointer of a scalar": Reduce(scalar, (objects, b"A" * 8)),
@@ -142,6 +144,7 @@ cases = {
     "short": Reduce(rebuild, (np.ndarray, (0,), b"b"), (1, (9,), np.dtype("f8"), False, b"A" * 8)),
     "negative": Reduce(rebuild, (np.ndarray, (0,), b"b"), (1, (-1,), np.dtype("f8"), False, b"")),
     "long and empty": Reduce(rebuild, (np.ndarray, (0,), b"b"), (1, (10**12, 0), np.dtype("f8"), False, b"")),
+    "huge lengths, shared": pickle.dumps(shape, 3).replace(b"KMKMKM\\x87", b"(" + huge + b"t"),
     "strides of 0": Reduce(np.ndarray, ((10**8,), np.dtype("i1"), b"a", 0, (0,))),
     "other class": Reduce(rebuild, (np.dtype, (0,), b"b")),
     "shared lists": nested(40, lambda *two: list(two)),

@@ -130,8 +130,7 @@ class RunAnswers:
         """See :func:`.prometheus.run_figures`. Those of runs that have ended are made once."""
         with self._lock:
             kept = self._figures.setdefault(run, _Kept())
-            reader = self._readers.setdefault(run, CurveReader(run))
-        return kept.fresh(run, lambda: run_figures(run, reader), besides=self.headline(run)["state"])
+        return kept.fresh(run, lambda: run_figures(run), besides=self.headline(run)["state"])
 
     def _curves(self, run: RunFolder, what: str, query: Query) -> Json:
         with self._lock:

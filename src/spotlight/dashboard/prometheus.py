@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from sqlite3 import Connection
 
 from spotlight.dashboard.run_folders import RunFolder
-from spotlight.dashboard.views.curves import CurveReader
-from spotlight.dashboard.views.overview import ITERATIONS, UNREADABLE, nodes_now
+from spotlight.dashboard.views.curves import newest_values, recent_rows
+from spotlight.dashboard.views.findings import iteration_s
+from spotlight.dashboard.views.overview import ITERATIONS, RECENT, UNREADABLE, nodes_now
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import read_attempts, state_of
 from spotlight.store.ledger.ledger_schema import Ending
@@ -25,6 +26,7 @@ _FAMILIES = {
     "spotlight_run_state": ("gauge", "1 for the state that the run is in, 0 for the others."),
     "spotlight_iterations": ("gauge", "Iterations trained."),
     "spotlight_iterations_planned": ("gauge", "Iterations configured."),
+    "spotlight_iteration_seconds": ("gauge", "Mean seconds of the newest iterations, evaluations included."),
     "spotlight_policy_version": ("gauge", "The newest published policy version."),
     "spotlight_rollouts_issued": ("gauge", "Rollouts issued."),
     "spotlight_rollouts_in_flight": ("gauge", "Rollouts issued that have no outcome yet."),
@@ -53,18 +55,20 @@ class RunFigure:
     labels: tuple[tuple[str, str], ...] = ()
 
 
-def run_figures(run: RunFolder, curves: CurveReader) -> tuple[RunFigure, ...]:
+def run_figures(run: RunFolder) -> tuple[RunFigure, ...]:
     """A run's figures; of one that cannot be read, that it cannot."""
     try:
-        return (RunFigure("spotlight_run_readable", 1), *_ledger_figures(run), *_newest(curves))
+        return (RunFigure("spotlight_run_readable", 1), *_ledger_figures(run), *_metrics(run))
     except UNREADABLE:
         return (RunFigure("spotlight_run_readable", 0),)
 
 
-def _newest(curves: CurveReader) -> Iterator[RunFigure]:
-    with curves.columns() as columns:
-        for name, values in columns.values.items():
-            yield RunFigure("spotlight_metric", values[-1], (("name", name),))
+def _metrics(run: RunFolder) -> Iterator[RunFigure]:
+    each_s = iteration_s(recent_rows(run, RECENT + 1))
+    if each_s is not None:
+        yield RunFigure("spotlight_iteration_seconds", each_s)
+    for name, value in newest_values(run).items():
+        yield RunFigure("spotlight_metric", value, (("name", name),))
 
 
 def exposition(figures: Mapping[str, Iterable[RunFigure]]) -> str:

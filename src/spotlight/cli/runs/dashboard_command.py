@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import typer
 from rich.console import Console
@@ -194,12 +194,21 @@ def _listen_somewhere() -> socket.socket:
 def _webhook(variable: str) -> str:
     """The URL that the variable holds; empty without one. Exits if it is none, without showing it."""
     url = os.environ.get(variable, "").strip() if variable else ""
-    if variable and not re.match(r"https?://[^/?#]", url):
+    if variable and not _is_url(url):
         found = "holds no URL of a webhook" if url else "is not set in the environment"
         raise failure(
             f"--webhook-env is {variable!r}, which {found}; expected https://... Export {variable}."
         )
     return url
+
+
+def _is_url(text: str) -> bool:
+    import httpx2
+
+    try:
+        return bool(re.match(r"https?://[^/?#]", text) and urlsplit(text).hostname and httpx2.URL(text).host)
+    except (ValueError, httpx2.InvalidURL):
+        return False
 
 
 def _start_alerts(app: FastAPI, webhook: str) -> None:

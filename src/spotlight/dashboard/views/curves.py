@@ -45,14 +45,11 @@ class CurveColumns:
 
     def take(self, line: bytes) -> None:
         """Add a line of the file."""
-        try:
-            row = json.loads(line)
-            iteration, samples = int(row.pop(ITERATION)), int(row.pop(SAMPLES_TRAINED))
-            wall_s = float(row.pop(WALL_S))
-            values = {name: math.nan if value is None else float(value) for name, value in row.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        row = _row(line)
+        if row is None:
             self.skipped += 1
             return
+        iteration, samples, wall_s, values = row
         number = len(self.wall_s)
         self.iteration.append(iteration)
         self.samples.append(samples)
@@ -60,6 +57,18 @@ class CurveColumns:
         for name, value in values.items():
             self.at.setdefault(name, array("q")).append(number)
             self.values.setdefault(name, array("d")).append(value)
+
+
+def _row(line: bytes) -> tuple[int, int, float, dict[str, float]] | None:
+    """Iteration, samples trained, seconds, and values by metric; None if the line is no row."""
+    try:
+        row = json.loads(line)
+        iteration, samples = int(row.pop(ITERATION)), int(row.pop(SAMPLES_TRAINED))
+        wall_s = float(row.pop(WALL_S))
+        values = {name: math.nan if value is None else float(value) for name, value in row.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return None
+    return iteration, samples, wall_s, values
 
 
 class CurveReader:
@@ -199,14 +208,8 @@ def validation_rows(run: RunFolder, points_max: int = 300) -> list[Json]:
 
 def recent_rows(run: RunFolder, rows_max: int, bytes_max: int = 1 << 18) -> list[dict[str, float | None]]:
     """The newest whole rows of training, the oldest first, from the file's last ``bytes_max`` bytes."""
-    path = run.readable(run.paths.metrics)
-    if path is None:
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - bytes_max))
-        lines = file.read().split(b"\n")[:-1]
     found: list[dict[str, float | None]] = []
-    for line in reversed(lines):
+    for line in _newest_lines(run, bytes_max):
         try:
             row = json.loads(line)
             if isinstance(row, dict) and "validation/graded" not in row:
@@ -216,6 +219,26 @@ def recent_rows(run: RunFolder, rows_max: int, bytes_max: int = 1 << 18) -> list
         if len(found) == rows_max:
             break
     return found[::-1]
+
+
+def newest_values(run: RunFolder, bytes_max: int = 1 << 20) -> dict[str, float]:
+    """By metric its newest value, of the rows in the file's last ``bytes_max`` bytes."""
+    found: dict[str, float] = {}
+    for line in _newest_lines(run, bytes_max):
+        row = _row(line)
+        if row is not None:
+            found = row[3] | found
+    return found
+
+
+def _newest_lines(run: RunFolder, bytes_max: int) -> Iterator[bytes]:
+    """Whole lines of the end of ``metrics.jsonl``, the newest first; the oldest may lack its beginning."""
+    path = run.readable(run.paths.metrics)
+    if path is None:
+        return
+    with path.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - bytes_max))
+        yield from reversed(file.read().split(b"\n")[:-1])
 
 
 def _dollars(spent: SpentDollars, iterations: Sequence[int], evaluated: bool) -> list[float | None]:

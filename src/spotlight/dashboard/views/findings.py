@@ -14,12 +14,17 @@ LOST_SHARE_MAX = 0.05
 IDLE_SHARE_MAX = 0.4
 DROPPED_SHARE_MAX = 0.05
 UNSEEN_S_MAX = 300.0
+UNSEEN_AT_FIRST_S_MAX = 3600.0
+"""While it is not known how long an iteration takes."""
 NO_SPOT_S_MAX = 900.0
 COLLAPSED_SHARE = 0.5
 CLIPPED_SHARE_MAX = 0.5
 _REWARD, _MEAN_OF = "rollout/reward", 5
+ENDINGS = ("ended", "stopped")
+"""Names of the findings that tell how a run ended."""
 _ENDED = {"failed": "failed", "killed": "was killed"}
 _WORKED_S_MIN = 600.0
+_SAMPLES_MIN = 100
 """Shares of less work say little."""
 
 
@@ -67,25 +72,29 @@ def findings(
         spot_gone_at: since when a running run has no spot node of those that it had.
     """
     found = [
-        *_about_attempts(history, now_s, _iteration_s(rows)),
+        *_about_attempts(history, now_s, iteration_s(rows)),
         *_about_seconds(seconds),
         *_about_samples(history),
         *_about_notices(history),
         *_about_spot(spot_gone_at, now_s),
-        *_about_learning(rows[-1] if rows else {}),
-        *_about_rewards([known for row in rows if (known := row.get(_REWARD)) is not None]),
+        *_about_learning(rows),
+        *_about_rewards(_known(rows, _REWARD)),
         *_about_limits(outlook or RunOutlook(None, None), limits or RunLimits()),
     ]
     return sorted(found, key=lambda each: not each.serious)
 
 
-def _iteration_s(rows: Sequence[Mapping[str, float | None]]) -> float:
-    """Mean seconds of an iteration; 0 if unknown."""
-    times = [time_s for row in rows if (time_s := row.get(WALL_S)) is not None]
-    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+def iteration_s(rows: Sequence[Mapping[str, float | None]]) -> float | None:
+    """Mean seconds of an iteration, evaluations included; None before the second row."""
+    times = _known(rows, WALL_S)
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else None
 
 
-def _about_attempts(history: History, now_s: float, iteration_s: float) -> Iterator[RunFinding]:
+def _known(rows: Sequence[Mapping[str, float | None]], name: str) -> list[float]:
+    return [value for row in rows if (value := row.get(name)) is not None]
+
+
+def _about_attempts(history: History, now_s: float, mean_s: float | None) -> Iterator[RunFinding]:
     if not history.attempts:
         return
     last = history.attempts[-1]
@@ -100,7 +109,9 @@ def _about_attempts(history: History, now_s: float, iteration_s: float) -> Itera
     elif history.state == "stopped":
         yield RunFinding("stopped", "The run was stopped.", "The same `spotlight train` command goes on.")
     # A run without a cluster bills when a phase ends, which may take most of an iteration.
-    elif history.state == "running" and now_s - last.seen_at > max(UNSEEN_S_MAX, 2 * iteration_s):
+    elif history.state == "running" and now_s - last.seen_at > (
+        UNSEEN_AT_FIRST_S_MAX if mean_s is None else max(UNSEEN_S_MAX, 2 * mean_s)
+    ):
         yield RunFinding(
             "silent_run",
             f"Attempt {last.number} has billed nothing for {(now_s - last.seen_at) / 60:.0f} minutes.",
@@ -136,7 +147,8 @@ def _about_samples(history: History) -> Iterator[RunFinding]:
     }
     dropped = sum(drops.values())
     ended = dropped + history.counts.trained
-    if ended and dropped / ended > DROPPED_SHARE_MAX:
+    # Samples are dropped before the first of an iteration are trained.
+    if history.counts.trained and ended >= _SAMPLES_MIN and dropped / ended > DROPPED_SHARE_MAX:
         reasons = ", ".join(f"{number} {reason.value}" for reason, number in drops.items())
         yield RunFinding(
             "dropped",
@@ -196,26 +208,32 @@ def _about_limits(outlook: RunOutlook, limits: RunLimits) -> Iterator[RunFinding
         )
 
 
-def _about_learning(row: Mapping[str, float | None]) -> Iterator[RunFinding]:
-    silent = row.get("advantage/silent_groups_share")
-    if silent is not None and silent > SILENT_SHARE_MAX:
+def _about_learning(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunFinding]:
+    silent = _newest_mean(rows, "advantage/silent_groups_share")
+    if silent > SILENT_SHARE_MAX:
         yield RunFinding(
             "silent_groups",
             f"In {silent:.0%} of the newest groups all rewards are equal: they teach nothing.",
             "Harder or easier prompts, a finer reward, or a larger rollout.group_size.",
             serious=True,
         )
-    clipped = row.get("train/clip_fraction")
-    if clipped is not None and clipped > CLIPPED_SHARE_MAX:
+    clipped = _newest_mean(rows, "train/clip_fraction")
+    if clipped > CLIPPED_SHARE_MAX:
         yield RunFinding(
             "clipped",
             f"{clipped:.0%} of the newest ratios lie outside the clip range.",
             "Lower learner.learning_rate or learner.updates_per_batch; see algorithm.clip_range.",
         )
-    if row.get("train/loss", 0.0) is None:
+    if rows and rows[-1].get("train/loss", 0.0) is None:
         yield RunFinding(
             "loss_not_a_number",
             "The newest loss is not a number.",
             "Lower learner.learning_rate.",
             serious=True,
         )
+
+
+def _newest_mean(rows: Sequence[Mapping[str, float | None]], name: str) -> float:
+    """Of the last rows; 0 if none has it."""
+    values = _known(rows[-_MEAN_OF:], name)
+    return sum(values) / len(values) if values else 0.0

@@ -12,7 +12,7 @@ from sqlite3 import Connection, Error
 from spotlight.dashboard.figures import Json, finite
 from spotlight.dashboard.run_folders import RunFolder, Settings
 from spotlight.dashboard.views.curves import recent_rows, spent_usd, validation_rows
-from spotlight.dashboard.views.findings import RunLimits, RunOutlook, findings
+from spotlight.dashboard.views.findings import RunLimits, RunOutlook, findings, iteration_s
 from spotlight.dashboard.views.lanes import node_of
 from spotlight.dashboard.views.money import forecast
 from spotlight.scheduler.types import Purpose
@@ -20,12 +20,11 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import History, read_attempts, read_history, state_of
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import Incident
-from spotlight.store.metrics import WALL_S
 from spotlight.store.store_errors import StoreError
 
 AUTOMATIC_BYTES_MAX = 256 << 20
 """Ledger and newest checkpoint together: a larger run is audited only when asked."""
-_RECENT = 20
+RECENT = 20
 _REMEMBERED = 60
 UNREADABLE = (StoreError, Error, OSError, ArithmeticError, ValueError, RecursionError)
 """What reading a directory that is damaged, or no run's, may raise."""
@@ -67,7 +66,7 @@ def overview(run: RunFolder) -> Json:
         nodes = nodes_now(connection)
         seconds = queries.gpu_seconds_by_phase(connection)
     state = state_of(attempts)
-    rows = recent_rows(run, _RECENT + 1)
+    rows = recent_rows(run, RECENT + 1)
     return {
         **begun,
         "state": state,
@@ -188,10 +187,8 @@ def about(settings: Settings) -> list[list[str]]:
 
 def _left_s(rows: Sequence[Mapping[str, float | None]], planned: int | None, iterations: int) -> float | None:
     """Seconds for the iterations left, at the mean pace of ``rows``, evaluations included."""
-    times = [time_s for row in rows if (time_s := row.get(WALL_S)) is not None]
-    if planned is None or len(times) < 2:
-        return None
-    return (times[-1] - times[0]) / (len(times) - 1) * max(0, planned - iterations)
+    each_s = iteration_s(rows)
+    return None if planned is None or each_s is None else each_s * max(0, planned - iterations)
 
 
 def nodes_now(connection: Connection) -> NodesNow:
@@ -219,7 +216,7 @@ def outlook(run: RunFolder, connection: Connection) -> RunOutlook:
     planned = settings.whole("iterations")
     (iterations,) = connection.execute(ITERATIONS).fetchone()
     usd_left = forecast(*spent_usd(connection), planned)["usd_left"]
-    left_s = _left_s(recent_rows(run, _RECENT + 1), planned, iterations)
+    left_s = _left_s(recent_rows(run, RECENT + 1), planned, iterations)
     return RunOutlook(
         queries.cost_usd(connection) + (finite(usd_left) or 0.0),
         (queries.worked_s(connection) + (left_s or 0.0)) / 3600,

@@ -20,6 +20,8 @@ _UNITS_MAX = 1 << 24
 _UNITS_EACH = 16
 """Of a number, list or dictionary: at most a million of them."""
 _DEPTH_MAX = 100
+_AXES_MAX = 64
+"""numpy's own limit."""
 _INTEGER_MAX_BITS, _KEY_MAX_BITS = 1024, 63
 _NUMBERS = re.compile(r"b1|[iu][1248]|f[248]")
 _NAMES = {
@@ -216,7 +218,12 @@ def _set_state(target: Any, state: Any) -> None:
 
 
 def _array(content: bytes | bytearray, dtype: Any, shape: Any, order: Any) -> _Array:
-    sound = isinstance(shape, tuple) and all(type(each) is int and each >= 0 for each in shape)
+    # Bounded before lengths are multiplied: a huge integer, shared by all axes, would take hours.
+    sound = (
+        isinstance(shape, tuple)
+        and len(shape) <= _AXES_MAX
+        and all(type(each) is int and 0 <= each <= _UNITS_MAX for each in shape)
+    )
     if not isinstance(dtype, _Dtype) or not sound or order not in ("C", "F"):
         raise ValueError("an array's dtype, shape or order is invalid")
     return _Array(dtype, content, shape, order)
