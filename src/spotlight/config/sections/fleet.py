@@ -102,7 +102,9 @@ class FleetConfig(Section):
     heartbeat_s: PositiveFloat = 5.0
     """Seconds between heartbeats; a worker that misses three in a row is restarted."""
     answer_s: PositiveFloat = 30.0
-    """A command without a reply for this long is sent again; eventually the worker is restarted."""
+    """A command without a reply for this long is sent again; after three times the worker is restarted. It
+    replies between two denoising steps: where one takes longer than that (large videos), raise this.
+    """
     collective_s: PositiveFloat = 30.0
     """A member that keeps its group waiting within a step for this long is given up by the others; for four
     times what such a step took before, if that is longer.
