@@ -37,14 +37,15 @@ import time; time.sleep(20)
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell starts its background jobs, tests among them, with Ctrl-C ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    # A shell starts its background jobs, tests among them, with Ctrl-C ignored, and a child
+    # inherits that. Set here and not by `preexec_fn`, which would fork this large process.
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        return subprocess.Popen(
+            [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_sigterm_is_a_notice_in_json_and_not_the_end_of_the_process() -> None:

@@ -82,7 +82,7 @@ class _Audit:
 
 @dataclass(slots=True)
 class RunAnswers:
-    """Answers about runs, each computed once per state of the run's files, whoever asks.
+    """Answers about runs, each computed once per state of the run's files, for all who ask.
 
     Attributes:
         limits: of every run; findings tell of those that will not keep within them.

@@ -2,7 +2,7 @@
 and one line of :data:`spotlight.registry.FAMILIES`.
 
 The base class locates and checks the pipeline, loads its parts, caches embeddings and exports. A family
-states its facts as class attributes and implements ``read_dimensions``, ``embed``, ``condition_shapes``,
+states its facts (``FamilyTraits``) and implements ``read_dimensions``, ``embed``, ``condition_shapes``,
 ``predict`` and ``decode_frames``, the pipeline's arithmetic taken apart, and ``tiny``.
 
 Invariants:
@@ -16,10 +16,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,11 +33,17 @@ from spotlight.models.condition import Instruction as Instruction
 from spotlight.models.condition import ModelInput as ModelInput
 from spotlight.models.condition import collate, guidance_pass
 from spotlight.models.experts import by_rows, denoisers
-from spotlight.models.family_facts import ActivationCosts, Dimensions, PublishedModel
+from spotlight.models.family_facts import Dimensions, FamilyTraits
 from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
 from spotlight.models.model_errors import storing
-from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles, locate
+from spotlight.models.pipeline_files import (
+    PipelineFiles,
+    is_denoiser,
+    locate,
+    transformer_names,
+    without_transformer_weights,
+)
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.shared.noise_levels import scheduler_config, shift
 from spotlight.models.shared.transformer_files import (
@@ -57,7 +62,7 @@ _NOT_STORED = (
 )
 
 
-class ModelFamily(ABC):
+class ModelFamily(FamilyTraits, ABC):
     """A model of one family. Use :meth:`load`.
 
     Rollout and training share :meth:`velocity`. It takes the module to run, so that adapters, copies and
@@ -72,50 +77,6 @@ class ModelFamily(ABC):
         config: diffusers' configuration of the (first) transformer.
         dimensions: of this pipeline.
     """
-
-    # -- facts: what holds for every model of the family ----------------------------------------------------
-
-    name: ClassVar[str]
-    """As in the registry."""
-    pipeline_class: ClassVar[str]
-    """The ``_class_name`` in ``model_index.json``, a class of diffusers."""
-    components: ClassVar[Mapping[str, PipelineComponent]]
-    """Requirements per folder. All but transformers, VAE and scheduler are tokenizers and text encoders."""
-    lora_targets: ClassVar[tuple[str, ...]]
-    """Name suffixes of the linear layers that LoRA adapts by default."""
-    activations: ClassVar[ActivationCosts]
-    """For the memory plan."""
-    usual_frames_per_latent: ClassVar[int] = 1
-    """Frames that share a latent frame in published models, for plans made before a model is read."""
-    packed: ClassVar[bool] = False
-    """Whether latents are [tokens, channels]; else [channels, rows, columns], of videos [channels, latent
-    frames, rows, columns]."""
-    video: ClassVar[bool] = False
-    """Whether it makes videos."""
-    embedded_guidance: ClassVar[float | None] = None
-    """Usual scale of a guidance-distilled model; None: the transformer takes none."""
-    reuses_blocks: ClassVar[bool] = False
-    """Whether previews may reuse its blocks' residuals (``exploration.step_cache``)."""
-    splits_sequence: ClassVar[bool] = False
-    """Whether its forward can be split over several GPUs (``fleet.sequence_parallel``)."""
-    chooses_kernels: ClassVar[bool] = True
-    """Whether diffusers dispatches its attention and names its repeated blocks (``model.attention``,
-    ``model.compile``)."""
-    cuts_prompts: ClassVar[bool] = True
-    """Whether the diffusers pipeline's call takes ``max_sequence_length``."""
-    loading_lines: ClassVar[tuple[str, ...]] = ()
-    """Code that makes diffusers' ``pipe`` take the steps of :meth:`set_timesteps`, where it would not."""
-    text_recipe: ClassVar[str] = ""
-    """Whatever :meth:`embed` depends on besides diffusers' code, e.g. a prompt template."""
-    reference_tokens: ClassVar[int] = 0
-    """For plans, tokens that a reference picture adds to a forward, if the family edits pictures: its prompts
-    are instructions about some. 0: it takes none."""
-    text_tokens_max: ClassVar[int] = 1024
-    """Largest ``max_text_tokens``."""
-    text_multiple: ClassVar[int] = 1
-    """Its transformer pads each text to a multiple of so many tokens, and computes on all."""
-    published: ClassVar[Mapping[str, PublishedModel]] = {}
-    """Published models by hub id."""
 
     def __init__(
         self,
@@ -136,7 +97,7 @@ class ModelFamily(ABC):
         self.device, self.dtype, self.max_text_tokens = device, dtype, max_text_tokens
         self.config: Any = denoisers(transformer)["transformer"].config
         self.dimensions = self.read_dimensions(files)
-        text = {name: part for name, part in self.components.items() if not _is_denoiser(name)}
+        text = {name: part for name, part in self.components.items() if not is_denoiser(name)}
         cache = EmbeddingsCache(
             root=embeddings_cache,
             model=files.identity(*text, *(["vae"] if self.reference_tokens else [])),
@@ -185,7 +146,7 @@ class ModelFamily(ABC):
             raise ModelError(f"dtype of the transformer is {dtype}; expected torch.float32 or torch.bfloat16")
         device = torch.device(device)
         own = read_transformer and transformer is None
-        wanted = cls.components if own else _without_weights(cls.components)
+        wanted = cls.components if own else without_transformer_weights(cls.components)
         files = locate(path, revision=revision, pipeline_class=cls.pipeline_class, components=wanted)
         scheduler, names = cls.make_scheduler(files), cls.transformers(files)
         weights = weight_sources(files, names, transformer) if read_transformer else None
@@ -286,11 +247,6 @@ class ModelFamily(ABC):
         return None
 
     @classmethod
-    def planned_text_tokens(cls, words: int, most: int) -> int:
-        """Estimated tokens of a prompt of ``words`` words: two per word plus a template's, up to ``most``."""
-        return min(2 * words + 6, most)
-
-    @classmethod
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
         """What the diffusers pipeline's call takes for this guidance, besides ``negative_prompt``.
 
@@ -312,15 +268,15 @@ class ModelFamily(ABC):
         if not 1 <= tokens <= cls.text_tokens_max:
             raise ModelError(f"max_text_tokens is {tokens}; expected 1 to {cls.text_tokens_max}")
 
-    @classmethod  # noqa: B027 (most families need no check)
+    @classmethod
     def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
         """Raise :class:`ModelError` (``<key> is ..``) if the pipeline ignores true guidance."""
 
-    @classmethod  # noqa: B027 (most families need no check)
+    @classmethod
     def check_steps(cls, files: PipelineFiles, steps: int, key: str = "steps") -> None:
         """Raise :class:`ModelError` (``<key> is ..``) if the pipeline has another number of steps."""
 
-    @classmethod  # noqa: B027 (most families need no check)
+    @classmethod
     def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
         """Raise :class:`ModelError` (``degrees has ..``) if forwards cannot be split over ``degree`` GPUs.
 
@@ -329,7 +285,7 @@ class ModelFamily(ABC):
             text_tokens: limit per prompt.
         """
 
-    def check_parts(self) -> None:  # noqa: B027 (most families have nothing to check)
+    def check_parts(self) -> None:
         """Raise :class:`ModelError` if the loaded parts belong to different models."""
 
     @classmethod
@@ -361,7 +317,7 @@ class ModelFamily(ABC):
     @classmethod
     def transformers(cls, files: PipelineFiles) -> list[str]:
         """Component names of the pipeline's transformers."""
-        return [name for name in _transformers(cls.components) if files.component_class(name) is not None]
+        return [name for name in transformer_names(cls.components) if files.component_class(name) is not None]
 
     # -- what is the same for all ---------------------------------------------------------------------------
 
@@ -542,17 +498,3 @@ class ModelFamily(ABC):
                 f"{self.files.root}; expected falling ones: use at least 2 steps"
             )
         return sigmas
-
-
-def _is_denoiser(component: str) -> bool:
-    return component.startswith("transformer") or component in ("vae", "scheduler")
-
-
-def _transformers(components: Mapping[str, PipelineComponent]) -> list[str]:
-    return [name for name in components if name.startswith("transformer")]
-
-
-def _without_weights(components: Mapping[str, PipelineComponent]) -> Mapping[str, PipelineComponent]:
-    """Components of which the transformers' weights are not fetched."""
-    bare = {name: replace(components[name], weights=False, lazy=True) for name in _transformers(components)}
-    return {**components, **bare}

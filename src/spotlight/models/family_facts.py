@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +153,54 @@ def config_list(files: PipelineFiles, part: str, key: str) -> list[object]:
     if not isinstance(value, list):
         raise ModelError(f"{files.root / part}/config.json has {key} = {value!r}; expected a list")
     return value
+
+
+class FamilyTraits:
+    """What holds for every model of a family, as class attributes."""
+
+    name: ClassVar[str]
+    """As in the registry."""
+    pipeline_class: ClassVar[str]
+    """The ``_class_name`` in ``model_index.json``, a class of diffusers."""
+    components: ClassVar[Mapping[str, PipelineComponent]]
+    """Requirements per folder. All but transformers, VAE and scheduler are tokenizers and text encoders."""
+    lora_targets: ClassVar[tuple[str, ...]]
+    """Name suffixes of the linear layers that LoRA adapts by default."""
+    activations: ClassVar[ActivationCosts]
+    """For the memory plan."""
+    usual_frames_per_latent: ClassVar[int] = 1
+    """Frames that share a latent frame in published models, for plans made before a model is read."""
+    packed: ClassVar[bool] = False
+    """Whether latents are [tokens, channels]; else [channels, rows, columns], of videos [channels, latent
+    frames, rows, columns]."""
+    video: ClassVar[bool] = False
+    """Whether it makes videos."""
+    embedded_guidance: ClassVar[float | None] = None
+    """Usual scale of a guidance-distilled model; None: the transformer takes none."""
+    reuses_blocks: ClassVar[bool] = False
+    """Whether previews may reuse its blocks' residuals (``exploration.step_cache``)."""
+    splits_sequence: ClassVar[bool] = False
+    """Whether its forward can be split over several GPUs (``fleet.sequence_parallel``)."""
+    chooses_kernels: ClassVar[bool] = True
+    """Whether diffusers dispatches its attention and names its repeated blocks (``model.attention``,
+    ``model.compile``)."""
+    cuts_prompts: ClassVar[bool] = True
+    """Whether the diffusers pipeline's call takes ``max_sequence_length``."""
+    loading_lines: ClassVar[tuple[str, ...]] = ()
+    """Code that makes diffusers' ``pipe`` take the steps of :meth:`set_timesteps`, where it would not."""
+    text_recipe: ClassVar[str] = ""
+    """Whatever :meth:`embed` depends on besides diffusers' code, e.g. a prompt template."""
+    reference_tokens: ClassVar[int] = 0
+    """For plans, tokens that a reference picture adds to a forward, if the family edits pictures: its prompts
+    are instructions about some. 0: it takes none."""
+    text_tokens_max: ClassVar[int] = 1024
+    """Largest ``max_text_tokens``."""
+    text_multiple: ClassVar[int] = 1
+    """Its transformer pads each text to a multiple of so many tokens, and computes on all."""
+    published: ClassVar[Mapping[str, PublishedModel]] = {}
+    """Published models by hub id."""
+
+    @classmethod
+    def planned_text_tokens(cls, words: int, most: int) -> int:
+        """Estimated tokens of a prompt of ``words`` words: two per word plus a template's, up to ``most``."""
+        return min(2 * words + 6, most)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -284,3 +284,23 @@ def _fingerprint(path: Path, digest: _Hash) -> None:
         for i in range(_SAMPLES):
             file.seek(i * (stat.st_size - _SAMPLE_BYTES) // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
+
+
+def is_denoiser(component: str) -> bool:
+    """Whether a component is none of the tokenizers and text encoders."""
+    return component.startswith("transformer") or component in ("vae", "scheduler")
+
+
+def transformer_names(components: Mapping[str, PipelineComponent]) -> list[str]:
+    """Of those, the transformers."""
+    return [name for name in components if name.startswith("transformer")]
+
+
+def without_transformer_weights(
+    components: Mapping[str, PipelineComponent],
+) -> Mapping[str, PipelineComponent]:
+    """Components of which the transformers' weights are not fetched."""
+    bare = {
+        name: replace(components[name], weights=False, lazy=True) for name in transformer_names(components)
+    }
+    return {**components, **bare}

@@ -381,17 +381,8 @@ class DiffusionNFTConfig(ForwardProcessSection):
         return self.reference_weight > 0
 
 
-class GRPOGuardConfig(AlgorithmSection):
-    """GRPO-Guard (arXiv 2510.22319): Flow-GRPO with a ratio normalised per sample and step."""
-
-    implementation = "spotlight.algorithms.grpo_guard:GRPOGuard"
-
-    name: Literal["grpo-guard"] = "grpo-guard"
-    """Selects this algorithm."""
-    clip_range: Annotated[float, Field(gt=0, lt=1)] = 2e-6
-    """Ratio clip."""
-    train_timesteps: PositiveInt | None = None
-    """Trained steps per sample, drawn from its stochastic steps; default: all of them."""
+class BatchStartSection(AlgorithmSection):
+    """Compares the policy with the one before the batch, which the ``old`` slot holds."""
 
     @property
     def uses_old_policy(self) -> bool:
@@ -402,6 +393,19 @@ class GRPOGuardConfig(AlgorithmSection):
     def old_policy_starts_batch(self) -> bool:
         """Always."""
         return True
+
+
+class GRPOGuardConfig(BatchStartSection):
+    """GRPO-Guard (arXiv 2510.22319): Flow-GRPO with a ratio normalised per sample and step."""
+
+    implementation = "spotlight.algorithms.grpo_guard:GRPOGuard"
+
+    name: Literal["grpo-guard"] = "grpo-guard"
+    """Selects this algorithm."""
+    clip_range: Annotated[float, Field(gt=0, lt=1)] = 2e-6
+    """Ratio clip."""
+    train_timesteps: PositiveInt | None = None
+    """Trained steps per sample, drawn from its stochastic steps; default: all of them."""
 
 
 class AWMConfig(ForwardProcessSection):

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from spotlight.config.errors import Problem
 from spotlight.config.sections.algorithm import (
-    AlgorithmSection,
+    BatchStartSection,
     ForwardProcessSection,
     NoiseLevels,
     OldPolicyConfig,
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 
-class FlowDPPOConfig(AlgorithmSection):
+class FlowDPPOConfig(BatchStartSection):
     """Flow-DPPO (arXiv 2606.11025): Flow-GRPO with a divergence mask in place of the ratio's clip."""
 
     implementation = "spotlight.algorithms.flow_dppo:FlowDPPO"
@@ -32,16 +32,6 @@ class FlowDPPOConfig(AlgorithmSection):
     """
     train_timesteps: PositiveInt | None = None
     """Trained steps per sample, drawn from its stochastic steps; default: all of them."""
-
-    @property
-    def uses_old_policy(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def old_policy_starts_batch(self) -> bool:
-        """Always."""
-        return True
 
 
 class VGRPOConfig(ForwardProcessSection):
@@ -86,7 +76,26 @@ class VGRPOConfig(ForwardProcessSection):
             )  # fmt: skip
 
 
-class DGPOConfig(ForwardProcessSection):
+class PreferenceSection(ForwardProcessSection):
+    """Compares the samples of a group with each other, relative to the reference, at the same noise draws."""
+
+    @property
+    def uses_reference(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def shares_draws(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def compares_groups(self) -> bool:
+        """Always."""
+        return True
+
+
+class DGPOConfig(PreferenceSection):
     """DGPO (arXiv 2510.08425): preferences between the better and the worse half of a group, on final
     latents.
     """
@@ -122,21 +131,6 @@ class DGPOConfig(ForwardProcessSection):
         """With a clip."""
         return self.clip_range is not None
 
-    @property
-    def uses_reference(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def shares_draws(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def compares_groups(self) -> bool:
-        """Always."""
-        return True
-
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Levels without a schedule to take them from."""
         if self.noisiest_steps is not None and self.noise_levels not in ("steps", "stratified_steps"):
@@ -148,7 +142,7 @@ class DGPOConfig(ForwardProcessSection):
             )  # fmt: skip
 
 
-class DiffusionDPOConfig(ForwardProcessSection):
+class DiffusionDPOConfig(PreferenceSection):
     """Online Diffusion-DPO (arXiv 2311.12908): preferences between pairs of a group, on final latents."""
 
     implementation = "spotlight.algorithms.preference.diffusion_dpo:DiffusionDPO"
@@ -164,21 +158,6 @@ class DiffusionDPOConfig(ForwardProcessSection):
     """
     train_timesteps: PositiveInt = 1
     """Noise levels trained per pair."""
-
-    @property
-    def uses_reference(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def shares_draws(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def compares_groups(self) -> bool:
-        """Always."""
-        return True
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Weights of samples, which are not preferences."""

@@ -84,7 +84,7 @@ class CurveReader:
     def columns(self) -> Iterator[CurveColumns]:
         """All whole rows so far, which stay as they are within the block.
 
-        A resumed run replaces the file, which is then read anew.
+        A resumed run replaces the file, which is then read again.
         """
         with self._lock:
             self._follow()

@@ -189,40 +189,17 @@ class QwenImage(ModelFamily):
     @classmethod
     def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
         """See :meth:`ModelFamily.tiny`; the template has 34 tokens, as with the real tokenizer."""
-        from diffusers import (
-            AutoencoderKLQwenImage,
-            FlowMatchEulerDiscreteScheduler,
-            QwenImageTransformer2DModel,
-        )
+        from diffusers import FlowMatchEulerDiscreteScheduler
 
         channels, heads, layers, text_width, factor = (
             (8, 4, 2, 32, 4), (4, 2, 1, 48, 2), (12, 6, 3, 64, 8), (8, 4, 1, 32, 2),
         )[variant]  # fmt: skip
         tokenizer = tiny.qwen2_tokenizer([TEMPLATE], ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
-        halvings = factor.bit_length() - 1
         tiny.write_pipeline(
             cls.pipeline_class,
             directory,
             seed,
-            transformer=QwenImageTransformer2DModel(
-                patch_size=2,
-                in_channels=4 * channels,
-                out_channels=channels,
-                num_layers=layers,
-                attention_head_dim=8,
-                num_attention_heads=heads,
-                joint_attention_dim=text_width,
-                axes_dims_rope=(2, 2, 4),
-            ),
-            vae=AutoencoderKLQwenImage(
-                base_dim=8,
-                z_dim=channels,
-                dim_mult=[1] * (halvings + 1),
-                num_res_blocks=1,
-                temperal_downsample=[False] * halvings,
-                latents_mean=[0.1 * i - 0.5 for i in range(channels)],
-                latents_std=[1 + 0.1 * i for i in range(channels)],
-            ),
+            **tiny_modules(channels, heads, layers, text_width, factor.bit_length() - 1),
             scheduler=FlowMatchEulerDiscreteScheduler(
                 shift_terminal=0.02,
                 use_dynamic_shifting=True,
@@ -233,3 +210,38 @@ class QwenImage(ModelFamily):
             tokenizer=tokenizer,
             text_encoder=tiny.qwen2_5_vl_text_encoder(tokenizer, text_width),
         )
+
+
+def tiny_modules(
+    channels: int, heads: int, layers: int, text_width: int, halvings: int, **options: object
+) -> dict[str, Any]:
+    """A small transformer and the VAE that it works on.
+
+    Args:
+        channels: of a latent.
+        halvings: of each side by the VAE.
+        options: more of the transformer.
+    """
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4 * channels,
+        out_channels=channels,
+        num_layers=layers,
+        attention_head_dim=8,
+        num_attention_heads=heads,
+        joint_attention_dim=text_width,
+        axes_dims_rope=(2, 2, 4),
+        **options,
+    )
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=channels,
+        dim_mult=[1] * (halvings + 1),
+        num_res_blocks=1,
+        temperal_downsample=[False] * halvings,
+        latents_mean=[0.1 * i - 0.5 for i in range(channels)],
+        latents_std=[1 + 0.1 * i for i in range(channels)],
+    )
+    return {"transformer": transformer, "vae": vae}

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from spotlight.models import tiny
 from spotlight.models.condition import EMBEDS, NEGATIVE_EMBEDS
-from spotlight.models.families.qwen_image import TOKENIZER_MAX_TOKENS, QwenImage
+from spotlight.models.families.qwen_image import TOKENIZER_MAX_TOKENS, QwenImage, tiny_modules
 from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError
 from spotlight.models.family_facts import ActivationCosts, PublishedModel
 from spotlight.models.pipeline_files import PipelineComponent
@@ -196,11 +196,7 @@ class QwenImageEdit(QwenImage):
     @classmethod
     def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
         """See :meth:`ModelFamily.tiny`; the VAE of the first reduces most: references are large."""
-        from diffusers import (
-            AutoencoderKLQwenImage,
-            FlowMatchEulerDiscreteScheduler,
-            QwenImageTransformer2DModel,
-        )
+        from diffusers import FlowMatchEulerDiscreteScheduler
 
         channels, heads, layers, text_width, halvings = (
             (8, 4, 2, 32, 4), (4, 2, 1, 48, 3), (12, 6, 3, 64, 2), (8, 4, 1, 32, 3),
@@ -214,26 +210,7 @@ class QwenImageEdit(QwenImage):
             cls.pipeline_class,
             directory,
             seed,
-            transformer=QwenImageTransformer2DModel(
-                patch_size=2,
-                in_channels=4 * channels,
-                out_channels=channels,
-                num_layers=layers,
-                attention_head_dim=8,
-                num_attention_heads=heads,
-                joint_attention_dim=text_width,
-                axes_dims_rope=(2, 2, 4),
-                zero_cond_t=variant != 1,
-            ),
-            vae=AutoencoderKLQwenImage(
-                base_dim=8,
-                z_dim=channels,
-                dim_mult=[1] * (halvings + 1),
-                num_res_blocks=1,
-                temperal_downsample=[False] * halvings,
-                latents_mean=[0.1 * i - 0.5 for i in range(channels)],
-                latents_std=[1 + 0.1 * i for i in range(channels)],
-            ),
+            **tiny_modules(channels, heads, layers, text_width, halvings, zero_cond_t=variant != 1),
             scheduler=FlowMatchEulerDiscreteScheduler(
                 shift_terminal=0.02, use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9
             ),

@@ -2,7 +2,7 @@
 
 A rank gets neighbours (:func:`neighbours`), which are of one prompt or of few: samples of one prompt need no
 padding and no mask. It trains the samples that it denoised, equally many of every micro-batch: an update's
-micro-batches are put together anew for that (:func:`regrouped`). Only what is left over moves to another
+micro-batches are put together again for that (:func:`regrouped`). Only what is left over moves to another
 rank: after drops, or where leases and updates do not divide.
 """
 
