@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
+from starlette.testclient import TestClient
 
 from spotlight.scheduler.records import (
     REWARD,
@@ -46,6 +50,8 @@ LONG = "x" * 10_000
 PROMPTS = (HOSTILE, RIGHT_TO_LEFT, LONG, "two red circles")
 START_S = 1_700_000_000.0
 ITERATION_S = 12.0
+ITERATIONS, EVERY = 12, 4
+"""Iterations of the run that most tests read, and between two evaluations."""
 GROUP_SIZE = 2
 MEMBERS = range(GROUP_SIZE)
 RESERVED, SPOT_USD_H, RESERVED_USD_H = WorkerId("reserved-0/0"), 0.25, 1.0
@@ -195,3 +201,10 @@ def truncated_picture(paths: RunPaths, iteration: int) -> None:
     """Leave half a picture, as while it is written."""
     whole = sorted((paths.images / "tiles").glob(f"{iteration:06d}-*.png"))[0]
     whole.write_bytes(whole.read_bytes()[:20])
+
+
+def ask(client: TestClient, what: str, run: str = "wild", **query: object) -> Any:
+    """What ``client`` is answered; ``NaN`` and ``Infinity`` are no JSON."""
+    answer = client.get(f"/api/runs/{run}/{what}", params={key: str(value) for key, value in query.items()})
+    assert answer.status_code == 200, answer.text
+    return json.loads(answer.text, parse_constant=pytest.fail)

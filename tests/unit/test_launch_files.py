@@ -1,19 +1,16 @@
 """Launch files agree with the program, with each other, and with what is known of the schedulers' formats.
 
 What the formats' owners would refuse is checked against compact schemas in ``schemas/``, which name their
-sources. The shell scripts run for real where nothing but processes is needed.
+sources.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -24,7 +21,7 @@ import pytest
 import yaml
 from test_docs import calls, require_options
 
-from spotlight.cluster.nodes.listing import KIND_LABEL, KIND_RESOURCES, RayNode, read_node
+from spotlight.cluster.nodes.listing import KIND_LABEL, RayNode, read_node
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.fleet.notices.sigterm import GRACE_S
@@ -331,133 +328,7 @@ def test_a_preemption_takes_one_spot_node() -> None:
     assert spot["partition"] != reserved["partition"]
 
 
-# -- scripts -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_parse_and_never_stop_others_ray(path: Path) -> None:
-    subprocess.run(["bash", "-n", path], check=True)
-    assert path.suffix == ".sbatch" or os.access(path, os.X_OK)
-    code = re.sub(r"^\s*#.*$", "", path.read_text(), flags=re.MULTILINE)
-    assert "ray stop" not in code
-    assert "pkill" not in code
-
-
-@pytest.fixture
-def fake_ray(tmp_path: Path) -> Mapping[str, str]:
-    """A `ray` and a `hostname` that tell how they were called."""
-    for name, body in (
-        ("ray", 'printf "%s\\n" "$@"; env | grep -e ^RAY_ -e ^NCCL_'),
-        ("df", 'printf "1B-blocks\\n%s\\n" "${SHM:-64000000000}"'),
-        ("hostname", "echo 203.0.113.9 10.1.2.3"),
-    ):
-        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
-        (tmp_path / name).chmod(0o755)
-    return {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path / "home")}
-
-
-def ray_start(arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    command = [str(LAUNCH / "ray-start.sh"), *arguments.split()]
-    return subprocess.run(command, env=dict(environment), capture_output=True, text=True)
-
-
-def test_ray_start_marks_nodes_and_keeps_a_token(fake_ray: Mapping[str, str]) -> None:
-    head = ray_start("head --num-gpus=2", fake_ray)
-    assert head.returncode == 0, head.stderr
-    token = Path(fake_ray["HOME"]) / ".ray" / "auth_token"
-    assert re.fullmatch("[0-9a-f]{64}", token.read_text())
-    assert token.stat().st_mode & 0o077 == 0
-    for kind, arguments in (
-        ("head", "head"), ("reserved", "reserved 10.1.2.3:6379"), ("spot", "spot 10.1.2.3:6379 --block"),
-    ):  # fmt: skip
-        told = ray_start(arguments, fake_ray).stdout.splitlines()
-        assert told[0] == "start"
-        assert "--node-ip-address=10.1.2.3" in told, "the private one of two addresses"
-        (resources,) = (word.partition("=")[2] for word in told if word.startswith("--resources="))
-        node = ray_node({}, json.loads(resources), 8)
-        assert node.kind is (NodeKind.SPOT if kind == "spot" else NodeKind.RESERVED)
-        assert ("--head" in told) == (kind == "head")
-        assert ("--address=10.1.2.3:6379" in told) == (kind != "head")
-        assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}", "NCCL_CUMEM_ENABLE=0"} <= set(told)
-        assert ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0" in told) == (kind == "spot")
-    assert set(KIND_RESOURCES.values()) == {"spotlight_reserved", "spotlight_spot"}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "changed", "said"),
-    [
-        ("", {}, "expected: head"),
-        ("spott 10.0.0.1:6379", {}, "found 'spott'"),
-        ("spot", {}, "no address of the head"),
-        ("spot 10.0.0.1:6379", {}, "copy the file from the head node"),
-        ("head", {"SPOTLIGHT_IP": "203.0.113.9"}, "is a public address"),
-        ("head", {"SPOTLIGHT_IP": "172.32.0.1"}, "is a public address"),
-    ],
-)
-def test_ray_start_refuses(
-    arguments: str, changed: Mapping[str, str], said: str, fake_ray: Mapping[str, str]
-) -> None:
-    done = ray_start(arguments, {**fake_ray, **changed})
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert not done.stdout
-
-
-@pytest.mark.parametrize(
-    ("shm", "store", "warned"),
-    [(64_000_000, 2e9, True), (64_000_000_000, 16e9, False), (1_000_000_000_000, 64e9, False)],
-)
-def test_ray_start_sizes_rays_store_by_shared_memory(
-    fake_ray: Mapping[str, str], shm: int, store: float, warned: bool
-) -> None:
-    done = ray_start("head", {**fake_ray, "SHM": str(shm), "NCCL_CUMEM_ENABLE": "1"})
-    assert f"--object-store-memory={store:.0f}" in done.stdout.splitlines()
-    assert ("docker run --shm-size" in done.stderr) == warned
-    assert "NCCL_CUMEM_ENABLE=1" in done.stdout.splitlines()
-
-
-def model_folder(where: Path) -> Path:
-    folder = where / "transformer models" / "vae" / "of a model"
-    for part in ("transformer", "vae", "text_encoder"):
-        (folder / part).mkdir(parents=True)
-        (folder / part / "weights.safetensors").write_bytes(bytes(1_000_000))
-    return folder
-
-
-def test_ray_start_warms_the_model_before_the_machine_joins(
-    fake_ray: Mapping[str, str], tmp_path: Path
-) -> None:
-    hf = tmp_path / "hf"
-    hf.write_text(f'#!/bin/sh\necho "$@" >&2\necho "{model_folder(tmp_path)}"\n')
-    hf.chmod(0o755)
-    model = {"SPOTLIGHT_MODEL": "Qwen/Qwen-Image"}
-    done = ray_start("head", {**fake_ray, **model, "SPOTLIGHT_MODEL_REVISION": "v2"})
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == "download --quiet Qwen/Qwen-Image --revision=v2\n"
-    told = done.stdout.splitlines()
-    assert told[0] == "warm-model.sh: 2 files, 2 MB of Qwen/Qwen-Image are in memory", "transformer and VAE"
-    assert told[1] == "start"
-    hf.write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n')
-    failed = ray_start("head", {**fake_ray, **model})
-    assert (failed.returncode, failed.stdout) == (2, ""), "a machine without the model does not join"
-    assert failed.stderr.startswith("download --quiet Qwen/Qwen-Image\n")
-    assert "cannot download Qwen/Qwen-Image;" in failed.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "found 0 arguments; expected a hub id"),
-        ([str(LAUNCH), "main"], "found revision 'main' for the directory"),
-        (["nothing-here"], "found 'nothing-here', which is neither a directory here nor a hub id"),
-        (["../a/b"], "neither a directory here nor a hub id"),
-        ([str(LAUNCH)], "no weights"),
-    ],
-)
-def test_warm_model_refuses(arguments: list[str], said: str) -> None:
-    done = subprocess.run([LAUNCH / "warm-model.sh", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert said in done.stderr
+# -- alike everywhere --
 
 
 def test_new_nodes_warm_the_runs_own_model() -> None:
@@ -484,60 +355,3 @@ def test_nccl_allocates_alike_on_all_nodes() -> None:
     for group in groups():
         assert {"name": "NCCL_CUMEM_ENABLE", "value": "0"} in container(group)["env"]
     assert re.search(r"^ENV .*NCCL_CUMEM_ENABLE=0", (LAUNCH / "Dockerfile").read_text(), re.MULTILINE)
-
-
-AGENT = """
-import pathlib, signal, sys
-def end(*_):
-    pathlib.Path(sys.argv[1]).write_text("told")
-    if sys.argv[2] == "ends":
-        sys.exit()
-signal.signal(signal.SIGTERM, end)
-print("ready", flush=True)
-while True:
-    signal.pause()
-"""
-
-
-@pytest.mark.parametrize(
-    ("agent", "seconds", "least_s", "most_s"), [("stays", 1, 0.5, 10.0), ("ends", 60, 0.0, 30.0)]
-)
-def test_announce_end_tells_the_agent_and_waits(
-    tmp_path: Path, agent: str, seconds: int, least_s: float, most_s: float
-) -> None:
-    session = tmp_path / "session_latest"
-    session.mkdir()
-    told = tmp_path / "told"
-    bystander = subprocess.Popen(["sleep", "60"])
-    # Ray names its processes like this.
-    process = subprocess.Popen(
-        ["ray::NodeAgent", "-c", AGENT, str(told), agent],
-        executable=sys.executable, stdout=subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        (session / "spotlight_agent_aa.pid").write_text(f"{process.pid}\n")
-        (session / "spotlight_agent_bb.pid").write_text(f"{bystander.pid}\n")  # a number used again
-        (session / "spotlight_agent_cc.pid").write_text("garbage\n")
-        began = time.monotonic()
-        subprocess.run([LAUNCH / "announce-end.sh", str(seconds), tmp_path], check=True)
-        assert least_s <= time.monotonic() - began <= most_s
-        assert told.read_text() == "told"
-        if agent == "ends":
-            process.wait(timeout=5)
-        else:
-            assert process.poll() is None
-        assert bystander.poll() is None
-    finally:
-        for child in (process, bystander):
-            child.kill()
-            child.wait()
-
-
-def test_announce_end_without_an_agent_returns_at_once(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [LAUNCH / "announce-end.sh", "30", tmp_path], capture_output=True, text=True, timeout=5
-    )
-    assert done.returncode == 0
-    assert "no node agent" in done.stderr

@@ -1,0 +1,411 @@
+"""The dashboard as a server, a file and a command: what it refuses, what it costs, how it ends."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import os
+import queue
+import re
+import resource
+import shutil
+import socket
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx2
+import numpy as np
+import pytest
+import uvicorn
+from PIL import Image
+from starlette.testclient import TestClient
+from tests.unit.dashboard_run import (
+    GROUP_SIZE,
+    HOSTILE,
+    LONG,
+    PROMPTS,
+    RIGHT_TO_LEFT,
+    START_S,
+    ask,
+    make_run,
+)
+from typer.testing import CliRunner
+
+from spotlight.cli.main import app as cli
+from spotlight.cli.runs.dashboard_command import start_beside
+from spotlight.dashboard import answers as answers_module
+from spotlight.dashboard.dashboard_app import dashboard_app
+from spotlight.dashboard.figures import Json
+from spotlight.dashboard.page_files import PAGE_FILES, page_file
+from spotlight.dashboard.report_pictures import PictureBudget, embedded
+from spotlight.dashboard.run_folders import RunFolder, find_runs
+from spotlight.scheduler.types import WorkerId
+from spotlight.store.images import Tile, write_grid
+from spotlight.store.ledger.ledger_schema import Incident
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
+from spotlight.store.run_directory import RunPaths
+
+TOKEN = "a-token-of-this-test"
+
+# -- what it refuses --
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/runs/..%2f..%2felsewhere/overview",
+        "/api/runs/linked/overview",
+        "/api/runs/wild/logfile?name=linked.log",
+        "/api/runs/wild/logfile?name=../storage-token",
+        "/api/runs/wild/logfile?name=..%2f..%2f..%2foutside.log",
+        "/api/runs/wild/logfile?name=/etc/passwd",
+        "/api/runs/wild/storage-token",
+        "/api/runs/wild/picture/0/99",
+        "/api/runs/wild/picture/0/0%2f..%2f..%2fstorage-token",
+        "/page/..%2f..%2fpage_files.py",
+        "/page/index.html",
+        "/%2e%2e/%2e%2e/etc/passwd",
+    ],
+)
+def test_files_outside_the_list_are_not_served(client: TestClient, path: str) -> None:
+    answer = client.get(path)
+    assert answer.status_code in (404, 422)
+    assert "secret" not in answer.text
+    assert "root:" not in answer.text
+
+
+def test_links_out_of_the_folder_are_no_runs(client: TestClient) -> None:
+    assert [run["name"] for run in client.get("/api/runs").json()["runs"]] == ["new", "wild"]
+
+
+def test_links_out_of_a_run_are_not_followed(places: Path, empty_place: Path) -> None:
+    run = empty_place / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text("iterations: 1\n")
+    for name in ("ledger.sqlite", "metrics.jsonl", "images", "attempts"):
+        (run / name).symlink_to(places / "wild" / name)
+    client = TestClient(dashboard_app([empty_place]), base_url="http://localhost")
+    assert ask(client, "overview", run="run")["state"] == "new"
+    for what in ("accounting", "audit", "cluster", "money", "samples", "sample", "log"):
+        assert client.get(f"/api/runs/run/{what}").status_code == 409, what
+    assert ask(client, "metrics", run="run")["names"] == []
+    assert ask(client, "evaluation", run="run", iteration=0)["pictures"] == []
+    for path in ("picture/0/0", "logfile?name=001.log"):
+        assert client.get(f"/api/runs/run/{path}").status_code == 404
+
+
+def test_runs_of_one_name_are_told_apart(places: Path, tmp_path: Path) -> None:
+    (tmp_path / "wild").mkdir()
+    (tmp_path / "wild" / "config.yaml").write_text("{}")
+    assert list(find_runs([places / "wild", tmp_path, places])) == ["wild", "wild~2", "new"]
+
+
+@pytest.mark.parametrize("method", ["post", "put", "delete", "patch"])
+def test_nothing_can_be_changed(client: TestClient, method: str) -> None:
+    assert client.request(method, "/api/runs/wild/overview").status_code == 405
+
+
+def test_reading_changes_nothing(client: TestClient, places: Path) -> None:
+    def state() -> dict[str, tuple[int, int]]:
+        files = (path for path in (places / "wild").rglob("*") if not path.name.endswith(("-shm", "-wal")))
+        return {str(path): (path.lstat().st_size, path.lstat().st_mtime_ns) for path in files}
+
+    before = state()
+    for what in (*answers_module.ANSWERS, "accounting", "metrics"):
+        if what not in ("sample", "logfile"):
+            ask(client, what)
+    assert state() == before
+
+
+@pytest.mark.parametrize(
+    ("what", "query"),
+    [
+        ("samples", {"iteration": "-1"}),
+        ("samples", {"purpose": "else"}),
+        ("samples", {"fate": "'; DROP TABLE samples"}),
+        ("cluster", {"page": "٣"}),
+        ("evaluation", {"iteration": "9" * 30}),
+    ],
+)
+def test_malformed_parameters_are_named(client: TestClient, what: str, query: dict[str, str]) -> None:
+    answer = client.get(f"/api/runs/wild/{what}", params=query)
+    assert answer.status_code == 400
+    assert next(iter(query)) in answer.text
+    assert "expected" in answer.text
+
+
+def test_a_run_without_a_ledger_is_new_and_a_damaged_one_says_so(client: TestClient, tmp_path: Path) -> None:
+    assert ask(client, "overview", run="new")["state"] == "new"
+    assert ask(client, "pictures", run="new") == {"iterations": []}
+    answer = client.get("/api/runs/new/money")
+    assert (answer.status_code, "no ledger here" in answer.text) == (409, True)
+    paths = RunPaths(tmp_path / "damaged")
+    paths.path.mkdir()
+    paths.config.write_text(": not yaml :\n")
+    paths.ledger.write_bytes(os.urandom(5000))
+    damaged = TestClient(dashboard_app([tmp_path, tmp_path / "none"]), base_url="http://localhost")
+    assert damaged.get("/api/runs").json()["runs"][0]["state"] == "unreadable"
+    assert damaged.get("/api/runs/damaged/overview").status_code == 409
+
+
+def test_one_bad_run_does_not_hide_the_others(empty_place: Path) -> None:
+    configs = {
+        b"deep": b"[" * 900,
+        b"large": b"iterations: 1" + b"0" * 400,
+        b"half a \xff name": b'name: "\\ud800"\nrollout: {sampler: "\\ud800"}\n',
+    }
+    for name, content in configs.items():
+        folder = Path(os.fsdecode(os.fsencode(empty_place) + b"/" + name))
+        folder.mkdir()
+        (folder / "config.yaml").write_bytes(content)
+    client = TestClient(dashboard_app([empty_place]), base_url="http://localhost")
+    runs = client.get("/api/runs").json()["runs"]
+    assert len(runs) == len(configs)
+    for run in runs:
+        address = f"/api/runs/{quote(run['name'])}"
+        assert client.get(f"{address}/overview").status_code == 200
+        assert client.get(f"{address}/money").status_code == 409
+
+
+def test_the_nodes_now_are_those_with_open_workers(empty_place: Path) -> None:
+    paths = RunPaths(empty_place / "run")
+    paths.path.mkdir()
+    paths.config.write_text("{}")
+    workers = {WorkerId(name): 1.0 for name in ("local/0", "local/1", "spot-1/0", "spot-2/0")}
+    with SqliteLedger(paths.ledger) as ledger:
+        ledger.begin_attempt(pid=1, host="elsewhere", workers={WorkerId("old/0"): 1.0}, now_s=START_S)
+        ledger.begin_attempt(pid=1, host="elsewhere", workers=workers, now_s=START_S)
+        for node in ("spot-1", "spot-2"):
+            ledger.record_incident(Incident.NODE_JOINED, node, spot=True, detail="", now_s=START_S)
+            ledger.record_incident(Incident.NODE_NOTICED, node, spot=True, detail="", now_s=START_S)
+        ledger.stop_billing([WorkerId("spot-2/0")], START_S + 1)
+    client = TestClient(dashboard_app([empty_place]), base_url="http://localhost")
+    assert ask(client, "overview", run="run")["nodes"] == {"reserved": 1, "spot": 1, "noticed": 1}
+
+
+def test_the_token_is_asked_for_everywhere(places: Path) -> None:
+    guarded = dashboard_app([places], TOKEN)
+    paths = ("/", "/api/runs", "/api/changes", "/api/runs/wild/overview", "/page/main.js")
+    for client in (
+        TestClient(guarded),
+        TestClient(guarded, headers={"Authorization": "Bearer wrong"}),
+        TestClient(guarded, cookies={"spotlight_token": "wrong"}),
+    ):
+        assert {client.get(path).status_code for path in paths} == {401}
+        assert client.get("/?token=wrong").status_code == 401
+    browser = TestClient(guarded)
+    first = browser.get(f"/?token={TOKEN}", follow_redirects=False)
+    assert (first.status_code, first.headers["location"]) == (303, "/?")
+    assert re.search("httponly.*samesite=lax", first.headers["set-cookie"], re.IGNORECASE)
+    assert browser.get("/api/runs").status_code == 200
+    others = f'settings={{"a": [1, 2]}}; spotlight_token_81=else; a[b]=1; spotlight_token_80={TOKEN}'
+    for port, status in (("80", 200), ("81", 401), ("82", 401)):
+        asked = TestClient(guarded).get("/api/runs", headers={"Host": f"box:{port}", "Cookie": others})
+        assert asked.status_code == status
+    assert (
+        TestClient(guarded, headers={"Authorization": f"Bearer {TOKEN}"}).get("/api/runs").status_code == 200
+    )
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example:8170", "10.0.0.5", ""])
+def test_without_a_token_only_the_loopback_is_answered(client: TestClient, host: str) -> None:
+    assert client.get("/api/runs", headers={"Host": host}).status_code == 403
+
+
+def test_the_page_runs_no_script_but_its_own(client: TestClient) -> None:
+    answer = client.get("/")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self';" in policy
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    for name in re.findall(r"page/[\w.]+", answer.text):
+        assert client.get(f"/{name}").status_code == 200
+    assert client.get("/page/plotly.min.js").text.startswith("/**")
+    for name in PAGE_FILES:
+        text = page_file(name).read_text()
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\(|Function\(", text
+        ), name
+        assert "http://" not in text
+        assert "https://" not in text
+
+
+# -- one file --
+
+
+def test_the_report_holds_the_run_and_asks_for_nothing(places: Path, tmp_path: Path) -> None:
+    target = tmp_path / "wild.html"
+    result = CliRunner().invoke(cli, ["report", str(places / "wild"), "--html", str(target)])
+    assert result.exit_code == 0, result.output
+    html = target.read_text()
+    assert len(html) > 4_000_000  # with Plotly
+    assert HOSTILE not in html
+    ours = re.sub(r"<script>\n/\*\*\n\* plotly.*?</script>", "", html, flags=re.DOTALL)
+    assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=[\"'](?!data:)", ours)
+    assert "default-src 'none'" in html
+    inlined = re.search(r'id="inlined">(.*?)</script>', html, re.DOTALL)
+    assert inlined is not None
+    found = json.loads(inlined[1])
+    assert found["answers"]["evaluation?iteration=8"]["pictures"][0]["caption"] == HOSTILE
+    assert RIGHT_TO_LEFT in json.dumps(found["answers"]["samples"], ensure_ascii=False)
+    assert found["answers"]["curve?name=validation%2Fgraded"]["points"] == 3
+    assert len(found["pictures"]) == 3 * len(PROMPTS) * GROUP_SIZE
+    assert found["answers"]["audit"]["ok"]
+    assert LONG in html
+
+
+def test_the_report_has_pictures_of_real_sizes(empty_place: Path) -> None:
+    paths = RunPaths(empty_place / "run")
+    paths.images.mkdir(parents=True)
+    noise = np.random.default_rng(0).integers(0, 256, (540, 300, 3), dtype=np.uint8)  # hardly compressible
+    video = np.stack([noise[frame : frame + 20] for frame in range(30)])
+    write_grid(paths, 8, [Tile(noise, "a", 0.5), Tile(video, "b", 0.25)] * 2, columns=2, title="evaluation")
+    for tile in (paths.images / "tiles").glob("*"):
+        for iteration in (0, 4):
+            shutil.copy(tile, tile.with_name(f"{iteration:06d}{tile.name[6:]}"))
+    run = RunFolder("run", paths.path.resolve())
+    evaluation: Any = answers_module.RunAnswers().answer(run, "evaluation", {"iteration": "8"})
+    uri, played = (embedded(paths.images / "tiles" / f"000008-00{at}.png") for at in (0, 1))
+    with Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2]))) as image:
+        assert (image.format, image.size) == ("WEBP", (284, 512))
+    with Image.open(io.BytesIO(base64.b64decode(played.partition(",")[2]))) as image:
+        assert (image.size, getattr(image, "n_frames", 1)) == ((256, 17), 24)
+    budget = PictureBudget(3 * len(uri))
+    for iteration, share, whole, taken in ((8, 0.5, False, 1), (0, 1.0, False, 2), (4, 1.0, True, 0)):
+        asked = {"iteration": iteration, "pictures": evaluation["pictures"][::2]}
+        found = budget.take(run, asked, share=share, whole=whole)
+        assert (found and found["left_out"]) == (2 - taken if taken else None)
+    assert sorted(budget.taken) == ["0/0", "0/2", "8/0"]
+
+
+# -- as commands --
+
+
+@contextmanager
+def served(place: Path) -> Iterator[str]:
+    """A real server on the loopback."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    app = dashboard_app([place])
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+    app.state.ends = lambda: server.should_exit
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_changes_of_a_live_run_are_told(empty_place: Path) -> None:
+    paths = make_run(empty_place / "run", 2)
+    with served(empty_place) as address, httpx2.stream("GET", f"{address}/api/changes", timeout=90) as stream:
+        lines = stream.iter_lines()
+        assert next(lines) == "retry: 2000"
+        assert 'data: {"names": ["run"]}' in lines
+        with closing(sqlite3.connect(paths.ledger)) as writer:  # a live writer, in the middle of its work
+            writer.execute("UPDATE attempts SET seen_at = seen_at + 1")
+            overview = httpx2.get(f"{address}/api/runs/run/overview", timeout=60)
+            assert overview.json()["iterations"] == 2
+            writer.commit()
+        assert 'data: {"names": ["run"]}' in lines  # read on until it comes
+
+
+def test_twenty_clients_cost_what_one_costs(empty_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = make_run(empty_place / "run", 2)
+    clients, changes, asked = 20, 3, ("overview", "cluster", "log")
+    monkeypatch.setattr(answers_module, "_STALE_S", math.inf)
+    monkeypatch.setattr(answers_module, "_QUICK_S", math.inf)
+    computed: list[tuple[str, str]] = []
+
+    def counted(what: str, compute: answers_module.Answer) -> answers_module.Answer:
+        def answer(run: RunFolder, query: answers_module.Query) -> Json | None:
+            computed.append((what, run.signature()))
+            return compute(run, query)
+
+        return answer
+
+    for what in asked:
+        monkeypatch.setitem(answers_module.ANSWERS, what, counted(what, answers_module.ANSWERS[what]))
+    together = threading.Barrier(clients + 1, timeout=120)
+
+    def watch(address: str) -> None:
+        with (
+            httpx2.Client(base_url=address, timeout=120) as client,
+            client.stream("GET", "/api/changes") as stream,
+        ):
+            assert stream.status_code == 200
+            for _ in range(changes):
+                together.wait()
+                assert {client.get(f"/api/runs/run/{what}").status_code for what in asked} == {200}
+                together.wait()
+
+    with (
+        closing(sqlite3.connect(paths.ledger, isolation_level=None)) as writer,
+        served(empty_place) as address,
+        ThreadPoolExecutor(clients) as pool,
+    ):
+        watching = [pool.submit(watch, address) for _ in range(clients)]
+        for _ in range(changes):
+            writer.execute("UPDATE attempts SET seen_at = seen_at + 1")
+            together.wait()
+            together.wait()
+        for each in watching:
+            each.result()
+    assert len(computed) == len(set(computed)) == changes * len(asked)
+
+
+def test_the_command_starts_light_and_ends_with_the_run(places: Path) -> None:
+    run = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    listening = socket.create_server(("127.0.0.1", 0))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    beside = ["--fd", str(listening.fileno()), "--ends-with", str(run.pid)]
+    dashboard = subprocess.Popen(
+        [sys.executable, "-m", "spotlight.cli", "dashboard", str(places), *beside],
+        pass_fds=[listening.fileno()],
+    )
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}/api/runs"
+    assert len(httpx2.get(address, timeout=120).json()["runs"]) == 2  # waits in the queue of the socket
+    run.communicate(b"\n")
+    assert dashboard.wait(timeout=60) == 0
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 3.0
+
+
+def test_a_dashboard_beside_a_run_that_fails_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "uvicorn.py").write_text("raise SystemExit('a broken installation')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
+    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    start_beside(tmp_path, "a run", stays=False, tell=told.put)
+    assert told.get(timeout=60).startswith("dashboard: http://127.0.0.1:")
+    failure = told.get(timeout=60)
+    assert "status 1; the run goes on" in failure
+    assert "a broken installation" in failure
+
+
+def test_the_command_refuses_what_it_cannot_serve_safely(places: Path, tmp_path: Path) -> None:
+    runner = CliRunner()
+    for arguments, words in (
+        ([str(places), "--host", "0.0.0.0"], ("--host", "--token-env")),
+        ([str(places), "--host", "0.0.0.0", "--token-env", "NOT_SET_ANYWHERE"], ("NOT_SET_ANYWHERE",)),
+        ([str(tmp_path / "gone")], ("RUNS_DIR", "gone")),
+    ):
+        result = runner.invoke(cli, ["dashboard", *arguments])
+        assert result.exit_code == 2
+        assert all(word in result.stderr for word in words), result.stderr
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = runner.invoke(cli, ["dashboard", str(places), "--port", str(taken.getsockname()[1])])
+    assert result.exit_code == 2
+    assert "Choose another --port" in result.stderr
