@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 from ray._private import worker as ray_worker
@@ -38,10 +39,15 @@ from spotlight.cluster.nodes.drain import drain_node, draining_nodes
 from spotlight.cluster.nodes.facts import NodeFacts, gather
 from spotlight.cluster.nodes.listing import RayNode, read_view, require_usable
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
+from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.nodes.worker_logs import log_tail
+from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
+from spotlight.rewards.pool.channel import Sample, Score, encode
+from spotlight.rewards.pool.reward_process import ProcessLost
 from spotlight.scheduler.types import NodeKind
 
 GRACE_S = 20.0
@@ -353,6 +359,36 @@ def test_the_view_of_a_real_cluster_is_usable(cluster: LocalCluster) -> None:
         require_usable(view, 2, "this cluster")
 
 
+@pytest.mark.slow
+def test_a_scorer_beside_the_learner_dies_with_its_node_and_comes_back_with_it(cluster: LocalCluster) -> None:
+    cluster.add_node("trains", NodeKind.RESERVED, 2)
+    told: list[str] = []
+
+    def slots_on(name: str) -> dict[str, tuple[RayNode, int]]:
+        nodes = read_view(ray.nodes()).nodes
+        return {ray_id: (node, 1) for ray_id, node in nodes.items() if node.name == name}
+
+    slots = LearnerSlots(slots_on("trains"))
+    places = ScorerNodes(cluster.first.ray_id, slots, told.append)
+    reward = RewardConfig(name="jpeg_size", device="learner")
+    scorer = RemoteScorer(places, reward, 60.0, 0, 1)
+    picture = encode(Sample(np.zeros((32, 32, 3), np.uint8), "a", {}))
+    try:
+        first = scorer.ask(Score(10.0, 1), [picture])
+        assert told[-1].endswith("runs on trains")
+        cluster.kill("trains")
+        with pytest.raises(ProcessLost) as lost:
+            scorer.ask(Score(10.0, 1), [picture])
+        assert lost.value.preempted
+        cluster.add_node("replaces", NodeKind.RESERVED, 2)
+        slots.by_node = slots_on("replaces")
+        assert scorer.ask(Score(10.0, 1), [picture]) == first
+        assert told[-1].endswith("runs on replaces")
+    finally:
+        scorer.close()
+        cluster.kill("replaces")
+
+
 def test_draining_that_fails_is_logged_and_no_more(
     cluster: LocalCluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,7 +446,9 @@ def test_nothing_is_left_of_an_owner_that_is_ended(end: signal.Signals) -> None:
     program = textwrap.dedent(
         """
         import signal, subprocess, time
-        from spotlight.scheduler.types import NodeKind
+        from spotlight.rewards.pool.channel import Sample, Score, encode
+from spotlight.rewards.pool.reward_process import ProcessLost
+from spotlight.scheduler.types import NodeKind
         from spotlight.cluster.local.local_cluster import local_cluster
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         with local_cluster(1) as cluster:

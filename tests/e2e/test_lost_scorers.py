@@ -18,6 +18,8 @@ import pytest
 from main_job import NFT, Job, clean_audit
 from ray_job import PATIENCE_S, running
 
+from spotlight.cluster.local.local_cluster import local_cluster
+from spotlight.scheduler.types import NodeKind
 from spotlight.store.ledger.ledger_audit import AuditLimits
 from spotlight.store.run_directory import RunPaths
 
@@ -94,3 +96,23 @@ def test_nodes_that_vanish_with_their_scorers_cost_no_sample(job: Job) -> None:
     assert report.counts.trained == 3 * 2 * 4
     assert not report.counts.dropped
     assert not left
+
+
+@pytest.mark.slow
+def test_scorers_on_the_learner_s_device_come_back_with_it(job: Job) -> None:
+    name, beside = "learner-scorers", re.compile(r"process 0 runs on ([\w-]+)")
+    slow = "rewards=[{name: 'reward_functions:unhurried', batch_size: 2, device: learner}]"
+    with local_cluster(1) as cluster:
+        cluster.add_node("first", NodeKind.RESERVED, 1)  # of equals, ranks take the first by name
+        ray = ("fleet.driver=ray", f"fleet.address={cluster.address}", "fleet.notices.cloud=none")
+        arguments = job.arguments(name, *NFT, *SMALL, *ray, "iterations=3", slow)
+        with running(job.root / name, arguments) as it:
+            it.wait_for("SELECT * FROM rewards", 4)
+            cluster.kill("first")
+            cluster.add_node("second", NodeKind.RESERVED, 1)
+            assert it.end() == 0, it.told
+            assert list(dict.fromkeys(beside.findall(it.told))) == ["first", "second"], it.told
+            assert it.ask(SCORED_TWICE) == []
+    report = clean_audit(it.run, LIMITS)
+    assert report.counts.trained == 3 * 2 * 4
+    assert not report.counts.dropped

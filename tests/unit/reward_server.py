@@ -42,7 +42,7 @@ def reward_server(behaviour: Behaviour) -> Iterator[RewardServerWorld]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length)) if length else None
+            body = read_body(self.rfile.read(length))
             with world.lock:
                 world.seen.append((self.path, dict(self.headers), body))
                 world.under_way += 1
@@ -74,6 +74,14 @@ def reward_server(behaviour: Behaviour) -> Iterator[RewardServerWorld]:
         world.over.set()
         server.shutdown()
         server.server_close()
+
+
+def read_body(sent: bytes) -> Any:
+    """As JSON, else as it is; None: nothing."""
+    try:
+        return json.loads(sent) if sent else None
+    except ValueError:
+        return sent
 
 
 def send(request: BaseHTTPRequestHandler, status: int, body: bytes) -> None:

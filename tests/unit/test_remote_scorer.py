@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
+from spotlight.cluster.nodes.listing import read_view
+from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.scorers import remote_scorer
-from spotlight.cluster.scorers.remote_scorer import LostThere, RemoteScorer, ScorerNodes
+from spotlight.cluster.scorers.remote_scorer import LostThere, RemoteScorer, ScorerNodes, ScorerOrder
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.pool.channel import Score, Values
 from spotlight.rewards.pool.reward_process import PoolClosedError, ProcessLost
@@ -30,7 +32,10 @@ class Cluster:
     """The part of Ray that places and asks actors."""
 
     def __init__(self, answer: Answer, **nodes: str) -> None:
-        self.answer, self.kinds = answer, nodes
+        self.answer, self.kinds, self.gpus = answer, nodes, 0
+        self.learner_slots = LearnerSlots({})
+        self.options_told: list[dict[str, Any]] = []
+        self.orders: list[ScorerOrder] = []
         self.asked: list[tuple[str, str]] = []
         self.limits_s: list[float] = []
 
@@ -40,7 +45,7 @@ class Cluster:
                 "NodeID": name.encode().hex().ljust(56, "0"),
                 "Alive": True,
                 "NodeName": name,
-                "Resources": {"CPU": 2.0, f"spotlight_{kind}": 1},
+                "Resources": {"CPU": 2.0, f"spotlight_{kind}": 1, "GPU": self.gpus},
             }
             for name, kind in self.kinds.items()
         ]
@@ -50,6 +55,7 @@ class Cluster:
 
     def options(self, *, scheduling_strategy: Any, **resources: object) -> Any:
         assert resources["num_cpus"] == 0
+        self.options_told.append(resources)
         return Actors(self, bytes.fromhex(scheduling_strategy.node_id).rstrip(b"\0").decode())
 
     def get(self, call: tuple[str, str], timeout: float) -> Any:
@@ -72,7 +78,8 @@ class Actors:
     def __init__(self, cluster: Cluster, node: str) -> None:
         self.cluster, self.node = cluster, node
 
-    def remote(self, _: object) -> Any:
+    def remote(self, order: ScorerOrder) -> Any:
+        self.cluster.orders.append(order)
         return self
 
     def __getattr__(self, method: str) -> Any:
@@ -93,7 +100,8 @@ def scorer_on(
     for name in ("remote", "get", "kill"):
         monkeypatch.setattr(remote_scorer.ray, name, getattr(cluster, name))
     reward, told = RewardConfig(name="ocr", device=device), list[str]()  # type: ignore[arg-type]
-    return RemoteScorer(ScorerNodes("head", told.append), reward, 600.0, 0, 1), told
+    nodes = ScorerNodes("head", cluster.learner_slots, told.append)
+    return RemoteScorer(nodes, reward, 600.0, 0, 1), told
 
 
 def test_a_new_node_that_cannot_load_a_reward_which_has_scored_is_left_out(
@@ -176,3 +184,36 @@ def test_closing_ends_the_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> N
     thread.join(timeout=10)
     assert found
     assert time.monotonic() - began_s < 5
+
+
+@pytest.mark.parametrize("gpus", [0, 4])
+def test_a_reward_on_the_learner_s_device_goes_with_the_learner(
+    monkeypatch: pytest.MonkeyPatch, gpus: int
+) -> None:
+    """Its node dies, and some other is made the learner's: however long that takes."""
+    monkeypatch.setattr(remote_scorer, "_LOOK_AGAIN_S", 0.01)
+    answers: list[Any] = [LOADED, ActorDiedError(), LOADED, VALUES]
+    cluster = Cluster(lambda *_: answers.pop(0), head="reserved", trains="reserved", rolls="spot")
+    cluster.gpus = gpus
+
+    def slots_on(name: str) -> dict[str, Any]:
+        rows = read_view(cluster.nodes()).nodes
+        return {ray_id: (node, 1) for ray_id, node in rows.items() if node.name == name}
+
+    cluster.learner_slots.by_node = slots_on("trains")
+    scorer, told = scorer_on(monkeypatch, cluster, "learner")
+    scorer._start_deadline_s = 0.05
+    scorer.start()
+    del cluster.kinds["trains"]  # its slots are still planned there
+    with pytest.raises(ProcessLost) as lost:
+        scorer.ask(Score(1.0, 1))
+    assert lost.value.preempted
+    cluster.kinds["other"] = "reserved"
+    moves = threading.Timer(0.3, lambda: setattr(cluster.learner_slots, "by_node", slots_on("other")))
+    moves.start()
+    assert scorer.ask(Score(1.0, 1)) == VALUES[0]
+    moves.join()
+    assert [node for node, _ in cluster.asked] == ["trains", "trains", "other", "other"]
+    assert [each["num_gpus"] for each in cluster.options_told] == [0, 0]  # Ray gives the GPU to the rank
+    assert [order.gpu for order in cluster.orders] == [0 if gpus else None] * 2
+    assert ("the learner's GPU 0" in told[-1]) == bool(gpus)

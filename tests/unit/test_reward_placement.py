@@ -15,6 +15,8 @@ from reward_server import Reply, as_json, completion, reward_server
 from spotlight.cluster.nodes.listing import read_view
 from spotlight.cluster.scorers.scorer_places import (
     ScorerNode,
+    ScorerPlace,
+    beside_learner,
     choose_node,
     has_spot,
     preferred_cores,
@@ -134,7 +136,6 @@ class TestGpusOfThisMachine:
         [
             ("cuda", LocalGpus(("0", "1"), 0, 2, True), r"at most 0, the GPUs that no trainer uses \(of 2\)"),
             ("cuda", LocalGpus((), 0, 1, False), "at most 0"),
-            ("learner", LocalGpus(("0",), 0, 1, trained_on=False), "a GPU that CUDA finds"),
         ],
     )
     def test_what_cannot_be_placed_is_an_error(self, device: str, gpus: LocalGpus, words: str) -> None:
@@ -147,16 +148,16 @@ class TestGpusOfThisMachine:
         assert LocalGpus(visible, 0, 1, trained_on=True).of_rank is None
         assert LocalGpus(visible, 1, 3, trained_on=False).of_rank is None
 
-    def test_without_a_trainers_gpu_all_are_free(self) -> None:
-        assert LocalGpus(("0", "1"), 0, 1, trained_on=False).free == ("0", "1")
+    def test_without_a_trainers_gpu_all_are_free_and_there_is_none_to_share(self) -> None:
+        gpus = LocalGpus(("0", "1"), 0, 1, trained_on=False)
+        assert gpus.free == ("0", "1")
+        assert place_on_gpus([reward("learner")], 1, gpus) == {}
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["rewards=[{name: ocr, device: spot}]"], "which has no spot nodes"),
-        (["rewards=[{name: ocr, device: learner}]", "device=cpu"], "another with device=cpu"),
-        (["rewards=[{name: ocr, device: learner}]", "fleet.driver=ray"], "another with fleet.driver=ray"),
         (["rewards=[{name: ocr, device: cuda}]", "fleet.driver=ray"], "name a cluster in fleet.address"),
         (["rewards=[{name: ocr, device: gpu}]"], "'auto', 'cpu', 'spot', 'cuda' or 'learner'"),
     ],
@@ -217,6 +218,17 @@ class TestNodesOfACluster:
         assert preferred_cores(nodes, "cpu") == 8
         assert preferred_cores([*nodes, self.ASIDE], "auto") == 4
         assert preferred_cores([], "cpu") == 0
+
+    def test_processes_beside_the_learner_take_its_ranks_in_turn(self) -> None:
+        nodes, slots = [self.HEAD, self.RESERVED, self.SPOT[0]], {"r": 2, "h": 1, "gone": 1}
+        places = [beside_learner(nodes, slots, replica) for replica in range(4)]
+        assert places[:3] == [
+            ScorerPlace(self.HEAD, None),  # its ranks train on CPUs
+            ScorerPlace(self.RESERVED, 0),
+            ScorerPlace(self.RESERVED, 1),
+        ]
+        assert places[3] == places[0]
+        assert beside_learner([self.SPOT[0]], slots, 0) is None
 
     def test_a_node_that_has_just_lost_a_process_comes_last(self) -> None:
         every = [*self.SPOT, self.HEAD]

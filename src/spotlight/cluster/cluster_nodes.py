@@ -24,7 +24,7 @@ from spotlight.cluster.nodes.listing import (
     unlike,
 )
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
-from spotlight.cluster.nodes.node_prices import Fleet, Prices
+from spotlight.cluster.nodes.node_prices import Fleet, LearnerSlots, Prices
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.remote_calls import Clock, Notify, RayLostError
 from spotlight.cluster.workers.worker_actor import WorkerPlacement
@@ -45,6 +45,7 @@ class Site:
         host: its address as other nodes reach it.
         nodes: present when this process joined.
         threads: per worker on a CPU slot, where all slots share this machine.
+        learner_slots: where the learner is, kept up to date while the run goes on.
     """
 
     here: str
@@ -52,6 +53,7 @@ class Site:
     nodes: Sequence[RayNode]
     emulated: LocalCluster | None
     threads: int | None
+    learner_slots: LearnerSlots
 
 
 class ClusterNodes:
@@ -80,8 +82,11 @@ class ClusterNodes:
             site.nodes,
             ranks_roll_out=config.pipeline.trainers_generate,
         )
-        # The launcher's thread reads this: replaced as a whole, never mutated.
-        self._learner_slots = self._fleet.learner_slots
+        # Ray would assign any GPU with room, but what shares a rank's GPU must know which it is.
+        self._by_index = self._fleet.ranks_roll_out or any(
+            reward.device == "learner" for reward in config.rewards
+        )
+        self._tell_learner_slots()
         self._rolling_out: set[NodeId] = set()
         self._first_gpu: Gpu | None = None
         self.placements: dict[NodeId, WorkerPlacement] = {}
@@ -122,7 +127,7 @@ class ClusterNodes:
     def _join(self, node: RayNode, facts: NodeFacts) -> None:
         node = typed(node, facts)
         parts = self._fleet.join(node)
-        self._learner_slots = self._fleet.learner_slots
+        self._tell_learner_slots()
         if self._config.fleet.sequence_parallel.degrees[-1] > 1 and (problem := mixed_gpus(node, facts)):
             self._note(f"the slots of a node do not roll out: {problem}")
             parts = tuple(train_only(part) for part in parts if part.node.trains)
@@ -137,8 +142,7 @@ class ClusterNodes:
 
     def _placement(self, node: RayNode, part: Part) -> WorkerPlacement:
         shared = part.node.trains and part.node.rolls_out
-        # Ray would assign any GPU with room, but a rank and the worker beside it must share one.
-        first_gpu = part.first_slot if node.gpus and self._fleet.ranks_roll_out else None
+        first_gpu = part.first_slot if node.gpus and self._by_index else None
         return WorkerPlacement(
             node.ray_id, node.gpus, self._site.threads, SHARE if shared else 1.0, first_gpu
         )
@@ -156,7 +160,10 @@ class ClusterNodes:
             self._rolling_out.discard(name)
             self.placements.pop(name, None)
             self._put_event(ev.NodeLost(name))
-        self._learner_slots = self._fleet.learner_slots
+        self._tell_learner_slots()
+
+    def _tell_learner_slots(self) -> None:
+        self._site.learner_slots.by_node = self._fleet.learner_slots
 
     def _put_for_all(self, node: RayNode, event: Callable[[NodeId], ev.Event]) -> None:
         for name in self._fleet.known(node.ray_id):
@@ -188,9 +195,9 @@ class ClusterNodes:
                 share if node.gpus else 0.0,
                 {} if node.gpus else {SLOT: share},
                 None if self._site.threads is None else max(1, (os.cpu_count() or 1) // ranks),
-                slot if node.gpus and beside else None,
+                slot if node.gpus and self._by_index else None,
             )
-            for ray_id, (node, count) in self._learner_slots.items()
+            for ray_id, (node, count) in self._site.learner_slots.by_node.items()
             for slot in range(count)
         ]
         if len(placements) < ranks:

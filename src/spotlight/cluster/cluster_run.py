@@ -25,6 +25,7 @@ from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.cluster.local.market import LocalMachines, Market
 from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import read_view, require_usable
+from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.cluster.scorers.scorer_places import require_places, scorer_nodes
 from spotlight.config.errors import ConfigError, Problem
@@ -135,7 +136,8 @@ def _starter(config: RunConfig, site: Site, observer: Observer) -> ScorerStarter
     require_places(
         config.rewards, config.reward_policy.workers or 1, scorer_nodes(rows, read_view(rows), site.here)
     )
-    nodes, placed = ScorerNodes(site.here, observer.note), {reward.curve for reward in _elsewhere(config)}
+    nodes = ScorerNodes(site.here, site.learner_slots, observer.note)
+    placed = {reward.curve for reward in _elsewhere(config)}
 
     def start(reward: RewardConfig, start_deadline_s: float, replica: int, replicas: int) -> Scorer:
         if reward.curve in placed:
@@ -172,7 +174,8 @@ def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
             )
             raise ConfigError(f"the cluster at {address}", [problem])
         host = head_node.address if emulated is None else LOOPBACK
-        yield Site(here, host, nodes, emulated, None if emulated is None else _threads(config))
+        threads = None if emulated is None else _threads(config)
+        yield Site(here, host, nodes, emulated, threads, LearnerSlots.plan(fleet.learner_ranks, nodes))
 
 
 def _threads(config: RunConfig) -> int:

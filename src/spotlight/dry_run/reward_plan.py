@@ -97,7 +97,7 @@ def _where(config: RunConfig, reward: RewardConfig) -> str:
         "auto": "beside each rank, with the GPUs it finds",
         "cpu": "beside each rank, without GPUs",
         "cuda": "a GPU each that no trainer uses",
-        "learner": "on the GPU of the trainer beside them",
+        "learner": f"beside the trainer, on its {'CPU' if config.device == 'cpu' else 'GPU if it has one'}",
     }
     if ray:
         cpus = "CPUs of nodes set aside for rewards, else of reserved nodes"
@@ -106,6 +106,9 @@ def _where(config: RunConfig, reward: RewardConfig) -> str:
             "cpu": cpus,
             "spot": "idle CPUs of spot nodes",
             "cuda": "a GPU each, on nodes set aside for rewards",
+            "learner": "on the learner's GPUs in turn, or where it has none on its CPUs"
+            if cluster
+            else "beside the learner, on its CPU",
         }
     return places[reward.device]
 

@@ -45,13 +45,7 @@ class Fleet:
         cls, ranks: int, prices: Prices, nodes: Sequence[RayNode], *, ranks_roll_out: bool = False
     ) -> Fleet:
         """Plan for the nodes present at the start. Raises ConfigError: too few reserved slots."""
-        placed = place_learner(nodes, ranks)
-        return cls(
-            ranks,
-            prices,
-            {node.ray_id: (node, placed[node.ray_id]) for node in nodes if node.ray_id in placed},
-            ranks_roll_out,
-        )
+        return cls(ranks, prices, dict(LearnerSlots.plan(ranks, nodes).by_node), ranks_roll_out)
 
     def join(self, node: RayNode) -> tuple[Part, ...]:
         """Add a Ray node; returns the controller's nodes on it."""
@@ -93,3 +87,16 @@ class Fleet:
     @property
     def _placed(self) -> int:
         return sum(count for _, count in self.learner_slots.values())
+
+
+@dataclass(slots=True)
+class LearnerSlots:
+    """:attr:`Fleet.learner_slots` for other threads: replaced as a whole, never mutated."""
+
+    by_node: Mapping[str, tuple[RayNode, int]]
+
+    @classmethod
+    def plan(cls, ranks: int, nodes: Sequence[RayNode]) -> LearnerSlots:
+        """As :meth:`Fleet.plan` places them."""
+        placed = place_learner(nodes, ranks)
+        return cls({node.ray_id: (node, placed[node.ray_id]) for node in nodes if node.ray_id in placed})

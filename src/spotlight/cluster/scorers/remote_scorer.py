@@ -10,14 +10,15 @@ that all rewards share.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,13 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from spotlight.cluster.nodes.listing import read_view
+from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, read_view
+from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.remote_calls import Notify, cause_of
 from spotlight.cluster.scorers.scorer_places import (
     ScorerNode,
+    ScorerPlace,
+    beside_learner,
     choose_node,
     has_spot,
     preferred_cores,
@@ -36,7 +40,7 @@ from spotlight.cluster.scorers.scorer_places import (
 )
 from spotlight.config.sections.rewards import RewardConfig, RewardDevice
 from spotlight.rewards.pool.channel import Done, Failed, Request, Values
-from spotlight.rewards.pool.gpu_placement import cpu_environment
+from spotlight.rewards.pool.gpu_placement import VISIBLE, cpu_environment, visible_names
 from spotlight.rewards.pool.reward_process import (
     PoolClosedError,
     ProcessLost,
@@ -57,13 +61,19 @@ _OUTPUT_MAX_BYTES = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class ScorerOrder:
-    """All that a reward's process on another node needs to start."""
+    """All that a reward's process on another node needs to start.
+
+    Attributes:
+        on_gpu: on the GPU that Ray assigns.
+        gpu: instead, on the learner's of this index among the node's.
+    """
 
     reward: str
     start_deadline_s: float
     replica: int
     replicas: int
     on_gpu: bool
+    gpu: int | None
     directory: str
     paths: tuple[str, ...]
 
@@ -84,9 +94,8 @@ class ScorerActor:
             os.chdir(order.directory)
         sys.path.extend(path for path in order.paths if path not in sys.path)
         reward = RewardConfig.model_validate_json(order.reward)
-        environment = {} if order.on_gpu else cpu_environment(order.replicas)
         self._process = RewardProcess(
-            reward, order.start_deadline_s, order.replica, order.replicas, environment
+            reward, order.start_deadline_s, order.replica, order.replicas, _environment(order)
         )
 
     def start(self) -> tuple[str, RewardTraits]:
@@ -105,25 +114,41 @@ class ScorerActor:
         return reply, self._process.take_output(_OUTPUT_MAX_BYTES)
 
 
+def _environment(order: ScorerOrder) -> Mapping[str, str]:
+    if order.on_gpu:
+        return {}
+    if order.gpu is None:
+        return cpu_environment(order.replicas)
+    names = visible_names(os.environ, order.gpu + 1)
+    if len(names) <= order.gpu or not names[order.gpu]:
+        raise RewardSetupError(
+            f"the learner's GPU {order.gpu} is not among those that Ray was started with here: found "
+            f"{VISIBLE}={os.environ.get(VISIBLE)!r}; expected {order.gpu + 1} or more. Start Ray with it."
+        )
+    return {VISIBLE: names[order.gpu]}
+
+
 class ScorerNodes:
     """The nodes that reward processes can go to, and how many each holds. Any thread."""
 
-    def __init__(self, here: str, note: Notify) -> None:
-        self._here, self.note = here, note
+    def __init__(self, here: str, learner_slots: LearnerSlots, note: Notify) -> None:
+        self._here, self._learner_slots, self.note = here, learner_slots, note
         self._lock = threading.Lock()
         self._held: Counter[str] = Counter()
 
     def take(
         self,
         reward: RewardConfig,
+        replica: int,
         limit_s: float,
         closed: threading.Event,
         avoided: Collection[str] = (),
         refused: Collection[str] = (),
-    ) -> ScorerNode:
+    ) -> ScorerPlace:
         """Reserve a place, waiting for a node for ``limit_s``.
 
         Args:
+            replica: which of the reward's processes it is for.
             closed: ends the wait.
             avoided: see :func:`choose_node`.
             refused: taken only if no other node is left.
@@ -135,12 +160,10 @@ class ScorerNodes:
         end_s = time.monotonic() + limit_s
         while not closed.is_set():
             nodes = self._living()  # asks Ray: not under the lock, which closing needs
-            willing = [node for node in nodes if node.ray_id not in refused]
             with self._lock:
-                chosen = choose_node(willing, reward.device, self._held, avoided)
-                chosen = chosen or choose_node(nodes, reward.device, self._held, avoided)
+                chosen = self._chosen(nodes, reward.device, replica, avoided, refused)
                 if chosen is not None:
-                    self._held[chosen.ray_id] += 1
+                    self._held[chosen.node.ray_id] += 1
                     return chosen
             if time.monotonic() > end_s:
                 remedy = ", or set device: cpu" if reward.device == "cuda" else ""
@@ -150,6 +173,22 @@ class ScorerNodes:
                 )
             closed.wait(_LOOK_AGAIN_S)
         raise PoolClosedError("the reward pool is closed")
+
+    def _chosen(
+        self,
+        nodes: Sequence[ScorerNode],
+        device: RewardDevice,
+        replica: int,
+        avoided: Collection[str],
+        refused: Collection[str],
+    ) -> ScorerPlace | None:
+        if device == "learner":
+            ranks = {ray_id: count for ray_id, (_, count) in self._learner_slots.by_node.items()}
+            return beside_learner(nodes, ranks, replica)
+        willing = [node for node in nodes if node.ray_id not in refused]
+        node = choose_node(willing, device, self._held, avoided)
+        node = node or choose_node(nodes, device, self._held, avoided)
+        return None if node is None else ScorerPlace(node)
 
     def has_spot(self, refused: Collection[str]) -> bool:
         """See :func:`~spotlight.cluster.scorers.scorer_places.has_spot`."""
@@ -179,7 +218,7 @@ class RemoteScorer:
     ) -> None:
         self._nodes, self._reward, self._start_deadline_s = nodes, reward, start_deadline_s
         self._order = ScorerOrder(
-            reward.model_dump_json(), start_deadline_s, replica, replicas, reward.device == "cuda",
+            reward.model_dump_json(), start_deadline_s, replica, replicas, reward.device == "cuda", None,
             str(Path.cwd()), tuple(str(path) for path in sys.path),
         )  # fmt: skip
         self._lock = threading.Lock()  # guards _actor
@@ -216,10 +255,12 @@ class RemoteScorer:
         for _ in range(_STARTS_MAX):
             if self._actor is not None:
                 return
-            limit_s = self._start_deadline_s
-            node = self._nodes.take(self._reward, limit_s, self._closed, self._last, self._refused)
+            place = self._nodes.take(
+                self._reward, self._order.replica, self._wait_s, self._closed, self._last, self._refused
+            )
+            node = place.node
             try:
-                self._start_on(node)
+                self._start_on(place)
             except ProcessLost as lost:
                 if not lost.preempted:
                     what = f"reward {self._reward.curve!r} did not start on node {node.name!r}"
@@ -262,6 +303,12 @@ class RemoteScorer:
         """See :class:`Scorer`."""
         self.interrupt()
 
+    @property
+    def _wait_s(self) -> float:
+        """For a node. A run whose learner is lost waits until another node takes it, however long."""
+        endless = self._reward.device == "learner" and self.scored_by is not None
+        return math.inf if endless else self._start_deadline_s
+
     def _may_move(self) -> bool:
         """Whether this process stands in for one on a spot node, and there is one now."""
         node, now = self._node, time.monotonic()
@@ -278,7 +325,8 @@ class RemoteScorer:
         self._refused.add(node.ray_id)
         self._nodes.note(f"node {node.name!r} is left out for reward {self._reward.curve!r}: {error}")
 
-    def _start_on(self, node: ScorerNode) -> None:
+    def _start_on(self, place: ScorerPlace) -> None:
+        node = place.node
         with self._lock:
             if self._closed.is_set():
                 self._nodes.leave(node)
@@ -291,9 +339,10 @@ class RemoteScorer:
                     num_gpus=1 if self._order.on_gpu else 0,
                     max_restarts=0,
                     max_task_retries=0,
+                    runtime_env=None if place.gpu is None else ALL_GPUS_VISIBLE,
                     scheduling_strategy=NodeAffinitySchedulingStrategy(node.ray_id, soft=False),
                 )
-                .remote(self._order)
+                .remote(replace(self._order, gpu=place.gpu))
             )
         scored_by, traits = self._call("start", self._start_deadline_s + _ACTOR_START_S)
         if self.scored_by not in (None, scored_by):
@@ -305,7 +354,8 @@ class RemoteScorer:
             )
         self.scored_by, self.traits = scored_by, traits
         self._refused.discard(node.ray_id)
-        self._nodes.note(f"reward {self._reward.curve!r}: process {self._order.replica} runs on {node.name}")
+        on = node.name if place.gpu is None else f"{node.name}, on the learner's GPU {place.gpu}"
+        self._nodes.note(f"reward {self._reward.curve!r}: process {self._order.replica} runs on {on}")
 
     def _call(self, method: str, limit_s: float, *arguments: object) -> Any:
         actor, node = self._actor, self._node

@@ -29,6 +29,18 @@ class ScorerNode:
     here: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ScorerPlace:
+    """Where one reward process goes.
+
+    Attributes:
+        gpu: index among the node's GPUs of the learner's that it shares; None: one that Ray assigns, or none.
+    """
+
+    node: ScorerNode
+    gpu: int | None = None
+
+
 def scorer_nodes(rows: Sequence[Mapping[str, object]], view: View, here: str) -> list[ScorerNode]:
     """The nodes among those of ``ray.nodes()``: those of the fleet, and those set aside for rewards."""
     found = []
@@ -72,6 +84,22 @@ def choose_node(
         return node.ray_id in avoided, full, rank, (here + 1) / max(1.0, node.cpus), node.name
 
     return min(able, key=order, default=None)
+
+
+def beside_learner(
+    nodes: Sequence[ScorerNode], learner_slots: Mapping[str, int], replica: int
+) -> ScorerPlace | None:
+    """The place of a reward's ``replica``-th process among the learner's ranks, in turn; None: there is none.
+
+    Args:
+        learner_slots: numbers of ranks by Ray id of their node, where they have the first GPUs.
+    """
+    ranks = [
+        ScorerPlace(node, slot if node.gpus else None)
+        for node in sorted(nodes, key=lambda node: node.ray_id)
+        for slot in range(learner_slots.get(node.ray_id, 0))
+    ]
+    return ranks[replica % len(ranks)] if ranks else None
 
 
 def has_spot(nodes: Sequence[ScorerNode], held: Mapping[str, int], refused: Collection[str]) -> bool:

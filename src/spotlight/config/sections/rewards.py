@@ -37,8 +37,8 @@ class RewardConfig(Section):
     """Where its processes run. ``auto``: beside this command, with the GPUs there, under torchrun its rank's
     alone (``cpu`` with ``fleet.address``); ``cpu``: without GPUs, on a cluster on reserved nodes; ``spot``:
     idle CPUs of spot nodes, of reserved ones while there are none; ``cuda``: a GPU of its own for each, on a
-    cluster of nodes started with the resource ``spotlight_reward``; ``learner``: all share the GPU of the
-    trainer beside them.
+    cluster of nodes started with the resource ``spotlight_reward``; ``learner``: beside the trainer on the
+    device that it trains on, whose GPU all share; with several learner ranks on a cluster, in turn.
     """
     replicas: PositiveInt | None = None
     """Processes of this reward; default: ``reward_policy.workers``."""
@@ -104,10 +104,4 @@ def _device_problems(run: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 key, "'cuda'", "another on a cluster of this machine alone, whose nodes have CPU slots",
                 "Set device: cpu, or name a cluster in fleet.address.",
-            )  # fmt: skip
-        if reward.device == "learner" and (ray or run.device == "cpu"):
-            yield Problem(
-                key, "'learner'", "another with fleet.driver=ray" if ray else "another with device=cpu",
-                "Set device: cpu, or on a cluster (fleet.address) cuda, for a GPU of its own." if ray
-                else "Set device: cpu.",
             )  # fmt: skip

@@ -57,7 +57,7 @@ def visible_names(environment: Mapping[str, str], count: int) -> tuple[str, ...]
 def place_on_gpus(
     rewards: Sequence[RewardConfig], workers: int, gpus: LocalGpus
 ) -> dict[tuple[str, int], str]:
-    """The GPU of each process of a reward that wants one, by curve and replica.
+    """The GPU of each process of a reward that wants one, by curve and replica; none for a CPU's trainer.
 
     Args:
         workers: processes of a reward that names no ``replicas``.
@@ -71,13 +71,8 @@ def place_on_gpus(
     for index, reward in enumerate(rewards):
         replicas = reward.replicas or workers
         if reward.device == "learner":
-            if not gpus.trained_on:
-                problems.append(Problem(
-                    f"rewards[{index}].device", "'learner', which has no GPU here", "a GPU that CUDA finds",
-                    "Set device: cpu.",
-                ))  # fmt: skip
-                continue
-            placed |= {(reward.curve, each): gpus.visible[gpus.rank] for each in range(replicas)}
+            if gpus.trained_on:
+                placed |= {(reward.curve, each): gpus.visible[gpus.rank] for each in range(replicas)}
         elif reward.device == "cuda":
             if replicas > len(free):
                 problems.append(Problem(

@@ -303,7 +303,9 @@ def local_starter(config: RunConfig) -> ScorerStarter:
     placed = place_on_gpus(config.rewards, config.reward_policy.workers or 1, gpus)
 
     def start(reward: RewardConfig, start_deadline_s: float, replica: int, replicas: int) -> Scorer:
-        environment = cpu_environment(replicas) if reward.device == "cpu" else {}
+        # A trainer without a GPU has none to share.
+        on_cpu = reward.device == "cpu" or (reward.device == "learner" and not gpus.trained_on)
+        environment = cpu_environment(replicas) if on_cpu else {}
         gpu = placed.get((reward.curve, replica), gpus.of_rank if reward.device == "auto" else None)
         if gpu is not None:
             environment = {VISIBLE: gpu}
