@@ -17,7 +17,8 @@ from itertools import pairwise
 from rich.table import Table
 
 from benchmarks._exploration_figures import Spread, finite, spread, table_of
-from benchmarks._exploration_settings import SHARES, Sizes, Tree
+from benchmarks._exploration_settings import SHARES, Sizes
+from benchmarks._record import Tree
 
 Curve = Mapping[int, float]
 """Held-out score by iteration."""

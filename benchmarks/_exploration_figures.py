@@ -10,7 +10,8 @@ from itertools import product
 
 from rich.table import Table
 
-from benchmarks._exploration_settings import REWARD, SUCCESS, Sizes, Tree
+from benchmarks._exploration_settings import REWARD, SUCCESS, Sizes
+from benchmarks._record import Tree
 from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau, spearman_rho
 from spotlight.scheduler.exploration.selection import (
     SelectionPolicy,

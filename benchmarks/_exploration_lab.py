@@ -117,13 +117,17 @@ class Lab:
     rewards: RewardPool
 
     def train(
-        self, where: PreviewTime | None, trained: Callable[[int], None] = lambda iteration: None
+        self,
+        where: PreviewTime | None,
+        trained: Callable[[int], None] = lambda iteration: None,
+        now_s: Callable[[], float] | None = None,
     ) -> MemoryRecorder:
         """Train to the end. Once for each lab.
 
         Args:
             where: seeds are explored as the configuration says, but there; None: not at all.
             trained: called with every trained iteration.
+            now_s: the clock of ``seconds/...``; default: the wall's.
 
         Raises:
             RuntimeError: the controller stopped the run.
@@ -145,7 +149,7 @@ class Lab:
                 trainer=self.learning.trainer,
                 rewards=self.rewards,
                 recorder=recorder,
-                clock=PhaseClock(Phase.IDLE),
+                clock=PhaseClock(Phase.IDLE, now_s=now_s),
                 observer=Silent(),
                 ranks=Ranks(),
                 lease_size=self.config.rollout.batch_size,

@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from benchmarks._record import Tree
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.exploration import PreviewTime
-
-Tree = dict[str, Any]
-"""Part of the file."""
 
 CONDITIONS: Mapping[str, PreviewTime | None] = {
     "none": None,

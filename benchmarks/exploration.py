@@ -27,25 +27,23 @@ into the file, and a file of other settings is refused.
 
 from __future__ import annotations
 
-import json
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 
 from benchmarks._exploration_curves import curve_figures, curve_tables
 from benchmarks._exploration_figures import condition_rows, fidelity_rows, table_of, variance_rows
 from benchmarks._exploration_lab import Weights, laboratory
-from benchmarks._exploration_settings import CONDITIONS, KINDS, STRATEGY, Sizes, Tree
-from benchmarks._measure import machine, wide_console
+from benchmarks._exploration_settings import CONDITIONS, KINDS, STRATEGY, Sizes
+from benchmarks._measure import wide_console
+from benchmarks._record import Record, Tree
 from spotlight.planning.compare import SimulationTask, run_task
 from spotlight.planning.scenarios.prepare import prepare
 from spotlight.planning.scenarios.scenario_load import build_scenario
@@ -61,40 +59,6 @@ class Part(StrEnum):
     VARIANCE = "variance"
     CURVES = "curves"
     IDLE = "idle"
-
-
-class Record:
-    """The file: settings, and whatever is measured so far."""
-
-    def __init__(self, path: Path, sizes: Sizes) -> None:
-        self.path = path
-        self.tree: Tree = {"settings": sizes.as_json(), "pools": {}, "curves": {}, "simulated": {}}
-        if path.exists():
-            found = json.loads(path.read_text())
-            differ = [key for key, value in self.tree["settings"].items() if found["settings"][key] != value]
-            if differ:
-                raise SystemExit(
-                    f"{path} was measured with other settings ({', '.join(differ)}): name another --json file"
-                )
-            self.tree |= found
-
-    def once(self, kind: str, name: str, make: Callable[[], Tree]) -> Tree:
-        """What the file has under ``name``, made and written if there is nothing."""
-        kept: dict[str, Tree] = self.tree[kind]
-        if name not in kept:
-            started_s = time.process_time()
-            kept[name] = make() | {"cpu_s": time.process_time() - started_s}
-            self.write()
-        return kept[name]
-
-    def write(self) -> None:
-        """Whole or not at all."""
-        self.tree["utc"] = datetime.now(UTC).isoformat(timespec="seconds")
-        self.tree["machine"] = machine(torch.device("cpu"))
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".writing")
-        beside.write_text(json.dumps(self.tree, indent=1) + "\n")
-        beside.replace(self.path)
 
 
 # -- measuring ---------------------------------------------------------------------------------------------

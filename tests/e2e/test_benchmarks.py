@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from benchmarks import (
     _measure,
     _process_faults,
     cheap_previews,
     commit_overhead,
+    learning,
     new_worker,
     padding,
     regroup,
@@ -26,6 +28,7 @@ from benchmarks import (
     training_step,
 )
 from torch import Tensor
+from typer.testing import CliRunner
 
 from spotlight.algorithms.base import TrainBatch
 from spotlight.config.load import load_config
@@ -273,3 +276,28 @@ def test_a_run_under_fire_keeps_its_promises(tmp_path: Path) -> None:
     assert result["steps"]["made"] > 1
     killed = [deed for deed in result["deeds"] if deed["stopped_s"] is None]
     assert len(killed) == result["killed"]
+
+
+@pytest.mark.slow
+def test_learning_is_compared_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "learning.json"
+    sizes = ["--iterations", "2", "--prompts", "2", "--group-size", "4", "--rollout-steps", "3"]
+    chosen = ["--task", "counting", "--case", "subset", "--seeds", "1", "--evaluate-every", "1"]
+    command = ["--json", str(path), *sizes, *chosen, "--evaluation-images", "1", "--no-tune"]
+    learning_app = typer.Typer()
+    learning_app.command()(learning.main)
+    first = CliRunner().invoke(learning_app, command)
+    assert first.exit_code == 0, first.output
+    tree = json.loads(path.read_text())
+    assert set(tree["runs"]) == {"counting/baseline/0.002/0", "counting/subset/0.002/0"}
+    for run in tree["runs"].values():
+        assert set(run["strict"]) == {"0", "1", "2"}
+        assert len(run["iteration_cpu_s"]) == 2
+        assert 0 < sum(run["iteration_cpu_s"]) < run["cpu_s"] * 1.5
+    assert set(tree["figures"]["counting"]["gains"]) == {"0.75", "0.8", "the baseline's end"}
+    again = CliRunner().invoke(learning_app, command)
+    assert again.exit_code == 0, again.output
+    assert "runs:" not in again.output
+    assert json.loads(path.read_text())["runs"] == tree["runs"]
+    other = CliRunner().invoke(learning_app, [*command, "learner.betas=[0.9,0.9]"])
+    assert "measured with other settings (overrides)" in str(other.exception) + other.output

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,10 +39,17 @@ class PhaseClock:
 
     Args:
         spent_s: seconds that ``initial`` took before the clock was created.
+        now_s: another clock, such as one of CPU seconds.
     """
 
-    def __init__(self, initial: Phase = Phase.SETUP, spent_s: float = 0.0) -> None:
-        self._begun = self._mark = _now_s() - spent_s
+    def __init__(
+        self,
+        initial: Phase = Phase.SETUP,
+        spent_s: float = 0.0,
+        now_s: Callable[[], float] | None = None,
+    ) -> None:
+        self._now_s = now_s or _now_s
+        self._begun = self._mark = self._now_s() - spent_s
         self._phase = initial
         self._unclaimed: dict[Phase, float] = {}
         self._failed_in: Phase | None = None
@@ -50,7 +57,7 @@ class PhaseClock:
     @property
     def elapsed_s(self) -> float:
         """Seconds since the clock began."""
-        return _now_s() - self._begun
+        return self._now_s() - self._begun
 
     @property
     def failed_in(self) -> Phase:
@@ -81,7 +88,7 @@ class PhaseClock:
         return taken
 
     def _switch(self, phase: Phase) -> Phase:
-        now = _now_s()
+        now = self._now_s()
         self._unclaimed[self._phase] = self._unclaimed.get(self._phase, 0.0) + now - self._mark
         previous, self._phase, self._mark = self._phase, phase, now
         return previous

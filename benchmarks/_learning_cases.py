@@ -1,0 +1,152 @@
+"""What the learning benchmark compares: the tasks, and the ways to train on them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+
+from benchmarks._record import Tree
+from spotlight.config.load import load_config
+from spotlight.config.schema import RunConfig
+from spotlight.config.sections.exploration import PreviewTime
+
+BASELINE = "baseline"
+_FORWARD, _POLICY = (1e-3, 2e-3, 4e-3), (1e-4, 3e-4, 1e-3)
+_WINDOW = 3
+"""Stochastic steps of a rollout, somewhere in its first half; fewer where there are fewer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is learnt.
+
+    Attributes:
+        tags: of the testbed's prompts.
+        targets: strict scores that are to be reached, besides the baseline's last.
+    """
+
+    tags: tuple[str, ...]
+    targets: tuple[float, ...]
+
+
+TASKS: Mapping[str, Task] = MappingProxyType(
+    {"counting": Task(("counting",), (0.75, 0.8)), "placing": Task(("position", "two_object"), ())}
+)
+"""The demo's, and a harder one where random seeds learn slowly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to train.
+
+    Attributes:
+        overrides: of the demo.
+        rates: learning rates of which the best is taken, the middle one where none is looked for.
+        generated: pictures per prompt, in groups of the baseline.
+        trained: of them, in groups of the baseline; None: all.
+        explores: where seeds are previewed: twice the group's number.
+        stochastic: rollouts have steps with noise, whose probabilities are trained.
+    """
+
+    overrides: tuple[str, ...] = ()
+    rates: tuple[float, float, float] = _FORWARD
+    generated: int = 1
+    trained: float | None = None
+    explores: PreviewTime | None = None
+    stochastic: bool = False
+
+
+CASES: Mapping[str, Case] = MappingProxyType(
+    {
+        BASELINE: Case(),
+        "subset": Case(trained=0.5),
+        "wide-subset": Case(generated=2, trained=0.5),
+        "random-half": Case(("algorithm.train_policy=random",), trained=0.5),
+        "explored": Case(explores="critical_path"),
+        "explored-idle": Case(explores="idle"),
+        "subset+explored-idle": Case(trained=0.5, explores="idle"),
+        "flow-grpo": Case(
+            ("algorithm.name=flow-grpo-fast", "algorithm.clip_range=1e-5"), _POLICY, stochastic=True
+        ),
+        "grpo-guard": Case(("algorithm.name=grpo-guard",), _POLICY, stochastic=True),
+        "flow-dppo": Case(("algorithm.name=flow-dppo",), _POLICY, stochastic=True),
+        "awm": Case(("algorithm.name=awm",)),
+        "v-grpo": Case(("algorithm.name=v-grpo",)),
+        "dgpo": Case(("algorithm.name=dgpo",)),
+        "diffusion-dpo": Case(("algorithm.name=diffusion-dpo",)),
+    }
+)
+"""By name; the first is what all are compared with."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearningSizes:
+    """How large everything is, as the file says it.
+
+    Attributes:
+        reserved, spot: slots of the simulated cluster.
+    """
+
+    iterations: int
+    prompts: int
+    group_size: int
+    rollout_steps: int
+    evaluate_every: int
+    evaluation_images: int
+    reserved: int
+    spot: int
+    overrides: tuple[str, ...]
+
+    def as_json(self) -> Tree:
+        """For the file."""
+        tree: Tree = json.loads(json.dumps(asdict(self)))  # lists for tuples, as in the file
+        return tree
+
+    def generated(self, case: Case) -> int:
+        """Pictures of a prompt that are whole rollouts."""
+        return case.generated * self.group_size
+
+    def trained(self, case: Case) -> int:
+        """Pictures of a prompt that are trained."""
+        return self.generated(case) if case.trained is None else max(2, round(case.trained * self.group_size))
+
+    def config(self, task: str, case: Case, rate: float, seed: int) -> RunConfig:
+        """A run's configuration. Raises ConfigError."""
+        previews = 2 * self.generated(case)
+        explores = (
+            [f"exploration={{seeds_per_prompt: {previews}, steps: {self.rollout_steps}}}"]
+            if case.explores
+            else []
+        )
+        high = min(5, self.rollout_steps - 1)
+        window = f"{{kind: random, size: {min(_WINDOW, high)}, low: 0, high: {high}}}"
+        noisy = ["rollout.sampler=cps", "rollout.noise_level=0.8", f"rollout.sde_window={window}",
+                 "learner.epsilon=1e-15"]  # fmt: skip
+        chooses = [] if case.trained is None else [f"algorithm.train_samples={self.trained(case)}"]
+        return load_config(
+            None,
+            [
+                f"data.tags={json.dumps(list(TASKS[task].tags))}",
+                f"run_seed={seed}",
+                f"iterations={self.iterations}",
+                f"rollout.prompts_per_iteration={self.prompts}",
+                f"rollout.group_size={self.generated(case)}",
+                f"rollout.steps={self.rollout_steps}",
+                f"evaluation.steps={self.rollout_steps}",
+                f"evaluation.every={self.evaluate_every}",
+                f"evaluation.images_per_prompt={self.evaluation_images}",
+                "evaluation.grid_images=1",
+                f"learner.learning_rate={rate}",
+                # By iterations as everywhere: who trains less in one learns as long.
+                f"learner.decay_iterations={self.iterations}",
+                f"learner.warmup_steps={min(5, self.iterations // 4)}",
+                f"learner.micro_batch_size={min(64, self.prompts * self.trained(case))}",
+                *(noisy if case.stochastic else []),
+                *case.overrides,
+                *chooses,
+                *explores,
+                *self.overrides,
+            ],
+        )

@@ -1,0 +1,338 @@
+"""How much less of everything it takes to learn: subsets, exploration and algorithms against the baseline.
+
+    python -m benchmarks.learning --json learning.json
+    python -m benchmarks.learning --json learning.json --jobs 8 --seeds 10
+    python -m benchmarks.learning --json learning.json --task placing --case baseline --case subset
+
+Trains the demo's model by every case (``_learning_cases``) on two tasks: the demo's, and a harder one on
+which random seeds learn slowly. First every case chooses the best of its three learning rates, on a run seed
+that is not compared with afterwards. Then run seeds 0, 1, ... follow, cases taking turns in an order that
+changes with the seed, so an interrupted measurement has as many of each. Each run has one thread; ``--jobs``
+run at once. What is in the file is not made again: the same command goes on where it was interrupted, and
+more seeds may be asked for. A file of other settings is refused.
+
+Said are the strict and graded held-out scores by iteration, and what it takes to reach the task's targets
+and the baseline's last score: iterations, generated and trained samples, CPU seconds, and seconds and dollars
+of a simulated cluster (the production controller in virtual time, with the testbed's cost profile and spot
+slots that come and go). CPU seconds are those of the process and its rewards, without evaluations.
+Exploration in idle time is emulated in one process: its CPU seconds hold the previews, which on the cluster
+fill time that is paid for. Gains are ratios to the baseline with bootstrapped 90 % intervals; the file also
+has those that hold for all cases at once.
+
+Extra arguments are overrides of all runs.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import torch
+import typer
+
+from benchmarks._exploration_curves import areas, by_iteration
+from benchmarks._exploration_figures import table_of
+from benchmarks._exploration_lab import laboratory
+from benchmarks._exploration_settings import STRATEGY
+from benchmarks._learning_cases import BASELINE, CASES, TASKS, Case, LearningSizes
+from benchmarks._learning_figures import LearningRun, best_rate, gains
+from benchmarks._measure import wide_console
+from benchmarks._record import Record, Tree
+from spotlight.planning.compare import SimulationTask, run_task
+from spotlight.planning.scenarios.prepare import prepare
+from spotlight.planning.scenarios.scenario_load import build_scenario
+
+TUNING_SEED = 1000
+_KINDS = ("tuned", "runs", "simulated")
+_MIDDLE = 1
+_EVALUATION = "seconds/evaluation"
+
+
+# -- measuring ---------------------------------------------------------------------------------------------
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process and of those it has started."""
+    spent_s = time.process_time()
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has just ended
+            spent_s += sum(child.cpu_times()[:2])
+    return spent_s
+
+
+def measure_run(sizes: LearningSizes, task: str, case: str, rate: float, seed: int) -> Tree:
+    """Train once: held-out scores by iteration, and CPU seconds of each iteration without evaluations."""
+    torch.set_num_threads(1)
+    with laboratory(sizes.config(task, CASES[case], rate, seed)) as lab:
+        book = lab.train(CASES[case].explores, now_s=cpu_s)
+    phases = [{k: v for k, v in row.items() if k.startswith("seconds/")} for row in book.rows]
+    return {
+        "strict": {str(at): row["strict"] for at, row in book.validations.items()},
+        "graded": {str(at): row["graded"] for at, row in book.validations.items()},
+        "iteration_cpu_s": [sum(row.values()) - row.get(_EVALUATION, 0.0) for row in phases],
+        "grad_norm": [row.get("train/grad_norm") for row in book.rows],
+    }
+
+
+def simulate_case(sizes: LearningSizes, task: str, case: str) -> Tree:
+    """The same work on reserved and spot slots in virtual time."""
+    chosen = CASES[case]
+    config = sizes.config(task, chosen, chosen.rates[_MIDDLE], 0)
+    rollout, strategy = config.rollout, STRATEGY[chosen.explores or "none"]
+    slot = {"gpus_per_node": 1, "gpu_type": "cpu"}
+    tree: Tree = {
+        "name": f"{case}, {sizes.reserved} reserved + {sizes.spot} spot slots",
+        "cluster": {
+            "reserved": {"nodes": sizes.reserved, "usd_gpu_h": config.fleet.price_usd_h, **slot},
+            "spot": {"nodes": sizes.spot, "usd_gpu_h": config.fleet.spot.price_usd_h, **slot},
+        },
+        "trace": {
+            "kind": "generated", "mean_uptime_h": 1 / 60, "mean_downtime_s": 15.0, "notice_lead_s": 10.0,
+        },
+        "workload": {
+            "profile": "testbed-cpu", "height": rollout.height, "width": rollout.width,
+            "prompts": sizes.prompts, "group_size": rollout.group_size, "steps": rollout.steps,
+            "train_samples": None if chosen.trained is None else sizes.trained(chosen),
+            "trained_timesteps": config.algorithm.train_timesteps or rollout.steps - 1,
+            "recomputes_log_probs": bool(getattr(config.algorithm, "recomputes_log_probs", False)),
+            "micro_batch_per_gpu": config.learner.micro_batch_size, "checkpoint_every": 1,
+        },
+        "strategies": [strategy],
+        "run": {"iterations": sizes.iterations, "until_h": 24.0},
+    }  # fmt: skip
+    if config.exploration is not None:
+        tree["exploration"] = {
+            "seeds_per_prompt": config.exploration.seeds_per_prompt, "steps": config.exploration.steps,
+        }  # fmt: skip
+    prepared = prepare(build_scenario(tree, "the benchmark"), (strategy,), datetime.now(UTC))
+    compared = run_task(SimulationTask(prepared, strategy))
+    if compared.outcome.problem is not None:
+        raise RuntimeError(f"{case}: {compared.outcome.problem}")
+    return {
+        "iteration_ends_s": list(compared.iteration_ends_s),
+        "usd_s": compared.outcome.iteration_usd / compared.outcome.iteration_s,
+    }
+
+
+# -- what is to be measured ---------------------------------------------------------------------------------
+
+
+def in_turn(cases: Sequence[str], round_number: int) -> list[str]:
+    """The cases, beginning with another one each time."""
+    at = round_number % len(cases)
+    return [*cases[at:], *cases[:at]]
+
+
+def wanted_tuning(tasks: Sequence[str], cases: Sequence[str]) -> Iterator[tuple[str, str, float, int]]:
+    """Task, case, rate and seed of the runs that choose learning rates."""
+    for at in range(len(CASES[BASELINE].rates)):
+        for task in tasks:
+            for case in in_turn(cases, at):
+                yield task, case, CASES[case].rates[at], TUNING_SEED
+
+
+def measure(
+    record: Record, kind: str, wanted: Sequence[tuple[str, str, float, int]], sizes: LearningSizes, jobs: int
+) -> None:
+    """Make those runs that the file lacks."""
+    missing = [each for each in wanted if name_of(*each) not in record.tree[kind]]
+    if jobs == 1:
+        for each in missing:
+            typer.echo(f"{kind}: {name_of(*each)}")
+            record.once(kind, name_of(*each), partial(measure_run, sizes, *each))
+        return
+    # A process for each run: threads and memory of one do not touch another's.
+    with ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool:
+        under_way: dict[Future[Tree], str] = {
+            pool.submit(measure_run, sizes, *each): name_of(*each) for each in missing
+        }
+        for done in as_completed(under_way):
+            typer.echo(f"{kind}: {under_way[done]}")
+            record.once(kind, under_way[done], done.result)
+
+
+def name_of(task: str, case: str, rate: float, seed: int) -> str:
+    """Of a run in the file."""
+    return f"{task}/{case}/{rate:g}/{seed}"
+
+
+def chosen_rates(
+    record: Record, tasks: Sequence[str], cases: Sequence[str], *, tuned: bool
+) -> dict[tuple[str, str], float]:
+    """By task and case, the learning rate to compare with."""
+    found = {}
+    for task in tasks:
+        for case in cases:
+            rates = CASES[case].rates
+            found[task, case] = rates[_MIDDLE]
+            if tuned:
+                heights = {
+                    rate: areas(
+                        curve_in(record.tree["tuned"][name_of(task, case, rate, TUNING_SEED)], "strict")
+                    )
+                    for rate in rates
+                }
+                found[task, case] = best_rate(heights)
+    return found
+
+
+# -- figures -----------------------------------------------------------------------------------------------
+
+
+def curve_in(tree: Tree, kind: str) -> dict[int, float]:
+    """Held-out scores by iteration."""
+    return {int(at): score for at, score in tree[kind].items()}
+
+
+def learning_run(tree: Tree, simulated: Tree, sizes: LearningSizes, case: Case) -> LearningRun:
+    """A run with what its iterations spend on every axis."""
+    numbers = range(1, sizes.iterations + 1)
+    ends_s = simulated["iteration_ends_s"]
+    cpu, spent_s = [], 0.0
+    for seconds in tree["iteration_cpu_s"]:
+        cpu.append(spent_s := spent_s + seconds)
+    spent = {
+        "iterations": [float(number) for number in numbers],
+        "generated": [float(number * sizes.prompts * sizes.generated(case)) for number in numbers],
+        "trained": [float(number * sizes.prompts * sizes.trained(case)) for number in numbers],
+        "cpu_s": cpu,
+        "cluster_s": list(ends_s),
+        "cluster_usd": [end_s * simulated["usd_s"] for end_s in ends_s],
+    }
+    return LearningRun(curve_in(tree, "strict"), spent)
+
+
+def figures_of(
+    record: Record, sizes: LearningSizes, task: str, rates: Mapping[str, float], seeds: int
+) -> Tree:
+    """Curves of a task's cases, and what it takes each to reach the targets."""
+    trees = {
+        case: {seed: record.tree["runs"][name_of(task, case, rate, seed)] for seed in range(seeds)}
+        for case, rate in rates.items()
+    }
+    runs = {
+        case: {
+            seed: learning_run(tree, record.tree["simulated"][f"{task}/{case}"], sizes, CASES[case])
+            for seed, tree in those.items()
+        }
+        for case, those in trees.items()
+    }
+    last = [run.strict[max(run.strict)] for run in runs[BASELINE].values()]
+    targets = {str(target): target for target in TASKS[task].targets}
+    targets["the baseline's end"] = sum(last) / len(last)
+    return {
+        "rates": dict(rates),
+        "curves": {
+            kind: {case: _mean_curve([*those.values()], kind) for case, those in trees.items()}
+            for kind in ("strict", "graded")
+        },
+        "gains": {
+            name: {"target": target} | {
+                case: gains(target, runs[BASELINE], those, len(runs) - 1) for case, those in runs.items()
+            }
+            for name, target in targets.items()
+        },
+    }  # fmt: skip
+
+
+def _mean_curve(trees: Sequence[Tree], kind: str) -> Tree:
+    found = by_iteration([curve_in(tree, kind) for tree in trees], dict)
+    return {str(at): each.as_json() for at, each in found.items()}
+
+
+def shown(figures: Tree) -> Iterator[tuple[str, list[Tree]]]:
+    """Tables: the strict scores, then the gains by target."""
+    curves = figures["curves"]["strict"]
+    yield (
+        "strict",
+        [{"case": case, "rate": figures["rates"][case]} | curve for case, curve in curves.items()],
+    )
+    for name, found in figures["gains"].items():
+        rows = []
+        for case in curves:
+            cells = {axis: _told(each) for axis, each in found[case].items()}
+            rows.append({"case": case} | cells)
+        yield f"cost of {name} ({found['target']:.3f}), and how many times less (90 %)", rows
+
+
+def _told(gain: Tree) -> str:
+    if gain["cost"] is None:
+        return "not reached"
+    value, low, high = ("?" if gain[key] is None else f"{gain[key]:.2f}" for key in ("ratio", "low", "high"))
+    return f"{gain['cost']:.4g} ({value}: {low}-{high})"
+
+
+# -- the program -------------------------------------------------------------------------------------------
+
+
+def main(
+    overrides: Annotated[list[str] | None, typer.Argument(help="key=value for all runs.")] = None,
+    json_file: Annotated[Path, typer.Option("--json", help="Results; what is there is kept.")] = Path(
+        "learning.json"
+    ),
+    task: Annotated[list[str] | None, typer.Option(help=f"Only these of {', '.join(TASKS)}.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help=f"Only these of {', '.join(CASES)}.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Run seeds 0, 1, ...")] = 5,
+    tune: Annotated[bool, typer.Option(help="Choose the best of three learning rates first.")] = True,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at once, of one thread each.")] = 1,
+    iterations: Annotated[int, typer.Option(min=2, help="Of a run.")] = 30,
+    prompts: Annotated[int, typer.Option(min=1, help="Of an iteration.")] = 12,
+    group_size: Annotated[int, typer.Option(min=4, help="Pictures of a prompt, of the baseline.")] = 16,
+    rollout_steps: Annotated[int, typer.Option(min=2, help="Denoising steps of a picture.")] = 10,
+    evaluate_every: Annotated[int, typer.Option(min=1, help="Iterations.")] = 5,
+    evaluation_images: Annotated[int, typer.Option(min=1, help="Of each held-out prompt.")] = 32,
+    reserved: Annotated[int, typer.Option(min=1, help="Reserved slots of the simulated cluster.")] = 1,
+    spot: Annotated[int, typer.Option(min=1, help="Its spot slots.")] = 4,
+) -> None:
+    """Compare ways to learn on the testbed."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the rewards' processes, too
+    tasks, cases = _known(task, TASKS, "--task"), _known(case, CASES, "--case")
+    cases = [BASELINE, *(name for name in cases if name != BASELINE)]
+    sizes = LearningSizes(
+        iterations, prompts, group_size, rollout_steps, evaluate_every, evaluation_images, reserved, spot,
+        tuple(overrides or ()),
+    )  # fmt: skip
+    for each in tasks:
+        for name in cases:  # what contradicts itself shows before anything is measured
+            sizes.config(each, CASES[name], CASES[name].rates[_MIDDLE], 0)
+    record = Record(json_file, sizes, _KINDS)
+    if tune:
+        measure(record, "tuned", [*wanted_tuning(tasks, cases)], sizes, jobs)
+    rates = chosen_rates(record, tasks, cases, tuned=tune)
+    wanted = [
+        (each, name, rates[each, name], seed)
+        for seed in range(seeds)
+        for each in tasks
+        for name in in_turn(cases, seed)
+    ]
+    measure(record, "runs", wanted, sizes, jobs)
+    console, figures = wide_console(), record.tree.setdefault("figures", {})
+    for each in tasks:
+        for name in cases:
+            record.once("simulated", f"{each}/{name}", partial(simulate_case, sizes, each, name))
+        figures[each] = figures_of(record, sizes, each, {name: rates[each, name] for name in cases}, seeds)
+        console.print(f"{each}, {seeds} run seeds", style="bold")
+        for title, rows in shown(figures[each]):
+            console.print(table_of(title, rows))
+    record.write()
+
+
+def _known(names: Sequence[str] | None, known: Mapping[str, object], option: str) -> list[str]:
+    if unknown := [name for name in names or () if name not in known]:
+        raise typer.BadParameter(
+            f"{', '.join(unknown)}; expected some of {', '.join(known)}", param_hint=option
+        )
+    return [*names] if names else [*known]
+
+
+if __name__ == "__main__":
+    typer.run(main)

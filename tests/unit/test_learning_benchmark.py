@@ -1,0 +1,81 @@
+"""The learning benchmark's arithmetic: what a score costs, gains with intervals, and which runs are made."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import pytest
+from benchmarks import _learning_figures as figures
+from benchmarks import learning
+from benchmarks._learning_cases import BASELINE, CASES, TASKS, LearningSizes
+
+SIZES = LearningSizes(10, 2, 4, 4, evaluate_every=5, evaluation_images=1, reserved=1, spot=2, overrides=())
+
+
+def run(speed: float, cost: float, noise: float = 0.0) -> figures.LearningRun:
+    """Its score rises by ``speed`` per iteration, each of which costs so much."""
+    strict = {at: min(1.0, at * speed) + noise for at in range(0, 31, 5)}
+    return figures.LearningRun(strict, {"usd": [cost * number for number in range(1, 31)]})
+
+
+def test_a_gain_is_the_ratio_of_what_the_target_costs() -> None:
+    slow, fast = {0: run(0.02, 3.0), 1: run(0.02, 3.0)}, {0: run(0.04, 2.0), 1: run(0.04, 2.0)}
+    found = figures.gains(0.4, slow, fast, 1, 50)["usd"]
+    assert found["cost"] == pytest.approx(20)
+    assert found["ratio"] == found["low"] == found["high"] == pytest.approx(3)
+    same = figures.gains(0.4, slow, slow, 1, 50)["usd"]
+    assert (same["ratio"], same["low_all"], same["undecided"]) == (1, 1, 0)
+
+
+def test_what_is_not_reached_is_said_and_never_a_number() -> None:
+    slow, fast = {0: run(0.01, 1.0)}, {0: run(0.04, 1.0)}
+    assert figures.gains(0.9, slow, slow, 1, 50)["usd"]["undecided"] == 1
+    assert figures.gains(0.9, fast, slow, 1, 50)["usd"] | {"low_all": 0, "high_all": 0} == {
+        "cost": None, "ratio": 0, "low": 0, "high": 0, "low_all": 0, "high_all": 0, "undecided": 0
+    }  # fmt: skip
+    unreached = figures.gains(0.9, slow, fast, 1, 50)["usd"]
+    assert unreached["cost"] is not None
+    assert (unreached["ratio"], unreached["high"]) == (None, None)
+    assert figures.ratio(0.0, 0.0) is None
+
+
+def test_intervals_cover_and_widen_with_the_cases_compared() -> None:
+    covered, draw = 0, random.Random(0)
+    for _ in range(12):
+        noisy = [{seed: run(speed, 1.0, draw.gauss(0, 0.03)) for seed in range(6)} for speed in (0.02, 0.03)]
+        one, many = (figures.gains(0.3, *noisy, compared, 200)["usd"] for compared in (1, 10))
+        covered += one["low"] <= 1.5 <= one["high"]
+        assert many["low_all"] <= one["low"] <= one["high"] <= many["high_all"]
+    assert covered >= 8
+    assert all(map(math.isnan, figures.quantiles([], 0.9)))
+    assert figures.quantiles([3.0, 1.0, 2.0], 1.0) == (1.0, 3.0)
+
+
+def test_each_case_takes_its_best_rate_of_a_seed_that_is_not_compared() -> None:
+    assert figures.best_rate({1e-3: 0.5, 2e-3: 0.7, 4e-3: 0.7}) == 2e-3
+    wanted = [*learning.wanted_tuning(["counting"], [BASELINE, "awm"])]
+    assert {seed for *_, seed in wanted} == {learning.TUNING_SEED}
+    assert len(set(wanted)) == 2 * 3
+    assert [learning.in_turn("abc", at)[0] for at in range(4)] == ["a", "b", "c", "a"]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_case_is_a_configuration_that_trains_what_it_says(task: str) -> None:
+    for name, case in CASES.items():
+        config = SIZES.config(task, case, case.rates[1], 3)
+        assert config.learner.learning_rate == case.rates[1]
+        assert config.rollout.group_size == SIZES.generated(case)
+        assert (config.algorithm.train_samples or config.rollout.group_size) == SIZES.trained(case), name
+        assert (config.exploration is not None) == (case.explores is not None)
+
+
+@pytest.mark.parametrize("name", [BASELINE, "wide-subset", "explored", "explored-idle"])
+def test_cases_are_simulated_with_the_work_that_they_do(name: str) -> None:
+    found = learning.simulate_case(SIZES, "counting", name)
+    ends_s = found["iteration_ends_s"]
+    assert len(ends_s) == SIZES.iterations
+    assert all(before < after for before, after in pairwise(ends_s))
+    assert found["usd_s"] > 0
+    assert math.isfinite(found["usd_s"])
