@@ -205,6 +205,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "edit-score": "spotlight.rewards.endpoints.edit_score:edit_score",
         "http": "spotlight.rewards.endpoints.service_scores:http",
         "flow-factory": "spotlight.rewards.endpoints.flow_factory:flow_factory",
+        "vote": "spotlight.rewards.vote:vote",
         "pickle-server": "spotlight.rewards.pickled.pickle_server:pickle_server",
     },
 )
@@ -226,7 +227,8 @@ SINKS: Registry[SinkFactory] = Registry(
     "spotlight.sinks",
     {
         "tensorboard": "spotlight.store.sinks:TensorBoard",
-        "wandb": "spotlight.store.sinks:WeightsAndBiases",
+        "wandb": "spotlight.store.trackers.wandb_sink:WeightsAndBiases",
+        "trackio": "spotlight.store.trackers.trackio_sink:Trackio",
     },
 )
 """Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""

@@ -1,15 +1,19 @@
-"""The dashboard in a real browser: views, hostile texts, reconnecting, long runs, small screens, one file.
+"""The dashboard in a real browser: views, hostile texts, reconnecting, long runs, small screens, votes.
 
 Needs Chromium of the distribution (``apt install chromium``) and Playwright.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
+import signal
 import socket
+import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -17,7 +21,7 @@ from typing import TYPE_CHECKING
 import httpx2
 import pytest
 import uvicorn
-from main_job import Job
+from main_job import NFT, At, Ended, Job, clean_audit, run_process
 from ray_job import running
 from tests.unit.dashboard_run import HOSTILE, LONG, PROMPTS, RIGHT_TO_LEFT, make_run
 from tests.unit.store_history import SCRATCH
@@ -64,6 +68,24 @@ SMALL_RUN = (
     "fleet.driver=ray",
     "fleet.spot.notice_s=null",
 )
+
+
+VOTED_RUN = (
+    *NFT,
+    "iterations=2",
+    "evaluation.every=2",
+    "evaluation.prompts=1",
+    "rewards=[{name: vote, deadline_s: 200, retries: 0}]",
+)
+GROUPS = 2 * 2 + 2  # of two iterations, and two evaluations
+BRIGHTNESS = """images => images.every(image => image.naturalWidth) && images.map(image => {
+  const canvas = document.createElement("canvas");
+  [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
+  const context = canvas.getContext("2d");
+  context.drawImage(image, 0, 0);
+  const levels = context.getImageData(0, 0, canvas.width, canvas.height).data;
+  return levels.reduce((sum, value) => sum + value, 0);
+})"""
 
 
 @pytest.fixture(scope="module")
@@ -257,3 +279,62 @@ def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> N
             open_view(page, address, "overview", run="watched")
             assert it.end() == 0, it.told
             page.wait_for_selector(".cards >> text=finished")
+
+
+@pytest.mark.timeout(900)
+def test_a_script_votes_on_the_page_whatever_is_restarted(browser: Browser, job: Job) -> None:
+    run = job.root / "voted"
+    arguments = job.arguments("voted", *VOTED_RUN)
+    answer = run.with_suffix(".json")
+    kill = At("work training", 2)
+    with ThreadPoolExecutor(1) as beside, watched(browser) as page:
+        killed = beside.submit(run_process, arguments, kill, answer=answer)
+        port, first = vote_on_the_page(page, job.root, killed, at_most=2)  # then the dashboard is gone
+        _, rest = vote_on_the_page(page, job.root, killed, port=port)
+        assert killed.result().exit_code == -signal.SIGKILL
+        resumed = beside.submit(run_process, arguments, answer=answer)
+        _, last = vote_on_the_page(page, job.root, resumed, port=port)
+        assert resumed.result().finished, resumed.result()
+    assert (len(first), len(first | rest | last)) == (2, GROUPS)
+    assert len(first) + len(rest) + len(last) == GROUPS  # none was asked twice
+    votes = {path.stem: json.loads(path.read_text()) for path in (run / "votes").glob("*.json")}
+    assert {ballot: vote["ranking"] for ballot, vote in votes.items()} == first | rest | last
+    assert {vote["voter"] for vote in votes.values()} == {""}
+    report = clean_audit(run)
+    assert report.counts.trained == 2 * 2 * 3
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+        rows = ledger.execute("SELECT rollout, value FROM rewards WHERE name = 'vote'").fetchall()
+        scorers = ledger.execute("SELECT DISTINCT scored_by FROM scorers").fetchall()
+    groups: dict[str, list[float]] = {}
+    for rollout, value in rows:
+        groups.setdefault(rollout.rpartition("-")[0], []).append(value)
+    assert sorted(map(sorted, groups.values())) == [[0, 1]] * 2 + [[0.25, 0.25, 1]] * 4
+    assert scorers == [("people",)]
+
+
+def vote_on_the_page(
+    page: Page, place: Path, run: Future[Ended], *, port: int = 0, at_most: int = GROUPS
+) -> tuple[int, dict[str, list[str]]]:
+    """Choose the brightest picture of every group until the run ends; the port, and the votes by ballot."""
+    voted: dict[str, list[str]] = {}
+    with served(place, port) as address:
+        while not run.done() and not (place / "voted" / "config.yaml").exists():
+            page.wait_for_timeout(100)
+        open_view(page, address, "votes", run="voted")
+        while len(voted) < at_most and not run.done():
+            ballot = page.locator(".ballot").first
+            name = ballot.get_attribute("data-ballot") if ballot.count() else None
+            if name is None or name in voted:
+                page.wait_for_timeout(100)
+                continue
+            images = ballot.locator("img")
+            while not (levels := images.evaluate_all(BRIGHTNESS)):
+                page.wait_for_timeout(100)
+            brightest = images.nth(levels.index(max(levels)))
+            source = brightest.get_attribute("src")
+            assert source is not None
+            brightest.click()
+            page.click("button:text-is('Vote')")
+            page.wait_for_selector("[role=status] >> text=Your vote is recorded")
+            voted[name] = [source.rpartition("/")[2]]
+        return int(address.rpartition(":")[2]), voted

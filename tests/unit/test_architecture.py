@@ -63,7 +63,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
 MESSAGES = {f"spotlight.scheduler.{module}" for module in ("types", "effects", "events", "records")}
 """Ids and sizes, and what controller, workers and learner say to each other."""
 SPEAK_MESSAGES = {"rollout", "worker", "training", "report", "dashboard"}
-ALSO = {("training", "spotlight.scheduler.overlap.slices")}
+ALSO = {("training", "spotlight.scheduler.overlap.slices"), ("rewards", "spotlight.store.ballots")}
 """Single modules allowed beside the table."""
 
 SCHEDULER_PARTS: dict[str, set[str]] = {

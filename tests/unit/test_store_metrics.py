@@ -8,7 +8,9 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,11 +18,20 @@ from store_history import SCRATCH
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from spotlight.scheduler.types import DropReason, Phase
+from spotlight.store.images import Tile, write_grid
 from spotlight.store.metrics import MetricsRow, MetricsWriter, read_metrics
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, read_summary, write_summary
-from spotlight.store.sinks import TensorBoard, WeightsAndBiases
+from spotlight.store.run_summary import (
+    RunSummary,
+    SampleCounts,
+    ValidationPoint,
+    final_table,
+    read_summary,
+    write_summary,
+)
+from spotlight.store.sinks import TensorBoard
 from spotlight.store.store_errors import StoreError
+from spotlight.store.trackers.wandb_sink import WeightsAndBiases
 
 
 def row(iteration: int, **values: float) -> MetricsRow:
@@ -86,19 +97,31 @@ def test_no_metrics_yet_are_no_rows(tmp_path: Path) -> None:
 
 def test_tensorboard_reads_the_curves_and_purges_what_is_made_anew(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
+    paths.images.mkdir()
     for resume_at, loss in ((0, 1.0), (2, 2.0)):
         with MetricsWriter(
             paths, resume_at=resume_at, sinks=(TensorBoard(paths, resume_at=resume_at),)
         ) as writer:
             for iteration in range(resume_at, 4):
                 writer.write(row(iteration, **{"train/loss": loss}))
+                if iteration % 2 == 0:
+                    write_grid(paths, iteration, [Tile(PICTURE, "a", 0.5), Tile(VIDEO, "b", 0.25)], **GRID)
+                    writer.pictures(iteration)
             writer.sync()
+            if resume_at:
+                writer.table(4, final_table(SUMMARY))
         # Files are read by name: seconds, then a counter as text (9 after 10).
         time.sleep(1.1)
     board = EventAccumulator(str(paths.tensorboard))
     board.Reload()
     curve = [(event.step, event.value) for event in board.Scalars("train/loss")]
     assert curve == [(0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0)]
+    for at in (0, 1):
+        shown = [(event.step, event.width, event.height) for event in board.Images(f"pictures/{at:03d}")]
+        assert shown == [(0, 8, 8), (2, 8, 8)]
+    assert board.Images("pictures/001")[-1].encoded_image_string.startswith(b"GIF89a")
+    (table,) = board.Tensors("summary")
+    assert b"| iterations | 40 |" in table.tensor_proto.string_val[0]
 
 
 def test_wandb_missing_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +130,9 @@ def test_wandb_missing_is_an_error_with_the_remedy(tmp_path: Path, monkeypatch: 
         WeightsAndBiases(RunPaths(tmp_path), project="p", entity=None)
 
 
+PICTURE = np.zeros((8, 8, 3), np.uint8)
+VIDEO = np.stack([PICTURE, PICTURE + 200])
+GRID: dict[str, Any] = {"columns": 1, "title": "evaluation"}
 SUMMARY = RunSummary(
     iterations=40,
     validation=(ValidationPoint(0, 0, 1.0, 0.49, 0.6), ValidationPoint(40, 1920, 90.5, None, 0.9)),

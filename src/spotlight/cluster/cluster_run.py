@@ -138,11 +138,12 @@ def _starter(config: RunConfig, site: Site, observer: Observer) -> ScorerStarter
     )
     nodes = ScorerNodes(site.here, site.learner_slots, observer.note)
     placed = {reward.curve for reward in _elsewhere(config)}
+    directory = str(build.run_directory_of(config))
 
     def start(reward: RewardConfig, start_deadline_s: float, replica: int, replicas: int) -> Scorer:
         if reward.curve in placed:
-            return RemoteScorer(nodes, reward, start_deadline_s, replica, replicas)
-        return RewardProcess(reward, start_deadline_s, replica, replicas)
+            return RemoteScorer(nodes, reward, start_deadline_s, replica, replicas, directory)
+        return RewardProcess(reward, start_deadline_s, replica, replicas, run_directory=directory)
 
     return start
 

@@ -20,6 +20,7 @@ from spotlight.dashboard.views.money import money
 from spotlight.dashboard.views.overview import accounting, headline, is_small, overview, verdict
 from spotlight.dashboard.views.run_log import happened, log_tail
 from spotlight.dashboard.views.samples import IN_FLIGHT, SampleSearch, sample, samples
+from spotlight.dashboard.views.votes import votes
 from spotlight.store.ledger.ledger_schema import RolloutOutcome
 
 _KEPT = 128
@@ -208,6 +209,7 @@ ANSWERS: dict[str, Answer] = {
     "samples": lambda run, query: samples(run, _search(query)),
     "sample": lambda run, query: sample(run, query.get("id", "")),
     "log": lambda run, query: happened(run, _number(query, "before")),
+    "votes": lambda run, query: votes(run),
     "logfile": lambda run, query: log_tail(run, query.get("name", "")),
 }
 """By path below ``api/runs/RUN/``; ``accounting``, ``metrics``, ``curve`` and ``audit`` besides."""

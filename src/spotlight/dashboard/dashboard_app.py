@@ -7,7 +7,7 @@
     GET /api/changes                server-sent events: a run's files have changed
     GET /metrics                    figures of all runs for Prometheus
 
-Only GET is answered, nothing is written, and files are read by name from a list (``run_folders.py``).
+Only votes are written (``voting.py``), and files are read by name from a list (``run_folders.py``).
 Imports FastAPI.
 """
 
@@ -40,6 +40,7 @@ from spotlight.dashboard.prometheus import CONTENT_TYPE, exposition
 from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.findings import RunLimits
 from spotlight.dashboard.views.gallery import picture_file
+from spotlight.dashboard.voting import add_votes
 from spotlight.store.store_errors import StoreError
 
 LOOKS_EVERY_S = 1.0
@@ -154,6 +155,7 @@ def dashboard_app(places: Sequence[Path], token: str = "", limits: RunLimits | N
     app.state.shown, app.state.answers = shown, answers
     _add_page(app)
     _add_answers(app, shown, answers)
+    add_votes(app, shown.look)
     return app
 
 

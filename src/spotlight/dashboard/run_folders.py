@@ -13,6 +13,7 @@ from pathlib import Path
 import yaml
 
 from spotlight.dashboard.figures import finite
+from spotlight.store.ballots import VOTES_FOLDER
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import LedgerError
 
@@ -68,6 +69,8 @@ class RunFolder:
             paths.metrics,
             paths.images / "tiles",
             paths.attempts,
+            paths.path / VOTES_FOLDER,
+            paths.path / VOTES_FOLDER / "open",
         )
         return "/".join(_stamp(path) for path in watched)
 

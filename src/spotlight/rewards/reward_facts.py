@@ -52,11 +52,12 @@ class RewardFacts:
     Attributes:
         weights: hub ids or files that it scores with; empty: none.
         licence: of the weights.
-        runs_on: where it is fast enough: ``CPU``, ``GPU``, ``a server``, or one of the last two.
+        runs_on: where it is fast enough: ``CPU``, ``GPU``, ``a server``, or one of the last two; people:
+            ``the dashboard``.
         typical: scores of ordinary pictures; None: depends on what it asks.
     """
 
-    runs_on: Literal["CPU", "GPU", "a server", "GPU or a server"]
+    runs_on: Literal["CPU", "GPU", "a server", "GPU or a server", "the dashboard"]
     typical: tuple[float, float] | None
     reads: Reads
     weights: tuple[str, ...] = ()

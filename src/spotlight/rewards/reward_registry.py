@@ -82,11 +82,13 @@ def load(
     params: Mapping[str, Any],
     frames: FrameRule | None = None,
     call_deadline_s: float | None = None,
+    run_directory: str = "",
 ) -> LoadedReward:
     """Import a reward and bind its parameters. The current directory is importable.
 
     Args:
         call_deadline_s: the hooks that name ``deadline_s`` get it.
+        run_directory: the function and the hooks that name it get it, unless it is empty.
 
     Raises:
         RewardSetupError: import fails, the function is missing or not callable, or parameters do not fit.
@@ -95,9 +97,11 @@ def load(
     module = _import(name_or_path, reference.module)
     function = _attribute(name_or_path, module, reference.attribute)
     _require_fitting_params(name_or_path, function, params)
-    check = _hook(name_or_path, module, "check(prompts, metadata)", params, call_deadline_s)
-    scored_by = _hook(name_or_path, module, "scored_by()", params, call_deadline_s)
-    bound = cast(RewardFunction, partial(function, **params))
+    given = {"run_directory": run_directory} if run_directory else {}
+    for_hooks = given if call_deadline_s is None else {**given, "deadline_s": call_deadline_s}
+    check = _hook(name_or_path, module, "check(prompts, metadata)", params, for_hooks)
+    scored_by = _hook(name_or_path, module, "scored_by()", params, for_hooks)
+    bound = cast(RewardFunction, partial(function, **{**_named_in(function, given), **params}))
     traits: RewardTraits = getattr(function, "traits", RewardTraits())
     traits = replace(
         traits,
@@ -161,7 +165,7 @@ def _hook(
     module: ModuleType,
     signature: str,
     params: Mapping[str, Any],
-    call_deadline_s: float | None,
+    given: Mapping[str, Any],
 ) -> Callable[..., Any] | None:
     name = signature.partition("(")[0]
     hook = getattr(module, name, None)
@@ -172,10 +176,7 @@ def _hook(
             f"reward {name_or_path!r}: {name!r} in {_file_of(module)} is of type {type(hook).__name__!r}; "
             f"expected a {signature}, or no such name."
         )
-    named = _named_by(hook, params)
-    if call_deadline_s is not None and "deadline_s" in _keywords(inspect.signature(hook)):
-        named.setdefault("deadline_s", call_deadline_s)
-    return partial(hook, **named)
+    return partial(hook, **{**_named_in(hook, given), **_named_by(hook, params)})
 
 
 def _attribute(name_or_path: str, module: ModuleType, attribute: str) -> Callable[..., Any]:
@@ -233,6 +234,15 @@ def _named_by(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[s
     if _takes_any_keyword(signature):
         return dict(params)
     return {name: value for name, value in params.items() if name in _keywords(signature)}
+
+
+def _named_in(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the signature names itself, not as any keyword."""
+    try:
+        names = _keywords(inspect.signature(function)) if given else []
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        names = []
+    return {name: value for name, value in given.items() if name in names}
 
 
 def _keywords(signature: inspect.Signature) -> list[str]:

@@ -15,7 +15,7 @@ from spotlight.runtime.validation import GRADED, STRICT
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison
 from spotlight.store.metrics import MetricsRow, read_metrics
-from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, write_summary
+from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, final_table, write_summary
 from spotlight.training.lora_export import export_lora, export_merged
 from spotlight.training.sharding import Ranks
 
@@ -50,6 +50,7 @@ def conclude_run(
     _compare(recorder)
     account()
     summary = summarise_run(config, recorder, weights if config.learner.mode == "lora" else None)
+    recorder.metrics.table(summary.iterations, final_table(summary))
     write_summary(recorder.paths.summary, summary)
     return summary
 

@@ -183,6 +183,7 @@ class RunRecorder:
         title = f"iteration {effect.iteration}: {curve} {validation.judged.mean:.3f}"
         if tiles:  # none of the grid's samples may have been scored
             write_grid(self.paths, effect.iteration, tiles, columns=self.grid_images, title=title)
+            self.metrics.pictures(effect.iteration)
 
 
 @dataclass(slots=True)

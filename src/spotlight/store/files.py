@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".writing-"
@@ -30,3 +31,10 @@ def write_atomically(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+
+def lasting_id(path: Path) -> str:
+    """A random id, made once and kept in the file: one that is made anew gets another."""
+    if not path.exists():
+        write_atomically(path, uuid.uuid4().hex.encode())
+    return path.read_text()

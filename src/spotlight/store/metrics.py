@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,8 +42,21 @@ class MetricsRow:
     values: Mapping[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class FinalTable:
+    """What came of a run, as texts."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
 class Sink(Protocol):
-    """An additional destination for metrics."""
+    """An additional destination for metrics.
+
+    It may also have ``pictures(iteration)``, called when an evaluation's pictures are stored
+    (``trackers/shown_media.py``), and ``table(iteration, table)``, for the :class:`FinalTable` at the end.
+    A resumed run repeats iterations: a sink must not show them twice.
+    """
 
     def write(self, row: MetricsRow) -> None:
         """Write one row."""
@@ -93,6 +106,21 @@ class MetricsWriter:
         with self._telling():
             for sink in self._sinks:
                 sink.write(row)
+
+    def pictures(self, iteration: int) -> None:
+        """Show an evaluation's pictures, which are stored, to the sinks that take them. Raises StoreError."""
+        self._show("pictures", iteration)
+
+    def table(self, iteration: int, table: FinalTable) -> None:
+        """Show the final table to the sinks that take it. Raises StoreError."""
+        self._show("table", iteration, table)
+
+    def _show(self, what: str, *shown: object) -> None:
+        with self._telling():
+            for sink in self._sinks:
+                take: Callable[..., None] | None = getattr(sink, what, None)
+                if take is not None:
+                    take(*shown)
 
     def sync(self) -> None:
         """Force all rows to disk, before a checkpoint is committed."""

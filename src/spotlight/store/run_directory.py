@@ -7,9 +7,10 @@
         images/             store/images.py
         checkpoints/        store/checkpoints.py
         attempts/001.log    log of each process that worked on the run
+        votes/              store/ballots.py, where a reward is ``vote``
         profile/            traces of ``spotlight train --profile N``
         summary.json        store/run_summary.py
-        wandb/, wandb-id    where W&B is configured
+        wandb/, wandb-id, wandb-logged, trackio-id    where W&B or Trackio is configured
         lock                locked while a process works here
 
 Invariant: while a :class:`RunDirectory` is open, no other process can open the run.

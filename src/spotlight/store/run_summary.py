@@ -9,6 +9,7 @@ from pathlib import Path
 
 from spotlight.scheduler.types import DropReason, Phase
 from spotlight.store.files import write_atomically
+from spotlight.store.metrics import FinalTable
 from spotlight.store.store_errors import StoreError, storage_error
 
 
@@ -60,6 +61,31 @@ class RunSummary:
     samples: SampleCounts
     lora: str | None
     run_seed: int
+
+
+def final_table(summary: RunSummary) -> FinalTable:
+    """For trackers: what the final screen says."""
+    first, last = summary.validation[:1], summary.validation[-1:]
+    rows = [(f"validation at iteration {point.iteration}", _judged(point)) for point in (*first, *last)]
+    if summary.validation_stderr is not None:
+        rows.append(("its standard error", f"{summary.validation_stderr:.4f}"))
+    rows += [
+        ("iterations", str(summary.iterations)),
+        ("hours of work", f"{summary.wall_s / 3600:.3f}"),
+        ("dollars", f"{summary.cost_usd:.2f}"),
+        *(
+            (f"worker-seconds, {phase.value}", f"{s:.1f}")
+            for phase, s in summary.gpu_seconds_by_phase.items()
+        ),
+        ("samples issued", str(summary.samples.issued)),
+        ("samples trained", str(summary.samples.trained)),
+        *((f"samples dropped, {reason.value}", str(n)) for reason, n in summary.samples.dropped.items()),
+    ]
+    return FinalTable(("figure", "value"), tuple(dict.fromkeys(rows)))
+
+
+def _judged(point: ValidationPoint) -> str:
+    return f"{point.graded if point.strict is None else point.strict:.4f}"
 
 
 def write_summary(path: Path, summary: RunSummary) -> None:

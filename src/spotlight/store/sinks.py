@@ -1,28 +1,25 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, and registered ones.
+"""Experiment trackers: TensorBoard, those of ``trackers/``, and registered ones.
 
 TensorBoard uses its own event writer, without torch. A resumed run purges the iterations that it repeats.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import time
-import uuid
 from collections.abc import Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+from tensorboard.plugins.text.summary import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from spotlight.registry import SINKS
-from spotlight.store.files import write_atomically
-from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, MetricsRow, Sink
+from spotlight.store.metrics import FinalTable, MetricsRow, Sink
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError, storage_error
+from spotlight.store.trackers.shown_media import ShownMedia, shown_media
 
 Options = Mapping[str, Mapping[str, Any]]
 """Options by sink name."""
@@ -60,6 +57,7 @@ class TensorBoard:
 
     def __init__(self, paths: RunPaths, *, resume_at: int) -> None:
         """Open an event file. Raises :class:`StoreError` if the disk is full or not writable."""
+        self._paths = paths
         purge = SessionLog(status=SessionLog.START)
         try:
             self._writer = EventFileWriter(str(paths.tensorboard))
@@ -70,9 +68,17 @@ class TensorBoard:
     def write(self, row: MetricsRow) -> None:
         """Write each value as a scalar."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
-        self._writer.add_event(
-            Event(wall_time=time.time(), step=row.iteration, summary=Summary(value=values))
-        )
+        self._add(row.iteration, Summary(value=values))
+
+    def pictures(self, iteration: int) -> None:
+        """Write an evaluation's pictures; videos play."""
+        if shown := shown_media(self._paths, iteration):
+            self._add(iteration, Summary(value=[_image(each) for each in shown]))
+
+    def table(self, iteration: int, table: FinalTable) -> None:
+        """Write the final table."""
+        lines = (table.columns, ("---",) * len(table.columns), *table.rows)
+        self._add(iteration, text_pb("summary", "\n".join(f"| {' | '.join(line)} |" for line in lines)))
 
     def flush(self) -> None:
         """Write out buffered events."""
@@ -82,52 +88,13 @@ class TensorBoard:
         """Close the event file."""
         self._writer.close()
 
-
-def require_wandb() -> ModuleType:
-    """Import wandb. Raises :class:`StoreError` if it is not installed."""
-    try:
-        return importlib.import_module("wandb")
-    except ImportError as error:
-        raise StoreError(
-            "metrics.wandb is configured, but the package wandb is not installed. "
-            "Install it with `pip install 'spotlight-rl[wandb]'`, or remove metrics.wandb."
-        ) from error
+    def _add(self, iteration: int, summary: Summary) -> None:
+        self._writer.add_event(Event(wall_time=time.time(), step=iteration, summary=summary))
 
 
-class WeightsAndBiases:
-    """A run on wandb.ai or offline, controlled by wandb's environment variables."""
-
-    def __init__(self, paths: RunPaths, *, resume_at: int = 0, project: str, entity: str | None) -> None:
-        """Start or resume the W&B run named after the run directory. Raises :class:`StoreError`."""
-        self._run = require_wandb().init(
-            project=project,
-            entity=entity,
-            name=paths.path.name,
-            id=_lasting_id(paths.path / "wandb-id"),
-            resume="allow",
-            dir=str(paths.path),
-        )
-
-    @staticmethod
-    def check() -> None:
-        """Raise :class:`StoreError` if the package is missing."""
-        require_wandb()
-
-    def write(self, row: MetricsRow) -> None:
-        """Log the row; W&B drops rows of steps that it already has."""
-        progress = {SAMPLES_TRAINED: row.samples_trained, WALL_S: row.wall_s}
-        self._run.log({**row.values, **progress}, step=row.iteration)
-
-    def flush(self) -> None:
-        """Do nothing: W&B uploads in the background."""
-
-    def close(self) -> None:
-        """Finish the upload."""
-        self._run.finish()
-
-
-def _lasting_id(path: Path) -> str:
-    """Stored once, so that a deleted and restarted run gets a new W&B id."""
-    if not path.exists():
-        write_atomically(path, uuid.uuid4().hex.encode())
-    return path.read_text()
+def _image(shown: ShownMedia) -> Summary.Value:
+    width, height = shown.size
+    image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=shown.content)
+    name = f"pictures/{shown.name}"
+    about = SummaryMetadata(display_name=name, summary_description=shown.caption)
+    return Summary.Value(tag=name, image=image, metadata=about)

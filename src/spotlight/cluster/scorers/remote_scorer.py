@@ -76,6 +76,7 @@ class ScorerOrder:
     gpu: int | None
     directory: str
     paths: tuple[str, ...]
+    run_directory: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,12 @@ class ScorerActor:
         sys.path.extend(path for path in order.paths if path not in sys.path)
         reward = RewardConfig.model_validate_json(order.reward)
         self._process = RewardProcess(
-            reward, order.start_deadline_s, order.replica, order.replicas, _environment(order)
+            reward,
+            order.start_deadline_s,
+            order.replica,
+            order.replicas,
+            _environment(order),
+            order.run_directory,
         )
 
     def start(self) -> tuple[str, RewardTraits]:
@@ -214,12 +220,18 @@ class RemoteScorer:
     """One process of one reward on some node; a :class:`~spotlight.rewards.pool.reward_process.Scorer`."""
 
     def __init__(
-        self, nodes: ScorerNodes, reward: RewardConfig, start_deadline_s: float, replica: int, replicas: int
+        self,
+        nodes: ScorerNodes,
+        reward: RewardConfig,
+        start_deadline_s: float,
+        replica: int,
+        replicas: int,
+        run_directory: str = "",
     ) -> None:
         self._nodes, self._reward, self._start_deadline_s = nodes, reward, start_deadline_s
         self._order = ScorerOrder(
             reward.model_dump_json(), start_deadline_s, replica, replicas, reward.device == "cuda", None,
-            str(Path.cwd()), tuple(str(path) for path in sys.path),
+            str(Path.cwd()), tuple(str(path) for path in sys.path), run_directory,
         )  # fmt: skip
         self._lock = threading.Lock()  # guards _actor
         self._actor: Any = None

@@ -15,6 +15,7 @@ from spotlight.dashboard.views.curves import recent_rows, spent_usd, validation_
 from spotlight.dashboard.views.findings import RunLimits, RunOutlook, findings, iteration_s
 from spotlight.dashboard.views.lanes import node_of
 from spotlight.dashboard.views.money import forecast
+from spotlight.dashboard.views.votes import asks_people
 from spotlight.scheduler.types import Purpose
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import History, read_attempts, read_history, state_of
@@ -95,6 +96,7 @@ def headline(run: RunFolder) -> Json:
     """Name, state and iterations, for the list of runs; ``unreadable`` whatever is wrong with it."""
     begun: Json = {"name": run.name, "iterations": 0, "planned": None}
     try:
+        begun["asks_people"] = asks_people(run)
         begun["planned"] = run.settings().whole("iterations")
         if run.readable(run.paths.ledger) is None:
             return {**begun, "state": "new"}

@@ -30,6 +30,7 @@ class Load:
         call_deadline_s: limit of the later calls.
         replica, replicas: which of the reward's processes this is; they share limits such as a server's
             ``concurrency``.
+        run_directory: of the run that it is for; empty: of none.
     """
 
     name_or_path: str
@@ -39,6 +40,7 @@ class Load:
     call_deadline_s: float
     replica: int = 0
     replicas: int = 1
+    run_directory: str = ""
 
 
 @dataclass(frozen=True, slots=True)

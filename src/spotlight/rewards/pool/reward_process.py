@@ -105,6 +105,7 @@ class RewardProcess:
         start_deadline_s: limit for starting it and loading the reward.
         replica, replicas: which of the reward's processes it is.
         environment: variables that differ from this process's, such as the GPUs it may see.
+        run_directory: of the run that it is for; empty: of none.
     """
 
     def __init__(
@@ -114,8 +115,9 @@ class RewardProcess:
         replica: int = 0,
         replicas: int = 1,
         environment: Mapping[str, str] | None = None,
+        run_directory: str = "",
     ) -> None:
-        self._reward = reward
+        self._reward, self._run_directory = reward, run_directory
         self._replica, self._replicas = replica, replicas
         self._environment = environment or {}
         self._start_deadline_s = start_deadline_s
@@ -180,6 +182,7 @@ class RewardProcess:
             reward.deadline_s,
             self._replica,
             self._replicas,
+            self._run_directory,
         )
         try:
             reply = self._exchange(load)

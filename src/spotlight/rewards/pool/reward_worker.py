@@ -65,7 +65,11 @@ def _serve(connection: socket.socket) -> None:
             case Load():
                 share_limits(request.replica, request.replicas)
                 reward = registry.load(
-                    request.name_or_path, request.params, request.frames, request.call_deadline_s
+                    request.name_or_path,
+                    request.params,
+                    request.frames,
+                    request.call_deadline_s,
+                    request.run_directory,
                 )
                 scored_by = _who_scores(request.name_or_path, reward)
                 return Done(scored_by, reward.traits)

@@ -290,6 +290,11 @@ def make_reward_pool(
     return pool
 
 
+def run_directory_of(config: RunConfig) -> Path:
+    """Where the run's directory is or will be, absolute: processes elsewhere have other current ones."""
+    return Path.cwd() / config.runs_dir / config.name
+
+
 def local_starter(config: RunConfig) -> ScorerStarter:
     """Starts reward processes on this machine, each with its GPU. Raises ConfigError if there are too few."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -309,7 +314,9 @@ def local_starter(config: RunConfig) -> ScorerStarter:
         gpu = placed.get((reward.curve, replica), gpus.of_rank if reward.device == "auto" else None)
         if gpu is not None:
             environment = {VISIBLE: gpu}
-        return RewardProcess(reward, start_deadline_s, replica, replicas, environment)
+        return RewardProcess(
+            reward, start_deadline_s, replica, replicas, environment, str(run_directory_of(config))
+        )
 
     return start
 

@@ -1,0 +1,90 @@
+"use strict";
+// Votes: one group of pictures at a time, which a person ranks as far as he cares to.
+
+const voteChoice = { name: "", said: "" };
+
+function votesView(place, { run }) {
+  const told = h("p", { class: "faint", role: "status" }, voteChoice.said);
+  const body = h("div");
+  place.replaceChildren(body, told);
+  let shown = null;
+
+  const say = (text) => { voteChoice.said = told.textContent = text; };
+
+  async function refresh() {
+    try {
+      const found = await ask(run, "votes");
+      const waiting = new Set(found.ballots.map((each) => each.id));
+      if (shown && waiting.has(shown)) return; // a person is at it
+      const [next] = found.ballots;
+      shown = next?.id ?? null;
+      if (!next) return body.replaceChildren(empty("Nobody is asked now. A group of pictures comes here when one is to be voted on."));
+      body.replaceChildren(ballotOf(next, found.ballots.length - 1 + found.more));
+    } catch (error) {
+      if (shown) say(error.message); else body.replaceChildren(failed(error));
+    }
+  }
+
+  function ballotOf(ballot, others) {
+    const ranking = [];
+    const buttons = new Map(ballot.pictures.map((name, index) => {
+      const badge = h("span", { class: "rank", "aria-hidden": "true" });
+      const button = h("button", { type: "button", "aria-pressed": "false", on: { click: () => pick(name) } },
+        h("img", { src: `api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}/${name}`, alt: "", on: { load: (event) => event.target.classList.toggle("small", event.target.naturalWidth < 160) } }), badge);
+      return [name, { button, badge, number: index + 1 }];
+    }));
+    const name = ballot.asks_name ? h("input", { type: "text", maxlength: "200", value: voteChoice.name, on: { input: () => { voteChoice.name = name.value; draw(); } } }) : null;
+    const vote = h("button", { type: "button", on: { click: () => send(ranking) } }, "Vote");
+    const alike = h("button", { type: "button", on: { click: () => send([]) } }, "All alike");
+    const clear = h("button", { type: "button", on: { click: () => { ranking.length = 0; draw(); } } }, "Clear");
+
+    function pick(chosen) {
+      const at = ranking.indexOf(chosen);
+      if (at >= 0) ranking.splice(at, 1); else ranking.push(chosen);
+      draw();
+    }
+    function draw() {
+      for (const [each, { button, badge, number }] of buttons) {
+        const at = ranking.indexOf(each);
+        badge.textContent = at >= 0 ? String(at + 1) : "";
+        button.setAttribute("aria-pressed", String(at >= 0));
+        button.setAttribute("aria-label", `picture ${number}${at >= 0 ? `, place ${at + 1}` : ""}`);
+      }
+      const named = !name || name.value.trim() !== "";
+      [vote.disabled, alike.disabled, clear.disabled] = [!ranking.length || !named, !named, !ranking.length];
+    }
+    async function send(chosen) {
+      [vote.disabled, alike.disabled] = [true, true];
+      try {
+        await voted(`api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}`, { ranking: chosen, voter: name?.value ?? "" });
+        say("Your vote is recorded.");
+        shown = null;
+        body.replaceChildren(empty("The next group comes when its pictures are made."));
+      } catch (error) {
+        say(error.message);
+        draw();
+        if (error.gone) shown = null;
+      }
+      await refresh();
+    }
+    draw();
+    return h("div", { class: "ballot", "data-ballot": ballot.id },
+      h("h2", { class: "words clamp", dir: "auto", title: ballot.prompt.slice(0, 500) }, ballot.prompt.slice(0, 4000)),
+      h("p", { class: "faint" }, "Which shows it best? Choose one, or several in their order, the best first; those not chosen come after them, all alike."),
+      h("div", { class: "pictures" }, [...buttons.values()].map(({ button }) => h("div", { class: "picture" }, button))),
+      h("div", { class: "controls" }, name ? h("label", {}, "Your name, which this run keeps", name) : null, vote, alike, clear,
+        others ? h("span", { class: "faint" }, `${plural(others, "other group")} waiting`) : null));
+  }
+  return refresh;
+}
+
+/** Send a vote. Throws `Refused`; `gone` if nobody can vote on this any more. */
+async function voted(address, vote) {
+  let answer;
+  try {
+    answer = await fetch(address, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(vote) });
+  } catch {
+    throw new Refused("The dashboard's server does not answer; vote again when it does.");
+  }
+  if (!answer.ok) throw Object.assign(new Refused(await answer.text()), { gone: answer.status === 409 });
+}

@@ -1,0 +1,98 @@
+"""Weights & Biases, online or offline."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import ModuleType
+from typing import Any
+
+from spotlight.store.files import lasting_id
+from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, FinalTable, MetricsRow
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import StoreError
+from spotlight.store.trackers.shown_media import shown_media
+
+
+def require_wandb() -> ModuleType:
+    """Import wandb. Raises :class:`StoreError` if it is not installed."""
+    try:
+        return importlib.import_module("wandb")
+    except ImportError as error:
+        raise StoreError(
+            "metrics.wandb is configured, but the package wandb is not installed. "
+            "Install it with `pip install 'spotlight-rl[wandb]'`, or remove metrics.wandb."
+        ) from error
+
+
+class WeightsAndBiases:
+    """A run on wandb.ai or offline, controlled by wandb's environment variables.
+
+    What was logged stays with W&B whatever happens here, so the run directory remembers it, one line each in
+    ``wandb-logged``: a resumed run logs what is missing.
+    """
+
+    def __init__(self, paths: RunPaths, *, resume_at: int = 0, project: str, entity: str | None) -> None:
+        """Start or resume the W&B run named after the run directory. Raises :class:`StoreError`."""
+        self._wandb = require_wandb()
+        self._paths = paths
+        self._run = self._wandb.init(
+            project=project,
+            entity=entity,
+            name=paths.path.name,
+            id=lasting_id(paths.path / "wandb-id"),
+            resume="allow",
+            dir=str(paths.path),
+        )
+        self._remembered = paths.path / "wandb-logged"
+        self._logged = set(self._remembered.read_text().split("\n")) if self._remembered.exists() else set()
+
+    @staticmethod
+    def check() -> None:
+        """Raise :class:`StoreError` if the package is missing."""
+        require_wandb()
+
+    def write(self, row: MetricsRow) -> None:
+        """Log the row, unless an earlier attempt did."""
+        progress = {SAMPLES_TRAINED: row.samples_trained, WALL_S: row.wall_s}
+        kind = "validation" if any(name.startswith("validation/") for name in row.values) else "row"
+        self._log(kind, row.iteration, {**row.values, **progress})
+
+    def pictures(self, iteration: int) -> None:
+        """Log an evaluation's pictures and videos."""
+        with TemporaryDirectory() as folder:
+            shown = {
+                f"pictures/{each.name}": (
+                    self._wandb.Image(each.write_to(Path(folder)), caption=each.caption)
+                    if each.kind == "png"
+                    else self._wandb.Video(each.write_to(Path(folder)), caption=each.caption, format="gif")
+                )
+                for each in shown_media(self._paths, iteration)
+            }
+            self._log("pictures", iteration, shown)  # copies the files
+
+    def table(self, iteration: int, table: FinalTable) -> None:
+        """Log the final table."""
+        rows = [list(row) for row in table.rows]
+        self._log("table", iteration, {"summary": self._wandb.Table(columns=list(table.columns), data=rows)})
+
+    def flush(self) -> None:
+        """Do nothing: W&B uploads in the background."""
+
+    def close(self) -> None:
+        """Finish the upload."""
+        self._run.finish()
+
+    def _log(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
+        entry = f"{kind} {iteration}"
+        if not values or entry in self._logged:
+            return
+        self._run.log(dict(values), step=iteration)
+        self._logged.add(entry)
+        with self._remembered.open("a") as file:
+            file.write(f"{entry}\n")
+            file.flush()
+            os.fsync(file.fileno())

@@ -1,0 +1,249 @@
+"""People as a reward: ballots, the reward ``vote``, and the dashboard's only way to write."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fastapi.testclient import TestClient
+
+from spotlight.config.sections.rewards import RewardConfig
+from spotlight.dashboard.dashboard_app import dashboard_app
+from spotlight.rewards.pool.reward_pool import RewardPool
+from spotlight.rewards.pool.reward_process import RewardProcess
+from spotlight.rewards.results import FailureKind, RewardFailure, SampleResult
+from spotlight.rewards.reward import Image, RewardSetupError
+from spotlight.rewards.vote import shares_beaten
+from spotlight.store.ballots import AWAITED_FOR_S, Ballot, BallotBox, picture_name
+
+HOSTILE = "<script>window.hacked = 1</script>\u202e"
+TOKEN = "a-token-of-this-test"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("rewards: [{name: vote}]\n")
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def client(run: Path) -> TestClient:
+    return TestClient(dashboard_app([run]), base_url="http://localhost")
+
+
+def grays(*levels: int) -> list[Image]:
+    return [np.full((16, 16, 3), level, np.uint8) for level in levels]
+
+
+def asked(run: Path, *, prompt: str = HOSTILE, asks_name: bool = False) -> Ballot:
+    files = {picture_name(content): content for content in (b"a", b"b", b"c")}
+    ballot = Ballot(prompt, tuple(sorted(files)), time.time(), asks_name)
+    BallotBox(run / "votes").open(ballot, files)
+    return ballot
+
+
+def cast(client: TestClient, ballot: Ballot | str, vote: object = None, **headers: str) -> tuple[int, str]:
+    name = ballot if isinstance(ballot, str) else ballot.id
+    told = {"Content-Type": "application/json", **headers}
+    content = json.dumps({"ranking": []} if vote is None else vote)
+    answer = client.post(f"/api/runs/run/ballots/{name}", content=content, headers=told)
+    return answer.status_code, answer.text
+
+
+def test_a_score_is_the_share_of_the_others_that_come_after() -> None:
+    names = ["a", "b", "c", "b"]  # two alike
+    assert shares_beaten(names, ["c", "b", "a"]) == pytest.approx([0, 0.5, 1, 0.5])
+    assert shares_beaten(names, ["b"]) == pytest.approx([1 / 6, 5 / 6, 1 / 6, 5 / 6])
+    assert shares_beaten(names, []) == [0.5] * 4
+    assert sum(shares_beaten(names, ["a"])) == pytest.approx(2)  # of any vote: half of each pair
+
+
+def test_a_ballot_is_voted_on_once_and_its_vote_is_found_again(run: Path, client: TestClient) -> None:
+    ballot = asked(run)
+    (found,) = client.get("/api/runs/run/votes").json()["ballots"]
+    assert (found["id"], found["prompt"]) == (ballot.id, HOSTILE)
+    for name in found["pictures"]:
+        assert client.get(f"/api/runs/run/ballots/{ballot.id}/{name}").status_code == 200
+    best = ballot.pictures[1]
+    assert cast(client, ballot, {"ranking": [best], "voter": "Ada"})[0] == 200
+    assert cast(client, ballot)[0] == 409
+    assert client.get("/api/runs/run/votes").json()["ballots"] == []
+    vote = BallotBox(run / "votes").vote_on(ballot.id)
+    assert vote is not None
+    assert (vote.ranking, vote.voter) == ((best,), "")  # nobody asked who
+    assert "Ada" not in (run / "votes" / f"{ballot.id}.json").read_text()
+
+
+def test_who_voted_is_kept_where_the_run_asks(run: Path, client: TestClient) -> None:
+    ballot = asked(run, asks_name=True)
+    assert cast(client, ballot) == (
+        400,
+        "voter is missing; this run asks who votes (params.ask_name of its reward).",
+    )
+    assert cast(client, ballot, {"ranking": [], "voter": " Ada "})[0] == 200
+    vote = BallotBox(run / "votes").vote_on(ballot.id)
+    assert vote is not None
+    assert vote.voter == "Ada"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Content-Type": "text/plain"},
+        {"Content-Type": "application/x-www-form-urlencoded"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "http://localhost:8080"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+        {"Host": "evil.example"},
+    ],
+)
+def test_other_sites_do_not_vote(run: Path, client: TestClient, headers: dict[str, str]) -> None:
+    ballot = asked(run)
+    assert cast(client, ballot, **headers)[0] == 403
+    assert BallotBox(run / "votes").vote_on(ballot.id) is None
+    assert cast(client, ballot, Origin="http://localhost")[0] == 200
+
+
+def test_a_vote_needs_the_token(run: Path) -> None:
+    ballot, guarded = asked(run), dashboard_app([run], TOKEN)
+    assert cast(TestClient(guarded), ballot)[0] == 401
+    assert cast(TestClient(guarded), ballot, Authorization="Bearer wrong")[0] == 401
+    assert cast(TestClient(guarded), ballot, Authorization=f"Bearer {TOKEN}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("vote", "status"),
+    [
+        ([], 400),
+        ({"ranking": "a"}, 400),
+        ({"ranking": [1]}, 400),
+        ({"ranking": ["../../../etc/passwd"]}, 400),
+        ({"ranking": ["FIRST", "FIRST"]}, 400),
+        ({"ranking": [], "voter": 5}, 400),
+        ({"ranking": ["x" * (1 << 16)]}, 413),
+    ],
+)
+def test_what_is_no_vote_is_refused(run: Path, client: TestClient, vote: Any, status: int) -> None:
+    ballot = asked(run)
+    text = json.dumps(vote).replace("FIRST", ballot.pictures[0])
+    assert cast(client, ballot, json.loads(text))[0] == status
+    assert BallotBox(run / "votes").vote_on(ballot.id) is None
+
+
+def test_only_ballots_of_the_run_are_read_and_voted_on(run: Path, client: TestClient) -> None:
+    outside = run.parent / "outside"
+    ballot = asked(outside)
+    (run / "votes").symlink_to(outside / "votes")
+    assert client.get("/api/runs/run/votes").json()["ballots"] == []
+    assert cast(client, ballot)[0] == 404
+    (run / "votes").unlink()
+    (run / "votes" / "open").mkdir(parents=True)
+    (run / "votes" / "open" / ballot.id).symlink_to(outside / "votes" / "open" / ballot.id)
+    assert cast(client, ballot)[0] == 409
+    assert client.get(f"/api/runs/run/ballots/{ballot.id}/{ballot.pictures[0]}").status_code == 404
+    for name in ("..%2f..%2fconfig", "....", "a" * 32):
+        assert cast(client, name)[0] in (404, 409)
+        assert client.get(f"/api/runs/run/ballots/{name}/{name}").status_code == 404
+    assert [path.name for path in (run / "votes").iterdir()] == ["open"]
+
+
+def test_a_ballot_that_nobody_waits_for_is_not_shown_and_is_cleared(run: Path, client: TestClient) -> None:
+    ballot = asked(run)
+    old = time.time() - AWAITED_FOR_S - 60
+    os.utime(run / "votes" / "open" / ballot.id / "ballot.json", (old, old))
+    assert client.get("/api/runs/run/votes").json()["ballots"] == []
+    assert cast(client, ballot)[0] == 409
+    other = asked(run, prompt="another")
+    assert [path.name for path in (run / "votes" / "open").iterdir()] == [other.id]
+
+
+# -- the reward --
+
+
+def test_outside_of_a_run_it_says_so() -> None:
+    with pytest.raises(RewardSetupError, match="spotlight train"), RewardPool([RewardConfig(name="vote")]):
+        pass
+
+
+@pytest.fixture
+def brightest_wins(run: Path) -> Iterator[list[str]]:
+    """Votes for the brightest of each ballot; the ballots voted on."""
+    box, voted, ends = BallotBox(run / "votes"), list[str](), threading.Event()
+
+    def look() -> None:
+        from PIL import Image as PILImage
+
+        while not ends.wait(0.05):
+            for ballot in box.awaited():
+                levels = {
+                    name: np.asarray(PILImage.open(path)).mean()
+                    for name in ballot.pictures
+                    if (path := box.picture(ballot.id, name)) is not None
+                }
+                box.vote(ballot.id, sorted(levels, key=lambda name: -levels[name]))
+                voted.append(ballot.id)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    yield voted
+    ends.set()
+    thread.join()
+
+
+def pool_of(run: Path, **settings: Any) -> RewardPool:
+    def start(reward: RewardConfig, deadline_s: float, replica: int, replicas: int) -> RewardProcess:
+        return RewardProcess(reward, deadline_s, replica, replicas, run_directory=str(run))
+
+    return RewardPool([RewardConfig(name="vote", **settings)], starter=start)
+
+
+def values(samples: Sequence[SampleResult]) -> list[float]:
+    assert not any(isinstance(each, RewardFailure) for each in samples), samples
+    return [each.scores["vote"].value for each in samples if not isinstance(each, RewardFailure)]
+
+
+def test_votes_become_scores_whatever_is_killed(run: Path, brightest_wins: list[str]) -> None:
+    images, videos = grays(10, 200, 90, 90), [np.stack([image] * 2) for image in grays(50, 7)]
+    for attempt in range(2):  # the second is a run that is resumed
+        with pool_of(run) as pool:
+            scored = pool.score(images, ["a"] * 4, [{}] * 4).samples
+            played = pool.score(videos, ["b"] * 2, [{}] * 2).samples
+            same = pool.score(grays(5, 5), ["c"] * 2, [{}] * 2).samples
+        assert values(scored) == pytest.approx([0, 1, 0.5, 0.5])
+        assert values(played) == [1, 0]
+        assert values(same) == [0.5, 0.5]
+        assert len(brightest_wins) == 2, attempt
+    assert list((run / "votes" / "open").iterdir()) == []
+    (run / "votes" / f"{brightest_wins[0]}.json").write_text("{}")
+    with pool_of(run, retries=0) as pool:
+        (damaged, *_) = pool.score(images, ["a"] * 4, [{}] * 4).samples
+    assert isinstance(damaged, RewardFailure)
+    assert "Delete it to be asked again" in damaged.message
+
+
+def test_without_a_vote_the_deadline_ends_it_and_a_later_vote_counts(run: Path) -> None:
+    box = BallotBox(run / "votes")
+    with pool_of(run, deadline_s=1.0, retries=1) as pool:
+        pids = pool.pids
+        pending = pool.submit(grays(1, 2), ["a"] * 2, [{}] * 2)
+        while not (ballots := box.awaited()):
+            time.sleep(0.02)
+        late = pending.result().samples
+        assert pool.pids != pids  # killed at its deadline, and again
+        assert all(isinstance(each, RewardFailure) for each in late)
+        assert {each.kind for each in late if isinstance(each, RewardFailure)} == {FailureKind.TIMEOUT}
+        again = pool.submit(grays(1, 2), ["a"] * 2, [{}] * 2)
+        while box.awaited() != ballots:
+            time.sleep(0.02)
+        box.vote(ballots[0].id, ballots[0].pictures[:1])
+        assert sorted(values(again.result().samples)) == [0, 1]
