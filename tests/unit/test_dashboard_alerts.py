@@ -29,7 +29,7 @@ from spotlight.dashboard.alerts import Alert, AlertWatch, post_alert, watch_runs
 from spotlight.dashboard.answers import RunAnswers
 from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.findings import RunLimits, RunOutlook, findings
-from spotlight.scheduler.types import DropReason, Phase, WorkerId
+from spotlight.scheduler.types import DropReason, Phase, Purpose, WorkerId
 from spotlight.store.ledger.history import History, read_history
 from spotlight.store.ledger.ledger_queries import LedgerCounts
 from spotlight.store.ledger.ledger_schema import Ending, Incident
@@ -245,14 +245,27 @@ def test_a_run_is_silent_after_two_of_its_iterations(place: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trained", "dropped", "told"),
-    [(0, 1, False), (0, 200, False), (40, 20, False), (94, 6, True), (960, 40, False)],
+    ("issued", "trained", "dropped", "told"),
+    [
+        (96, 0, 96, False),
+        (192, 0, 192, True),
+        (192, 0, 1, False),
+        (192, 0, 12, True),
+        (60, 40, 20, False),
+        (200, 94, 6, True),
+        (1000, 960, 40, False),
+    ],
 )
 def test_dropped_samples_are_told_once_their_share_says_something(
-    trained: int, dropped: int, told: bool
+    issued: int, trained: int, dropped: int, told: bool
 ) -> None:
-    drops = {DropReason.REWARD_ERROR: dropped}
-    history = replace(NO_HISTORY, counts=replace(NO_HISTORY.counts, trained=trained, train_dropped=drops))
+    counts = replace(
+        NO_HISTORY.counts,
+        issued={Purpose.TRAIN: issued},
+        trained=trained,
+        train_dropped={DropReason.REWARD_ERROR: dropped},
+    )
+    history = replace(NO_HISTORY, counts=counts)
     assert told_of(history, []) == ({"dropped"} if told else set())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from spotlight.scheduler.types import Phase
+from spotlight.scheduler.types import Phase, Purpose
 from spotlight.store.ledger.history import History
 from spotlight.store.metrics import WALL_S
 
@@ -146,13 +146,15 @@ def _about_samples(history: History) -> Iterator[RunFinding]:
         reason: number for reason, number in history.counts.train_dropped.items() if not reason.by_choice
     }
     dropped = sum(drops.values())
-    ended = dropped + history.counts.trained
-    # Samples are dropped before the first of an iteration are trained.
-    if history.counts.trained and ended >= _SAMPLES_MIN and dropped / ended > DROPPED_SHARE_MAX:
+    trained = history.counts.trained
+    # Samples are dropped before the first of an iteration are trained: until then, of all that were issued.
+    ended = dropped + trained if trained else history.counts.issued.get(Purpose.TRAIN, 0)
+    if ended >= _SAMPLES_MIN and dropped / ended > DROPPED_SHARE_MAX:
         reasons = ", ".join(f"{number} {reason.value}" for reason, number in drops.items())
+        rest = "" if trained else "; none is trained"
         yield RunFinding(
             "dropped",
-            f"{dropped / ended:.0%} of the train samples were dropped ({reasons}).",
+            f"{dropped / ended:.0%} of the train samples were dropped ({reasons}){rest}.",
             "See the reasons under Log; rewards that fail or are late: `spotlight rewards check NAME`, "
             "rewards[].deadline_s.",
         )
