@@ -33,7 +33,7 @@ function show() {
   here = wanted;
   choice.replaceChildren(...runs.map((each) => h("option", { value: each.name, selected: each.name === here.run }, `${each.name} – ${each.state}`)));
   document.title = here.run ? `${here.run}: ${here.view} – Spotlight` : "Spotlight";
-  const asks = runs.find((each) => each.name === here.run)?.asks_people;
+  const asks = !INLINED && runs.find((each) => each.name === here.run)?.asks_people;
   tabs.replaceChildren(...VIEWS.filter(([name]) => name !== "votes" || asks).map(([name, title], index) => h("a", { href: address(here.run ?? "", name), "aria-current": name === here.view ? "page" : null, title: `Key ${index + 1}` }, title)));
   refresh = null;
   if (!here.run) return place.replaceChildren(empty(`There are no runs in ${places.join(", ") || "the given folder"} yet. Start one: spotlight train`));
