@@ -15,6 +15,7 @@ from spotlight.cli.main import app
 from spotlight.rewards.example_pictures import example_picture
 from spotlight.rewards.shapes import FACTS, shapes
 from spotlight.store.media_files import encode_picture, read_media
+from spotlight.store.store_errors import StoreError
 
 OWN = """
 import os
@@ -133,6 +134,19 @@ def test_prompts_come_from_the_pictures_where_generate_wrote_them() -> None:
     assert done.exit_code == 0, done.output
     (found,) = json.loads(done.stdout)["pictures"]
     assert (found["score"], found["prompt"]) == (1.0, 'a sign that says "OPEN"')
+
+
+def test_pictures_are_read_as_viewers_show_them(here: Path) -> None:
+    lying, turned = Image.fromarray(np.arange(24, dtype=np.uint8).reshape(2, 4, 3)), Image.Exif()
+    turned[0x0112] = 6  # a camera held upright
+    lying.save("turned.png", exif=turned)
+    assert read_media(Path("turned.png"))[0].shape == (4, 2, 3)
+    assert (read_media(Path("turned.png"))[0] == np.rot90(np.asarray(lying), -1)).all()
+    Image.new("RGBA", (3, 2), (0, 0, 0, 0)).save("clear.png")
+    assert (read_media(Path("clear.png"))[0] == 255).all()
+    Image.fromarray(np.full((2, 2), 4000, np.uint16)).save("deep.png")
+    with pytest.raises(StoreError, match=r"more than 8 bits .* save it with 8"):
+        read_media(Path("deep.png"))
 
 
 def test_what_is_wrong_is_named_before_any_work(here: Path) -> None:

@@ -131,7 +131,8 @@ def test_checkpoints_that_do_not_map_one_to_one_are_refused_by_name(tmp_path: Pa
 
 def test_files_that_are_no_checkpoints_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     assert "cannot be read as a checkpoint (KeyError" in refusal({"model": {}}, tmp_path)
-    assert "cannot be read as a checkpoint" in refusal({"state_dict": {}, "meta": Path("code")}, tmp_path)
+    code = refusal({"state_dict": {}, "meta": Path("code")}, tmp_path)
+    assert "cannot be read as a checkpoint (UnpicklingError: it is no pickle of tensors" in code
     with pytest.raises(RewardSetupError, match="FileNotFoundError"):
         convert_checkpoint(tmp_path / "gone.pth", tmp_path / "out")
     checkpoint.write_bytes(checkpoint.read_bytes()[:-100])

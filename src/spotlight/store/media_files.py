@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageSequence, PngImagePlugin
+from PIL import Image, ImageOps, ImageSequence, PngImagePlugin
 
 from spotlight.store.store_errors import StoreError
 
@@ -57,7 +57,8 @@ def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
     """A picture [height, width, 3] or a video [frames, ...], and what is written about it.
 
     Args:
-        path: any picture that Pillow reads, animated ones included, or an MP4.
+        path: any picture that Pillow reads, animated ones included, or an MP4. Turned as its EXIF data say;
+            what is transparent is white.
 
     Raises:
         StoreError: the file cannot be read, or is an MP4 and PyAV is not installed.
@@ -75,8 +76,19 @@ def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
 def _read_picture(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
     with Image.open(path) as image:
         about: dict[str, object] = {str(key): value for key, value in image.info.items()}
-        frames = np.stack([np.asarray(each.convert("RGB")) for each in ImageSequence.Iterator(image)])
+        frames = np.stack([_as_seen(each) for each in ImageSequence.Iterator(image)])
     return frames if len(frames) > 1 else frames[0], about
+
+
+def _as_seen(image: Image.Image) -> NDArray[np.uint8]:
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        raise ValueError(f"its numbers have more than 8 bits (mode {image.mode}); save it with 8")
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
+        # What is below transparent pixels could be anything.
+        below = Image.new("RGBA", upright.size, "white")
+        upright = Image.alpha_composite(below, upright.convert("RGBA"))
+    return np.asarray(upright.convert("RGB"))
 
 
 def _read_video(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:

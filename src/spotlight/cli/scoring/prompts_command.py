@@ -64,9 +64,15 @@ def prompts(
         known = [] if without is None else read_prompts_option("--without", without)
         sizes = count, max(count // 10, 1) if held_out is None else held_out, seed
         sets, tags = _geneval(*sizes, known) if kind is PromptKind.GENEVAL else (_ocr(*sizes, known), None)
-        out.mkdir(parents=True, exist_ok=True)
-        for path, lines in zip(paths, sets, strict=True):
-            path.write_text("".join(f"{line}\n" for line in lines))
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            for path, lines in zip(paths, sets, strict=True):
+                path.write_text("".join(f"{line}\n" for line in lines))
+        except OSError as error:
+            raise failure(
+                f"OUT: the prompts cannot be written to {out} ({type(error).__name__}: {error.strerror}); "
+                "expected a directory, or where one can be made. Name another."
+            ) from error
     console = Console(highlight=False)
     for index, (path, lines) in enumerate(zip(paths, sets, strict=True)):
         told = f" ({', '.join(f'{tag} {n:,}' for tag, n in tags[index].items())})" if tags else ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -87,6 +88,8 @@ def why_not(error: Exception, options: Mapping[str, bool]) -> str:
 
 def first_line(error: Exception) -> str:
     """Of its message, without the full stop; its type if it has none. Libraries write pages."""
+    if isinstance(error, pickle.UnpicklingError):  # torch's text advises to run the code in such a file
+        return "it is no pickle of tensors and plain values alone"
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
 
