@@ -95,7 +95,7 @@ def texts_alone(prompts: Sequence[str], negative: str = " ") -> Sequence[ModelIn
 def instructions(prompts: Sequence[str], negative: str = " ") -> Sequence[Instruction]:
     """About one picture or, with an even number of words, about two: their shapes differ in a batch."""
     return [
-        Instruction(prompt, _PICTURES[: 1 + (len(prompt.split()) % 2 == 0)], negative) for prompt in prompts
+        Instruction(prompt, PICTURES[: 1 + (len(prompt.split()) % 2 == 0)], negative) for prompt in prompts
     ]
 
 
@@ -226,7 +226,7 @@ def call_flux2_klein(pipe: Any, family: ModelFamily, latents: torch.Tensor, sett
 # Both sides read references at these sizes; the real ones, 384² and 1024², take minutes.
 pipeline_qwenimage_edit_plus.CONDITION_IMAGE_SIZE = 112 * 112
 pipeline_qwenimage_edit_plus.VAE_IMAGE_SIZE = 96 * 96
-_PICTURES = tuple(
+PICTURES = tuple(
     str(Path(__file__).parents[2] / "examples" / "prompts" / "pictures" / name)
     for name in ("house.png", "tree.png")
 )

@@ -1,4 +1,4 @@
-"""One optimizer step of LoRA adapters as a plain loop: diffusers' pipeline, its loader, torch's AdamW.
+"""One optimizer step of a LoRA, or of all weights, as a plain loop: diffusers' pipeline and torch's AdamW.
 
 Nothing here is Spotlight's but the batch: a pipeline's own call makes each prediction, sample by sample and
 noise level by noise level, and the losses are those of the papers, for their first update.
@@ -67,34 +67,38 @@ class PlainSample:
 
 
 class PlainLoop:
-    """A pipeline with a LoRA loaded by diffusers.
+    """A pipeline, with a LoRA loaded by diffusers.
 
     Args:
         pipe: loaded from the same directory as the family.
-        lora: a directory for ``load_lora_weights``.
+        lora: a directory for ``load_lora_weights``; None: all weights of the transformers are trained.
         setting: guidance and size of all predictions.
     """
 
     def __init__(
-        self, case: FamilyCase, family: ModelFamily, pipe: Any, lora: Path, setting: Setting
+        self, case: FamilyCase, family: ModelFamily, pipe: Any, lora: Path | None, setting: Setting
     ) -> None:
-        self._case, self._family, self._setting = case, family, setting
-        pipe.load_lora_weights(lora)
+        self._case, self._family, self._setting, self._with_lora = case, family, setting, lora is not None
         self._parts = {"transformer": pipe.transformer}
         if getattr(pipe, "transformer_2", None) is not None:
-            pipe.load_lora_weights(lora / "transformer_2", load_into_transformer_2=True)
             self._parts["transformer_2"] = pipe.transformer_2
+        if lora is not None:
+            pipe.load_lora_weights(lora)
+            if len(self._parts) > 1:
+                pipe.load_lora_weights(lora / "transformer_2", load_into_transformer_2=True)
         call = type(pipe).__call__.__wrapped__  # without torch.no_grad
         pipe.__class__ = type("Differentiable", (type(pipe),), {"__call__": call})
         self._pipe = pipe
 
-    def adapters(self) -> dict[str, torch.nn.Parameter]:
-        """Parameters of the LoRA, named as in its file, those of two transformers by component."""
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters, of a LoRA named as in its file; those of two transformers by component."""
         found = {}
         for part, module in self._parts.items():
             prefix = f"{part}." if len(self._parts) > 1 else ""
             for name, parameter in module.named_parameters():
-                if ".lora_" in name:
+                if not self._with_lora:
+                    found[prefix + name] = parameter
+                elif ".lora_" in name:
                     end = name.replace(".default_0.", ".").replace(".default_1.", ".")
                     found[prefix + end] = parameter
         return found
@@ -113,7 +117,7 @@ class PlainLoop:
 
     def step(self, samples: Sequence[PlainSample], algorithm: str) -> float:
         """One optimizer step on the mean loss; the gradient's norm before it is clipped."""
-        parameters = self.adapters()
+        parameters = self.trained()
         for parameter in parameters.values():
             parameter.requires_grad_(True)
         optimizer = torch.optim.AdamW(

@@ -48,13 +48,15 @@ TOLERANCE = 1e-5
 PLAIN_TOLERANCE = 1e-4
 """Of an optimizer step's changes to parameters, relative to the largest; measured: at most 2.3e-5,
 which is 1e-7 of a weight."""
+PLAIN_FIRST = (("flux", 0, "diffusion-nft", "lora"), ("wan", 2, "flow-grpo-fast", "full"))
 PLAIN = [
-    pytest.param(name, variant, algorithm, marks=() if cheap else pytest.mark.slow)
+    pytest.param(*each, marks=() if each in PLAIN_FIRST else pytest.mark.slow)
     for name, variant in TRAINED
     for algorithm in plain_loop.LOSSES
-    for cheap in [(name, variant, algorithm) in (("flux", 0, "diffusion-nft"), ("wan", 2, "flow-grpo-fast"))]
+    for mode in ("lora", "full")
+    for each in [(name, variant, algorithm, mode)]
 ]
-"""(family, variant, algorithm) whose step is compared with a plain loop's: about 3 s each on one core."""
+"""(family, variant, algorithm, mode) whose step is compared with a plain loop's: about 3 s each."""
 
 
 @dataclass(frozen=True)
@@ -221,10 +223,26 @@ def test_published_models_have_the_published_number_of_parameters(name: str, mod
     assert parameters == pytest.approx(published.parameters, rel=0.005)
 
 
+SPLITTING = [each for each in TRAINED if FAMILIES.load(each[0]).splits_sequence]
+
+
+@pytest.mark.parametrize(
+    "splitting",
+    [
+        [(name, variant) for name, variant in SPLITTING if variant in CASES[name].first],
+        pytest.param(
+            [(name, variant) for name, variant in SPLITTING if variant not in CASES[name].first],
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["first", "others"],
+)
 def test_degrees_of_sequence_parallelism_give_the_same(
-    load: Load, tmp_path: Path, record_property: Callable[[str, object], None]
+    load: Load,
+    splitting: list[tuple[str, int]],
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    splitting = [each for each in TRAINED if FAMILIES.load(each[0]).splits_sequence]
     found = family_ranks.differences({each: load(*each).directory for each in splitting}, tmp_path)
     assert found.keys() == {(*each, degree) for each in splitting for degree in (2, 4)}
     for case, (difference, agree) in found.items():
@@ -252,12 +270,13 @@ def test_one_step_trains_every_targeted_weight(
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
-@pytest.mark.parametrize(("name", "variant", "algorithm"), PLAIN)
+@pytest.mark.parametrize(("name", "variant", "algorithm", "mode"), PLAIN)
 def test_one_step_equals_that_of_a_plain_loop(
     load: Load,
     name: str,
     variant: int,
     algorithm: str,
+    mode: str,
     tmp_path: Path,
     record_property: Callable[[str, object], None],
 ) -> None:
@@ -267,6 +286,7 @@ def test_one_step_equals_that_of_a_plain_loop(
     learner = learner_world.make_learner(
         world,
         learner_world.algorithm(algorithm, **plain_loop.WITHOUT_REFERENCE[algorithm]),
+        mode,
         guidance=scale,
         learning_rate=plain_loop.LEARNING_RATE,
         epsilon=plain_loop.EPSILON,
@@ -274,14 +294,16 @@ def test_one_step_equals_that_of_a_plain_loop(
         max_grad_norm=plain_loop.MAX_GRAD_NORM,
     )
     before = {name: tensor.clone() for name, tensor in learner.slots.state("policy").items()}
-    assert isinstance(learner.slots, LoraSlots)
-    lora = family.save_lora(tmp_path, before, learner.slots.metadata()).parent
+    slots = learner.slots
+    lora = (
+        family.save_lora(tmp_path, before, slots.metadata()).parent if isinstance(slots, LoraSlots) else None
+    )
     samples = learner_world.roll_out(world, learner, guidance=scale, batch=6)
     report = learner_world.train_batch(learner, samples, 3)
     setting = Setting(case.size, scale=scale, embedded=family.embedded_guidance)
     loop = plain_loop.PlainLoop(case, family, plain_pipeline(case, loaded.directory), lora, setting)
     norm = loop.step([plain_sample(sample) for sample in samples], algorithm)
-    after, plain = learner.slots.state("policy"), loop.adapters()
+    after, plain = slots.state("policy"), loop.trained()
     assert after.keys() == plain.keys()
     updates = torch.cat([(after[name] - before[name]).flatten() for name in before])
     differences = torch.cat([(after[name] - plain[name].detach()).flatten() for name in before])

@@ -6,10 +6,11 @@ Qwen-Image's groups are tests/invariant/test_groups.py.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.contract.family_cases import CASES, TRAINED
+from tests.contract.family_cases import CASES, PICTURES, TRAINED
 from tests.invariant.group_ranks import ALL, Mishap, Model, Work, Workers, assert_same, kill_and_go_on
 
 from spotlight.registry import FAMILIES
@@ -31,8 +32,12 @@ def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Work
     family.tiny(tmp_path / "pipeline", seed=variant, variant=variant)
     model = Model(tmp_path / "pipeline", tmp_path / "cache", name, case.max_text_tokens)
     size = case.size.height, case.size.width, case.size.frames
+    work = Work((0, 1, 2), size=size, embedded=family.embedded_guidance)
+    if family.reference_tokens:  # of their real size here: 1,024 tokens each
+        model = replace(model, max_text_tokens=512)
+        work = replace(work, guidance=2.0, references=(PICTURES[:1], PICTURES, PICTURES[:1]))
     workers = Workers(model, count=4)
-    yield workers, Work((0, 1, 2), size=size, embedded=family.embedded_guidance)
+    yield workers, work
     workers.close()
 
 
@@ -44,4 +49,5 @@ def test_degrees_agree_and_survivors_of_a_killed_rank_finish_its_rollouts(
     for members in (ALL[:2], ALL):
         workers.form(*members)
         assert_same(workers.denoise(work, *members), undisturbed)
-    kill_and_go_on(workers, undisturbed, "w2", Mishap("kill", 2, 1), work)
+    forwards = 4 if any(work.references) else 1  # with guidance, and references of two shapes
+    kill_and_go_on(workers, undisturbed, "w2", Mishap("kill", 2, 1, forwards), work)

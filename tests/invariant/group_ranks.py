@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spotlight.diffusion.samplers import FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
+from spotlight.models.condition import model_input
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
@@ -63,6 +64,8 @@ class Work:
     embedded: float | None = None
     step_cache: int = 1
     """Above 1 they are previews."""
+    references: tuple[tuple[str, ...], ...] = ((), (), ())
+    """Pictures that each of the prompts is about."""
 
     @property
     def recipe(self) -> Recipe:
@@ -84,6 +87,8 @@ class Mishap:
     kind: str
     step: int
     block: int
+    forwards: int = 1
+    """Of a step; it happens in the last."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +126,8 @@ class Worker:
 
     def start(self, work: Work) -> None:
         """The rollouts at pure noise, in the leader; followers get them from it."""
-        conditions = self.family.encode([PROMPTS[seed % 3] for seed in work.seeds])
+        inputs = [model_input(*each, " ") for each in zip(PROMPTS, work.references, strict=True)]
+        conditions = self.family.encode([inputs[seed % 3] for seed in work.seeds])
         rollouts = [
             Rollout(RolloutId(f"r{s}"), work.purpose, 3, PromptId(f"p{s % 3}"), s, s, STEPS, PolicyVersion(2))
             for s in work.seeds
@@ -211,7 +217,7 @@ class Worker:
         def befall(module: nn.Module, args: object) -> None:
             nonlocal calls
             calls += 1
-            if calls == mishap.step + 1:
+            if calls == (mishap.step + 1) * mishap.forwards:
                 if mishap.kind == "raise":
                     raise ArithmeticError("this rank's own failure")
                 os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[mishap.kind])

@@ -83,7 +83,6 @@ class QwenImageEdit(QwenImage):
     }
     activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.2, forward=15.0, decode=21.0)
     reuses_blocks = False  # rows with references of other shapes take forwards of their own
-    splits_sequence = False  # not shown yet with references
     cuts_prompts = False
     reference_tokens = (_REFERENCE_PX // _PATCH_PX) ** 2 + (_SEEN_PX // _VISION_PATCH_PX) ** 2
     text_recipe = f"references at {_SEEN_PX} and {_REFERENCE_PX} px"
