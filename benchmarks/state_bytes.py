@@ -3,7 +3,8 @@
     python -m benchmarks.state_bytes
 
 A state is packed as a worker packs it after a step: its latents, those kept for training (two stochastic
-steps keep three), and the embeddings of a prompt of a hundred tokens. Values are zero; nothing is compressed.
+steps keep three), and the embeddings of a prompt of a hundred tokens; of a family that edits pictures, also
+the negative prompt's and the latents of one reference. Values are zero; nothing is compressed.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rich.table import Table
 from benchmarks._measure import wide_console
 from spotlight.diffusion.samplers import FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
-from spotlight.models.condition import Condition
+from spotlight.models.condition import EMBEDS, NEGATIVE_EMBEDS, Condition
 from spotlight.models.media import MediaSize
 from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
@@ -29,6 +30,8 @@ from spotlight.worker.outbox import REPORT_BYTES
 
 STEPS, WINDOW = 10, 2
 TEXT_TOKENS, TEXT_WIDTH = 100, 4096
+SEEN_TOKENS = (384 // 28) ** 2
+"""Of a reference, in the text; its latents are the other of ``reference_tokens``."""
 CASES = (
     ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", MediaSize(480, 832, frames=5)),
     ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", MediaSize(480, 832, frames=81)),
@@ -36,6 +39,8 @@ CASES = (
     ("wan", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", MediaSize(704, 1280, frames=121)),
     ("hunyuan-video", "hunyuanvideo-community/HunyuanVideo", MediaSize(480, 480, frames=5)),
     ("hunyuan-video", "hunyuanvideo-community/HunyuanVideo", MediaSize(720, 1280, frames=129)),
+    ("qwen-image", "Qwen/Qwen-Image", MediaSize(512, 512)),
+    ("qwen-image-edit", "Qwen/Qwen-Image-Edit-2511", MediaSize(512, 512)),
 )
 
 
@@ -53,7 +58,12 @@ def state_bytes(family: str, model: str, size: MediaSize, kept: int) -> int:
     latents = torch.zeros(dimensions.channels, dimensions.latent_frames(size), *dimensions.grid(size))
     rollout = Rollout(RolloutId("a"), Purpose.TRAIN, 0, PromptId("a"), 0, 0, STEPS, PolicyVersion(0))
     recipe = Recipe(size, FlowSDE(0.7), RandomWindow(WINDOW, high=STEPS), 1.0, "trajectory")
-    condition = Condition({"embeds": torch.zeros(TEXT_TOKENS, TEXT_WIDTH, dtype=torch.bfloat16)})
+    shapes = {EMBEDS: (TEXT_TOKENS, TEXT_WIDTH)}
+    if kind.reference_tokens:
+        text = TEXT_TOKENS + SEEN_TOKENS, TEXT_WIDTH
+        references = kind.reference_tokens - SEEN_TOKENS, dimensions.channels
+        shapes = {EMBEDS: text, NEGATIVE_EMBEDS: text, "references": references}
+    condition = Condition({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()})
     state = RolloutState(
         rollout,
         recipe,

@@ -1,9 +1,9 @@
 """Write the tables of model families into ``docs/families.md``: facts from the registry, measured figures.
 
     pytest tests/contract/test_families.py tests/e2e/test_smoke.py --junitxml=build/families.xml
-    python scripts/families_table.py build/families.xml
+    python scripts/families_table.py build/families.xml [MORE.xml ..]
 
-Without a file, the table of facts alone is renewed.
+Figures that no file has stay as they are; without a file, the table of facts alone is renewed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 from spotlight.models.family import ModelFamily
@@ -29,6 +30,7 @@ COLUMNS = {
     "merged": "merged in diffusers",
     "plain_loop": "optimizer step",
     "sequence_parallel": "sequence parallel",
+    "parameters": "parameters",
     "smoke_s": "smoke run",
 }
 
@@ -55,11 +57,15 @@ def facts() -> str:
     return "\n".join([*lines, ""])
 
 
-def figures(report: Path) -> str:
-    """Largest differences per family, seconds of its smoke run, and the lines of its file."""
+def figures(reports: Sequence[Path], before: str) -> str:
+    """Largest differences per family, seconds of its smoke run, and the lines of its file.
+
+    Args:
+        before: the table so far, for what no report has.
+    """
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)
-    for case in ElementTree.parse(report).getroot().iter("testcase"):
-        for each in case.iter("property"):
+    for report in reports:
+        for each in ElementTree.parse(report).getroot().iter("property"):
             name, _, column = (each.get("name") or "").partition("/")
             if column in COLUMNS:
                 value = float(each.get("value") or "nan")
@@ -69,7 +75,11 @@ def figures(report: Path) -> str:
         f"|---|{'---|' * len(COLUMNS)}---|",
     ]
     for name in FAMILIES.built_in:
-        cells = [_figure(found[name].get(column), column) for column in COLUMNS]
+        known = _cells(before, name)
+        cells = [
+            known.get(title, "-") if column not in found[name] else _figure(found[name][column], column)
+            for column, title in COLUMNS.items()
+        ]
         lines.append(f"| `{name}` | {' | '.join(cells)} | {_lines(FAMILIES.load(name))} |")
     return "\n".join([*lines, ""])
 
@@ -82,8 +92,8 @@ def place(mark: str) -> re.Pattern[str]:
 def main(arguments: list[str]) -> None:
     """Rewrite the tables."""
     text = place(FACTS).sub(lambda _: facts(), PAGE.read_text(), count=1)
-    if arguments:
-        table = figures(Path(arguments[0]))
+    if arguments and (before := place(FIGURES).search(text)):
+        table = figures([Path(argument) for argument in arguments], before.group())
         text = place(FIGURES).sub(lambda _: table, text, count=1)
     PAGE.write_text(text)
 
@@ -92,10 +102,17 @@ def _yes(value: bool) -> str:
     return "yes" if value else "no"
 
 
-def _figure(value: float | None, column: str) -> str:
-    if value is None:
-        return "-"
+def _figure(value: float, column: str) -> str:
+    if column == "parameters":
+        return f"{value:.2%}".replace("%", " %")
     return f"{value:.0f} s" if column.endswith("_s") else f"{value:.1e}"
+
+
+def _cells(table: str, family: str) -> dict[str, str]:
+    """A family's row, by title."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    row = next((row for row in rows if row[0] == f"`{family}`"), [])
+    return dict(zip(rows[0], row, strict=False))
 
 
 def _lines(family: type[ModelFamily]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,16 @@ def test_a_transformer_of_another_model_is_refused_by_name_and_shape(
         safetensors.torch.save_file(changed, tmp_path / "t.safetensors")
         with pytest.raises(ModelError, match=rf"model\.transformer: .*{message}"):
             slots_of(config(random_pipeline, tmp_path, f"model.transformer={tmp_path / 't.safetensors'}"))
+    folder = tmp_path / "other"
+    family.transformer.save_pretrained(folder)
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "zero_cond_t": True}))
+    for source, message in (
+        (folder, r"other/config\.json has zero_cond_t = True; expected False"),
+        (random_pipeline, r"is a whole pipeline; expected its transformer: .*/transformer"),
+    ):
+        with pytest.raises(ModelError, match=rf"model\.transformer: .*{message}"):
+            slots_of(config(random_pipeline, tmp_path, f"model.transformer={source}"))
     with pytest.raises(ModelError, match=r"model\.transformer: .*nowhere is neither"):
         slots_of(config(random_pipeline, tmp_path, f"model.transformer={tmp_path / 'nowhere'}"))
 
@@ -163,6 +174,17 @@ def test_the_alphas_of_a_file_are_its_scale(tmp_path: Path, pipeline_class: str)
     read = read_lora(pipeline_class, str(tmp_path / "one.safetensors"))
     assert (read.rank, read.alpha) == (8, 2.0)
     assert not [name for name in read.layers if name.endswith("alpha")]
+    encoder = {f"text_encoder.layers.0.q_proj.lora_{half}.weight": torch.ones(8, 8) for half in "AB"}
+    safetensors.torch.save_file({**tensors, **encoder}, tmp_path / "text.safetensors")
+    with pytest.raises(ModelError, match=r"text.safetensors has 2 tensors besides .*first 'text_encoder\."):
+        read_lora(pipeline_class, str(tmp_path / "text.safetensors"))
+    about = {"lora_adapter_metadata": json.dumps({"transformer.r": 8, "transformer.use_rslora": True})}
+    plain = {name: tensor for name, tensor in tensors.items() if not name.endswith("alpha")}
+    safetensors.torch.save_file(plain, tmp_path / "rs.safetensors", about)
+    with pytest.raises(
+        ModelError, match=r"rs.safetensors scales its layers differently \(\['use_rslora'\]\)"
+    ):
+        read_lora(pipeline_class, str(tmp_path / "rs.safetensors"))
     other = {**tensors, f"{layer.format(1)}.alpha": torch.tensor(4.0)}
     safetensors.torch.save_file(other, tmp_path / "two.safetensors")
     with pytest.raises(ModelError, match=r"two.safetensors scales its layers differently"):

@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
+from spotlight.cli.runs.smoke import smoke_overrides
 from spotlight.config.load import load_config
 from spotlight.rewards.reward_registry import parse
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
@@ -68,3 +70,19 @@ def test_tiny_writes_a_pipeline_that_diffusers_loads(tmp_path: Path) -> None:
     assert "exists; expected a directory to be made" in " ".join(again.output.split())
     other = CliRunner().invoke(app, ["tiny", "quen-image", str(tmp_path / "other")])
     assert "Did you mean 'qwen-image'?" in " ".join(other.output.split())
+
+
+def test_gpus_that_are_not_here_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    given = [f"cache_dir={tmp_path}", "model.attention=flash"]
+    for device, settings in (
+        ("cuda", ["fleet.driver=ray", "fleet.address=10.0.0.1:6379"]),
+        ("learner", ["device=cuda"]),
+        ("auto", []),
+    ):
+        asked = [*given, *settings, f"rewards=[{{name: jpeg_size, device: {device}}}]"]
+        replaced = smoke_overrides(load_config(EXAMPLES / FIRST, asked))
+        config = load_config(EXAMPLES / FIRST, [*asked, *replaced])
+        assert config.rewards[0].device == ("cpu" if device == "cuda" else device)
+        assert config.model.attention is None

@@ -95,7 +95,11 @@ def with_found_references(prompts: Sequence[Prompt], source: str) -> list[Prompt
     problems: list[str] = []
     found: list[Prompt] = []
     for prompt in prompts:
-        paths = [folder.joinpath(Path(path).expanduser()).resolve() for path in prompt.references]
+        try:
+            paths = [folder.joinpath(Path(path).expanduser()).resolve() for path in prompt.references]
+        except (OSError, ValueError, RuntimeError) as error:  # such as a NUL, or the home of nobody
+            problems.append(f"{_short(prompt.text)!r}: {error}")
+            continue
         problems += [f"{_short(prompt.text)!r}: no file {path}" for path in paths if not path.is_file()]
         place = {"references": [str(path) for path in paths]} if paths else {}
         found.append(Prompt(prompt.id, prompt.text, {**prompt.metadata, **place}))

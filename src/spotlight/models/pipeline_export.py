@@ -141,8 +141,15 @@ def _read_lora(pipeline_class: str, path: str) -> LoraFile:
             "into the transformer with diffusers' fuse_lora and give that as model.transformer"
         )
     (rank,) = ranks
+    others = sorted(name for name in tensors if not name.startswith(f"{_TRANSFORMER}."))
+    if others:
+        raise ModelError(
+            f"model.lora: {path} has {len(others)} tensors besides the transformer's, first {others[0]!r}; "
+            "expected none: text encoders are used as they are. Give a file without them"
+        )
     about = metadata or {}
-    patterns = [key for key in ("rank_pattern", "alpha_pattern") if about.get(f"{_TRANSFORMER}.{key}")]
+    scales = ("rank_pattern", "alpha_pattern", "use_rslora")
+    patterns = [key for key in scales if about.get(f"{_TRANSFORMER}.{key}")]
     if len(alphas) > 1 or patterns:
         raise ModelError(
             f"model.lora: {path} scales its layers differently ({patterns or sorted(alphas)}); expected one "

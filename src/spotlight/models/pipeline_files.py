@@ -71,14 +71,14 @@ class PipelineFiles:
         """A component's configuration file. ModelError if missing or not JSON."""
         if self.known is not None and component in self.known:
             return dict(self.known[component])
-        return _read_json(self.folder(component) / name)
+        return read_json(self.folder(component) / name)
 
     def component_class(self, component: str) -> str | None:
         """The class that ``model_index.json`` names for a component; None if the pipeline lacks it."""
         if self.known is not None:
             found = self.known.get(component, {}).get("_class_name")
         else:
-            entry = _read_json(self.root / "model_index.json").get(component)
+            entry = read_json(self.root / "model_index.json").get(component)
             found = entry[1] if isinstance(entry, list) and len(entry) == 2 else None
         return found if isinstance(found, str) else None
 
@@ -86,7 +86,7 @@ class PipelineFiles:
         """Another value of ``model_index.json``; None if it lacks the key."""
         if self.known is not None:
             return self.known.get("model_index", {}).get(key)
-        return _read_json(self.root / "model_index.json").get(key)
+        return read_json(self.root / "model_index.json").get(key)
 
     def fetch(self, component: str) -> None:
         """Download a component's weights if necessary, and check them."""
@@ -132,7 +132,7 @@ def locate(
             f"{files.root} has no model_index.json: expected a diffusers pipeline directory (as written by "
             f"{pipeline_class}.save_pretrained), found {_listing(files.root)}"
         )
-    index = _read_json(index_path)
+    index = read_json(index_path)
     found_class = index.get("_class_name")
     if found_class != pipeline_class:
         raise ModelError(f"{index_path} describes a {found_class}; expected a {pipeline_class}")
@@ -219,12 +219,12 @@ def check_weights(folder: Path) -> None:
     Raises:
         ModelError: no configuration or weights, a missing shard, or a truncated or invalid file.
     """
-    _read_json(folder / "config.json")
+    read_json(folder / "config.json")
     shards = sorted(folder.glob("*.safetensors"))
     if not shards:
         raise ModelError(f"{folder} has no *.safetensors weights; found {_listing(folder)}")
     for index_path in folder.glob("*.safetensors.index.json"):
-        names = _read_json(index_path).get("weight_map")
+        names = read_json(index_path).get("weight_map")
         needed = set(names.values()) if isinstance(names, dict) else set()
         missing = sorted(str(name) for name in needed if not (folder / str(name)).is_file())
         if missing:
@@ -247,13 +247,14 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that diffusers would read of a component: other variants may lie beside them."""
     index = folder / f"{_WEIGHTS}.index.json"
     if index.is_file():
-        names = _read_json(index).get("weight_map")
+        names = read_json(index).get("weight_map")
         return sorted({folder / str(name) for name in names.values()}) if isinstance(names, dict) else []
     single = folder / _WEIGHTS
     return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object. Raises :class:`ModelError`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

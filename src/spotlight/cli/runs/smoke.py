@@ -58,6 +58,8 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
             yield f"model.{key}", "null"
     if config.device == "cuda" and not _cuda():
         yield "device", "cpu"
+    if config.model.attention is not None and not _has_attention(config.model.attention):
+        yield "model.attention", "null"
     yield from _size(config, family, folder)
     yield from _counts(config)
     fleet = config.fleet
@@ -72,12 +74,14 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
 
 
 def _rewards(config: RunConfig, folder: Path) -> Iterator[tuple[str, object]]:
-    """All rewards again, if one of them has weights: a list is overridden as a whole."""
+    """All rewards again, if one has weights or a GPU that is not here: a list is overridden as a whole."""
     from spotlight.rewards.reward_registry import tiny_params
 
     rewards = [each.model_dump(mode="json", exclude_defaults=True) for each in config.rewards]
-    changed = False
+    changed, elsewhere = False, config.fleet.driver == "ray" or not _cuda()
     for index, reward in enumerate(rewards):
+        if elsewhere and reward.get("device") == "cuda":
+            reward["device"], changed = "cpu", True
         params = tiny_params(reward["name"], folder / str(index), reward.get("params", {}))
         if params is not None:
             reward["params"], changed = reward.get("params", {}) | params, True
@@ -124,3 +128,11 @@ def _cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def _has_attention(name: str) -> bool:
+    import torch
+
+    from spotlight.models.kernels.attention import missing
+
+    return missing(name, torch.device("cuda" if _cuda() else "cpu")) is None

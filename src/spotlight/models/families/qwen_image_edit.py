@@ -36,6 +36,8 @@ from spotlight.models.text.prompt_encoder import read_reference
 
 _REFERENCE_PX, _PATCH_PX, _VISION_PATCH_PX = 1024, 16, 28
 _SEEN_PX = 384
+_RATIO_MAX = 200
+"""Of a reference's sides: the text encoder's processor takes no more."""
 _PICTURE = "<|image_pad|>"
 _CORPUS = (
     "system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
@@ -232,9 +234,15 @@ def _opened(path: str) -> Any:
     from PIL import Image
 
     try:
-        return load_image(Image.open(io.BytesIO(read_reference(path))))
+        picture = load_image(Image.open(io.BytesIO(read_reference(path))))
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
         raise ModelError(f"reference picture {path} cannot be read as a picture ({error})") from error
+    if not 1 / _RATIO_MAX <= _ratio(picture) <= _RATIO_MAX:
+        raise ModelError(
+            f"reference picture {path} has {picture.width} x {picture.height} pixels; expected sides that "
+            f"differ by a factor of at most {_RATIO_MAX}: cut it"
+        )
+    return picture
 
 
 def _make_processor(directory: Path) -> None:

@@ -148,7 +148,10 @@ class Wan(ModelFamily):
             heads=heads,
             channels=4 * channels,
             patch_px=2 * _factors(files)[0],
-            vae_width=decoder if isinstance(decoder, int) else config_integer(files, "vae", "base_dim"),
+            # The decoder of 2.2-5B works on 2 x 2 pixels at once: by its memory it has 3/8 of its channels.
+            vae_width=3 * decoder // 8
+            if isinstance(decoder, int)
+            else config_integer(files, "vae", "base_dim"),
             frames_per_latent=_factors(files)[1],
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from spotlight.models.experts import Experts, denoisers
 from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles, weight_files
+from spotlight.models.pipeline_files import PipelineFiles, read_json, weight_files
 from spotlight.models.skeleton import (
     allocate,
     check_files,
@@ -122,6 +123,9 @@ def load_transformers(
     module: nn.Module = next(iter(parts.values())) if len(parts) == 1 else Experts(parts)
     if weights is None or own:
         return module
+    for name, part in denoisers(module).items():
+        if weights.key != "model.path":
+            _check_config(part, weights.sources[name], weights.key)
     if deferred:
         weights.check(module)
     else:
@@ -136,6 +140,31 @@ def _transformer(
     if read:
         return load_weights(kind, files, name, dtype, device)
     return skeleton(kind, files.config(name), dtype, device, deferred=deferred)
+
+
+def _check_config(module: Any, source: Path, key: str) -> None:
+    """Refuse weights whose own ``config.json`` describes another model, which shapes need not show."""
+    if (source / "model_index.json").is_file():
+        raise ModelError(
+            f"{key}: {source} is a whole pipeline; expected its transformer: {source}/transformer"
+        )
+    if not (source / "config.json").is_file():
+        return
+    found = read_json(source / "config.json")
+    parameters = inspect.signature(type(module).__init__).parameters
+    for name, expected in module.config.items():
+        if name.startswith("_") or name == "sample_size" or name not in parameters:
+            continue  # nothing depends on sample_size
+        value = found.get(name, parameters[name].default)
+        if _plain(value) != _plain(expected):
+            raise ModelError(
+                f"{key}: {source}/config.json has {name} = {value!r}; expected {expected!r}, as the pipeline "
+                "of model.path: it is of another model"
+            )
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def component_type(files: PipelineFiles, component: str) -> Any:
