@@ -167,9 +167,11 @@ class Wan(ModelFamily):
 
     @classmethod
     def decoded_pixels(cls, size: MediaSize) -> int:
-        """Of one latent frame, which are four frames; above 720p of a tile."""
+        """Of one latent frame, which are four frames; above 720p of a tile, and the finished ones."""
         frame = size.height * size.width
-        return min(size.frames, 4) * (frame if frame <= _UNTILED_PX else _TILE_PX)
+        if frame <= _UNTILED_PX:
+            return min(size.frames, 4) * frame
+        return min(size.frames, 4) * _TILE_PX + size.pixels // _FINISHED
 
     @classmethod
     def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
@@ -346,6 +348,8 @@ class Wan(ModelFamily):
 _UNTILED_PX = 1280 * 720
 """Pixels of a frame up to which the VAE decodes it whole, as the pipeline does."""
 _TILE_PX = 256 * 256
+_FINISHED = 90
+"""So much less memory takes a finished pixel than one in work: tiles overlap, are kept, joined and cut."""
 
 
 def _factors(files: PipelineFiles) -> tuple[int, int]:
