@@ -112,6 +112,17 @@ def test_previews_leave_no_trace_in_rollouts(family: QwenImage, recipe: Recipe, 
     assert all(map(same_bits, [*found[2:6], *found[7:]], expected))
 
 
+@pytest.mark.parametrize("recipe", [TRAIN, GUIDED, NFT], ids=["SDE window", "guided", "every step SDE"])
+def test_a_preview_of_all_steps_by_current_weights_is_the_rollout(family: QwenImage, recipe: Recipe) -> None:
+    """Equal bits. Who would keep it instead of making it again trains on a subset of larger groups."""
+    seeds = [0, 1, 2, 3]
+    previews = run(family, start(family, seeds, recipe.preview(STEPS)))
+    rollouts = run(family, start(family, seeds, recipe, Purpose.TRAIN))
+    for preview, rollout in zip(previews, rollouts, strict=True):
+        assert torch.equal(preview.tensors.final, rollout.tensors.final)
+        assert (preview.image == rollout.image).all()
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_preview_does_not_depend_on_company(family: QwenImage, name: str) -> None:
     recipe, seeds = RECIPES[name], list(range(6))
