@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ def seen_by_the_detector(
     return found
 
 
-def test_detections_are_those_of_the_official_steps(models: dict[str, str]) -> None:
+def test_detections_are_those_of_the_official_steps(
+    models: dict[str, str], record_property: Callable[[str, object], None]
+) -> None:
     detector = InstanceDetector(models["detector"], CPU, batch_size=2)
     images = pictures((24, 320), (40, 300), (24, 320))
     met = 0
@@ -89,6 +92,7 @@ def test_detections_are_those_of_the_official_steps(models: dict[str, str]) -> N
             strict=True,
         ):
             assert each.name == name
+            record_property("geneval/difference", abs(each.score - score))
             assert each.score == pytest.approx(score, abs=1e-5)
             # A pixel whose logit is 0 within rounding may fall on either side.
             assert np.abs(each.box - box).max() <= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import cv2
@@ -48,13 +49,17 @@ def weights_of(source: str) -> dict[str, torch.Tensor]:
 
 
 def test_both_models_equal_an_independent_forward(
-    models: dict[str, str], readers: tuple[TextDetector, TextRecognizer]
+    models: dict[str, str],
+    readers: tuple[TextDetector, TextRecognizer],
+    record_property: Callable[[str, object], None],
 ) -> None:
     detector, recognizer = readers
     images = pictures(2)
     pixels = torch.stack([detector.prepare(image) for image in images])
     expected = detector_forward(weights_of(models["detector"]), pixels).numpy()
-    assert np.abs(np.stack(detector.maps(images)) - expected).max() < 1e-4
+    difference = float(np.abs(np.stack(detector.maps(images)) - expected).max())
+    record_property("ocr-neural/difference", difference)
+    assert difference < 1e-4
     strips = torch.stack([recognizer.prepare(image[:40]) for image in images])
     probabilities = recognizer_forward(weights_of(models["recognizer"]), strips)
     lines = recognizer.read([image[:40] for image in images])
@@ -62,7 +67,9 @@ def test_both_models_equal_an_independent_forward(
         best, index = each.max(-1)
         kept = [at for at in range(len(index)) if index[at] and (not at or index[at] != index[at - 1])]
         assert line.text == "".join(CHARACTERS[int(index[at])] for at in kept)
-        assert line.confidence == pytest.approx(float(best[kept].mean()), abs=1e-4)
+        confidence = float(best[kept].mean())
+        record_property("ocr-neural/difference", abs(line.confidence - confidence))
+        assert line.confidence == pytest.approx(confidence, abs=1e-4)
 
 
 @pytest.mark.parametrize("angle", [0, 12, -20])
