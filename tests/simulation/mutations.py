@@ -22,7 +22,8 @@ from spotlight.scheduler.cluster.dispatch import Dispatcher
 from spotlight.scheduler.cluster.members import Worker, WorkerGroup
 from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLease
 from spotlight.scheduler.cluster.spare_time import SpareTime
-from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.iteration import Iteration, Unsaved
+from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.overlap import training_tasks as training_module
 from spotlight.scheduler.overlap.batches import micro_batches
 from spotlight.scheduler.overlap.slices import Slice
@@ -196,8 +197,16 @@ def _trains_every_group_every_time(groups: Sequence[SampleGroup], updates: int) 
     return [list(groups) for _ in range(updates)]
 
 
-def _forgets_the_learner(self: Controller) -> None:
-    self._restore_due = False
+def _forgets_the_learner(self: LearnerLife) -> None:
+    self.up = False
+
+
+def _never_unsaved(self: LearnerLife) -> bool:
+    return self.up
+
+
+def _forgets_what_was_trained(self: Unsaved, at: Iteration) -> None:
+    self.names.clear()
 
 
 def _triples_prices(self: GpuAccounts, node: Node, now: float) -> None:
@@ -302,7 +311,12 @@ MUTATIONS = (
     Mutation("micro-batches cut groups", ((training_module, "micro_batches", _cuts_groups),)),
     Mutation("samples left out have no end", ((TrainingTasks, "_leave_out", _counts_none_left_out),)),
     Mutation("groups that differ are skipped", ((TrainingTasks, "_is_silent", _calls_everything_silent),)),
-    Mutation("a lost learner is not restored", ((Controller, "_restore_learner", _forgets_the_learner),)),
+    Mutation("a lost learner is not restored", ((LearnerLife, "lost", _forgets_the_learner),)),
+    Mutation(
+        "the learner trains before its last step is durable",
+        ((LearnerLife, "works", property(_never_unsaved)),),
+    ),
+    Mutation("samples of a lost step are made again", ((Unsaved, "begin", _forgets_what_was_trained),)),
     Mutation("every price is tripled", ((GpuAccounts, "add", _triples_prices),)),
     Mutation("prices that change are overlooked", ((GpuAccounts, "price", _overlooks_prices),)),
     Mutation("work that counts is booked as idle", ((GpuAccounts, "confirm", _books_work_as_idle),)),

@@ -144,6 +144,7 @@ class ReferenceModel:
         made: those of them whose samples count.
         intended: the group of processes that each lease was granted to.
         holder: the lease and epoch under which each rollout was last granted.
+        undone: trained samples whose training was undone, by a head that still runs.
     """
 
     simulation: Simulation
@@ -154,6 +155,7 @@ class ReferenceModel:
     intended: dict[LeaseId, VirtualGroup] = field(default_factory=dict)
     holder: dict[RolloutId, tuple[LeaseId, int]] = field(default_factory=dict)
     bill: Bill = field(default_factory=Bill)
+    undone: set[Rollout] = field(default_factory=set)
     window: Window | None = None
     over: bool = False
 
@@ -175,6 +177,7 @@ class ReferenceModel:
             match effect:
                 case ef.RollBack(position):
                     assert position <= len(self.expected.records), "undone is more than was recorded"
+                    self.undone |= self._trained_after(position)
                     self.expected = LedgerModel.until(self.expected.records[:position], self._stale)
                     self.early.clear()
                     self.made.clear()
@@ -212,6 +215,7 @@ class ReferenceModel:
         self.expected = LedgerModel.until(self.expected.records[:position], self._stale)
         self.early.clear()
         self.made.clear()
+        self.undone.clear()
         self.leases.clear()
         self.intended.clear()
         self.holder.clear()
@@ -285,6 +289,13 @@ class ReferenceModel:
         assert now < deadline_s, f"believed {now - deadline_s} s after the lease expired: {event}"
         self.leases[event.lease] = lease, now + self.simulation.scenario.plan.lease_s
 
+    def _trained_after(self, position: int) -> set[Rollout]:
+        """Samples whose training is undone, and that are kept because of it."""
+        if not self.simulation.scenario.plan.cluster.learner_moves:
+            return set()
+        records = self.expected.records[position:]
+        return {self.expected.issued[each.rollout] for each in records if isinstance(each, SampleTrained)}
+
     def _check_grant(self, grant: ef.GrantLease, discarded: set[RolloutId]) -> None:
         lease, simulation = grant.lease, self.simulation
         again = lease.id in self.leases
@@ -294,6 +305,7 @@ class ReferenceModel:
             assert rollout == self._known(rollout.id), f"granted is {rollout}"
             assert again or rollout.version == self.expected.published, f"{rollout} is begun with old weights"
             assert rollout.id not in self.made, f"{rollout.id} is made again after it was finished"
+            assert rollout not in self.undone, f"{rollout.id} is made again after its training was undone"
             assert rollout.id not in self.expected.ended
             assert rollout.id not in self.expected.finished, (
                 f"{rollout.id} is made again after it was finished"

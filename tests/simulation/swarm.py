@@ -54,10 +54,12 @@ def draw_trial(seed: int) -> Trial:
         _node(f"s{n}", NodeKind.SPOT, degree_min * source.choice([1, 1, 2, 4]), False, True)
         for n in range(source.choice([1, 2, 3]))
     ]
-    nodes: list[tuple[float, NodeEvent]] = [(0.0, NodeJoined(node)) for node in joined]
     ranks = sum(node.gpus for node in joined if node.trains)
+    plan = _draw_plan(seed, source, ranks, degree_min)
+    joined, plan = _with_moving_learner(seed, joined, plan, degree_min)
+    nodes: list[tuple[float, NodeEvent]] = [(0.0, NodeJoined(node)) for node in joined]
     scenario = Scenario(
-        _draw_plan(seed, source, ranks, degree_min),
+        plan,
         ConstantCosts(
             source.choice([0.5, 2.0]),
             source.choice([0.1, 0.5]),
@@ -80,6 +82,7 @@ def draw_trial(seed: int) -> Trial:
         faults = (bad, *faults)
     if source.random() < 0.3:
         faults = (Fault(FaultKind.SILENT_REWARDS, 1, source.random(), 300.0, 0.2), *faults)
+    faults = (*faults, *_draw_moves(seed, plan))
     return Trial(seed, scenario, faults, poll_s=source.choice([5.0, 15.0]))
 
 
@@ -137,6 +140,34 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
         choice=_draw_choice(seed, group_size, pipeline),
     )
     return _with_whole_groups(seed, plan)
+
+
+def _with_moving_learner(
+    seed: int, joined: list[Node], plan: Plan, degree_min: int
+) -> tuple[list[Node], Plan]:
+    """With the learner on spot nodes, perhaps; drawn apart, so that it changes nothing else of a trial."""
+    source = random.Random(f"places {seed}")
+    if plan.ranks % degree_min or source.random() < 0.7:
+        return joined, plan
+    gpus = degree_min * source.choice([1, plan.ranks // degree_min])
+    spare = source.choice([1, 1, 2, 3])
+    spot = [_node(f"s{n}", NodeKind.SPOT, gpus, False, True) for n in range(plan.ranks // gpus + spare)]
+    reserved = [_node("r0", NodeKind.RESERVED, degree_min, False, True)] if source.random() < 0.3 else []
+    moves = replace(plan.cluster, learner_moves=True)
+    return [*reserved, *spot], replace(plan, cluster=moves, checkpoint_every=1)
+
+
+def _draw_moves(seed: int, plan: Plan) -> tuple[Fault, ...]:
+    """What makes a learner that moves do so; drawn apart, so that it changes nothing else of a trial."""
+    if not plan.cluster.learner_moves:
+        return ()
+    source = random.Random(f"moves {seed}")
+    kinds = source.choices([FaultKind.NOTICE, FaultKind.CRASH_LEARNER], k=source.choice([0, 4, 12]))
+    faults = [
+        Fault(kind, source.randrange(1, 300), source.random(), source.choice([6.0, 30.0, 60.0]), 0.0)
+        for kind in kinds
+    ]
+    return tuple(sorted(faults, key=lambda fault: fault.after_events))
 
 
 def _with_whole_groups(seed: int, plan: Plan) -> Plan:

@@ -193,6 +193,9 @@ class FakeLearner:
         await self._ask("restore")
         return self._manifest(lineage)
 
+    async def form_second(self) -> None:
+        self.asked.append("form_second")
+
     async def send_conditions(self, prompts: Sequence[PromptId]) -> None:
         await self._ask("send_conditions")
 

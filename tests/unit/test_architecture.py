@@ -70,9 +70,10 @@ SCHEDULER_PARTS: dict[str, set[str]] = {
     "messages": set(),
     "exploration": {"messages"},
     "cluster": {"messages"},
+    "learner": {"messages", "cluster"},
     "rollouts": {"messages", "exploration", "cluster"},
     "overlap": {"messages", "cluster", "exploration", "rollouts"},
-    "controller": {"messages", "exploration", "cluster", "rollouts", "overlap"},
+    "controller": {"messages", "exploration", "cluster", "learner", "rollouts", "overlap"},
 }
 """Who may import whom inside the scheduler; ``messages`` is every module of its own level not named here."""
 PLAN_NAMES = {"spotlight.scheduler.exploration.bandit"}

@@ -402,3 +402,59 @@ def test_each_life_ends_at_most_once_and_answers_only_while_it_lives(
             assert len(world.lost) - before == trouble
 
     played(scene())
+
+
+def test_a_second_learner_is_formed_beside_the_first_and_takes_over() -> None:
+    async def scene() -> None:
+        world = World()
+        launcher = await world.up(Path("before"))
+        world.ask(world.group.form_second(), "formed")
+        await settle()
+        assert world.done[-1] == "formed"
+        first, second = launcher.lives
+        assert [rank.called for rank in second][1] == START[:1] + START[2:5]
+        assert world.group.is_up
+        assert world.group.working_life == 1
+        world.restore(Path("now"))
+        await settle()
+        assert len(launcher.lives) == 2
+        assert second[1].called[-2:] == ["load", "publish"]
+        assert (world.group.working_life, world.group.is_up) == (2, True)
+        assert all(rank.death.done() for rank in first)
+        assert not world.lost, "it was not lost"
+
+    played(scene())
+
+
+def test_a_second_learner_that_dies_leaves_the_first_alone_and_is_replaced_when_needed() -> None:
+    async def scene() -> None:
+        world = World()
+        launcher = await world.up()
+        world.ask(world.group.form_second(), "formed")
+        await settle()
+        launcher.lives[1][0].die()
+        await settle()
+        assert world.group.is_up
+        launcher.lives[0][1].die()
+        await settle()
+        assert len(world.lost) == 1
+        world.restore()
+        await settle()
+        assert world.group.is_up
+        assert len(launcher.lives) == 3
+
+    played(scene())
+
+
+def test_a_second_learner_that_does_not_start_is_told_once() -> None:
+    async def scene() -> None:
+        world = World()
+        launcher = await world.up()
+        launcher.refuses = 1
+        world.ask(world.group.form_second(), "formed")
+        await settle()
+        assert world.group.is_up
+        assert "formed" not in world.done
+        assert len([note for note in world.notes if "second learner" in note]) == 1
+
+    played(scene())

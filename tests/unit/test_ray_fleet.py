@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from spotlight.cluster.nodes.listing import RayNode, train_only
 from spotlight.cluster.nodes.node_prices import Fleet, Prices
 from spotlight.config.errors import ConfigError
+from spotlight.scheduler.learner.learner_places import choose_places
 from spotlight.scheduler.types import Node, NodeId, NodeKind
 
 PRICES = Prices(reserved_usd_h=5.0, spot_usd_h=1.0)
@@ -117,3 +118,92 @@ def test_never_more_ranks_than_there_are_and_never_on_spot_nodes(data: st.DataOb
         assert all(host.kind is NodeKind.RESERVED for host, _ in fleet.learner_slots.values())
         names = [name for each in there.values() for name in fleet.known(each.ray_id)]
         assert len(names) == len(set(names))
+
+
+# -- a learner that moves -----------------------------------------------------------------------------------
+
+
+def spot(name: str, slots: int = 1) -> RayNode:
+    return node(name, NodeKind.SPOT, slots)
+
+
+def roles(fleet: Fleet, *names: str) -> list[str]:
+    """What each node does to the controller, slot by slot."""
+    told = []
+    for name in names:
+        parts = [part.node for part in fleet._nodes[name * 8][1]]
+        does = ("T" if part.trains else "r" if part.rolls_out else "-" for part in parts)
+        told.append("".join(what * part.gpus for what, part in zip(does, parts, strict=True)))
+    return told
+
+
+def test_a_moving_learner_waits_for_room_and_all_nodes_roll_out_until_then() -> None:
+    fleet = Fleet.on_spot(2, PRICES)
+    fleet.join(node("h", slots=4))
+    fleet.join(spot("a"))
+    assert fleet.changes() == []
+    assert (roles(fleet, "h", "a"), fleet.learner_slots) == (["rrrr", "r"], {})
+    (learner, rollout) = fleet.join(spot("b", 3))
+    assert (learner.node.id, rollout.node.id) == ("b/learner", "b/rollout")
+    assert roles(fleet, "h", "a", "b") == ["rrrr", "r", "TTr"]
+    assert fleet.changes() == []
+
+
+def test_a_notice_gives_it_another_place_and_what_it_leaves_rests_or_rolls_out() -> None:
+    fleet = Fleet.on_spot(1, PRICES)
+    assert fleet.places is not None
+    for name in "abc":
+        fleet.join(spot(name))
+    fleet.places.started({"a" * 8: 1})
+    fleet.places.notice("a" * 8)
+    (change,) = fleet.changes()
+    assert (change.before, [part.node.trains for part in change.after]) == (("c",), [True])
+    assert roles(fleet, "a", "b", "c") == ["T", "r", "T"], "it works until the other is formed"
+    fleet.places.started({"c" * 8: 1})
+    fleet.changes()
+    assert roles(fleet, "a", "b", "c") == ["-", "r", "T"]
+    fleet.places.cancel("a" * 8)
+    fleet.changes()
+    assert roles(fleet, "a", "b", "c") == ["r", "r", "T"]
+    fleet.lose("c" * 8)
+    fleet.changes()
+    assert roles(fleet, "a", "b") == ["r", "T"]
+
+
+@given(data=st.data(), wanted=st.integers(1, 4), even=st.booleans())
+@settings(max_examples=60)
+def test_places_are_whole_where_there_is_room_and_never_where_the_learner_runs(
+    data: st.DataObject, wanted: int, even: bool
+) -> None:
+    fleet = Fleet.on_spot(wanted, PRICES, even=even)
+    places = fleet.places
+    assert places is not None
+    there: dict[str, RayNode] = {}
+    for number in range(data.draw(st.integers(1, 14))):
+        what = data.draw(st.sampled_from(["join", "join", "lose", "notice", "cancel", "lost", "started"]))
+        name = data.draw(st.sampled_from(sorted(there))) if there else None
+        if what == "join":
+            new = spot(f"n{number}", data.draw(st.integers(1, 4)))
+            there[new.ray_id] = new
+            fleet.join(new)
+        elif what == "lost":
+            places.lost()
+        elif what == "started" and places.target:
+            places.started(dict(places.target))
+        elif what in ("lose", "notice", "cancel") and name is not None:
+            if what == "lose":
+                fleet.lose(there.pop(name).ray_id)
+            else:
+                getattr(places, what)(name)
+        fleet.changes()
+        target = places.target
+        assert sum(target.values()) in (0, wanted)
+        assert all(0 < count <= there[ray_id].slots for ray_id, count in target.items())
+        assert not even or len(set(target.values())) <= 1
+        assert target == places.running or not set(target) & set(places.running)
+        free = {key: each.slots for key, each in there.items() if key not in places.leaving}
+        assert target or places.running or not choose_places(free, wanted, even=even)
+        for ray_id, each in there.items():
+            parts = [part.node for part in fleet._nodes[ray_id][1]]
+            assert sum(part.gpus for part in parts) == each.slots
+            assert sum(part.gpus for part in parts if part.trains) == places.held(ray_id)

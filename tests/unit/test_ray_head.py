@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,12 @@ from head_world import RESERVED, SPOT, World, world
 
 from spotlight.cluster.remote_calls import RayLostError
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.types import Phase, Purpose
+from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase, Purpose
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
 from spotlight.store.ledger.ledger_schema import Ending, Incident
+from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
 
@@ -103,6 +106,50 @@ def test_a_checkpoint_whose_learner_is_lost_is_never_committed(tmp_path: Path) -
     assert it.learner.restored == [None, None]
     assert clean(tmp_path).counts.trained == TRAINED
     assert committed(tmp_path) == 3
+
+
+MOVES = "fleet.learner_placement=spot"
+LEARNER = Node(NodeId("l"), NodeKind.SPOT, 1, "cpu", 0.02, True, False)
+
+
+def test_a_learner_that_moves_is_saved_behind_rollouts_and_a_lost_step_takes_the_same_samples(
+    tmp_path: Path,
+) -> None:
+    with world(tmp_path, MOVES) as it:
+        it.join(LEARNER, SPOT)
+        it.when("save", lambda: it.lose("killed"), 2)
+        it.run()
+    assert it.learner.restored[0] is None
+    assert "iteration-000001" in str(it.learner.restored[1])
+    assert len(it.learner.restored) == 2
+    report = clean(tmp_path)
+    assert report.counts.trained == TRAINED
+    assert committed(tmp_path) == 3
+    granted = [each.id for worker in it.workers for grant in worker.granted for each in grant.rollouts]
+    second = [name for name in granted if name.startswith("t000001")]
+    assert sorted(second) == sorted(set(second)), "its samples were there still"
+    trained = [row.iteration for row in read_metrics(tmp_path / "run") if "head/events" in row.values]
+    assert trained == [0, 1, 2], "rows of what was undone are gone"
+
+
+def test_a_notice_moves_the_learner_and_nothing_is_undone(tmp_path: Path) -> None:
+    other = replace(LEARNER, id=NodeId("m"))
+    with world(tmp_path, MOVES) as it:
+        it.join(LEARNER, SPOT)
+
+        def notice() -> None:
+            it.put_soon(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
+            it.join(other)
+
+        it.when("publish", notice, 1)
+        it.when("restore", lambda: it.put_soon(ev.NodeLost(LEARNER.id)), 2)
+        it.run()
+    assert len(it.learner.restored) == 2
+    assert it.learner.asked.count("form_second") == 1
+    assert it.learner.asked.count("step") == 3, "nothing was trained twice"
+    report = clean(tmp_path)
+    assert report.counts.trained == TRAINED
+    assert Incident.LEARNER_LOST not in {kind for kind, _ in read_history(tmp_path / "run").incidents}
 
 
 def test_a_stop_comes_after_the_next_checkpoint(tmp_path: Path) -> None:

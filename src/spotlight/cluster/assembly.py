@@ -20,7 +20,7 @@ from spotlight.cluster.incidents import IncidentRecorder
 from spotlight.cluster.learner.learner_actor import RayLauncher
 from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
 from spotlight.cluster.learner.learner_rank import write_token
-from spotlight.cluster.learner_driver import LearnerDriver, PublishedVersions
+from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
 from spotlight.cluster.workers.worker_actor import ActorStarter
@@ -82,7 +82,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
     nodes = ClusterNodes(config, room.site, inbox.put, conversations.fail, note, room.accounts.clock)
     async with AsyncExitStack() as stack:
         workers = _workers(config, room, nodes, conversations, inbox, incidents, note, stack)
-        learner = await _learner(materials, room, nodes, stack)
+        learner, places = await _learner(materials, room, nodes, incidents, stack)
         driver = LearnerDriver(
             controller,
             learner,
@@ -92,6 +92,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             tuple(prompt.id for prompt in materials.used),
             inbox.put,
             note,
+            places,
         )
         parts = HeadParts(
             controller=controller,
@@ -148,11 +149,22 @@ def _workers(
 
 
 async def _learner(
-    materials: Materials, room: AttemptRoom, nodes: ClusterNodes, stack: AsyncExitStack
-) -> LearnerGroup:
+    materials: Materials,
+    room: AttemptRoom,
+    nodes: ClusterNodes,
+    incidents: IncidentRecorder,
+    stack: AsyncExitStack,
+) -> tuple[LearnerGroup, Places | None]:
     config, fleet, token = materials.config, materials.config.fleet, secrets.token_hex(16)
     token_file = write_token(config, token)
     stack.callback(token_file.unlink, missing_ok=True)
+    moves = fleet.learner_placement == "spot"
+
+    async def wait_for_room() -> None:
+        if nodes.learner_waits:
+            incidents.learner_waits(fleet.learner_ranks)
+        await nodes.learner_room()
+
     launcher = RayLauncher(
         dump_config(config),
         fleet.learner_ranks,
@@ -160,6 +172,7 @@ async def _learner(
         room.store,
         token,
         room.directory.path / LOGS_FOLDER,
+        room=wait_for_room if moves else None,
     )
     learner = LearnerGroup(
         launcher,
@@ -169,4 +182,19 @@ async def _learner(
     )
     stack.push_async_callback(asyncio.to_thread, launcher.close)
     stack.push_async_callback(learner.stop)
-    return learner
+    return learner, _MovingPlaces(nodes, launcher, learner, incidents) if moves else None
+
+
+@dataclass(frozen=True, slots=True)
+class _MovingPlaces:
+    nodes: ClusterNodes
+    launcher: RayLauncher
+    learner: LearnerGroup
+    incidents: IncidentRecorder
+
+    def lost(self) -> None:
+        self.nodes.learner_lost()
+
+    def started(self) -> None:
+        places = self.nodes.learner_started(self.launcher.nodes_of(self.learner.working_life))
+        self.incidents.learner_placed(places)

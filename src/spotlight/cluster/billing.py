@@ -41,9 +41,15 @@ def slots_of(node: Node) -> tuple[WorkerId, ...]:
 
 @dataclass(slots=True)
 class _Tenant:
-    """A process on a slot. ``at_risk_s``: seconds denoised or trained but not accepted yet."""
+    """A process on a slot.
+
+    Attributes:
+        at_risk_s: seconds denoised or trained but not accepted yet.
+        is_up: of a rank: it belongs to the learner that works, not to the next.
+    """
 
     phase: Phase = Phase.SETUP
+    is_up: bool = False
     works: bool = False
     at_risk_s: float = 0.0
 
@@ -98,6 +104,11 @@ class Billing:
                 self._join(node, now)
             case ev.NodeLost(node_id):
                 self._lose(node_id, now)
+            case ev.NodeReassigned(nodes, parts):
+                for node_id in nodes:
+                    self._lose(node_id, now)
+                for part in parts:
+                    self._join(part, now)
             case ev.WorkerStarted(worker):
                 self._turn([worker], Phase.SETUP, now)
             case ev.WorkerCrashed(worker):
@@ -111,6 +122,7 @@ class Billing:
             case ev.LeaseProgressed() | ev.LeaseCompleted() | ev.RolloutFailed():
                 self._made(event, effects, now)
             case ev.LearnerRestored() | ev.RunStarted():
+                self._came_up()
                 self._train(Phase.IDLE, now)
             case ev.BatchPrepared() | ev.MicroBatchTrained() | ev.OptimizerStepped() | ev.BatchFinished():
                 self._train(Phase.IDLE, now)
@@ -181,6 +193,7 @@ class Billing:
         self._nodes[node.id] = node
         for name in slots_of(node):
             tenants = tuple(_Tenant() for there in (node.trains, node.rolls_out) if there)
+            tenants = tenants or (_Tenant(Phase.IDLE),)  # nothing runs on a node that is left
             self._slots[name] = _Slot(node.price_usd_h / node.gpus, now, tenants)
 
     def _lose(self, node_id: NodeId, now: float) -> None:
@@ -273,7 +286,13 @@ class Billing:
     def _ranks(self) -> Iterator[tuple[_Slot, _Tenant]]:
         for node in self._nodes.values():
             for name in slots_of(node) if node.trains else ():
-                yield self._slots[name], self._slots[name].tenants[0]
+                if self._slots[name].tenants[0].is_up:
+                    yield self._slots[name], self._slots[name].tenants[0]
+
+    def _came_up(self) -> None:
+        for node in self._nodes.values():
+            for name in slots_of(node) if node.trains else ():
+                self._slots[name].tenants[0].is_up = True
 
     def _train(self, phase: Phase, now: float) -> None:
         for slot, rank in self._ranks():

@@ -51,6 +51,16 @@ class ClusterAccounts:
                 self._start_billing(node.id, now, book)
             case ev.NodeLost(node_id):
                 self._stop_billing(node_id, now, book)
+            case ev.NodeReassigned(nodes, parts):
+                # A name that stays is billed anew after it was closed, others before anything is written.
+                for part in parts:
+                    if part.id not in nodes:
+                        self._start_billing(part.id, now, book)
+                for node_id in nodes:
+                    self._stop_billing(node_id, now, book)
+                for part in parts:
+                    if part.id in nodes:
+                        self._start_billing(part.id, now, book)
 
     def write(self, book: RunRecorder) -> None:
         """Write all seconds settled since the last call."""

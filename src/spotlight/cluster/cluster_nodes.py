@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from spotlight.cluster.workers.worker_actor import WorkerPlacement
 from spotlight.config.errors import Problem
 from spotlight.config.schema import RunConfig
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.types import NodeId
+from spotlight.scheduler.types import NodeId, NodeKind
 
 LOOPBACK = "127.0.0.1"
 
@@ -76,17 +76,20 @@ class ClusterNodes:
         self._config, self._site, self._clock = config, site, clock
         self._put_event, self._fail, self._note = put_event, fail, note
         self._loop = asyncio.get_running_loop()
-        self._fleet = Fleet.plan(
-            fleet.learner_ranks,
-            Prices(fleet.price_usd_h, fleet.spot.price_usd_h),
-            site.nodes,
-            ranks_roll_out=config.pipeline.trainers_generate,
-        )
+        ranks, prices = fleet.learner_ranks, Prices(fleet.price_usd_h, fleet.spot.price_usd_h)
+        beside = config.pipeline.trainers_generate
+        if fleet.learner_placement == "spot":
+            even = config.learner.shard == "node"
+            self._fleet = Fleet.on_spot(ranks, prices, ranks_roll_out=beside, even=even)
+        else:
+            self._fleet = Fleet.plan(ranks, prices, site.nodes, ranks_roll_out=beside)
         # Ray would assign any GPU with room, but what shares a rank's GPU must know which it is.
         self._by_index = self._fleet.ranks_roll_out or any(
             reward.device == "learner" for reward in config.rewards
         )
         self._tell_learner_slots()
+        self._room = asyncio.Event()
+        self._mixed: set[str] = set()
         self._rolling_out: set[NodeId] = set()
         self._first_gpu: Gpu | None = None
         self.placements: dict[NodeId, WorkerPlacement] = {}
@@ -105,11 +108,11 @@ class ClusterNodes:
     def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
         deadline_s = self._clock() + remaining_s
-        self._soon(self._put_for_all, node, lambda name: ev.NodeNoticed(name, deadline_s))
+        self._soon(self._notice, node, deadline_s)
 
     def notice_cancelled(self, node: RayNode, detail: str) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(self._put_for_all, node, ev.NoticeCancelled)
+        self._soon(self._cancel_notice, node)
 
     def refused(self, problem: Problem) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
@@ -126,19 +129,42 @@ class ClusterNodes:
 
     def _join(self, node: RayNode, facts: NodeFacts) -> None:
         node = typed(node, facts)
-        parts = self._fleet.join(node)
-        self._tell_learner_slots()
         if self._config.fleet.sequence_parallel.degrees[-1] > 1 and (problem := mixed_gpus(node, facts)):
             self._note(f"the slots of a node do not roll out: {problem}")
-            parts = tuple(train_only(part) for part in parts if part.node.trains)
+            self._mixed.add(node.ray_id)
         self._note_type(node, facts)
+        for part in self._used(node, self._fleet.join(node)):
+            self._put_event(ev.NodeJoined(part.node))
+        self._change_roles()
+        if not self._rolling_out:
+            self._note("waiting for nodes that roll out")
+
+    def _used(self, node: RayNode, parts: tuple[Part, ...]) -> tuple[Part, ...]:
+        """The parts that can be used, each with a place for its workers."""
+        if node.ray_id in self._mixed:
+            parts = tuple(train_only(part) for part in parts if part.node.trains)
         for part in parts:
             self.placements[part.node.id] = self._placement(node, part)
             if part.node.rolls_out:
                 self._rolling_out.add(part.node.id)
-            self._put_event(ev.NodeJoined(part.node))
-        if not self._rolling_out:
-            self._note("waiting for nodes that roll out")
+        return parts
+
+    def _change_roles(self) -> None:
+        """After any change of nodes, or of the learner: give nodes the roles that follow."""
+        for change in self._fleet.changes():
+            self._unused(change.before)
+            parts = self._used(change.node, change.after)
+            self._put_event(ev.NodeReassigned(change.before, tuple(part.node for part in parts)))
+        self._tell_learner_slots()
+        if sum(count for _, count in self._site.learner_slots.by_node.values()) >= self._fleet.ranks:
+            self._room.set()
+        else:
+            self._room.clear()
+
+    def _unused(self, names: Sequence[NodeId]) -> None:
+        for name in names:
+            self._rolling_out.discard(name)
+            self.placements.pop(name, None)
 
     def _placement(self, node: RayNode, part: Part) -> WorkerPlacement:
         shared = part.node.trains and part.node.rolls_out
@@ -156,11 +182,24 @@ class ClusterNodes:
             self._note(f"{node.name} brings {gpus_told(facts)}: it takes what its memory holds")
 
     def _lose(self, node: RayNode) -> None:
-        for name in self._fleet.lose(node.ray_id):
-            self._rolling_out.discard(name)
-            self.placements.pop(name, None)
+        names = self._fleet.lose(node.ray_id)
+        self._unused(names)
+        self._mixed.discard(node.ray_id)
+        for name in names:
             self._put_event(ev.NodeLost(name))
-        self._tell_learner_slots()
+        self._change_roles()
+
+    def _notice(self, node: RayNode, deadline_s: float) -> None:
+        self._put_for_all(node, lambda name: ev.NodeNoticed(name, deadline_s))
+        if self._fleet.places is not None:
+            self._fleet.places.notice(node.ray_id)
+            self._change_roles()
+
+    def _cancel_notice(self, node: RayNode) -> None:
+        self._put_for_all(node, ev.NoticeCancelled)
+        if self._fleet.places is not None:
+            self._fleet.places.cancel(node.ray_id)
+            self._change_roles()
 
     def _tell_learner_slots(self) -> None:
         self._site.learner_slots.by_node = self._fleet.learner_slots
@@ -178,6 +217,35 @@ class ClusterNodes:
         """Last log lines of an actor on a node; empty if the node is gone."""
         host = self._fleet.host_of(node)
         return "" if host is None else await asyncio.to_thread(self.membership.log_tail, host, None, actor)
+
+    # -- a learner that moves --------------------------------------------------------------------------
+
+    async def learner_room(self) -> None:
+        """Wait until there is room for all learner ranks."""
+        await self._room.wait()
+
+    @property
+    def learner_waits(self) -> bool:
+        """Whether there is none now."""
+        return not self._room.is_set()
+
+    def learner_lost(self) -> None:
+        """The learner's processes have ended; their nodes may live."""
+        assert self._fleet.places is not None
+        self._fleet.places.lost()
+        self._change_roles()
+
+    def learner_started(self, at: Mapping[str, int]) -> list[tuple[str, float]]:
+        """The learner is up on these Ray nodes; returns their names, and USD per hour of its slots there."""
+        assert self._fleet.places is not None
+        self._fleet.places.started(at)
+        self._change_roles()
+        price = self._fleet.prices.of(NodeKind.SPOT)
+        return [
+            (node.name, count * price)
+            for ray_id, count in at.items()
+            if (node := self._fleet.ray_node(ray_id)) is not None
+        ]
 
     def learner_placements(self) -> list[Placement]:
         """Where the learner's ranks go now. Any thread.

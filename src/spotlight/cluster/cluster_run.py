@@ -163,7 +163,7 @@ def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
         stack.enter_context(connected(address))
         here = ray.get_runtime_context().get_node_id()
         view = read_view(ray.nodes())
-        require_usable(view, fleet.learner_ranks, f"the cluster at {address}")
+        require_usable(view, fleet.reserved_ranks, f"the cluster at {address}")
         nodes = list(view.nodes.values())
         head_node = next((node for node in nodes if node.ray_id == here), None)
         if head_node is None or head_node.kind is not NodeKind.RESERVED:
@@ -176,7 +176,7 @@ def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
             raise ConfigError(f"the cluster at {address}", [problem])
         host = head_node.address if emulated is None else LOOPBACK
         threads = None if emulated is None else _threads(config)
-        yield Site(here, host, nodes, emulated, threads, LearnerSlots.plan(fleet.learner_ranks, nodes))
+        yield Site(here, host, nodes, emulated, threads, LearnerSlots.plan(fleet.reserved_ranks, nodes))
 
 
 def _threads(config: RunConfig) -> int:

@@ -36,7 +36,7 @@ class Drains:
             if not host.draining:
                 continue
             began_s = self._draining.setdefault(node, now)
-            if not host.leaders:
+            if not (host.leaders or host.node.trains):
                 self._empty.add(node)
                 self.acknowledge(node)
                 done.append((node, now - began_s))

@@ -153,6 +153,9 @@ class Head:
                 parts.workers.prove(worker)
             case ev.NodeLost(node):
                 parts.workers.lose(node)
+            case ev.NodeReassigned(nodes):
+                for node in nodes:
+                    parts.workers.lose(node)
             case ev.LeaseProgressed(leader):
                 parts.workers.worked(leader)
             case ev.LeaseCompleted(leader, rollouts=rollouts):
@@ -235,9 +238,11 @@ class Head:
                 parts.accounts.write(parts.recorder)
                 parts.conversations.start(self._checkpoint(effect))
             case ef.RollBack(position):
-                undone = parts.recorder.undo(position, parts.attempt)
+                undone = parts.recorder.undo(position, parts.attempt, parts.controller.iteration)
                 parts.learner.published.continue_in(cluster.lineage, parts.controller.version)
                 parts.observer.note(f"{undone} ledger records after the checkpoint are undone")
+            case ef.PrepareLearner():
+                parts.conversations.start(parts.learner.prepare_second())
             case ef.RestoreLearner(iteration, lineage):
                 parts.learner.restore(iteration, lineage)
             case ef.FinishRun(error):
@@ -301,14 +306,18 @@ class Head:
 
     async def _checkpoint(self, effect: ef.CommitCheckpoint) -> None:
         parts = self.parts
+        behind = parts.controller.plan.cluster.learner_moves
+        # Drop values of late reports before new rollouts are issued.
+        if behind:
+            await parts.samples.sweep(parts.controller.work.names)
         await parts.learner.save(parts.recorder.committing(effect))
         parts.accounts.write(parts.recorder)
         if self._stop_requested:
             self.stopped = self._over = True
             parts.inbox.wake()
             return
-        # Drop values of late reports before new rollouts are issued.
-        await parts.samples.sweep(parts.controller.work.names)
+        if not behind:
+            await parts.samples.sweep(parts.controller.work.names)
         parts.inbox.put(ev.CheckpointCommitted(effect.iteration))
         parts.learner.settle()
 

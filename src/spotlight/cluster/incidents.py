@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spotlight.cluster.remote_calls import Clock, Notify
@@ -42,6 +43,17 @@ class IncidentRecorder:
                 self.note(f"{node_id} is gone; {len(hosts) - 1} nodes are left")
             case ev.LearnerLost(detail):
                 self.record(Incident.LEARNER_LOST, "learner", detail)
+
+    def learner_waits(self, ranks: int) -> None:
+        """No spot nodes have room for the learner."""
+        self._write(Incident.LEARNER_WAITS, "learner", True, f"for {ranks} slots of spot nodes")
+        self.note(f"the learner waits for {ranks} slots of spot nodes")
+
+    def learner_placed(self, places: Sequence[tuple[str, float]]) -> None:
+        """The learner is up on these spot nodes, at these USD per hour."""
+        detail = ", ".join(f"{name} at ${price_usd_h:g}/h" for name, price_usd_h in places)
+        self._write(Incident.LEARNER_PLACED, "learner", True, detail)
+        self.note(f"the learner is on {detail}")
 
     def worker_crashed(self, worker: WorkerId, why: str) -> None:
         """A worker process died on a living node."""

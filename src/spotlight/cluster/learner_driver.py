@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.learner.learner_group import LearnerGroup
@@ -59,11 +59,22 @@ class PublishedVersions:
             self._digests[version, lineage] = self._digests[known]
 
 
+class Places(Protocol):
+    """Where a learner on spot nodes goes; its calls may change the roles of nodes."""
+
+    def lost(self) -> None:
+        """The learner's processes have ended."""
+
+    def started(self) -> None:
+        """They are up."""
+
+
 @dataclass(slots=True)
 class LearnerDriver:
     """Drives the learner. Head's event loop only.
 
     Attributes:
+        places: None if the learner does not move.
         prompts: all the run can use; their embeddings are stored when it begins.
     """
 
@@ -75,6 +86,7 @@ class LearnerDriver:
     prompts: tuple[PromptId, ...]
     put_event: Callable[[ev.Event], None]
     note: Notify
+    places: Places | None = None
     _start_from: Path | None = None
     _begun: bool = False
     _exporting: bool = False
@@ -98,6 +110,8 @@ class LearnerDriver:
 
     async def _restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         manifest = await self.learner.restore(checkpoint, lineage)
+        if self.places is not None:
+            self.places.started()
         self.conversations.start(self._await_loss())
         return manifest
 
@@ -106,6 +120,8 @@ class LearnerDriver:
 
     def lost(self, detail: str) -> None:
         """Handle the loss of the learner; called once per life."""
+        if self.places is not None:
+            self.places.lost()
         self.note(f"the learner is lost and goes back to the last checkpoint: {detail}")
         if self._committed:
             self._lost_meanwhile = detail  # the saved checkpoint counts: report it first
@@ -177,6 +193,11 @@ class LearnerDriver:
         await self.published.announce(manifest)
         self._restored.set()
         self.put_event(ev.LearnerRestored(lineage))
+
+    async def prepare_second(self) -> None:
+        """Form a second learner elsewhere, which :meth:`restore` takes."""
+        await self.learner.form_second()
+        self.put_event(ev.LearnerPrepared())
 
     async def export(self) -> Path:
         """Export the judged weights into the run directory, after the run; restores a lost learner first."""

@@ -65,8 +65,7 @@ class AcceptedSamples:
     async def sweep(self, issued: Iterable[RolloutId]) -> None:
         """Delete values left by late reports: all except accepted and ``issued`` rollouts."""
         known = {*issued, *self.digests}
-        for kind in VALUES:
-            await self.store.keep_only(kind, known)
+        await asyncio.gather(*(self.store.keep_only(kind, known) for kind in VALUES))
 
 
 @dataclass(slots=True)

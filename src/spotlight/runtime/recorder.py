@@ -160,8 +160,12 @@ class RunRecorder:
             (directory / CONTROLLER_FILE).write_text(json.dumps(effect.snapshot))
             yield directory
 
-    def undo(self, position: int, attempt: int) -> int:
-        """Delete the records after ``position``; returns how many the ledger held."""
+    def undo(self, position: int, attempt: int, iteration: int) -> int:
+        """Delete the records after ``position``, and metrics from ``iteration`` on.
+
+        Returns the number of records that the ledger held.
+        """
+        self.metrics.rewind(iteration)
         self._records = [(number, record) for number, record in self._records if number <= position]
         self.flush()
         return self.ledger.rollback(position, attempt) if self.ledger.position() > position else 0

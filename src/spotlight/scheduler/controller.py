@@ -43,12 +43,12 @@ from spotlight.scheduler.effects import (
     PublishWeights,
     ReportEvaluation,
     ReportPipeline,
-    RestoreLearner,
     RollBack,
     TrainMicroBatch,
     WriteRecord,
 )
 from spotlight.scheduler.iteration import Snapshot
+from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.overlap.trainer_budget import Backlog, trainer_rollout_budget
 from spotlight.scheduler.overlap.training_tasks import TrainingTasks
@@ -64,13 +64,7 @@ from spotlight.scheduler.stages import (
     StageMachine,
     Trigger,
 )
-from spotlight.scheduler.types import (
-    Filler,
-    PolicyVersion,
-    Prompt,
-    Rollout,
-    RolloutId,
-)
+from spotlight.scheduler.types import Filler, PolicyVersion, Prompt, Rollout, RolloutId
 
 
 class Controller:
@@ -92,8 +86,7 @@ class Controller:
         self._now = self._task_s = 0.0
         self._task_overlaps = False
         self._budget = self._budget_until_s = 0.0
-        self._committed = self._to_commit = self._snapshot()
-        self._learner_up, self._restore_due = True, False
+        self.learner = LearnerLife(plan.ranks, self.cluster, self._snapshot())
         self._undo: list[Effect] = []
 
     @property
@@ -127,11 +120,15 @@ class Controller:
         for lease in self.queue.expire(now):
             self.dispatcher.suspect(lease)
         self.cluster.ring(now)
+        if self._commits_behind:
+            self._stages.move(Trigger.CHECKPOINT_BEGUN)
+            self._start_iteration()
         # Expiry and the event itself may requeue rollouts of an older version.
         self.work.renew()
         self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
         if self.stage is not Stage.OVER:
             self.work.renew()
+            self._place_learner()
             self._learn()
         if self.stage is not Stage.OVER:
             self._set_trainer_budget()
@@ -156,8 +153,8 @@ class Controller:
                 self.dispatcher.pulled(event)
             case ev.LeaseProgressed():
                 self.work.progress(event, self._now)
-            case ev.LeaseCompleted(worker, lease, epoch, rollouts, version):
-                if not self.work.complete(worker, lease, epoch, rollouts, version, self._now):
+            case ev.LeaseCompleted(worker, lease, epoch):
+                if not self.work.complete(event, self._now):
                     self.dispatcher.abandon(worker, epoch, lease)
                 else:
                     self.dispatcher.finished(worker, lease)
@@ -181,26 +178,33 @@ class Controller:
             case ev.WeightsPublished(version):
                 self._published(version)
             case ev.CheckpointCommitted():
-                self._stages.move(Trigger.CHECKPOINT_COMMITTED)
-                self._committed = self._to_commit
-                self._start_iteration()
-            case ev.LearnerLost() | ev.LearnerRestored():
-                self._learner_changed(event)
+                behind = self.learner.saving is not None and self.stage is not Stage.COMMITTING
+                if not behind:
+                    self._stages.move(Trigger.CHECKPOINT_COMMITTED)
+                self.learner.saved()
+                self.work.discard(self.work.unsaved.take())
+                if not behind:
+                    self._start_iteration()
+            case ev.LearnerLost():
+                self._roll_back(Recovery.LEARNER_LOST)
+            case ev.LearnerRestored() | ev.LearnerPrepared():
+                self.learner.observe(event)
             case ev.GpuTimeSpent(_, phase, seconds):
                 self.ledger.spend(phase, seconds)
                 self.ledger.check()
             case ev.TimePassed():
                 pass
             case _:
+                self.learner.observe(event)
                 self.cluster.handle(event)
-                self._restore_learner()
 
     @property
     def wake_s(self) -> float | None:
         """When a :class:`~spotlight.scheduler.events.TimePassed` is due at the latest; None if never."""
         waited_for = self._budget and self._budget_until_s > self._now and not self.dispatcher.trainers_work
         budget_s = self._budget_until_s if waited_for else None
-        alarms = (self.queue.next_deadline_s, self.cluster.next_s, budget_s)
+        begins_s = self._now if self._commits_behind else None
+        alarms = (self.queue.next_deadline_s, self.cluster.next_s, budget_s, begins_s)
         times = [at_s for at_s in alarms if at_s is not None]
         return min(times, default=None)
 
@@ -213,7 +217,7 @@ class Controller:
 
     @property
     def rollouts(self) -> Mapping[RolloutId, Rollout]:
-        """The current iteration's rollouts, without previews."""
+        """The current iteration's, without previews."""
         return self.work.at.rollouts
 
     # -- issue -----------------------------------------------------------------------------------------
@@ -279,7 +283,7 @@ class Controller:
         if self.iteration >= self.plan.iterations:
             self._finish()
             return
-        if not self._learner_up:
+        if not self.learner.up:
             self.cluster.recoveries[Recovery.LEARNER_AWAITED] += 1
         self.work.learn_from_groups(self.iteration, self.version)
 
@@ -289,7 +293,7 @@ class Controller:
         """Give an idle learner a task, unless its GPUs should roll out first."""
         there, training = self.stage is Stage.LEARNING, self.training
         rolls = self.stage in GENERATING
-        if training.task or not self._learner_up or not (there or rolls):
+        if training.task or not self.learner.works or not (there or rolls):
             self._budget = 0
             return
         if self.dispatcher.trainers_work:
@@ -338,7 +342,7 @@ class Controller:
         """The learner's GPUs roll out only while it idles and, if bounded, only as far as it pays."""
         if not self.cluster.trainers():
             return
-        waits = self._learner_up and self.stage in LEARNER_IDLES and self.training.task is None
+        waits = self.learner.works and self.stage in LEARNER_IDLES and self.training.task is None
         rollouts: float = 0.0
         if waits and self.plan.bounded and self.stage is not Stage.EXPLORING:
             rollouts = self._budget
@@ -378,7 +382,10 @@ class Controller:
         for rollout in trained:
             self.ledger.train(rollout, self.version)
         self.ledger.step(StepApplied(self.version, self.iteration, update, len(trained), loss, grad_norm))
-        self.work.discard(trained)
+        if self.plan.cluster.learner_moves:
+            self.work.unsaved.names += trained  # a lost learner trains them again
+        else:
+            self.work.discard(trained)
 
     # -- the end of an iteration -----------------------------------------------------------------------
 
@@ -397,9 +404,14 @@ class Controller:
             return
         self._stages.move(Trigger.CHECKPOINT_DUE)
         # Includes the records of this event: the driver writes them before the checkpoint.
-        self._to_commit = self._snapshot()
-        snapshot = self._to_commit.to_dict()
-        self.work.effects.append(CommitCheckpoint(self.iteration, self.ledger.position, snapshot))
+        saving = self.learner.saving = self._snapshot()
+        self.work.effects.append(CommitCheckpoint(self.iteration, self.ledger.position, saving.to_dict()))
+
+    @property
+    def _commits_behind(self) -> bool:
+        """Whether a checkpoint has been ordered that the next iteration does not wait for."""
+        behind = self.stage is Stage.COMMITTING and self.plan.cluster.learner_moves
+        return behind and self.iteration < self.plan.iterations
 
     def _report_pipeline(self) -> None:
         pipeline, filled = self.plan.pipeline, self.cluster.pace.filled_s
@@ -410,36 +422,29 @@ class Controller:
             self.work.effects.append(report)
         filled.clear()
 
-    # -- a lost learner --------------------------------------------------------------------------------
+    # -- the learner's life ----------------------------------------------------------------------------
 
-    def _learner_changed(self, event: ev.LearnerLost | ev.LearnerRestored) -> None:
-        match event:
-            case ev.LearnerLost():
-                self._stages.move(Trigger.LEARNER_LOST)
-                self._roll_back()
-            case ev.LearnerRestored(lineage):
-                if lineage == self.cluster.lineage:
-                    self._learner_up = True
-
-    def _roll_back(self) -> None:
+    def _roll_back(self, why: Recovery) -> None:
         """Return to the last committed checkpoint like a resumed run, but reuse surviving work."""
-        self.cluster.recoveries[Recovery.LEARNER_LOST] += 1
+        self._stages.move(Trigger.LEARNER_LOST)
+        self.cluster.count(why)
+        committed = self.learner.committed
         self.work.effects = []
-        self.iteration, self.version = self._committed.iteration, self._committed.version
+        self.iteration, self.version = committed.iteration, committed.version
         self._published_before = self.version
-        self.work.roll_back(self._committed.ledger, self._committed.exploration)
+        self.work.roll_back(committed.ledger, committed.exploration)
         self._undo.append(RollBack(self.ledger.position))
         self.cluster.roll_back(self.version)
         self.cluster.pace.filled_s.clear()  # undone, like the ledger's records since the commit
         self.cluster.serving.turned.clear()  # its GPUs belong to a new process now
-        self._learner_up, self._restore_due = False, True
-        self._restore_learner()
+        self.learner.lost()
         self._start_iteration()
 
-    def _restore_learner(self) -> None:
-        if self._restore_due and self.cluster.learner_gpus >= self.plan.ranks:
-            self._restore_due = False
-            self.work.effects.append(RestoreLearner(self.iteration, self.cluster.lineage))
+    def _place_learner(self) -> None:
+        idle = self.stage in LEARNER_IDLES and not self.training.prepared and not self.training.task
+        if self.learner.must_go and not idle:
+            self._roll_back(Recovery.LEARNER_EVICTED)
+        self.work.effects += self.learner.placed(self.iteration, idle=idle)
 
     def _finish(self) -> None:
         self._stages.move(Trigger.ITERATIONS_DONE)
@@ -485,7 +490,7 @@ class Controller:
         controller.work.load(parsed.ledger, parsed.exploration)
         controller.queue.leases_granted = parsed.leases_granted
         controller.cluster.target = parsed.version
-        controller._committed = parsed
+        controller.learner.committed = parsed
         return controller
 
 

@@ -261,6 +261,11 @@ class RestoreLearner:
 
 
 @dataclass(frozen=True, slots=True)
+class PrepareLearner:
+    """Start a second learner at the new places, up to loading its state; ``RestoreLearner`` takes it."""
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRun:
     """End the run; ``error`` says why it stopped early, with the remedy."""
 
@@ -287,5 +292,6 @@ Effect: TypeAlias = (
     | ClusterEffect
     | RollBack
     | RestoreLearner
+    | PrepareLearner
     | FinishRun
 )

@@ -149,6 +149,19 @@ class NodeLost:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeReassigned:
+    """A node that is there trains, rolls out or rests from now on, unlike before.
+
+    Attributes:
+        nodes: what it was to the controller; their workers end.
+        parts: what it is now.
+    """
+
+    nodes: tuple[NodeId, ...]
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerStarted:
     """A worker's process is up, without weights; ``epoch`` as in ``StartWorker``."""
 
@@ -257,6 +270,11 @@ class LearnerRestored:
 
 
 @dataclass(frozen=True, slots=True)
+class LearnerPrepared:
+    """A second learner, asked for by ``PrepareLearner``, needs nothing more than the state."""
+
+
+@dataclass(frozen=True, slots=True)
 class GpuTimeSpent:
     """Billed time of a worker, in seconds, by phase."""
 
@@ -275,6 +293,7 @@ ClusterEvent: TypeAlias = (
     | NodeNoticed
     | NoticeCancelled
     | NodeLost
+    | NodeReassigned
     | WorkerStarted
     | WorkerCrashed
     | WeightsPulled
@@ -301,6 +320,7 @@ Event: TypeAlias = (
     | LeaseCompleted
     | LearnerLost
     | LearnerRestored
+    | LearnerPrepared
     | GpuTimeSpent
     | TimePassed
 )

@@ -148,7 +148,7 @@ class Safe:
         )
 
     def merge(self, older: Safe) -> None:
-        """Add what an older loss left unused."""
+        """Add what was there before, unless it is here."""
         self.samples = older.samples | self.samples
         self.scores = {**older.scores, **self.scores}
         self.makers = older.makers | self.makers
@@ -168,6 +168,24 @@ class Safe:
             return 0
         del self.progress[rollout.id]
         return step
+
+
+@dataclass(slots=True)
+class Unsaved:
+    """Trained samples that are kept until their optimizer step is durable; ``before``: their iteration."""
+
+    names: list[RolloutId] = field(default_factory=list)
+    before: Iteration = field(default_factory=Iteration)
+
+    def begin(self, at: Iteration) -> None:
+        """The next iteration begins after ``at``."""
+        if self.names:
+            self.before = at
+
+    def take(self) -> list[RolloutId]:
+        """Remove all, since they are durable or are trained again."""
+        taken, self.names, self.before = self.names, [], Iteration()
+        return taken
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ class ClusterPlan:
         answer_s: timeout of a command, after which it is resent, and finally the worker restarted.
         start_s: the same for starting a process and for pulling full weights.
         drain_margin_s: a noticed node stops work this long before its deadline.
+        learner_moves: the learner is on spot nodes. A checkpoint ends every iteration, behind the rollouts of
+            the next, and trained samples are kept until it is durable.
     """
 
     pixels: int = 512 * 512
@@ -44,6 +46,7 @@ class ClusterPlan:
     start_s: float = 600.0
     drain_margin_s: float = 25.0
     publishes: WeightKind = WeightKind.ADAPTER
+    learner_moves: bool = False
 
     @property
     def sp_pays(self) -> bool:
@@ -151,6 +154,10 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
         raise ValueError(
             f"slices compared by pipeline.baseline={plan.pipeline.baseline} are trained before their group "
             f"is whole, but {plan.choice.samples} samples of it are to be chosen"
+        )
+    if plan.cluster.learner_moves and plan.checkpoint_every != 1:
+        raise ValueError(
+            f"a learner that moves is saved after every iteration, not after {plan.checkpoint_every}"
         )
     _require_degrees(plan.cluster)
     known: dict[PromptId, Prompt] = {}

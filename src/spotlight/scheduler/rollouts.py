@@ -27,6 +27,7 @@ from spotlight.scheduler.group_gate import GroupProgress
 from spotlight.scheduler.iteration import (
     Iteration,
     Safe,
+    Unsaved,
     evaluation_rollouts,
     preview_rollouts,
     train_rollouts,
@@ -35,7 +36,7 @@ from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.types import DropReason, LeaseId, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
+from spotlight.scheduler.types import DropReason, LeaseId, PolicyVersion, Prompt, Rollout, RolloutId
 
 ROLLOUT_ATTEMPTS = 2
 """A rollout failing this often is dropped: with fixed randomness it would fail again."""
@@ -52,6 +53,7 @@ class Rollouts:
         explorer: None without exploration.
         explores_beside: previews are made while the previous iteration trains.
         safe: work that survived a lost learner, not reissued yet.
+        unsaved: trained samples whose step may be lost.
         stopping: why the run has to stop, if it has to.
         effects: taken by the controller after each event.
     """
@@ -69,6 +71,7 @@ class Rollouts:
         self.explores_beside = explores is not None and explores.where == "idle"
         dispatcher.spare.explores = self.explores_beside
         self.at, self.early, self.safe = Iteration(), Iteration(), Safe()
+        self.unsaved = Unsaved()
         self.early_samples = 0
         self.older: set[RolloutId] = set()
         self._oldest = PolicyVersion(0)
@@ -101,6 +104,7 @@ class Rollouts:
 
     def begin(self, now: float) -> None:
         """Start an iteration; rollouts made early are adopted by :meth:`issue_training`."""
+        self.unsaved.begin(self.at)
         self.at, self.early_samples = Iteration(), 0
         self.queue.forget_done()
         self.queue.promote()
@@ -325,19 +329,12 @@ class Rollouts:
         if not self._admit(verdict, None) and verdict is CommitVerdict.STALE_EPOCH:
             self.dispatcher.abandon(event.leader, event.epoch, event.lease)
 
-    def complete(
-        self,
-        worker: WorkerId,
-        lease: LeaseId,
-        epoch: int,
-        rollouts: Sequence[RolloutId],
-        version: PolicyVersion,
-        now: float,
-    ) -> bool:
+    def complete(self, event: ev.LeaseCompleted, now: float) -> bool:
         """Accept finished rollouts and have them scored. Returns whether any counted."""
         accepted: list[Rollout] = []
+        worker, lease, epoch, version = event.leader, event.lease, event.epoch, event.version
         self.queue.renew(lease, epoch, now)
-        for name in rollouts:
+        for name in event.rollouts:
             work = self._work_of(name)
             rollout = work.rollouts.get(name)
             if rollout is not None and version != rollout.version:
@@ -466,7 +463,9 @@ class Rollouts:
         for lease in revoked:
             self.dispatcher.revoked(lease)
         older, self.safe = self.safe, Safe.of(self.at, unfinished)
+        self.safe.merge(Safe.of(self.unsaved.before, {}))
         self.safe.merge(older)
+        self.cluster.recoveries[Recovery.TRAINED_AGAIN] += bool(self.unsaved.take())
         billed = self.ledger.gpu_seconds, self.ledger.billed_s
         self.load(ledger, exploration)
         self.ledger.gpu_seconds, self.ledger.billed_s = billed

@@ -47,6 +47,8 @@ class Trigger(StrEnum):
     CHECKPOINT_DUE = "checkpoint due"
     """Weights are published, and a checkpoint ends the iteration."""
     CHECKPOINT_COMMITTED = "checkpoint committed"
+    CHECKPOINT_BEGUN = "checkpoint begun"
+    """The learner moves: it is committed behind the next iteration's rollouts."""
     LEARNER_LOST = "learner lost"
     ITERATIONS_DONE = "iterations done"
     """The last evaluation is reported; nothing is left to train."""
@@ -91,6 +93,7 @@ TRANSITIONS: Mapping[Stage, Mapping[Trigger, Stage]] = {
     },
     Stage.COMMITTING: {
         Trigger.CHECKPOINT_COMMITTED: Stage.STARTING,
+        Trigger.CHECKPOINT_BEGUN: Stage.STARTING,
         Trigger.LEARNER_LOST: Stage.STARTING,
     },
     Stage.OVER: {},

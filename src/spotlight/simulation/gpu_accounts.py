@@ -84,6 +84,14 @@ class GpuAccounts:
             if self.timelines:
                 self._past.append(gpu)
 
+    def reassign(self, node: Node, now: float) -> None:
+        """A node trains or rolls out, unlike before, at the price it has."""
+        usd_s = self.gpus[node.id][0].usd_s
+        self.remove(node.id, now)
+        self.add(node, now)
+        for gpu in self.gpus[node.id]:
+            gpu.usd_s = usd_s
+
     def price(self, node: NodeId, price_usd_h: float, now: float) -> None:
         """Change a node's price."""
         for gpu in self.gpus.get(node, ()):

@@ -30,7 +30,8 @@ class Scenario:
     """One simulated run.
 
     Attributes:
-        nodes: node events as (seconds, event), ascending; training nodes join at 0.
+        nodes: node events as (seconds, event), ascending; training nodes join at 0, unless the
+            learner moves.
         train_prompts: number of training prompts.
         test_prompts: number of held-out prompts per evaluation.
         seed: of the noise on durations; the plan's run seed fixes everything else.
@@ -58,7 +59,9 @@ class Scenario:
             raise ValueError("scenario.nodes must be ordered by time and start at 0 s or later")
         first = [event.node for at_s, event in self.nodes if isinstance(event, NodeJoined) and at_s == 0]
         ranks = sum(node.gpus for node in first if node.trains)
-        if ranks != self.plan.ranks:
+        if self.plan.cluster.learner_moves:
+            self._require_whole_nodes()
+        elif ranks != self.plan.ranks:
             raise ValueError(
                 f"the plan has {self.plan.ranks} learner ranks, but the nodes that train and join at 0 s "
                 f"have {ranks} GPUs; give plan.ranks their number"
@@ -66,6 +69,17 @@ class Scenario:
         joining = [event.node for _, event in self.nodes if isinstance(event, NodeJoined)]
         if not any(node.rolls_out for node in joining):
             raise ValueError("no node rolls out: nothing would ever be trained; set rolls_out on some node")
+
+    def _require_whole_nodes(self) -> None:
+        """A learner that moves takes whole spot nodes here, which are no one's before."""
+        for node in (event.node for _, event in self.nodes if isinstance(event, NodeJoined)):
+            if node.trains:
+                raise ValueError(f"node {node.id} trains, but the learner moves; set trains on no node")
+            if node.kind is NodeKind.SPOT and self.plan.ranks % node.gpus:
+                raise ValueError(
+                    f"{self.plan.ranks} learner ranks do not fill spot nodes like {node.id}, which has "
+                    f"{node.gpus} GPUs; give plan.ranks a multiple"
+                )
 
 
 @dataclass(frozen=True, slots=True)

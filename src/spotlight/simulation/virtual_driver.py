@@ -27,6 +27,7 @@ from spotlight.scheduler.types import (
     DropReason,
     Node,
     NodeId,
+    NodeKind,
     Prompt,
     PromptId,
     Rollout,
@@ -37,6 +38,7 @@ from spotlight.simulation.disturbances import Network, TimingNoise
 from spotlight.simulation.gpu_accounts import GpuAccounts, GpuSwitches
 from spotlight.simulation.scenario import IterationTime, NodeEvent, PriceChanged, Scenario, SimulationResult
 from spotlight.simulation.virtual_learner import VirtualLearner, VirtualStore
+from spotlight.simulation.virtual_places import VirtualPlaces
 from spotlight.simulation.virtual_processes import VirtualProcess, VirtualWeights
 from spotlight.simulation.virtual_workers import ImageCosts, Receipt, VirtualWorkers
 
@@ -76,8 +78,9 @@ class Simulation:
         costs = ImageCosts(scenario.costs, scenario.plan.cluster.pixels)
         turns = GpuSwitches(scenario.costs.switch_s())
         self.workers = VirtualWorkers(self, self.accounts, costs, scenario.commit_every, turns)
-        trains = [e.node for _, e in scenario.nodes if isinstance(e, ev.NodeJoined) and e.node.trains]
-        gpu_type = trains[0].gpu_type
+        joins = [event.node for _, event in scenario.nodes if isinstance(event, ev.NodeJoined)]
+        gpu_type = max(joins, key=lambda node: (node.trains, node.kind is NodeKind.SPOT)).gpu_type
+        self.places = VirtualPlaces.of(scenario.plan)
         self.learner = VirtualLearner(
             scenario,
             self.accounts,
@@ -90,8 +93,6 @@ class Simulation:
         )
         self._learner_noise = TimingNoise(scenario.seed, "learner", scenario.noise)
         self._reward_noise = TimingNoise(scenario.seed, "rewards", scenario.noise)
-        self.nodes: dict[NodeId, Node] = {}
-        self._gone: Node | None = None
         self._start_due = False
         self.noticed: dict[NodeId, float] = {}
         self.slow: dict[NodeId, float] = {}
@@ -108,6 +109,11 @@ class Simulation:
         self._numbers = count()
         self._wake = _Wake()
         self._hash = hashlib.blake2b(digest_size=16) if log else None
+
+    @property
+    def nodes(self) -> dict[NodeId, Node]:
+        """The nodes that are there, with their roles."""
+        return self.places.nodes
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -232,8 +238,11 @@ class Simulation:
                 self.store.discard(rollouts)
             case ef.ReportEvaluation(iteration, lineage=lineage):
                 self.after(0.0, self._from_head, self.head_life, ev.EvaluationReported(iteration, lineage))
+            case ef.PrepareLearner():
+                self.learner.prepare()
             case ef.RestoreLearner():
                 self.learner.restore(effect)
+                self._learner_starts()
             case ef.ReportExploration():
                 self.explorations.append(effect)
             case ef.ReportPipeline():
@@ -324,6 +333,7 @@ class Simulation:
 
     def happen(self, event: NodeEvent) -> None:
         """Apply a node event to the simulated cluster and report it to the controller."""
+        holds_learner = False
         match event:
             case PriceChanged(node, price_usd_h):
                 self.accounts.price(node, price_usd_h, self.now)
@@ -331,42 +341,61 @@ class Simulation:
             case ev.NodeJoined(node):
                 if node.id in self.nodes:
                     return
-                self.nodes[node.id] = node
-                self.accounts.add(node, self.now)
+                event = ev.NodeJoined(self.places.join(node))
+                self.accounts.add(event.node, self.now)
             case ev.NodeLost(node_id):
                 if node_id not in self.nodes:
                     return
-                self._take(node_id)
+                holds_learner = self._take(node_id)
             case ev.NodeNoticed(node_id, deadline_s):
                 if node_id not in self.nodes:
                     return
                 self.notices += 1
                 self.noticed[node_id] = deadline_s
+                self.places.notice(node_id)
             case ev.NoticeCancelled(node_id):
                 if self.noticed.pop(node_id, None) is None:
                     return
+                self.places.cancel(node_id)
         self.feed(event)
-        if isinstance(event, ev.NodeLost) and self._gone is not None and self._gone.trains:
+        self._reassign()
+        if holds_learner and isinstance(event, ev.NodeLost):
             self.lose_learner(f"node {event.node} is gone")
         if isinstance(event, ev.NodeJoined) and self._start_due and self.head_up:
             self._start_learner()
+
+    def _reassign(self) -> None:
+        """Report nodes whose role has changed."""
+        for node in self.places.changed(self.noticed):
+            for process in [p for p in self.workers.processes.values() if p.node == node.id]:
+                self.workers.kill(process)
+            self.accounts.reassign(node, self.now)
+            self.feed(ev.NodeReassigned((node.id,), (node,)))
+
+    def _learner_starts(self) -> None:
+        self.places.started()
+        self._reassign()
 
     def reboot(self, node: Node) -> None:
         """A node is lost and returns before anyone notices."""
         if node.id not in self.nodes:
             return
-        self._take(node.id)
+        holds_learner = self._take(node.id)
         self.happen(ev.NodeJoined(node))
-        if node.trains:
+        if holds_learner:
             self.lose_learner(f"node {node.id} was restarted")
 
-    def _take(self, node_id: NodeId) -> None:
+    def _take(self, node_id: NodeId) -> bool:
+        """Take a node; returns whether the learner was on it."""
         self.preemptions += 1
         for process in [p for p in self.workers.processes.values() if p.node == node_id]:
             self.workers.kill(process)
         self.accounts.remove(node_id, self.now)
-        self._gone = self.nodes.pop(node_id)
         self.noticed.pop(node_id, None)
+        holds_learner, holds_second = self.places.take(node_id)
+        if holds_second:
+            self.learner.forget_second()
+        return holds_learner
 
     def crash(self, process: VirtualProcess) -> None:
         """A worker process dies, and the driver notices."""
@@ -376,6 +405,8 @@ class Simulation:
     def lose_learner(self, detail: str) -> None:
         """A learner rank dies."""
         self.learner.lose()
+        self.places.lost()
+        self._reassign()
         if not self.head_up:
             return
         if self.controller.stage is Stage.IDLE:
@@ -388,11 +419,14 @@ class Simulation:
         self._start_due = present < self.scenario.plan.ranks
         if not self._start_due:
             self.learner.start()
+            self._learner_starts()
 
     def restart_head(self, down_s: float) -> None:
         """Kill the head with controller and learner; it restarts from the last checkpoint."""
         self.learner.lose()
         self.head_up, self.head_life = False, self.head_life + 1
+        self.places.lost()
+        self._reassign()
         self.after(down_s, self._head_back, self.head_life)
 
     def _head_back(self, life: int) -> None:

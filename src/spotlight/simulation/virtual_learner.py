@@ -61,6 +61,8 @@ class VirtualLearner:
         life: counts restarts; effects of an earlier life are never answered.
         prepared: samples of the batch that no micro-batch has taken yet.
         trained: samples accumulated since the last optimizer step.
+        task: what it does, one thing at a time.
+        ready_s: when the second learner is formed; None: there is none.
     """
 
     scenario: Scenario
@@ -78,11 +80,15 @@ class VirtualLearner:
     life: int = 0
     alive: bool = False
     busy: bool = True
+    task: LearnerEffect | None = None
+    ready_s: float | None = None
+    preparation: int = 0
     _contents: int = 0
     _uncommitted: list[BilledSegment] = field(default_factory=list)
 
     def start(self) -> None:
         """First start, or restart with the head; answers :class:`RunStarted`."""
+        self.forget_second()
         self._begin_life()
         self.after(self.scenario.costs.restore_s(), self._up, self.life, ev.RunStarted())
 
@@ -92,8 +98,28 @@ class VirtualLearner:
         assert effect.iteration == durable, (
             f"checkpoint {effect.iteration} is asked for, {durable} is durable"
         )
+        if self.alive:  # it leaves its node
+            self.lose()
+        formed_s = self.scenario.costs.restore_s()
+        if self.ready_s is not None:
+            formed_s = min(formed_s, max(0.0, self.ready_s - self.now()))
+            self.forget_second()
         self._begin_life()
-        self.after(self.scenario.costs.restore_s(), self._up, self.life, ev.LearnerRestored(effect.lineage))
+        self.after(formed_s, self._up, self.life, ev.LearnerRestored(effect.lineage))
+
+    def prepare(self) -> None:
+        """Form a second learner, up to loading the state."""
+        self.preparation += 1
+        self.ready_s = self.now() + self.scenario.costs.restore_s()
+        self.after(self.scenario.costs.restore_s(), self._prepared, self.preparation)
+
+    def _prepared(self, preparation: int) -> None:
+        if preparation == self.preparation and self.ready_s is not None:
+            self.answer(ev.LearnerPrepared())
+
+    def forget_second(self) -> None:
+        """The second learner is gone."""
+        self.ready_s = None
 
     def lose(self) -> None:
         """A rank dies: training since the checkpoint is lost."""
@@ -105,6 +131,8 @@ class VirtualLearner:
     def carry_out(self, effect: LearnerEffect) -> None:
         """Execute an effect and answer when done."""
         assert self.alive, f"the learner is gone, and is asked to {effect}"
+        assert self.task is None, f"the learner is to {self.task}, and is asked to {effect}"
+        self.task = effect
         if isinstance(effect, ef.PrepareBatch | ef.TrainMicroBatch) and (turn_s := self.turns.to_training()):
             self._phase(Phase.RECONFIGURATION)
             self.after(turn_s, self._turned, self.life, effect)
@@ -151,6 +179,7 @@ class VirtualLearner:
     def _done(self, life: int, effect: LearnerEffect) -> None:
         if life != self.life:
             return
+        self.task = None
         self._phase(Phase.IDLE)
         match effect:
             case ef.PrepareBatch(iteration):
@@ -175,7 +204,7 @@ class VirtualLearner:
     def _begin_life(self) -> None:
         self.life, self.alive = self.life + 1, False
         self.turns.to_training()  # covered by the restart time
-        self.prepared, self.trained = set(), 0
+        self.prepared, self.trained, self.task = set(), 0, None
         self.weights = self.checkpoint.weights if self.checkpoint else INITIAL_WEIGHTS
         self.store.versions[self.weights.version] = self.weights
         self._phase(Phase.SETUP)

@@ -85,7 +85,15 @@ class MetricsWriter:
         """Drop rows from iteration ``resume_at`` on and a truncated last line. Raises StoreError."""
         self._path = paths.metrics
         self._sinks = sinks
-        kept = [row for row in _rows(self._path) if row.iteration < resume_at]
+        self._cut(resume_at)
+
+    def rewind(self, iteration: int) -> None:
+        """Drop rows from an iteration on, which is done again; sinks keep theirs. Raises StoreError."""
+        os.close(self._file)
+        self._cut(iteration)
+
+    def _cut(self, iteration: int) -> None:
+        kept = [row for row in _rows(self._path) if row.iteration < iteration]
         try:
             write_atomically(self._path, b"".join(_line(row) for row in kept))
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)

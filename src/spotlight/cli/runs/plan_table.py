@@ -148,9 +148,11 @@ def _shared(config: RunConfig, plan: RunPlan, model: ModelSizes) -> Iterator[tup
 def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]]:
     spot, ranks = config.fleet.spot, config.fleet.learner_ranks
     beside = " and roll out" if config.pipeline.trainers_generate else ""
-    yield "reserved slots", count(fleet.reserved_slots), f"{ranks} of them train{beside}"
+    trains, moves = f"{ranks} of them train{beside}", config.fleet.learner_placement == "spot"
+    head = "for the controller alone" if fleet.reserved_slots == 0 else "they roll out"
+    yield "reserved slots", count(fleet.reserved_slots), head if moves else trains
     source = "at most" if spot.trace is not None else "from the beginning"
-    yield "spot slots", count(fleet.spot_slots), source
+    yield "spot slots", count(fleet.spot_slots), f"{source}; {trains}, and move" if moves else source
     if spot.trace is not None:
         known = spot.notice_s is not None
         notice = f"noticed {spot.notice_s:g} s before" if known else "noticed when the trace says"

@@ -12,6 +12,7 @@ import os
 import socket
 import sys
 import threading
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -207,6 +208,7 @@ class RayLauncher:
         config: the resolved configuration as YAML.
         placements: placements by rank; asked before each start, since nodes come and go. May raise
             LookupError, saying why there is no room.
+        room: waits until there is room for all ranks; None: there always is, or a start fails.
         token: what :func:`~spotlight.cluster.learner.learner_rank.write_token` wrote.
         logs: directory for the ranks' output, on shared storage.
         exchange_s: timeout of a collective.
@@ -224,15 +226,23 @@ class RayLauncher:
         *,
         exchange_s: float = 600.0,
         store_s: float = 300.0,
+        room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        self.world = world
+        self.world, self._room = world, room
+        self._at: dict[int, Mapping[str, int]] = {}
         self._config, self._placements, self._store, self._token = config, placements, store, token
         self._logs, self._exchange_s, self._store_s = logs.absolute(), exchange_s, store_s
         self._thread = ThreadPoolExecutor(1, "learner-launcher")
 
     async def start(self, life: int) -> Sequence[RankHandle]:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
+        if self._room is not None:
+            await self._room()
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, life)
+
+    def nodes_of(self, life: int) -> Mapping[str, int]:
+        """Ray ids of the nodes on which a life was started, with the number of ranks."""
+        return self._at[life]
 
     async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
@@ -252,6 +262,7 @@ class RayLauncher:
         if len(placements) != self.world:
             raise LookupError(f"{len(placements)} places for {self.world} learner ranks")
         per_node = tuple(len([*ranks]) for _, ranks in groupby(placements, lambda placement: placement.node))
+        self._at[life] = Counter(placement.node for placement in placements)
         started: list[RankActor] = []
         try:
             for rank, placement in enumerate(placements):

@@ -217,6 +217,7 @@ class LearnerGroup:
         self._launcher, self._prompts, self._note = launcher, prompts, note
         self._deadlines = deadlines or Deadlines()
         self._life: _Life | None = None
+        self._second: tuple[_Life, asyncio.Task[None]] | None = None
         self._lives = 0
         self._lost_in_a_row = 0
         self._raised_in_a_row = 0
@@ -230,6 +231,12 @@ class LearnerGroup:
     def life(self) -> int:
         """Number of starts of all ranks so far, failed ones included."""
         return self._lives
+
+    @property
+    def working_life(self) -> int:
+        """Number of the life that was restored last; a second one may be younger."""
+        assert self._life is not None, "restore() comes first"
+        return self._life.number
 
     # -- lives -----------------------------------------------------------------------------------------
 
@@ -250,8 +257,16 @@ class LearnerGroup:
             LearnerError: it failed in the same way several times in a row.
             Exception: one of :data:`FINAL`.
         """
+        second, self._second = self._second, None
         await self.stop()
         for attempt in count():
+            if attempt == 0 and second is not None:
+                self._life, forming = second
+                try:
+                    await asyncio.shield(forming)
+                    return await self._load(self._life, checkpoint, lineage)
+                except START_FAILED:
+                    await self._bury(second[0])
             life = self._begin_life()
             # Negative, hence no pause, for the first restart.
             urgent = self._lost_in_a_row - 2 if attempt == 0 else attempt - 1
@@ -277,8 +292,34 @@ class LearnerGroup:
         self._lost_in_a_row += 1
         return detail
 
+    async def form_second(self) -> None:
+        """Start all ranks once more, elsewhere, as far as they need no state; :meth:`restore` takes them.
+
+        Raises AbandonedError: they do not start, or are not needed any more.
+        """
+        await self._drop_second()
+        self._lives += 1
+        life = _Life(self._lives, self._deadlines.suspect_s)
+        forming = asyncio.ensure_future(self._form(life))
+        self._second = life, forming
+        try:
+            await asyncio.shield(forming)
+        except START_FAILED as error:
+            if self._second == (life, forming):
+                self._note(f"a second learner does not start: {life.over.result().detail}")
+                await self._drop_second()
+            raise AbandonedError("form_second") from error
+
+    async def _drop_second(self) -> None:
+        second, self._second = self._second, None
+        if second is not None:
+            second[0].end(_End("another is formed"))
+            await asyncio.wait({second[1]})
+            await self._launcher.end(second[0].ranks, ())
+
     async def stop(self) -> None:
         """End all ranks; nothing is reported afterwards."""
+        await self._drop_second()
         life, self._life = self._life, None
         if life is not None:
             life.end(_End("it was stopped"))
@@ -296,6 +337,10 @@ class LearnerGroup:
             raise AbandonedError("restore")
 
     async def _start(self, life: _Life, checkpoint: Path | None, lineage: int) -> WeightsManifest:
+        await self._form(life)
+        return await self._load(life, checkpoint, lineage)
+
+    async def _form(self, life: _Life) -> None:
         wait = self._deadlines
         try:
             ranks = await self._launcher.start(life.number)
@@ -310,6 +355,9 @@ class LearnerGroup:
         await life.ask("join", address, deadline_s=wait.start_s, each=[(host,) for host in hosts])
         await life.ask("load_model", self._prompts, deadline_s=wait.load_s)
         await life.ask("build", deadline_s=wait.load_s)
+
+    async def _load(self, life: _Life, checkpoint: Path | None, lineage: int) -> WeightsManifest:
+        wait = self._deadlines
         if checkpoint is not None:
             await life.ask("load", checkpoint, deadline_s=wait.load_s)
         manifest: WeightsManifest

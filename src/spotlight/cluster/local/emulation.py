@@ -36,8 +36,8 @@ def spot_trace(fleet: FleetConfig) -> Trace:
 
 
 def reserved_slots(fleet: FleetConfig) -> int:
-    """Slots of the reserved node: the learner's, and those that roll out."""
-    return fleet.learner_ranks + fleet.local.rollout_slots
+    """Slots of the reserved node: the learner's if it is there, and those that roll out."""
+    return fleet.reserved_ranks + fleet.local.rollout_slots
 
 
 def spot_slots(fleet: FleetConfig) -> int:

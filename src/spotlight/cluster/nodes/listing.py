@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from spotlight.cluster.nodes.facts import Gpu, NodeFacts
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.scheduler.learner.learner_places import choose_places
 from spotlight.scheduler.types import Node, NodeId, NodeKind
 
 SLOT = "spotlight_slot"
@@ -156,7 +157,11 @@ def diff(before: Mapping[str, RayNode], after: Mapping[str, RayNode]) -> Change:
 
 
 def require_usable(view: View, learner_ranks: int, source: str) -> None:
-    """Check that training can start on these nodes; ConfigError lists every problem and its remedy."""
+    """Check that training can start on these nodes; ConfigError lists every problem and its remedy.
+
+    Args:
+        learner_ranks: on reserved nodes; 0: they go to spot nodes, which may come later.
+    """
     problems = list(view.problems.values())
     nodes = view.nodes.values()
     reserved = [node for node in nodes if node.kind is NodeKind.RESERVED]
@@ -166,12 +171,12 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
             Problem(
                 source,
                 f"no reserved node (nodes: {names})",
-                "at least one: the learner and all progress live there",
+                "at least one: the controller and all progress live there",
                 f"Start one with {_START % KIND_RESOURCES[NodeKind.RESERVED]}, "
                 f"or --labels={KIND_LABEL}=reserved.",
             )
         )
-    if not any(node.slots for node in nodes):
+    if learner_ranks and not any(node.slots for node in nodes):
         problems.append(
             Problem(
                 source,
@@ -233,25 +238,14 @@ def place_learner(nodes: Sequence[RayNode], ranks: int) -> Mapping[str, int]:
 
     Raises ConfigError if there are fewer slots than ranks.
     """
-    reserved = [node for node in nodes if node.kind is NodeKind.RESERVED and node.slots]
-    placed: dict[str, int] = {}
-    left = ranks
-    while left:
-        free = [node for node in reserved if node.ray_id not in placed]
-        whole = [node for node in free if node.slots >= left]
-        chosen = (
-            min(whole, key=lambda node: (node.slots, node.name))
-            if whole
-            else max(free, key=lambda node: node.slots, default=None)
+    reserved = sorted((node for node in nodes if node.kind is NodeKind.RESERVED), key=lambda node: node.name)
+    slots = {node.ray_id: node.slots for node in reserved}
+    placed = choose_places(slots, ranks)
+    if not placed:
+        expected = f"at most {sum(slots.values())}, the slots of the reserved nodes"
+        raise ConfigError(
+            "the cluster", [Problem("fleet.learner_ranks", str(ranks), expected, "Lower it, or add a node.")]
         )
-        if chosen is None:
-            found, have = str(ranks), sum(node.slots for node in reserved)
-            expected = f"at most {have}, the slots of the reserved nodes"
-            raise ConfigError(
-                "the cluster", [Problem("fleet.learner_ranks", found, expected, "Lower it, or add a node.")]
-            )
-        placed[chosen.ray_id] = min(left, chosen.slots)
-        left -= placed[chosen.ray_id]
     return placed
 
 
@@ -289,6 +283,11 @@ def split_node(node: RayNode, ranks: int, slot_usd_h: float, ranks_roll_out: boo
 def train_only(part: Part) -> Part:
     """The same slots, without workers."""
     return replace(part, node=replace(part.node, rolls_out=False))
+
+
+def unused(part: Part) -> Part:
+    """The same slots, which are paid for and do nothing."""
+    return replace(part, node=replace(part.node, trains=False, rolls_out=False))
 
 
 def _gpu_type(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:

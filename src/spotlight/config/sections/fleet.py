@@ -86,7 +86,13 @@ class FleetConfig(Section):
     price_usd_h: Annotated[float, Field(ge=0)] = 0.05
     """Dollars per hour per worker (a reserved GPU, or this machine's CPU). Every billed second is charged."""
     learner_ranks: PositiveInt = 1
-    """Reserved slots that train together (FSDP2)."""
+    """Slots that train together (FSDP2)."""
+    learner_placement: Literal["reserved", "spot"] = "reserved"
+    """Nodes that the learner is on. ``spot``: it moves to another spot node when its own is noticed or lost,
+    and waits for one where there is none. Its state is then saved after every iteration, behind the rollouts
+    of the next, into ``runs_dir``, which spot nodes must share with the head; a loss costs at most the
+    training of one iteration. Only the head needs a reserved node, without GPUs.
+    """
     local: LocalNodesConfig = LocalNodesConfig()
     """Reserved nodes of a cluster on this machine."""
     spot: SpotConfig = SpotConfig()
@@ -130,10 +136,21 @@ class FleetConfig(Section):
         return "bfloat16" if rounds else "float32"
 
     @property
+    def reserved_ranks(self) -> int:
+        """Learner ranks on reserved nodes."""
+        return 0 if self.learner_placement == "spot" else self.learner_ranks
+
+    @property
     def only_learner_slots(self) -> bool:
         """Whether the learner's slots are the only ones there will be, as far as the configuration tells."""
         ours, spot = self.driver == "ray" and self.address is None, self.spot
-        return ours and spot.trace is None and spot.nodes == 0 and self.local.rollout_slots == 0
+        left = self.learner_ranks - self.reserved_ranks
+        few = spot.nodes is not None and spot.nodes * spot.slots <= left
+        return ours and spot.trace is None and few and self.local.rollout_slots == 0
+
+    @property
+    def _spot_nodes_min(self) -> int:
+        return (self.learner_ranks - self.reserved_ranks) // self.spot.slots + 1
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Keys of another driver or cluster, unused slots, and inconsistent timeouts."""
@@ -147,9 +164,10 @@ class FleetConfig(Section):
             )  # fmt: skip
         if self.only_learner_slots and not run.pipeline.trainers_generate:
             yield Problem(
-                "fleet.spot.nodes", "0, with no other slot that rolls out", "a slot that rolls out",
-                "Set fleet.spot.nodes or fleet.local.rollout_slots to at least 1, or name a "
-                "fleet.spot.trace.",
+                "fleet.spot.nodes", f"{self.spot.nodes}, with no other slot that rolls out",
+                "a slot that rolls out",
+                f"Set fleet.spot.nodes to at least {self._spot_nodes_min} or fleet.local.rollout_slots to at "
+                "least 1, or name a fleet.spot.trace.",
             )  # fmt: skip
         degrees = list(self.sequence_parallel.degrees)
         if degrees != (ascending := sorted(set(degrees))):
@@ -202,6 +220,11 @@ class FleetConfig(Section):
                 yield Problem(
                     "fleet.learner_ranks", str(self.learner_ranks), "1 with fleet.driver=inline",
                     "Start so many ranks with torchrun, or set fleet.driver=ray.",
+                )  # fmt: skip
+            if self.learner_placement != "reserved":
+                yield Problem(
+                    "fleet.learner_placement", self.learner_placement, "reserved with fleet.driver=inline",
+                    "Set fleet.driver=ray, or leave it out.",
                 )  # fmt: skip
             if self.publish != "auto":
                 yield Problem(

@@ -105,8 +105,11 @@ def cluster_plan_of(config: RunConfig) -> Plan:
         start_s=fleet.start_s,
         drain_margin_s=fleet.drain_margin_s,
         publishes=WeightKind.ADAPTER if config.learner.mode == "lora" else WeightKind.FULL,
+        learner_moves=fleet.learner_placement == "spot",
     )
-    return dataclasses.replace(plan_of(config, fleet.learner_ranks), lease_s=fleet.lease_s, cluster=cluster)
+    plan = plan_of(config, fleet.learner_ranks)
+    every = 1 if cluster.learner_moves else plan.checkpoint_every
+    return dataclasses.replace(plan, checkpoint_every=every, lease_s=fleet.lease_s, cluster=cluster)
 
 
 def pick_device(config: RunConfig) -> torch.device:

@@ -119,6 +119,8 @@ class Cluster:
                 self._notice(node_id, deadline_s)
             case ev.NoticeCancelled(node_id):
                 self._cancel_notice(node_id)
+            case ev.NodeReassigned(nodes, parts):
+                self._reassign(nodes, parts)
             case ev.GroupFormed() | ev.GroupStopped():
                 self._group_answered(event)
             case _:
@@ -141,11 +143,6 @@ class Cluster:
         """When :meth:`ring` is next due; None if never."""
         times = (self._commands.next_s, self._drains.next_s)
         return min((at_s for at_s in times if at_s is not None), default=None)
-
-    @property
-    def learner_gpus(self) -> int:
-        """GPUs on nodes that train."""
-        return sum(host.node.gpus for host in self.hosts.values() if host.node.trains)
 
     # -- weights ---------------------------------------------------------------------------------------
 
@@ -235,10 +232,25 @@ class Cluster:
                 self._start(worker)
 
     def _lose(self, node: NodeId) -> None:
+        if node in self.hosts:
+            self.count(Recovery.NODE_LOST)
+            self._remove(node)
+
+    def _reassign(self, nodes: tuple[NodeId, ...], parts: tuple[Node, ...]) -> None:
+        self.count(Recovery.NODE_REASSIGNED)
+        deadlines_s = [self.hosts[node].deadline_s for node in nodes if node in self.hosts]
+        for node in nodes:
+            self._remove(node)
+        for part in parts:
+            self._join(part)
+            for deadline_s in deadlines_s[:1]:
+                if deadline_s is not None:
+                    self._notice(part.id, deadline_s)
+
+    def _remove(self, node: NodeId) -> None:
         host = self.hosts.pop(node, None)
         if host is None:
             return
-        self.count(Recovery.NODE_LOST)
         self._drains.cancel(node)
         self.noticed.discard(node)
         self.helpers.pop(node, None)

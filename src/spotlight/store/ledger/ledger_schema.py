@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 UPGRADABLE_VERSION = 2
 """Oldest readable version, upgraded on the first write: it lacks ``filled_seconds`` and ``scorers``, and
 ``outcomes`` refuses samples left out by choice.
@@ -47,6 +47,8 @@ class Incident(StrEnum):
     NODE_LOST = "node_lost"
     WORKER_CRASHED = "worker_crashed"
     LEARNER_LOST = "learner_lost"
+    LEARNER_WAITS = "learner_waits"
+    LEARNER_PLACED = "learner_placed"
 
 
 class RolloutOutcome(StrEnum):
@@ -170,6 +172,19 @@ CREATE TABLE rejected (
 ) STRICT;
 """
 
+_INCIDENTS = f"""
+-- subject: the node or worker concerned; spot: whether that was preemptible.
+CREATE TABLE incidents (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    at REAL NOT NULL,
+    kind TEXT NOT NULL CHECK (kind IN ({_one_of(Incident)})),
+    subject TEXT NOT NULL,
+    spot INTEGER NOT NULL CHECK (spot IN (0, 1)),
+    detail TEXT NOT NULL
+) STRICT;
+"""
+
 _WORK = f"""
 -- Times are seconds since the epoch. seen_at: the last time the attempt accounted for its GPU seconds.
 CREATE TABLE attempts (
@@ -208,17 +223,7 @@ CREATE TABLE gpu_seconds (
     CHECK (was_phase IS NULL OR phase = 'lost')
 ) STRICT;
 
--- subject: the node or worker concerned; spot: whether that was preemptible.
-CREATE TABLE incidents (
-    id INTEGER PRIMARY KEY,
-    attempt INTEGER NOT NULL REFERENCES attempts (number),
-    at REAL NOT NULL,
-    kind TEXT NOT NULL CHECK (kind IN ({_one_of(Incident)})),
-    subject TEXT NOT NULL,
-    spot INTEGER NOT NULL CHECK (spot IN (0, 1)),
-    detail TEXT NOT NULL
-) STRICT;
-
+{_INCIDENTS}
 CREATE TABLE rollbacks (
     id INTEGER PRIMARY KEY,
     attempt INTEGER NOT NULL REFERENCES attempts (number),
@@ -296,7 +301,14 @@ INSERT INTO outcomes (seq, rollout, purpose, kind, optimizer_step, reason, detai
 DROP TABLE outcomes_before;
 {_insert_only("outcomes")}
 """
-_ADDED = {3: _FILLED, 4: _SCORERS, 5: _OUTCOMES_AGAIN}
+_INCIDENTS_AGAIN = f"""
+ALTER TABLE incidents RENAME TO incidents_before;
+{_INCIDENTS}
+INSERT INTO incidents (id, attempt, at, kind, subject, spot, detail)
+    SELECT id, attempt, at, kind, subject, spot, detail FROM incidents_before;
+DROP TABLE incidents_before;
+"""
+_ADDED = {3: _FILLED, 4: _SCORERS, 5: _OUTCOMES_AGAIN, 6: _INCIDENTS_AGAIN}
 """What each version added."""
 
 

@@ -1,0 +1,1 @@
+"""The learner in the controller: where its ranks are, and what is kept of it."""

@@ -1,0 +1,111 @@
+"""What is kept of the learner, and when it is formed where. Part of the controller.
+
+    lost     ─► rolled back ─► RestoreLearner, once there are GPUs for all ranks
+    noticed  ─► PrepareLearner, once there are GPUs elsewhere ─► RestoreLearner, when it holds nothing that
+                is not durable; if the notice leaves no time for that, as if it were lost
+
+With ``ClusterPlan.learner_moves`` the state after an iteration is made durable behind the rollouts of the
+next, and nothing is trained until it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.cluster import Cluster
+from spotlight.scheduler.cluster.members import Host
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.effects import Effect, PrepareLearner, RestoreLearner
+from spotlight.scheduler.iteration import Snapshot
+
+
+@dataclass(slots=True)
+class LearnerLife:
+    """See the module's docstring.
+
+    Attributes:
+        committed: what a lost learner starts from.
+        saving: becomes ``committed`` once it is durable.
+        up: it can be given work.
+        restore_due: it waits for GPUs.
+        preparing: a second one was asked for elsewhere; ``prepared``: it waits for the state.
+    """
+
+    ranks: int
+    cluster: Cluster
+    committed: Snapshot
+    saving: Snapshot | None = None
+    up: bool = True
+    restore_due: bool = False
+    preparing: bool = False
+    prepared: bool = False
+
+    @property
+    def works(self) -> bool:
+        """Whether it can be given samples: it is up, and what it made before is durable."""
+        return self.up and self.saving is None
+
+    def lost(self) -> None:
+        """It has to be restored from :attr:`committed`."""
+        self._ends()
+        self.saving, self.restore_due = None, True
+
+    def saved(self) -> None:
+        """What was being saved is durable."""
+        if self.saving is not None:
+            self.committed, self.saving = self.saving, None
+
+    def observe(self, event: ev.Event) -> None:
+        """Call before the cluster handles an event."""
+        match event:
+            case ev.LearnerRestored(lineage) if lineage == self.cluster.lineage:
+                self.up = True
+            case ev.LearnerPrepared():
+                self.prepared = self.preparing
+            case ev.NodeLost(node) if (host := self.cluster.hosts.get(node)) is not None and host.node.trains:
+                self.preparing = self.prepared = False  # it may have been there
+
+    @property
+    def must_go(self) -> bool:
+        """Whether its node stops work now, and a second one is ready elsewhere."""
+        return self.up and self.prepared and any(host.draining for host in self._leaving)
+
+    def placed(self, iteration: int, *, idle: bool) -> Iterator[Effect]:
+        """Bring it where it can work.
+
+        Args:
+            iteration: the current one.
+            idle: it does nothing, and holds nothing that is not durable.
+        """
+        if not (self.restore_due or self.preparing or (self.up and self._leaving)):
+            return
+        if self._gpus < self.ranks:
+            self.preparing = self.prepared = False
+        elif self.restore_due:
+            self.restore_due = False
+            yield RestoreLearner(iteration, self.cluster.lineage)
+        elif not self.preparing:
+            self.preparing = True
+            yield PrepareLearner()
+        elif self.prepared and idle and self.works:
+            self.cluster.count(Recovery.LEARNER_MOVED)
+            self._ends()
+            yield RestoreLearner(iteration, self.cluster.lineage)
+
+    def _ends(self) -> None:
+        self.up = self.preparing = self.prepared = False
+
+    @property
+    def _leaving(self) -> list[Host]:
+        """Nodes that train and have a notice, where the learner moves."""
+        cluster = self.cluster
+        hosts = [cluster.hosts[name] for name in cluster.noticed] if cluster.plan.learner_moves else []
+        return [host for host in hosts if host.node.trains]
+
+    @property
+    def _gpus(self) -> int:
+        """GPUs on nodes that train, and stay as far as is known."""
+        total = sum(host.node.gpus for host in self.cluster.hosts.values() if host.node.trains)
+        return total - sum(host.node.gpus for host in self._leaving)

@@ -1,0 +1,122 @@
+"""Chooses the spot nodes that hold the learner's ranks. Pure; used by drivers.
+
+    a node joins, is noticed or is lost ─► places, once enough slots are free ─► the learner starts there
+                                                                                            │
+                      the nodes it has left roll out again, unless they have a notice ◄─────┘
+
+Invariants
+    1. ``target`` is empty, or has room for all ranks on nodes that are there.
+    2. While the learner lives, a node it runs on is no target of the next: its slots are taken.
+    3. Until the ranks have places, every node rolls out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+
+def choose_places(slots: Mapping[str, int], ranks: int, *, even: bool = False) -> Mapping[str, int]:
+    """Ranks by node: fewest nodes, fewest slots left over, first in order; empty if slots are too few.
+
+    Args:
+        even: equally many ranks on each node.
+    """
+    if even:
+        return _choose_even(slots, ranks)
+    placed: dict[str, int] = {}
+    left = ranks
+    while left:
+        free = {name: count for name, count in slots.items() if count and name not in placed}
+        whole = [name for name, count in free.items() if count >= left]
+        if not free:
+            return {}
+        chosen = min(whole, key=free.__getitem__) if whole else max(free, key=free.__getitem__)
+        placed[chosen] = min(left, free[chosen])
+        left -= placed[chosen]
+    return placed
+
+
+def _choose_even(slots: Mapping[str, int], ranks: int) -> Mapping[str, int]:
+    for nodes in (count for count in range(1, ranks + 1) if ranks % count == 0):
+        each = ranks // nodes
+        able = sorted((name for name, count in slots.items() if count >= each), key=slots.__getitem__)
+        if len(able) >= nodes:
+            return dict.fromkeys(able[:nodes], each)
+    return {}
+
+
+@dataclass(slots=True)
+class LearnerPlaces:
+    """See the module's docstring.
+
+    Attributes:
+        even: equally many ranks on each node.
+        slots: of each spot node that is there.
+        leaving: those with a preemption notice.
+        target: ranks by node where the learner starts next, or runs.
+        running: where it runs; empty while it does not.
+    """
+
+    ranks: int
+    even: bool = False
+    slots: dict[str, int] = field(default_factory=dict)
+    leaving: set[str] = field(default_factory=set)
+    target: Mapping[str, int] = field(default_factory=dict)
+    running: Mapping[str, int] = field(default_factory=dict)
+
+    def held(self, node: str) -> int:
+        """Slots of a node that belong to the learner."""
+        return max(self.target.get(node, 0), self.running.get(node, 0))
+
+    def join(self, node: str, slots: int) -> None:
+        """A node is there."""
+        self.slots[node] = slots
+        self._choose()
+
+    def lose(self, node: str) -> None:
+        """A node is gone, and with it a learner that ran there."""
+        self.slots.pop(node, None)
+        self.leaving.discard(node)
+        if node in self.running:
+            self.running = {}
+        if node in self.target:
+            self.target = {}
+        self._choose()
+
+    def notice(self, node: str) -> None:
+        """A node will be gone; the learner gets other places if there are any."""
+        if node in self.slots:
+            self.leaving.add(node)
+            self._choose()
+
+    def cancel(self, node: str) -> None:
+        """A node stays after all."""
+        self.leaving.discard(node)
+        self._choose()
+
+    def lost(self) -> None:
+        """The learner's processes have ended; its nodes may live."""
+        self.running = {}
+        self._choose()
+
+    def started(self, at: Mapping[str, int]) -> None:
+        """The learner runs there; what it held elsewhere is free."""
+        self.running = at if self.slots.keys() >= at.keys() else {}
+        self._choose()
+
+    def _choose(self) -> None:
+        if not self._stays(self.target) and self._stays(self.running):
+            self.target = self.running
+        if self._stays(self.target):
+            return
+        free = self._free(self.leaving | set(self.running))
+        if chosen := choose_places(free, self.ranks, even=self.even):
+            self.target = chosen
+
+    def _stays(self, places: Mapping[str, int]) -> bool:
+        return bool(places) and self.leaving.isdisjoint(places)
+
+    def _free(self, taken: Collection[str]) -> dict[str, int]:
+        """The newest first: its workers have the least to lose."""
+        return {node: self.slots[node] for node in reversed(self.slots) if node not in taken}

@@ -1,0 +1,82 @@
+"""A learner on spot nodes, on real processes: one of them is killed, another noticed, in a single attempt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from main_job import Job, clean_audit, lora
+from ray_job import PATIENCE_S, Running, running
+from test_ray_run import LIMITS, RAY, REWARD_TOLERANCE, SMALL, number_of, scores, trained, validations
+
+from spotlight.store.ledger.history import read_history
+from spotlight.store.ledger.ledger_audit import AuditReport
+from spotlight.store.ledger.ledger_schema import Ending, Incident
+from spotlight.store.run_summary import read_summary
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+
+ITERATIONS = 16
+ALL_SPOT = ("fleet.learner_placement=spot", f"iterations={ITERATIONS}")
+TRACE = "# spotlight trace horizon_s=60.0\ntime_s,event,node,gpus\n" + "".join(
+    f"{0.1 * number},add,spot-{number},1\n" for number in range(1, 5)
+)
+PLACED = "SELECT detail FROM incidents WHERE kind = 'learner_placed' ORDER BY id"
+
+
+def place_of(it: Running, times: int) -> int:
+    """Number of the spot node on which the learner is, when it was placed so often."""
+    return number_of(str(it.wait_for(PLACED, times)[-1][0]).partition(" ")[0] + "/0")
+
+
+@pytest.fixture(scope="module")
+def moved(job: Job) -> tuple[Path, str]:
+    trace = job.root / "all-spot.csv"
+    trace.write_text(TRACE)
+    run = job.root / "all-spot"
+    with running(run, job.arguments("all-spot", *SMALL, *RAY, *ALL_SPOT, f"fleet.spot.trace={trace}")) as it:
+        it.wait_for("SELECT 1 FROM optimizer_steps", 2)
+        first = place_of(it, 1)
+        it.kill(first)
+        second = place_of(it, 2)
+        assert second != first
+        it.wait_for("SELECT 1 FROM optimizer_steps", 4)
+        it.notice(second)
+        third = place_of(it, 3)
+        assert third not in (first, second)
+        it.kill(second)
+        assert it.end(2 * PATIENCE_S) == 0, it.told
+        it.require_nothing_left()
+        return run, it.told
+
+
+@pytest.fixture(scope="module")
+def report(moved: tuple[Path, str]) -> AuditReport:
+    return clean_audit(moved[0], LIMITS)
+
+
+def test_it_trains_to_the_end_in_one_attempt_without_reserved_slots(
+    moved: tuple[Path, str], report: AuditReport
+) -> None:
+    run, told = moved
+    assert read_summary(run / "summary.json").samples.trained == 8 * ITERATIONS
+    assert lora(run)
+    assert [bill.ended for bill in report.attempts] == [Ending.FINISHED]
+    incidents = read_history(run).incidents
+    assert incidents[Incident.LEARNER_PLACED, True] == 3
+    assert incidents[Incident.LEARNER_LOST, False] == 1, told
+    assert (Incident.NODE_LOST, False) not in incidents
+
+
+def test_where_the_learner_was_changes_rounding_only(
+    job: Job, moved: tuple[Path, str], report: AuditReport
+) -> None:
+    job.train("inline-all-spot", *SMALL, f"iterations={ITERATIONS}")
+    other = job.root / "inline-all-spot"
+    ours, theirs = scores(moved[0]), scores(other)
+    assert ours.keys() == theirs.keys()
+    for key, value in ours.items():
+        assert value == pytest.approx(theirs[key], abs=REWARD_TOLERANCE), key
+    assert validations(moved[0]) == pytest.approx(validations(other), abs=REWARD_TOLERANCE)
+    assert trained(moved[0]) == trained(other)
+    assert report.counts == clean_audit(other, LIMITS).counts
