@@ -70,6 +70,21 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "or set learner.autocast=bfloat16",
         ),
         (["fleet.publish=float32"], "fleet.publish", "Set fleet.driver=ray, or leave it out."),
+        (["fleet.learner_placement=spot"], "fleet.learner_placement", "Set fleet.driver=ray, or leave it"),
+        (
+            ["fleet.learner_placement=spot", "fleet.driver=ray", "fleet.spot.nodes=1"],
+            "fleet.spot.nodes",
+            "Set fleet.spot.nodes to at least 2 or fleet.local.rollout_slots to at least 1",
+        ),
+        (
+            [
+                "fleet.learner_placement=spot",
+                "fleet.driver=ray",
+                "rewards=[{name: shapes, device: learner}]",
+            ],
+            "rewards[0].device",
+            "cannot move with the learner",
+        ),
         (["learner.pass_memory_gib=4"], "learner.pass_memory_gib", "timesteps_per_pass=auto"),
         (["evaluation.weights=ema"], "evaluation.weights", "learner.ema.cap"),
         ([*GRPO, "evaluation.weights=old"], "evaluation.weights", "keeps no old policy"),

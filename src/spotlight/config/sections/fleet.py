@@ -169,6 +169,12 @@ class FleetConfig(Section):
                 f"Set fleet.spot.nodes to at least {self._spot_nodes_min} or fleet.local.rollout_slots to at "
                 "least 1, or name a fleet.spot.trace.",
             )  # fmt: skip
+        for index, reward in enumerate(run.rewards if self.learner_placement == "spot" else ()):
+            if reward.device == "learner":
+                yield Problem(
+                    f"rewards[{index}].device", "learner", "another with fleet.learner_placement=spot",
+                    "Its process cannot move with the learner: set cpu, spot or cuda, or leave it out.",
+                )  # fmt: skip
         degrees = list(self.sequence_parallel.degrees)
         if degrees != (ascending := sorted(set(degrees))):
             yield Problem(
