@@ -257,9 +257,10 @@ class InlineDriver:
                 self._checkpoint(effect)
             case ef.FinishRun(error):
                 self._error, self._over = error, True
-            case ef.StopGroup() | ef.AbandonLease() | ef.RollBack() | ef.RestoreLearner():
-                # These commands follow a lost node, learner or lease, which one process cannot survive.
+            case ef.StopGroup() | ef.AbandonLease() | ef.RollBack():
                 raise RuntimeError(f"{effect} for a cluster of one worker, which answers at once")
+            case ef.RestoreLearner() | ef.PrepareLearner():
+                raise RuntimeError(f"{effect} for a learner that ends with its worker")
             case _:
                 assert_never(effect)
 
