@@ -207,9 +207,7 @@ class InlineDriver:
         if self._scoring:
             self._collect(self._scoring.popleft())
             return self._next_event()
-        raise RuntimeError(
-            f"nothing left to do in stage {self.parts.controller.stage}, but the run is not over"
-        )
+        raise RuntimeError(f"nothing left to do in {self.parts.controller.stage}, but the run is not over")
 
     def _pull(self) -> ev.GroupPulled:
         assert self._group is not None, "the worker's handshake is done before anything else"
