@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import uvicorn
 from PIL import Image
-from tests.unit.reward_server import Reply, as_json, decoded, drip, hang, reward_server
+from tests.unit.reward_server import Reply, as_json, decoded, reward_server
 
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.endpoints import flow_factory as flow_factory_module
@@ -343,9 +343,6 @@ def uvicorn_port() -> Iterator[int]:
 
 
 BAD: dict[str, Callable[[BaseHTTPRequestHandler, Any], Reply | None]] = {
-    "hangs": hang,
-    "drips": drip,
-    "500": lambda request, body: (500, b"CUDA out of memory"),
     "nan": lambda request, body: (200, b'{"rewards": [NaN]}'),
     "too few": lambda request, body: as_json({"rewards": []}),
     "too many": lambda request, body: as_json({"rewards": [1, 2]}),

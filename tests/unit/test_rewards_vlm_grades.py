@@ -19,8 +19,6 @@ from tests.unit.reward_server import (
     as_json,
     completion,
     decoded,
-    drip,
-    hang,
     picture_in,
     question_in,
     reward_server,
@@ -230,8 +228,6 @@ def test_an_endpoint_without_logprobs_is_refused_before_any_work() -> None:
 
 
 BAD: dict[str, Callable[[BaseHTTPRequestHandler, Any], Reply | None]] = {
-    "hangs": hang,
-    "drips": drip,
     "500": lambda request, body: as_json({"error": "overloaded"}, 500),
     "nan": lambda request, body: (200, b'{"choices": [{"message": {"content": NaN}}]}'),
     "empty": lambda request, body: as_json({"choices": []}),
