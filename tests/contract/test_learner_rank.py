@@ -209,7 +209,7 @@ def test_the_run_directory_must_be_the_heads(
     monkeypatch.setattr(learner_rank, "_STORAGE_SETTLES_S", 0.1)
     config = config_of(tmp_path, random_pipeline, "nft")
     rank = LearnerRank(dump_config(config), RankPlace(0, 1))
-    with pytest.raises(StoreError, match=r"found nothing .* storage that all reserved nodes share"):
+    with pytest.raises(StoreError, match=r"found nothing .* storage that all nodes share that train"):
         rank.check_storage("abc")
     RunPaths(config.runs_dir / config.name).path.mkdir()
     write_token(config, "of another head")

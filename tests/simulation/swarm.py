@@ -146,7 +146,7 @@ def _with_moving_learner(
     seed: int, joined: list[Node], plan: Plan, degree_min: int
 ) -> tuple[list[Node], Plan]:
     """With the learner on spot nodes, perhaps; drawn apart, so that it changes nothing else of a trial."""
-    source = random.Random(f"places {seed}")
+    source = random.Random(f"spot learner {seed}")
     if plan.ranks % degree_min or source.random() < 0.7:
         return joined, plan
     gpus = degree_min * source.choice([1, plan.ranks // degree_min])
@@ -162,9 +162,9 @@ def _draw_moves(seed: int, plan: Plan) -> tuple[Fault, ...]:
     if not plan.cluster.learner_moves:
         return ()
     source = random.Random(f"moves {seed}")
-    kinds = source.choices([FaultKind.NOTICE, FaultKind.CRASH_LEARNER], k=source.choice([0, 4, 12]))
+    kinds = source.choices([FaultKind.NOTICE, FaultKind.CRASH_LEARNER], k=source.choice([4, 8, 16]))
     faults = [
-        Fault(kind, source.randrange(1, 300), source.random(), source.choice([6.0, 30.0, 60.0]), 0.0)
+        Fault(kind, source.randrange(1, 300), source.random(), source.choice([5.0, 7.0, 28.0, 30.0]), 0.0)
         for kind in kinds
     ]
     return tuple(sorted(faults, key=lambda fault: fault.after_events))

@@ -125,8 +125,8 @@ class LearnerRank:
                 raise StoreError(
                     f"{path.parent.absolute()} on {socket.gethostname()} is not the run directory that the "
                     f"head sees: found {found or 'nothing'} in {path.name}, expected {token}. Every learner "
-                    "rank writes its share of a checkpoint there: put runs_dir on storage that all reserved "
-                    "nodes share, under the same path"
+                    "rank writes its share of a checkpoint there: put runs_dir on storage that all nodes "
+                    "share that train, under the same path"
                 )
             _list_anew(path.parent)
             time.sleep(_LOOKS_AGAIN_S)
