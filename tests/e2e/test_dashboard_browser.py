@@ -13,7 +13,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -268,17 +268,20 @@ def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> N
     arguments = job.arguments("watched", *SMALL_RUN, f"fleet.spot.trace={trace}")
     with running(job.root / "watched", arguments) as it:
         it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot", 2)
-        with served(job.root) as address, watched(browser) as page:
-            open_view(page, address, "log", run="watched")
+        with served(job.root) as address, ExitStack() as open_pages:
+            pages = {view: open_pages.enter_context(watched(browser)) for view in VIEWS}
+            for view, page in pages.items():
+                open_view(page, address, view, run="watched")
             killed = str(it.wait_for("SELECT worker FROM samples WHERE worker LIKE 'spot-%'")[0][0])
             it.kill(int(killed.partition("/")[0].removeprefix("spot-")))
-            page.wait_for_selector("text=node lost")  # without a word to the page
-            for view in VIEWS:
-                open_view(page, address, view, run="watched")
+            for view in ("log", "cluster"):
+                pages[view].wait_for_selector("text=node lost")  # without a word to the page
+            pages["overview"].wait_for_selector("text=no spot node lost", state="detached")
+            for view, page in pages.items():
                 page.wait_for_selector("[role=alert]", state="detached")
-            open_view(page, address, "overview", run="watched")
+                assert page.locator("#view").inner_text(), view
             assert it.end() == 0, it.told
-            page.wait_for_selector(".cards >> text=finished")
+            pages["overview"].wait_for_selector(".cards >> text=finished")
 
 
 @pytest.mark.timeout(900)

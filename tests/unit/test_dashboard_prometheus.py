@@ -39,6 +39,10 @@ def place() -> Iterator[Path]:
             file.write(
                 '{"iteration": 12, "samples_trained": 48, "wall_s": 156, "odd \\"\\ud800\\\\name": 2.5}\n'
             )
+        for serial, granted in ((9, 40), (12, 54)):
+            checkpoint = paths.checkpoints / f"{serial:06d}-iteration-{serial:06d}"
+            checkpoint.mkdir(parents=True)
+            (checkpoint / "controller.json").write_text(json.dumps({"leases_granted": granted}))
         broken = Path(scratch) / "broken"
         broken.mkdir()
         (broken / "config.yaml").write_text("iterations: 3\n")
@@ -106,6 +110,7 @@ def test_the_figures_are_those_of_the_page(samples: Samples, place: Path) -> Non
     late = value(samples, "rollouts_ended", purpose="train", outcome="dropped", reason="reward_error")
     assert late == 1
     assert value(samples, "rollouts_in_flight", purpose="train") == accounting["in_flight"]
+    assert value(samples, "leases_granted") == 54
     assert value(samples, "run_state", state="stopped") == 1
     assert value(samples, "nodes", kind="spot") == 0  # the run does not run
     assert value(samples, "iteration_seconds") == pytest.approx(ITERATION_S)
