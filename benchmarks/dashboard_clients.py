@@ -46,7 +46,7 @@ RUN = (
     "evaluation.prompts=4",
     "evaluation.images_per_prompt=2",
 )
-START_S = 300.0
+START_S = 1200.0
 VISITORS = str(Path(__file__).with_name("_dashboard_visitors.py"))
 _TICK = os.sysconf("SC_CLK_TCK")
 

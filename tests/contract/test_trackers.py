@@ -42,10 +42,10 @@ def attempt(paths: RunPaths, chosen: dict[str, dict[str, Any]], *, resume_at: in
     paths.images.mkdir(exist_ok=True)
     with MetricsWriter(paths, resume_at=resume_at, sinks=sinks) as writer:
         for iteration in range(resume_at, until):
-            picture = np.full((16, 24, 3), 20 * iteration, np.uint8)
+            picture = np.random.default_rng(iteration).integers(0, 256, (200, 600, 3), dtype=np.uint8)
             if iteration % 2 == 0:
                 writer.write(MetricsRow(iteration, iteration, iteration, {"validation/graded": 0.5}))
-                tiles = [Tile(picture, HOSTILE, 0.5), Tile(np.stack([picture, picture + 9]), "b", 0.25)]
+                tiles = [Tile(picture, HOSTILE, 0.5), Tile(np.stack([picture, picture[::-1]]), "b", 0.25)]
                 write_grid(paths, iteration, tiles, columns=1, title="evaluation")
                 writer.pictures(iteration)
             values = {"train/loss": 1.0 / (1 + iteration), "train/bad": float("nan")}

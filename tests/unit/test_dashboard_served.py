@@ -321,6 +321,7 @@ def test_changes_of_a_live_run_are_told(empty_place: Path) -> None:
         assert 'data: {"names": ["run"]}' in lines  # read on until it comes
 
 
+@pytest.mark.slow
 def test_twenty_clients_cost_what_one_costs(empty_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = make_run(empty_place / "run", 2)
     clients, changes, asked = 20, 3, ("overview", "cluster", "log")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import io
 import json
 import math
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image, ImageSequence
 from store_history import SCRATCH
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -119,7 +121,9 @@ def test_tensorboard_reads_the_curves_and_purges_what_is_made_anew(tmp_path: Pat
     for at in (0, 1):
         shown = [(event.step, event.width, event.height) for event in board.Images(f"pictures/{at:03d}")]
         assert shown == [(0, 8, 8), (2, 8, 8)]
-    assert board.Images("pictures/001")[-1].encoded_image_string.startswith(b"GIF89a")
+    with Image.open(io.BytesIO(board.Images("pictures/001")[-1].encoded_image_string)) as played:
+        frames = [np.asarray(frame.convert("L")).mean() for frame in ImageSequence.Iterator(played)]
+    assert frames == pytest.approx([0, 200], abs=5)
     (table,) = board.Tensors("summary")
     assert b"| iterations | 40 |" in table.tensor_proto.string_val[0]
 

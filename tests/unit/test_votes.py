@@ -163,6 +163,10 @@ def test_a_ballot_that_nobody_waits_for_is_not_shown_and_is_cleared(run: Path, c
     os.utime(run / "votes" / "open" / ballot.id / "ballot.json", (old, old))
     assert client.get("/api/runs/run/votes").json()["ballots"] == []
     assert cast(client, ballot)[0] == 409
+    (run / "votes" / "open" / ballot.id / "ballot.json").unlink()  # a removal that was interrupted
+    assert asked(run).id == ballot.id
+    assert BallotBox(run / "votes").awaited()[0].id == ballot.id
+    os.utime(run / "votes" / "open" / ballot.id / "ballot.json", (old, old))
     other = asked(run, prompt="another")
     assert [path.name for path in (run / "votes" / "open").iterdir()] == [other.id]
 

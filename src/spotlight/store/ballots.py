@@ -106,6 +106,7 @@ class BallotBox:
             (scratch / f"{name}.png").write_bytes(content)
         (scratch / _BALLOT).write_text(json.dumps(asdict(ballot)))
         scratch.chmod(0o755)  # of mkdtemp's, which only its owner may read
+        self.close(ballot.id)  # what is left of it, if its removal was interrupted
         try:
             scratch.rename(self._open / ballot.id)
         except OSError:

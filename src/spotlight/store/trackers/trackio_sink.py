@@ -84,7 +84,7 @@ class Trackio:
 
     def pictures(self, iteration: int) -> None:
         """Log an evaluation's pictures and videos."""
-        kinds = {"png": self._trackio.Image, "gif": self._trackio.Video}
+        kinds = {"png": self._trackio.Image, "jpeg": self._trackio.Image, "gif": self._trackio.Video}
         with TemporaryDirectory() as folder:
             shown = {
                 f"pictures/{each.name}": kinds[each.kind](each.write_to(Path(folder)), caption=each.caption)

@@ -66,9 +66,9 @@ class WeightsAndBiases:
         with TemporaryDirectory() as folder:
             shown = {
                 f"pictures/{each.name}": (
-                    self._wandb.Image(each.write_to(Path(folder)), caption=each.caption)
-                    if each.kind == "png"
-                    else self._wandb.Video(each.write_to(Path(folder)), caption=each.caption, format="gif")
+                    self._wandb.Video(each.write_to(Path(folder)), caption=each.caption, format="gif")
+                    if each.kind == "gif"
+                    else self._wandb.Image(each.write_to(Path(folder)), caption=each.caption)
                 )
                 for each in shown_media(self._paths, iteration)
             }
