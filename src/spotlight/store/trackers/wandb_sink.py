@@ -38,12 +38,12 @@ class WeightsAndBiases:
     def __init__(self, paths: RunPaths, *, resume_at: int = 0, project: str, entity: str | None) -> None:
         """Start or resume the W&B run named after the run directory. Raises :class:`StoreError`."""
         self._wandb = require_wandb()
-        self._paths = paths
+        self._paths, self._id = paths, lasting_id(paths.path / "wandb-id")
         self._run = self._wandb.init(
             project=project,
             entity=entity,
             name=paths.path.name,
-            id=lasting_id(paths.path / "wandb-id"),
+            id=self._id,
             resume="allow",
             dir=str(paths.path),
         )
@@ -87,7 +87,7 @@ class WeightsAndBiases:
         self._run.finish()
 
     def _log(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
-        entry = f"{kind} {iteration}"
+        entry = f"{self._id} {kind} {iteration}"  # of this W&B run: there may have been another
         if not values or entry in self._logged:
             return
         self._run.log(dict(values), step=iteration)
