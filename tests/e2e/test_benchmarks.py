@@ -25,6 +25,7 @@ from benchmarks import (
     regroup,
     rollout_loop,
     soak,
+    spot_learner,
     training_step,
 )
 from torch import Tensor
@@ -227,6 +228,13 @@ def test_the_soaks_trace_is_the_seeds_and_tells_of_some_ends() -> None:
     kinds = Counter(event.kind for event in trace.events)
     assert 0 < kinds[TraceEventKind.NOTICE] < kinds[TraceEventKind.REMOVE]
     assert {event.gpus for event in trace.events} == {1, 2}
+
+
+def test_a_node_joins_for_each_that_the_learner_loses() -> None:
+    events = spot_learner.joining((60.0, 120.0), 300.0).events
+    assert [event.node for event in events] == [f"spot-{number}" for number in range(1, len(events) + 1)]
+    assert [event.time_s for event in events[-2:]] == [60.0, 120.0]
+    assert len(events) == spot_learner.NODES + 2
 
 
 def test_the_injector_meets_only_its_own_and_only_while_they_live() -> None:

@@ -458,3 +458,29 @@ def test_a_second_learner_that_does_not_start_is_told_once() -> None:
         assert len([note for note in world.notes if "second learner" in note]) == 1
 
     played(scene())
+
+
+def test_a_second_learner_that_waits_for_room_holds_nothing_up() -> None:
+    async def scene() -> None:
+        world = World()
+        launcher = await world.up()
+        start = launcher.start
+
+        async def never(life: int) -> Sequence[RankHandle]:
+            await pending()
+            raise AssertionError("unreachable")
+
+        launcher.start = never  # type: ignore[method-assign]
+        world.ask(world.group.form_second(), "formed")
+        await settle()
+        launcher.start = start  # type: ignore[method-assign]
+        world.ask(world.group.form_second(), "formed again")
+        await settle()
+        assert world.done[-1] == "formed again"
+        assert "formed" not in world.done
+        assert not world.failed
+        world.ask(world.group.stop(), "stopped")
+        await settle()
+        assert world.done[-1] == "stopped"
+
+    played(scene())

@@ -51,6 +51,8 @@ class IncidentRecorder:
 
     def learner_placed(self, places: Sequence[tuple[str, float]]) -> None:
         """The learner is up on these spot nodes, at these USD per hour."""
+        if not places:
+            return  # its nodes are gone again
         detail = ", ".join(f"{name} at ${price_usd_h:g}/h" for name, price_usd_h in places)
         self._write(Incident.LEARNER_PLACED, "learner", True, detail)
         self.note(f"the learner is on {detail}")

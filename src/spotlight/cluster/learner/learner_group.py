@@ -303,7 +303,12 @@ class LearnerGroup:
         forming = asyncio.ensure_future(self._form(life))
         self._second = life, forming
         try:
-            await asyncio.shield(forming)
+            await asyncio.wait({forming})
+            await forming
+        except asyncio.CancelledError:
+            if not forming.cancelled():
+                raise
+            raise AbandonedError("form_second") from None
         except START_FAILED as error:
             if self._second == (life, forming):
                 self._note(f"a second learner does not start: {life.over.result().detail}")
@@ -314,6 +319,8 @@ class LearnerGroup:
         second, self._second = self._second, None
         if second is not None:
             second[0].end(_End("another is formed"))
+            if not second[0].ranks:
+                second[1].cancel()  # it may wait for room
             await asyncio.wait({second[1]})
             await self._launcher.end(second[0].ranks, ())
 

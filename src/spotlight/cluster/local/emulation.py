@@ -9,7 +9,6 @@ from spotlight.fleet.traces.shipped import find_trace
 from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace
 
-_NODES = 2
 SIGTERM_GRACE_S = 30.0
 """Grace period a node's agent assumes if the trace brings its own notices."""
 
@@ -20,7 +19,7 @@ def spot_trace(fleet: FleetConfig) -> Trace:
     if spot.trace is None:
         adds = tuple(
             TraceEvent(0.0, TraceEventKind.ADD, f"spot-{number}", spot.slots)
-            for number in range(_NODES if spot.nodes is None else spot.nodes)
+            for number in range(spot.emulated_nodes)
         )
         return Trace(adds, 1.0, "fleet.spot.nodes")
     try:

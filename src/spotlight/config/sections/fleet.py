@@ -51,6 +51,11 @@ class SpotConfig(Section):
     notice_s: Annotated[float, Field(ge=0)] | None = 10.0
     """Seconds from an emulated node's preemption notice to its end; 0: no notice; null: as in the trace."""
 
+    @property
+    def emulated_nodes(self) -> int:
+        """``nodes``, decided, where no trace says which there are."""
+        return 2 if self.nodes is None else self.nodes
+
 
 class SequenceParallelConfig(Section):
     """GPUs of one node that denoise the same rollouts together (Ulysses)."""
@@ -145,7 +150,7 @@ class FleetConfig(Section):
         """Whether the learner's slots are the only ones there will be, as far as the configuration tells."""
         ours, spot = self.driver == "ray" and self.address is None, self.spot
         left = self.learner_ranks - self.reserved_ranks
-        few = spot.nodes is not None and spot.nodes * spot.slots <= left
+        few = spot.emulated_nodes * spot.slots <= left
         return ours and spot.trace is None and few and self.local.rollout_slots == 0
 
     @property
@@ -164,7 +169,7 @@ class FleetConfig(Section):
             )  # fmt: skip
         if self.only_learner_slots and not run.pipeline.trainers_generate:
             yield Problem(
-                "fleet.spot.nodes", f"{self.spot.nodes}, with no other slot that rolls out",
+                "fleet.spot.nodes", f"{self.spot.emulated_nodes}, with no other slot that rolls out",
                 "a slot that rolls out",
                 f"Set fleet.spot.nodes to at least {self._spot_nodes_min} or fleet.local.rollout_slots to at "
                 "least 1, or name a fleet.spot.trace.",
