@@ -356,7 +356,7 @@ def test_the_plan_says_where_each_reward_runs(tmp_path: Path) -> None:
     assert (judge.replicas, judge.asks, judge.weights_bytes) == (2, "10.0.0.7:8000", 0)
     assert (here.replicas, here.place, here.weights_bytes) == (
         1,
-        "on the GPU of the trainer beside them",
+        "beside the trainer, on its GPU if it has one",
         2 * 35,
     )
     assert (own.replicas, own.weights_bytes) == (None, 0)
