@@ -108,18 +108,18 @@ class LearningSizes:
         """Pictures of a prompt that are whole rollouts."""
         return case.generated * self.group_size
 
+    def previews(self, case: Case) -> int:
+        """Seeds of a prompt that are previewed, with all steps of a rollout."""
+        return 2 * self.generated(case) if case.explores else 0
+
     def trained(self, case: Case) -> int:
         """Pictures of a prompt that are trained."""
         return self.generated(case) if case.trained is None else max(2, round(case.trained * self.group_size))
 
     def config(self, task: str, case: Case, rate: float, seed: int) -> RunConfig:
         """A run's configuration. Raises ConfigError."""
-        previews = 2 * self.generated(case)
-        explores = (
-            [f"exploration={{seeds_per_prompt: {previews}, steps: {self.rollout_steps}}}"]
-            if case.explores
-            else []
-        )
+        previewed = f"{{seeds_per_prompt: {self.previews(case)}, steps: {self.rollout_steps}}}"
+        explores = [f"exploration={previewed}"] if case.explores else []
         high = min(5, self.rollout_steps - 1)
         window = f"{{kind: random, size: {min(_WINDOW, high)}, low: 0, high: {high}}}"
         noisy = ["rollout.sampler=cps", "rollout.noise_level=0.8", f"rollout.sde_window={window}",

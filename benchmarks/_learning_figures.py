@@ -37,6 +37,14 @@ Runs = Mapping[int, LearningRun]
 """By run seed."""
 
 
+def target_of(target: float | None, baseline: Sequence[LearningRun]) -> float:
+    """A score to reach; None: the end of the baseline's mean curve."""
+    if target is not None:
+        return target
+    curve = mean_curve([run.strict for run in baseline])
+    return curve[max(curve)]
+
+
 def costs_of(target: float, runs: Sequence[LearningRun]) -> dict[str, float]:
     """By axis, what the mean run has spent when it reaches the target for good; inf: it ends below."""
     iterations = iterations_to(target, mean_curve([run.strict for run in runs]))
@@ -57,10 +65,13 @@ def ratio(baseline: float, case: float) -> float | None:
     return 0.0 if math.isinf(case) else baseline / case
 
 
-def gains(target: float, baseline: Runs, case: Runs, compared: int, resamples: int = 2000) -> dict[str, Tree]:
+def gains(
+    target: float | None, baseline: Runs, case: Runs, compared: int, resamples: int = 2000
+) -> dict[str, Tree]:
     """By axis, the ratio of costs to a target, with its intervals.
 
     Args:
+        target: None: where the baseline ends, in each resample its own.
         compared: cases that the simultaneous interval holds for.
 
     Returns:
@@ -71,7 +82,8 @@ def gains(target: float, baseline: Runs, case: Runs, compared: int, resamples: i
     seeds = sorted(set(baseline) & set(case))
 
     def ratios(drawn: Sequence[int]) -> tuple[dict[str, float], dict[str, float | None]]:
-        before, after = (costs_of(target, [runs[seed] for seed in drawn]) for runs in (baseline, case))
+        those = [[runs[seed] for seed in drawn] for runs in (baseline, case)]
+        before, after = (costs_of(target_of(target, those[0]), each) for each in those)
         return after, {axis: ratio(before[axis], cost) for axis, cost in after.items()}
 
     draw = random.Random(0)

@@ -45,11 +45,14 @@ class Record:
             self.tree |= found
 
     def once(self, kind: str, name: str, make: Callable[[], Tree]) -> Tree:
-        """What the file has under ``name``, made and written if there is nothing."""
+        """What the file has under ``name``, made and written if there is nothing.
+
+        ``cpu_s`` is what this process took, unless ``make`` says it."""
         kept: dict[str, Tree] = self.tree[kind]
         if name not in kept:
             started_s = time.process_time()
-            kept[name] = make() | {"cpu_s": time.process_time() - started_s}
+            made = make()
+            kept[name] = {"cpu_s": time.process_time() - started_s} | made
             self.write()
         return kept[name]
 

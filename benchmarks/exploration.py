@@ -138,7 +138,7 @@ def simulate_strategy(sizes: Sizes, condition: str, seeds_per_prompt: int | None
         "workload": {
             "profile": "testbed-cpu", "height": rollout.height, "width": rollout.width,
             "prompts": sizes.prompts, "group_size": group, "steps": rollout.steps,
-            "trained_timesteps": config.algorithm.train_timesteps or rollout.steps - 1,
+            "trained_timesteps": config.trained_timesteps,
             "micro_batch_per_gpu": 64, "checkpoint_every": 1,
         },
         "exploration": explores,

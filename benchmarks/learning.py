@@ -44,7 +44,7 @@ from benchmarks._exploration_figures import table_of
 from benchmarks._exploration_lab import laboratory
 from benchmarks._exploration_settings import STRATEGY
 from benchmarks._learning_cases import BASELINE, CASES, TASKS, Case, LearningSizes
-from benchmarks._learning_figures import LearningRun, best_rate, gains
+from benchmarks._learning_figures import LearningRun, best_rate, gains, target_of
 from benchmarks._measure import wide_console
 from benchmarks._record import Record, Tree
 from spotlight.planning.compare import SimulationTask, run_task
@@ -72,6 +72,7 @@ def cpu_s() -> float:
 def measure_run(sizes: LearningSizes, task: str, case: str, rate: float, seed: int) -> Tree:
     """Train once: held-out scores by iteration, and CPU seconds of each iteration without evaluations."""
     torch.set_num_threads(1)
+    started_s = cpu_s()
     with laboratory(sizes.config(task, CASES[case], rate, seed)) as lab:
         book = lab.train(CASES[case].explores, now_s=cpu_s)
     phases = [{k: v for k, v in row.items() if k.startswith("seconds/")} for row in book.rows]
@@ -80,6 +81,7 @@ def measure_run(sizes: LearningSizes, task: str, case: str, rate: float, seed: i
         "graded": {str(at): row["graded"] for at, row in book.validations.items()},
         "iteration_cpu_s": [sum(row.values()) - row.get(_EVALUATION, 0.0) for row in phases],
         "grad_norm": [row.get("train/grad_norm") for row in book.rows],
+        "cpu_s": cpu_s() - started_s,
     }
 
 
@@ -102,7 +104,7 @@ def simulate_case(sizes: LearningSizes, task: str, case: str) -> Tree:
             "profile": "testbed-cpu", "height": rollout.height, "width": rollout.width,
             "prompts": sizes.prompts, "group_size": rollout.group_size, "steps": rollout.steps,
             "train_samples": None if chosen.trained is None else sizes.trained(chosen),
-            "trained_timesteps": config.algorithm.train_timesteps or rollout.steps - 1,
+            "trained_timesteps": config.trained_timesteps,
             "recomputes_log_probs": bool(getattr(config.algorithm, "recomputes_log_probs", False)),
             "micro_batch_per_gpu": config.learner.micro_batch_size, "checkpoint_every": 1,
         },
@@ -155,9 +157,16 @@ def measure(
         under_way: dict[Future[Tree], str] = {
             pool.submit(measure_run, sizes, *each): name_of(*each) for each in missing
         }
+        failed: list[Exception] = []
         for done in as_completed(under_way):
             typer.echo(f"{kind}: {under_way[done]}")
-            record.once(kind, under_way[done], done.result)
+            try:
+                record.once(kind, under_way[done], done.result)
+            except Exception as error:  # noqa: BLE001 - the others took hours: they are recorded first
+                error.add_note(f"in the run {under_way[done]}")
+                failed.append(error)
+    if failed:
+        raise ExceptionGroup(f"{len(failed)} of {len(missing)} runs; the others are in the file", failed)
 
 
 def name_of(task: str, case: str, rate: float, seed: int) -> str:
@@ -195,14 +204,14 @@ def curve_in(tree: Tree, kind: str) -> dict[int, float]:
 
 def learning_run(tree: Tree, simulated: Tree, sizes: LearningSizes, case: Case) -> LearningRun:
     """A run with what its iterations spend on every axis."""
-    numbers = range(1, sizes.iterations + 1)
+    numbers, made = range(1, sizes.iterations + 1), sizes.generated(case) + sizes.previews(case)
     ends_s = simulated["iteration_ends_s"]
     cpu, spent_s = [], 0.0
     for seconds in tree["iteration_cpu_s"]:
         cpu.append(spent_s := spent_s + seconds)
     spent = {
         "iterations": [float(number) for number in numbers],
-        "generated": [float(number * sizes.prompts * sizes.generated(case)) for number in numbers],
+        "generated": [float(number * sizes.prompts * made) for number in numbers],
         "trained": [float(number * sizes.prompts * sizes.trained(case)) for number in numbers],
         "cpu_s": cpu,
         "cluster_s": list(ends_s),
@@ -226,9 +235,8 @@ def figures_of(
         }
         for case, those in trees.items()
     }
-    last = [run.strict[max(run.strict)] for run in runs[BASELINE].values()]
-    targets = {str(target): target for target in TASKS[task].targets}
-    targets["the baseline's end"] = sum(last) / len(last)
+    targets: dict[str, float | None] = {str(target): target for target in TASKS[task].targets}
+    targets["the baseline's end"] = None
     return {
         "rates": dict(rates),
         "curves": {
@@ -236,7 +244,7 @@ def figures_of(
             for kind in ("strict", "graded")
         },
         "gains": {
-            name: {"target": target} | {
+            name: {"target": target_of(target, [*runs[BASELINE].values()])} | {
                 case: gains(target, runs[BASELINE], those, len(runs) - 1) for case, those in runs.items()
             }
             for name, target in targets.items()

@@ -29,6 +29,14 @@ def test_a_gain_is_the_ratio_of_what_the_target_costs() -> None:
     assert (same["ratio"], same["low_all"], same["undecided"]) == (1, 1, 0)
 
 
+def test_a_baseline_that_still_rises_reaches_its_own_end_when_it_ends() -> None:
+    slow = {0: run(0.02, 3.0, 0.01), 1: run(0.02, 3.0)}
+    found = figures.gains(None, slow, slow, 1, 50)["usd"]
+    assert (found["cost"], found["ratio"], found["undecided"]) == (pytest.approx(90), 1, 0)
+    fast = {seed: run(0.04, 3.0) for seed in slow}
+    assert figures.gains(None, slow, fast, 1, 50)["usd"]["low"] > 1.5
+
+
 def test_what_is_not_reached_is_said_and_never_a_number() -> None:
     slow, fast = {0: run(0.01, 1.0)}, {0: run(0.04, 1.0)}
     assert figures.gains(0.9, slow, slow, 1, 50)["usd"]["undecided"] == 1
@@ -69,6 +77,7 @@ def test_every_case_is_a_configuration_that_trains_what_it_says(task: str) -> No
         assert config.rollout.group_size == SIZES.generated(case)
         assert (config.algorithm.train_samples or config.rollout.group_size) == SIZES.trained(case), name
         assert (config.exploration is not None) == (case.explores is not None)
+        assert config.exploration is None or config.exploration.seeds_per_prompt == SIZES.previews(case)
 
 
 @pytest.mark.parametrize("name", ["wide-subset", "explored-idle"])
