@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -74,3 +74,11 @@ def random_pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("pipeline") / "random"
     save(parts, directory)
     return directory
+
+
+@pytest.fixture
+def record_property(
+    record_property: Callable[[str, object], None],
+) -> Callable[[str, float], None]:
+    """Record a figure of a test; pytest-xdist cannot send numbers of numpy to the main process."""
+    return lambda name, figure: record_property(name, float(figure))

@@ -127,7 +127,7 @@ def draw(
 
 @pytest.mark.parametrize(("name", "variant"), VARIATIONS)
 def test_pictures_equal_the_pipelines(
-    load: Load, name: str, variant: int, record_property: Callable[[str, object], None]
+    load: Load, name: str, variant: int, record_property: Callable[[str, float], None]
 ) -> None:
     loaded = load(name, variant)
     for setting in loaded.case.settings:
@@ -213,7 +213,7 @@ PUBLISHED = [(name, model) for name in CASES for model in FAMILIES.load(name).pu
 
 @pytest.mark.parametrize(("name", "model"), PUBLISHED)
 def test_published_models_have_the_published_number_of_parameters(
-    name: str, model: str, record_property: Callable[[str, object], None]
+    name: str, model: str, record_property: Callable[[str, float], None]
 ) -> None:
     published = FAMILIES.load(name).published[model]
     parameters = 0
@@ -245,7 +245,7 @@ def test_degrees_of_sequence_parallelism_give_the_same(
     load: Load,
     splitting: list[tuple[str, int]],
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    record_property: Callable[[str, float], None],
 ) -> None:
     found = family_ranks.differences({each: load(*each).directory for each in splitting}, tmp_path)
     assert found.keys() == {(*each, degree) for each in splitting for degree in (2, 4)}
@@ -282,7 +282,7 @@ def test_one_step_equals_that_of_a_plain_loop(
     algorithm: str,
     mode: str,
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    record_property: Callable[[str, float], None],
 ) -> None:
     loaded, scale = load(name, variant), 2.0
     case, family = loaded.case, loaded.family
@@ -334,7 +334,7 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
     name: str,
     variant: int,
     tmp_path: Path,
-    record_property: Callable[[str, object], None],
+    record_property: Callable[[str, float], None],
 ) -> None:
     loaded = load(name, variant)
     case, setting = loaded.case, loaded.case.settings[-1]

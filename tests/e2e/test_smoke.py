@@ -34,7 +34,7 @@ def test_a_recipe_runs_on_a_small_random_pipeline(
     recipe: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    record_property: Callable[[str, object], None],
+    record_property: Callable[[str, float], None],
 ) -> None:
     monkeypatch.chdir(EXAMPLES.parent)
     before = load_config(EXAMPLES / recipe, [])

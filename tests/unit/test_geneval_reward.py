@@ -77,7 +77,7 @@ def seen_by_the_detector(
 
 
 def test_detections_are_those_of_the_official_steps(
-    models: dict[str, str], record_property: Callable[[str, object], None]
+    models: dict[str, str], record_property: Callable[[str, float], None]
 ) -> None:
     detector = InstanceDetector(models["detector"], CPU, batch_size=2)
     images = pictures((24, 320), (40, 300), (24, 320))

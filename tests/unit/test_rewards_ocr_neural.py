@@ -51,7 +51,7 @@ def weights_of(source: str) -> dict[str, torch.Tensor]:
 def test_both_models_equal_an_independent_forward(
     models: dict[str, str],
     readers: tuple[TextDetector, TextRecognizer],
-    record_property: Callable[[str, object], None],
+    record_property: Callable[[str, float], None],
 ) -> None:
     detector, recognizer = readers
     images = pictures(2)
