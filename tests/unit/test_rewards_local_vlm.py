@@ -25,7 +25,7 @@ from spotlight.rewards.models.tiny_vlm import save_tiny_vlm
 from spotlight.rewards.reward import RewardSetupError, SampleError
 from spotlight.rewards.reward_registry import load, tiny_params
 
-Record = Callable[[str, object], None]
+Record = Callable[[str, float], None]
 Curves = Mapping[str, Sequence[float | SampleError]]
 PROMPTS = ['a red sign that says "Yes"', 'dogs "No"', 'a "3"', 'two birds, left of "5"']
 WORDS = ("Yes", "No", *"0123456789")
@@ -69,7 +69,7 @@ def test_first_tokens_equal_an_independent_forward(folder: Path, record_property
     for answer, image, asked in zip(answers, pictures(), questions, strict=True):
         assert not isinstance(answer, SampleError)
         assert answer.first_token is not None
-        expected = plain.ask(image, asked, 1)[1][0].exp().topk(TOP_LOGPROBS)
+        expected = plain.ask([image], asked, 1)[1][0].exp().topk(TOP_LOGPROBS)
         assert len(answer.first_token) <= TOP_LOGPROBS
         for token, value in zip(expected.indices.tolist(), expected.values.tolist(), strict=True):
             found = answer.first_token[plain.tokenizer.decode([token])]

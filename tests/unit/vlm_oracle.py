@@ -5,6 +5,7 @@ Patches and tokens are made here; only the network itself is transformers'.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,24 @@ class PlainVlm:
         return int(self.tokenizer.convert_tokens_to_ids(token))
 
     @torch.no_grad()
-    def ask(self, image: np.ndarray, question: str, tokens_max: int) -> tuple[str, list[torch.Tensor]]:
+    def ask(
+        self, images: Sequence[np.ndarray], question: str, tokens_max: int
+    ) -> tuple[str, list[torch.Tensor]]:
         """The text, and the log-probabilities of each of its tokens' candidates."""
-        height, width = image.shape[0] // PATCH_PX, image.shape[1] // PATCH_PX
+        grids = [(1, image.shape[0] // PATCH_PX, image.shape[1] // PATCH_PX) for image in images]
+        pixels = torch.cat([patches(image) for image in images])
         pad = self.id_of("<|image_pad|>")
+        shown = [
+            token
+            for _, height, width in grids
+            for token in (
+                self.id_of("<|vision_start|>"),
+                *[pad] * (height * width // MERGED**2),
+                self.id_of("<|vision_end|>"),
+            )
+        ]
         ids = [
-            self.id_of("<|im_start|>"), *self.spelled("user\n"), self.id_of("<|vision_start|>"),
-            *[pad] * (height * width // MERGED**2), self.id_of("<|vision_end|>"), *self.spelled(question),
+            self.id_of("<|im_start|>"), *self.spelled("user\n"), *shown, *self.spelled(question),
             self.end, *self.spelled("\n"), self.id_of("<|im_start|>"), *self.spelled("assistant\n"),
         ]  # fmt: skip
         written: list[int] = []
@@ -42,8 +54,8 @@ class PlainVlm:
         for _ in range(tokens_max):
             tokens = torch.tensor([ids + written])
             logits = self.model(
-                input_ids=tokens, pixel_values=patches(image), use_cache=False,
-                image_grid_thw=torch.tensor([[1, height, width]]), mm_token_type_ids=(tokens == pad).int(),
+                input_ids=tokens, pixel_values=pixels, use_cache=False,
+                image_grid_thw=torch.tensor(grids), mm_token_type_ids=(tokens == pad).int(),
             ).logits[0, -1]  # fmt: skip
             told.append(logits.double().log_softmax(-1))
             if (token := int(logits.argmax())) == self.end:
@@ -57,7 +69,7 @@ class PlainVlm:
 
     def serve(self, request: Any, body: Any) -> Reply:
         """As vLLM does: a completion with the first token's candidates."""
-        text, told = self.ask(picture_in(body), question_in(body), body["max_tokens"])
+        text, told = self.ask([picture_in(body)], question_in(body), body["max_tokens"])
         top = told[0].topk(body.get("top_logprobs", 1))
         candidates = {
             self.tokenizer.decode([token]): value
