@@ -14,7 +14,12 @@ KILLS = (At("work training", 5), At("os.rename /checkpoints/latest"))
 """One per attempt: between two gradients of the second update, and within the checkpoint after it."""
 FULL = ("learner.mode=full", "learner.learning_rate=0.001")
 AWM = ("algorithm.name=awm", "algorithm.train_timesteps=2", *FULL)
-FLOW_GRPO_FAST = ("algorithm.name=flow-grpo-fast", "rollout.sde_window={kind: random, size: 1}", *FULL)
+FLOW_GRPO_FAST = (
+    "algorithm.name=flow-grpo-fast",
+    "rollout.sampler=flow-sde",
+    "rollout.sde_window={kind: random, size: 1}",
+    *FULL,
+)
 WAYS = [
     pytest.param(name, variant, way, id=f"{name}-{variant}-{way[0].partition('=')[2]}")
     for number, (name, variant) in enumerate(TRAINED)
