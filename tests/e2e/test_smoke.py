@@ -70,6 +70,11 @@ def test_tiny_writes_a_pipeline_that_diffusers_loads(tmp_path: Path) -> None:
     assert "exists; expected a directory to be made" in " ".join(again.output.split())
     other = CliRunner().invoke(app, ["tiny", "quen-image", str(tmp_path / "other")])
     assert "Did you mean 'qwen-image'?" in " ".join(other.output.split())
+    nowhere = CliRunner().invoke(
+        app, ["tiny", "qwen-image", str(tmp_path / "tiny" / "model_index.json" / "x")]
+    )
+    assert isinstance(nowhere.exception, SystemExit)
+    assert "cannot write a small pipeline" in " ".join(nowhere.output.split())
 
 
 def test_gpus_that_are_not_here_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

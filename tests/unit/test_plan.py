@@ -16,6 +16,7 @@ from spotlight.cli.main import app
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
+from spotlight.dry_run.fitting_sizes import GPU_GIB
 from spotlight.dry_run.memory_plan import Estimate, peak_bytes, published_parts, weight_copies
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
 from spotlight.dry_run.reward_plan import reward_places
@@ -407,3 +408,19 @@ def test_a_run_that_does_not_fit_on_the_disk_is_refused(
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes(b"there")
     require_disk(tight)
+
+
+def test_sizes_that_fit_grow_with_memory(pipeline: Path) -> None:
+    """Thousands of samples at once, so that not all sizes fit all GPUs."""
+    many = {**ROLLOUT, "batch_size": 4096, "height": 64, "width": 128}
+    fitting = plan_of(pipeline, rollout=many).fitting
+    assert [fit.gpu_gib for fit in fitting] == list(GPU_GIB)
+    sizes = [fit.alone for fit in fitting if fit.alone is not None]
+    assert len({size.pixels for size in sizes}) > 1
+    assert [size.pixels for size in sizes] == sorted(size.pixels for size in sizes)
+    for fit in fitting:
+        if fit.alone is not None:
+            assert fit.alone.width == 2 * fit.alone.height
+            sides = {"height": fit.alone.height, "width": fit.alone.width}
+            there = plan_of(pipeline, rollout={**many, **sides})
+            assert peak_bytes(there.memory) <= fit.gpu_gib * 2**30

@@ -31,7 +31,12 @@ def tiny(
         raise failure(f"DIR: {directory} exists; expected a directory to be made. Name another one.")
     with errors_without_traceback():
         from spotlight.registry import FAMILIES
+        from spotlight.store.store_errors import storage_error
 
         silence_loading_bars()
-        FAMILIES.load(family).tiny(directory, seed=seed, variant=variant)
+        kind = FAMILIES.load(family)
+        try:
+            kind.tiny(directory, seed=seed, variant=variant)
+        except OSError as error:
+            raise storage_error("cannot write a small pipeline", directory, error) from error
     typer.echo(directory)

@@ -11,6 +11,7 @@ from statistics import median
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
+from spotlight.dry_run.fitting_sizes import FittingSize, fitting_sizes
 from spotlight.dry_run.memory_plan import Estimate, disk_parts, memory_parts
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import (
@@ -71,8 +72,8 @@ class RunPlan:
         evaluation_images: per evaluation.
         train_prompts: after ``data.tags``.
         notes: warnings about the prompts.
-        model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory`` empty, and
-            ``disk`` lacks checkpoints.
+        model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory`` and ``fitting``
+            are empty, and ``disk`` lacks checkpoints.
         seconds_per_iteration: median measured in this run's directory; None before.
     """
 
@@ -90,6 +91,7 @@ class RunPlan:
     model: ModelSizes | NotHere
     parameters_trained: int | None
     memory: tuple[Estimate, ...]
+    fitting: tuple[FittingSize, ...]
     disk: tuple[Estimate, ...]
     rewards: tuple[RewardPlace, ...]
     seconds_per_iteration: float | None
@@ -113,8 +115,10 @@ def make_plan(config: RunConfig) -> RunPlan:
     images = len(prompts.test) * config.evaluation.images_per_prompt
     evaluations = config.evaluation.count(config.iterations)
     memory: tuple[Estimate, ...] = ()
+    fitting: tuple[FittingSize, ...] = ()
     if isinstance(model, ModelSizes) and trained is not None:
-        memory = memory_parts(config, model, family_of(config), trained, text_tokens(config, prompts))
+        sizes = config, model, family_of(config), trained, text_tokens(config, prompts)
+        memory, fitting = memory_parts(*sizes), fitting_sizes(*sizes)
     return RunPlan(
         samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
         trained_samples=_trained_samples(config),
@@ -130,6 +134,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         model=model,
         parameters_trained=trained,
         memory=memory,
+        fitting=fitting,
         disk=disk_parts(config, trained, evaluations, images),
         rewards=reward_places(config),
         seconds_per_iteration=_measured_seconds(config),

@@ -9,10 +9,12 @@ from rich.table import Table
 
 from spotlight.cluster.local.fleet_plan import FleetPlan
 from spotlight.config.schema import RunConfig
+from spotlight.dry_run.fitting_sizes import RANKS
 from spotlight.dry_run.memory_plan import Estimate, peak_bytes, published_parts, shared_parts
 from spotlight.dry_run.model_plan import ModelSizes, NotHere
 from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
+from spotlight.models.media import MediaSize
 from spotlight.report.wording import count, duration, money, size
 
 
@@ -29,6 +31,7 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
             _print(
                 console, "Memory of a rank, where several share the model", _shared(config, plan, plan.model)
             )
+        _print(console, "Largest sizes that fit, estimated", _fitting(config, plan))
     total = size(sum(part.bytes for part in plan.disk))
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
     _print(console, f"Disk at the end, estimated: {total}{known}", _estimates(plan.disk))
@@ -143,6 +146,20 @@ def _shared(config: RunConfig, plan: RunPlan, model: ModelSizes) -> Iterator[tup
     for ranks in sorted({2, 4, 8, config.fleet.learner_ranks} - {1}):
         yield f"{ranks} ranks", size(peak_bytes(shared_parts(config, model, plan.memory, ranks))), why
         why = ""
+
+
+def _fitting(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:
+    together = config.learner.shard != "none"
+    for fit in plan.fitting:
+        why = f"{RANKS} ranks that share the model: {_sides(fit.shared)}" if together else ""
+        yield f"a GPU of {fit.gpu_gib} GB", _sides(fit.alone), why
+
+
+def _sides(size: MediaSize | None) -> str:
+    if size is None:
+        return "none"
+    frames = f" x {size.frames}" if size.frames > 1 else ""
+    return f"{size.height} x {size.width}{frames}"
 
 
 def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]]:
