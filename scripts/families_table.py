@@ -39,20 +39,21 @@ def facts() -> str:
     """One line per family and published model."""
     lines = [
         "| `model.family` | published models (parameters) | makes | guidance | step cache "
-        "| sequence parallel |",
-        "|---|---|---|---|---|---|",
+        "| sequence parallel | configurations from |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in FAMILIES.built_in:
         family = FAMILIES.load(name)
         models = "<br>".join(
             f"`{model}` ({published.parameters / 1e9:.1f} B)" for model, published in family.published.items()
         )
+        sources = dict.fromkeys(published.source for published in family.published.values())
         guidance = (
             "true" if family.embedded_guidance is None else f"embedded {family.embedded_guidance:g}, true"
         )
         lines.append(
             f"| `{name}` | {models} | {'videos' if family.video else 'pictures'} | {guidance} | "
-            f"{_yes(family.reuses_blocks)} | {_yes(family.splits_sequence)} |"
+            f"{_yes(family.reuses_blocks)} | {_yes(family.splits_sequence)} | {'<br>'.join(sources)} |"
         )
     return "\n".join([*lines, ""])
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 GPU_GIB = (24, 48, 80, 141, 192)
 RANKS = 8
-_SHORTER_PX = (256, 320, 384, 448, 480, 512, 576, 640, 704, 720, 768, 896, 1024, 1280, 1536, 2048)
+SHORTER_PX = (256, 320, 384, 448, 480, 512, 576, 640, 704, 720, 768, 896, 1024, 1280, 1536, 2048)
 _USABLE = 0.9
 """Of a GPU's memory: CUDA's context and fragmentation take the rest."""
 
@@ -62,7 +62,7 @@ def _sizes(config: RunConfig, model: ModelSizes) -> Iterator[MediaSize]:
     """Ascending, those that the model has, with the configured one."""
     now, unit = media_size(config.rollout), model.dimensions.unit_px or model.dimensions.patch_px
     shorter = min(now.height, now.width)
-    for side in sorted({*_SHORTER_PX, shorter}):
+    for side in sorted({*SHORTER_PX, shorter}):
         height, width = (
             unit * max(1, round(each * side / shorter / unit)) for each in (now.height, now.width)
         )

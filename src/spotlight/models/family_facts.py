@@ -110,12 +110,14 @@ class PublishedModel:
         configs: the ``config.json`` of transformer(s) and VAE, by component.
         parameters: of the transformer(s), as published.
         text_parameters: of the text encoders, as published.
+        source: where ``configs`` were read, for the table in ``docs/families.md``.
         settings: values of ``model_index.json`` that change what the model can do.
     """
 
     configs: Mapping[str, Mapping[str, object]] = field(repr=False)
     parameters: float
     text_parameters: float
+    source: str
     settings: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from spotlight.cluster.local.fleet_plan import FleetPlan
 from spotlight.config.schema import RunConfig
-from spotlight.dry_run.fitting_sizes import RANKS
+from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX
 from spotlight.dry_run.memory_plan import Estimate, peak_bytes, published_parts, shared_parts
 from spotlight.dry_run.model_plan import ModelSizes, NotHere
 from spotlight.dry_run.reward_plan import RewardPlace
@@ -31,7 +31,8 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
             _print(
                 console, "Memory of a rank, where several share the model", _shared(config, plan, plan.model)
             )
-        _print(console, "Largest sizes that fit, estimated", _fitting(config, plan))
+        what = f"Largest sizes that fit, estimated: shorter sides to {max(SHORTER_PX)} pixels"
+        _print(console, what, _fitting(config, plan))
     total = size(sum(part.bytes for part in plan.disk))
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
     _print(console, f"Disk at the end, estimated: {total}{known}", _estimates(plan.disk))
@@ -151,7 +152,7 @@ def _shared(config: RunConfig, plan: RunPlan, model: ModelSizes) -> Iterator[tup
 def _fitting(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:
     together = config.learner.shard != "none"
     for fit in plan.fitting:
-        why = f"{RANKS} ranks that share the model: {_sides(fit.shared)}" if together else ""
+        why = f"shared by {RANKS} ranks: {_sides(fit.shared)}" if together else ""
         yield f"a GPU of {fit.gpu_gib} GB", _sides(fit.alone), why
 
 

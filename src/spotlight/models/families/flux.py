@@ -70,6 +70,7 @@ class Flux(ModelFamily):
             },
             parameters=11.9e9,
             text_parameters=4.9e9,
+            source="diffusers' defaults, `convert_flux_to_diffusers.py`",
         )
     }
 

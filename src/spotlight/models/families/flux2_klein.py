@@ -63,6 +63,7 @@ def _published(*, large: bool, distilled: bool) -> PublishedModel:
         },
         parameters=9.08e9 if large else 3.88e9,
         text_parameters=8.2e9 if large else 4.0e9,
+        source="`convert_flux2_to_diffusers.py`",
         settings={"is_distilled": distilled},
     )
 

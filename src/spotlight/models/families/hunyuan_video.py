@@ -90,6 +90,7 @@ class HunyuanVideo(ModelFamily):
             },
             parameters=12.82e9,
             text_parameters=7.63e9,
+            source="`convert_hunyuan_video_to_diffusers.py`",
         )
     }
 

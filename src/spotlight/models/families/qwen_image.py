@@ -77,6 +77,7 @@ class QwenImage(ModelFamily):
             },
             parameters=20.4e9,
             text_parameters=8.3e9,
+            source="diffusers' defaults",
         )
     }
 

@@ -114,6 +114,7 @@ class QwenImage21(ModelFamily):
             },
             parameters=7.1e9,
             text_parameters=8.8e9,
+            source="diffusers' defaults",
         )
     }
 

@@ -99,6 +99,7 @@ class QwenImageEdit(QwenImage):
             },
             parameters=20.4e9,
             text_parameters=8.3e9,
+            source="diffusers' defaults; `zero_cond_t` (2511): the model's `config.json`",
         )
         for version in ("2511", "2509")
     }

@@ -42,7 +42,12 @@ def _published(heads: int, layers: int, positions: int, dual: list[int], paramet
         "sample_size": 128,
     }
     vae = image_vae(scaling_factor=1.5305, shift_factor=0.0609)
-    return PublishedModel({"transformer": transformer, "vae": vae}, parameters, text_parameters=5.6e9)
+    return PublishedModel(
+        configs={"transformer": transformer, "vae": vae},
+        parameters=parameters,
+        text_parameters=5.6e9,
+        source="`convert_sd3_to_diffusers.py`; layers and positions: the models' `config.json`",
+    )
 
 
 class StableDiffusion3(ModelFamily):

@@ -50,6 +50,7 @@ _TRANSFORMER: dict[str, object] = {
 }
 _VAE = "AutoencoderKLWan"
 _UMT5_PARAMETERS = 5.68e9
+_SOURCE = "`convert_wan_to_diffusers.py`"
 
 
 class Wan(ModelFamily):
@@ -92,16 +93,19 @@ class Wan(ModelFamily):
             },
             parameters=1.42e9,
             text_parameters=_UMT5_PARAMETERS,
+            source=_SOURCE,
         ),
         "Wan-AI/Wan2.1-T2V-14B-Diffusers": PublishedModel(
             configs={"transformer": _TRANSFORMER, "vae": causal_vae(_VAE)},
             parameters=14.29e9,
             text_parameters=_UMT5_PARAMETERS,
+            source=_SOURCE,
         ),
         "Wan-AI/Wan2.2-T2V-A14B-Diffusers": PublishedModel(
             configs={"transformer": _TRANSFORMER, "transformer_2": _TRANSFORMER, "vae": causal_vae(_VAE)},
             parameters=28.58e9,
             text_parameters=_UMT5_PARAMETERS,
+            source=_SOURCE,
             settings={"boundary_ratio": 0.875},
         ),
         "Wan-AI/Wan2.2-TI2V-5B-Diffusers": PublishedModel(
@@ -129,6 +133,7 @@ class Wan(ModelFamily):
             },
             parameters=5.0e9,
             text_parameters=_UMT5_PARAMETERS,
+            source=_SOURCE,
             settings={"expand_timesteps": True},
         ),
     }

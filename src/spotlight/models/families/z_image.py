@@ -48,7 +48,12 @@ _CONFIGS: Mapping[str, Mapping[str, object]] = {
     },
     "vae": image_vae(scaling_factor=0.3611, shift_factor=0.1159),
 }
-_PUBLISHED = PublishedModel(configs=_CONFIGS, parameters=6.15e9, text_parameters=4.0e9)
+_PUBLISHED = PublishedModel(
+    configs=_CONFIGS,
+    parameters=6.15e9,
+    text_parameters=4.0e9,
+    source="diffusers' defaults; `axes_lens`: the models' `config.json`",
+)
 
 
 class ZImage(ModelFamily):
