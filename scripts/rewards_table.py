@@ -1,7 +1,7 @@
 """Write the tables of rewards into ``docs/rewards.md``: facts from the registry, measured differences.
 
-    pytest tests/unit/test_rewards_{preference,local_vlm,plain_vlm,ocr_neural}.py tests/unit/test_geneval_reward.py \\
-        --junitxml=build/rewards.xml
+    pytest tests/unit/test_rewards_{preference,local_vlm,plain_vlm,ocr_neural}.py \\
+        tests/unit/test_geneval_reward.py --junitxml=build/rewards.xml
     python scripts/rewards_table.py build/rewards.xml
 
 Without a file, the table of facts alone is renewed.
