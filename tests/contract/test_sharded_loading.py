@@ -81,6 +81,7 @@ def test_files_of_another_model_are_refused_before_sharding(random_pipeline: Pat
     config = json.loads((random_pipeline / "transformer" / "config.json").read_text())
     other = diffusers.QwenImageTransformer2DModel.from_config({**config, "num_layers": 1})
     other.save_pretrained(tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))  # its files alone tell
     with pytest.raises(ModelError, match=r"model\.transformer: .* lacks \d+ tensors, first 'transformer_b"):
         QwenImage.load(
             random_pipeline,

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from main_job import ALGORITHMS, Ended, Job, Outcome, outcome, run_process
-
-Straight = Callable[[str], tuple[Path, Outcome, Ended]]
+from main_job import ALGORITHMS, Ended, Job, Outcome, Straight, outcome, run_process
 
 
 @pytest.fixture(scope="session")

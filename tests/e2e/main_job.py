@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,6 +300,10 @@ class Outcome:
     def validation(self) -> list[tuple[int, int, Mapping[str, float]]]:
         """The rows of validations."""
         return [row for row in self.metrics if "validation/graded" in row[2]]
+
+
+Straight = Callable[[str], tuple[Path, Outcome, Ended]]
+"""The run directory, outcome and end of an uninterrupted run, by its algorithm's name."""
 
 
 def outcome(run: Path) -> Outcome:

@@ -10,8 +10,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from main_job import FILL_DISK, GRPO, NFT, At, Job, clean_audit, outcome, run_on_small_disk, run_process
-from test_resume import Straight, contents
+from main_job import (
+    FILL_DISK,
+    GRPO,
+    NFT,
+    At,
+    Job,
+    Straight,
+    clean_audit,
+    outcome,
+    run_on_small_disk,
+    run_process,
+)
+from test_resume import contents
 
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config

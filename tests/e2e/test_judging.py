@@ -6,9 +6,8 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from main_job import NFT, Job
+from main_job import NFT, Job, Straight
 
-from conftest import Straight
 from spotlight.models.family import ModelError
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.reward import RewardInputError

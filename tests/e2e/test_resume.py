@@ -15,13 +15,13 @@ from main_job import (
     ONE_AT_ONCE,
     At,
     Job,
+    Straight,
     clean_audit,
     newest_checkpoint,
     outcome,
     run_process,
 )
 
-from conftest import Straight
 from spotlight.cli.runs.train import driver_of
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger.ledger_schema import Ending

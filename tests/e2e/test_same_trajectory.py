@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from main_job import ALGORITHMS, NFT, ONE_AT_ONCE, Job, clean_audit, largest_difference, outcome
-
-from conftest import Straight
+from main_job import ALGORITHMS, NFT, ONE_AT_ONCE, Job, Straight, clean_audit, largest_difference, outcome
 
 WEIGHT_TOLERANCE = 2e-5
 """Largest difference of a LoRA weight after two iterations; measured: 1.5e-6, of weights up to 2e-3."""

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline
-from main_job import NFT, Job, lora
+from main_job import NFT, Job, Straight, lora
 from safetensors.torch import load_file
 
-from conftest import Straight
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError

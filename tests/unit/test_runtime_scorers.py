@@ -82,8 +82,8 @@ def test_under_torchrun_a_reward_finds_the_gpu_of_its_rank_only(monkeypatch: pyt
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     told: dict[str, dict[str, str]] = {}
 
-    def started(reward, deadline_s, replica, replicas, environment):  # type: ignore[no-untyped-def]
-        told[reward.curve] = environment
+    def started(reward, *settings):  # type: ignore[no-untyped-def]
+        told[reward.curve] = next(each for each in settings if isinstance(each, dict))
 
     monkeypatch.setattr(build, "RewardProcess", started)
     rewards = "rewards=[{name: shapes}, {name: ocr, device: cpu}, {name: jpeg_size, device: cuda}]"
