@@ -204,6 +204,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "unified-reward": "spotlight.rewards.endpoints.unified_reward:unified_reward",
         "edit-score": "spotlight.rewards.endpoints.edit_score:edit_score",
         "http": "spotlight.rewards.endpoints.service_scores:http",
+        "http-video": "spotlight.rewards.endpoints.service_scores:http_video",
         "flow-factory": "spotlight.rewards.endpoints.flow_factory:flow_factory",
         "vote": "spotlight.rewards.vote:vote",
         "pickle-server": "spotlight.rewards.pickled.pickle_server:pickle_server",

@@ -63,7 +63,11 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
 MESSAGES = {f"spotlight.scheduler.{module}" for module in ("types", "effects", "events", "records")}
 """Ids and sizes, and what controller, workers and learner say to each other."""
 SPEAK_MESSAGES = {"rollout", "worker", "training", "report", "dashboard"}
-ALSO = {("training", "spotlight.scheduler.overlap.slices"), ("rewards", "spotlight.store.ballots")}
+ALSO = {
+    ("training", "spotlight.scheduler.overlap.slices"),
+    ("rewards", "spotlight.store.ballots"),
+    ("rewards", "spotlight.store.media_files"),
+}
 """Single modules allowed beside the table."""
 
 SCHEDULER_PARTS: dict[str, set[str]] = {

@@ -28,10 +28,12 @@ CALLS: Mapping[str, dict[str, Any]] = {
     "unified-reward": {},
     "edit-score": {},
     "http": {"reward": "align"},
+    "http-video": {"reward": "align", "fps": 8},
     "flow-factory": {},
     "pickle-server": {"protocol": "verl-omni", "allow_pickle": True},
 }
 """Parameters by reward, the server's address apart."""
+SERVICES = {"http", "http-video", "flow-factory", "pickle-server"}
 
 
 def lies_about_its_length(request: BaseHTTPRequestHandler, body: Any) -> None:
@@ -82,9 +84,7 @@ def test_a_faulty_server_s_samples_have_no_score(fault: str, tmp_path: Path) -> 
     found: dict[str, object] = {}
     with reward_server(FAULTS[fault]) as world:
         for name, params in CALLS.items():
-            key, url = ("server", world.url) if name in ("http", "flow-factory", "pickle-server") else (
-                "endpoint", f"{world.url}/v1"
-            )  # fmt: skip
+            key, url = ("server", world.url) if name in SERVICES else ("endpoint", f"{world.url}/v1")
             place = QUICK | {"base_url": url} | ({"model": "any"} if key == "endpoint" else {})
             reward: Any = REWARDS.load(name)
             try:

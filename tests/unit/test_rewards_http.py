@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import re
+import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from tests.unit.reward_server import Reply, as_json, decoded, drip, hang, reward_server
@@ -17,6 +21,7 @@ from spotlight.rewards.endpoints.service_scores import http
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import RewardFailure, ScoredSample
 from spotlight.rewards.reward import RewardSetupError, SampleError
+from spotlight.rewards.reward_registry import load
 
 IMAGES = [np.full((6, 5, 3), level, np.uint8) for level in range(5)]
 PROMPTS = [f"prompt {index}" for index in range(5)]
@@ -167,3 +172,42 @@ def test_a_reward_that_the_service_lacks_is_told_before_any_work() -> None:
 def test_batch_size(batch_size: Any) -> None:
     with pytest.raises(RewardSetupError, match=r"params\.batch_size"):
         ask("http://h", batch_size=batch_size)
+
+
+def lightest(request: BaseHTTPRequestHandler, body: Any) -> Reply:
+    """A service that looks at whole videos, as VideoAlign's does."""
+    results: list[Any] = []
+    for each in body["requests"]:
+        (turn,) = each["history"]
+        with av.open(io.BytesIO(base64.b64decode(turn.pop("video_b64")))) as file:
+            frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+            fps = file.streams.video[0].average_rate
+        assert list(turn) == ["text"]
+        told = {"frames": len(frames), "fps": float(fps or 0), "side": frames[0].shape[0]}
+        results.append({"videoalign": {"Overall": max(map(np.mean, frames)), **told}})
+    return as_json({"results": results, "errors": []})
+
+
+def test_videos_are_sent_whole() -> None:
+    video = np.stack([np.full((16, 16, 3), level, np.uint8) for level in (40, 200, 90, 10, 40)])
+    with reward_server(lightest) as server:
+        params = {"server": place(server.url), "reward": "videoalign", "score": "Overall", "fps": 8}
+        found: Any = load("http-video", params).function([video, video[0]], ["a", "b"], [{}, {}])
+    assert found["score"] == pytest.approx([200, 40], abs=4)
+    assert (found["frames"], found["fps"], found["side"]) == ([5, 1], [8, 8], [16, 16])
+    assert [len(body["requests"]) for _, _, body in server.seen] == [1, 1]
+
+
+@pytest.mark.parametrize("fps", [0, -1, None, "8", True, float("nan")])
+def test_videos_need_their_frames_per_second(fps: Any) -> None:
+    params = {"server": place("http://h"), "reward": "align", "fps": fps}
+    for needing in (service_scores.scored_by, lambda **given: service_scores.check([], [], **given)):
+        with pytest.raises(RewardSetupError, match=r"http-video reward: params\.fps is .*rollout\.fps"):
+            needing(**params)
+
+
+def test_without_pyav_videos_are_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(RewardSetupError, match=r"pip install 'spotlight-rl\[video\]'"):
+        service_scores.scored_by(server=place("http://h"), reward="align", fps=8)
+    service_scores.scored_by(server=place("http://h"), reward="align")

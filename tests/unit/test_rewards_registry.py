@@ -66,6 +66,7 @@ NEEDED: dict[str, dict[str, object]] = {
     "edit-score": {"endpoint": ENDPOINT},
     "flow-factory": {"server": {"base_url": "http://127.0.0.1:1"}},
     "http": {"server": {"base_url": "http://127.0.0.1:1"}, "reward": "any"},
+    "http-video": {"server": {"base_url": "http://127.0.0.1:1"}, "reward": "any", "fps": 16},
     "pickle-server": {"server": {"base_url": "http://127.0.0.1:1"}, "protocol": "verl-omni"},
 }
 

@@ -1,4 +1,6 @@
-"""The reward ``http``: a reward service scores pictures; for models that need an environment of their own.
+"""The rewards ``http`` and ``http-video``: a service scores pictures, or whole videos.
+
+For models that need an environment of their own, such as ImageReward and VideoAlign.
 
 Speaks the JSON of UniRL's reward service (https://github.com/Tencent-Hunyuan/UniRL):
 
@@ -7,13 +9,15 @@ Speaks the JSON of UniRL's reward service (https://github.com/Tencent-Hunyuan/Un
                                   "required_rewards": ["pickscore"], "metadata": {...}}]}
                ->  {"results": [{"pickscore": {"pickscore": 0.21}}], "errors": [{}]}
 
-Pictures are PNG in base64. An entry of ``errors`` fails its sample alone.
+Pictures are PNG in base64; a video is an MP4 in ``video_b64``, in the place of ``image_b64``. An entry of
+``errors`` fails its sample alone.
 """
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,8 +30,16 @@ from spotlight.rewards.endpoints.json_client import (
     png_base64,
     safe_message,
 )
-from spotlight.rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames, best_with
+from spotlight.rewards.reward import (
+    Image,
+    RewardSetupError,
+    SampleError,
+    adds_over_frames,
+    best_with,
+    takes_videos,
+)
 from spotlight.rewards.reward_facts import Reads, RewardFacts
+from spotlight.store.media_files import encode_video
 
 FACTS = RewardFacts(
     runs_on="a server",
@@ -38,6 +50,8 @@ FACTS = RewardFacts(
 )
 Scores = dict[str, float]
 """One sample's scores, by the service's names."""
+_PICTURES = object()
+"""In the place of ``fps``: of the reward ``http``, which has none."""
 
 
 @best_with(batch_size=64)
@@ -69,11 +83,55 @@ def http(
     Raises:
         RewardSetupError: invalid settings, a refused key or address.
     """
-    place = _settings(server, batch_size)
+    place = _settings("http", server, batch_size)
+    return _scores(place, (images, prompts, metadata), reward, score, batch_size, _picture)
+
+
+@best_with(batch_size=8)
+@takes_videos
+def http_video(
+    images: Sequence[Image],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    *,
+    server: Mapping[str, Any],
+    reward: str,
+    fps: float,
+    score: str = "",
+    batch_size: int = 1,
+) -> dict[str, list[float | SampleError]]:
+    """Let a reward service score whole videos.
+
+    Args:
+        images: uint8 [frames, height, width, 3]; a picture is sent as a video of one frame.
+        prompts, metadata, server, reward, score: as of :func:`http`.
+        fps: frames per second of the MP4 that is sent; ``rollout.fps`` shows what the run does.
+        batch_size: videos in one request.
+
+    Returns:
+        As :func:`http`.
+
+    Raises:
+        RewardSetupError: invalid settings, a refused key or address, or PyAV is not installed.
+    """
+    place = _settings("http-video", server, batch_size, fps)
+    return _scores(place, (images, prompts, metadata), reward, score, batch_size, partial(_video, fps=fps))
+
+
+def _scores(
+    place: RewardServer,
+    samples: tuple[Sequence[Image], Sequence[str], Sequence[Mapping[str, Any]]],
+    reward: str,
+    score: str,
+    batch_size: int,
+    media: Callable[[Image], dict[str, str]],
+) -> dict[str, list[float | SampleError]]:
+    """Ask in requests of ``batch_size``; ``media``: a sample's image as the service takes it."""
+    images, prompts, metadata = samples
     starts = range(0, len(images), batch_size)
     parts = [slice(start, min(start + batch_size, len(images))) for start in starts]
     calls = [
-        HttpCall("/score", partial(_body, images[part], prompts[part], metadata[part], reward))
+        HttpCall("/score", partial(_body, images[part], prompts[part], metadata[part], reward, media))
         for part in parts
     ]
     answers = ask_all(place, calls, lambda body: body)
@@ -95,26 +153,33 @@ def check(
     server: Mapping[str, Any],
     reward: str,
     batch_size: int = 8,
+    fps: object = _PICTURES,
 ) -> None:
     """Ask the service which rewards it has. Raises RewardSetupError if it is absent or lacks this one."""
-    place = _settings(server, batch_size)
+    name = _name(fps)
+    place = _settings(name, server, batch_size, fps)
     (answer,) = ask_all(place, [HttpCall("/rewards")], lambda body: body)
     if isinstance(answer, SampleError):
-        raise RewardSetupError(f"http reward: {answer}")
+        raise RewardSetupError(f"{name} reward: {answer}")
     names = answer.get("rewards") if isinstance(answer, dict) else None
     if not isinstance(names, list) or reward not in names:
         error = RewardSetupError(
-            f"http reward: params.reward is {reward!r}, but {place.base_url}/rewards names {names!r}; "
+            f"{name} reward: params.reward is {reward!r}, but {place.base_url}/rewards names {names!r}; "
             "expected it among them. Correct the name, or enable it at the service."
         )
         raise RewardSetupError(safe_message(place, error))
 
 
 def scored_by(
-    *, server: Mapping[str, Any], reward: str, batch_size: int = 8, deadline_s: float | None = None
+    *,
+    server: Mapping[str, Any],
+    reward: str,
+    batch_size: int = 8,
+    fps: object = _PICTURES,
+    deadline_s: float | None = None,
 ) -> str:
     """The reward and its service; checks the service's settings."""
-    return f"{reward} at {_settings(server, batch_size, deadline_s).base_url}"
+    return f"{reward} at {_settings(_name(fps), server, batch_size, fps, deadline_s).base_url}"
 
 
 def parse_scores(answer: object, reward: str, samples: int) -> list[Scores | SampleError]:
@@ -178,19 +243,55 @@ def _with(trained: str, scores: Scores | SampleError) -> Scores | SampleError:
     )
 
 
-def _settings(server: Mapping[str, Any], batch_size: int, deadline_s: float | None = None) -> RewardServer:
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise RewardSetupError(f"http reward: params.batch_size is {batch_size!r}; expected 1 or more.")
-    return parse_server(RewardServer, "http reward: params.server", server, deadline_s)
+def _name(fps: object) -> str:
+    return "http" if fps is _PICTURES else "http-video"
+
+
+def _settings(
+    name: str,
+    server: Mapping[str, Any],
+    batch_size: int,
+    fps: object = _PICTURES,
+    deadline_s: float | None = None,
+) -> RewardServer:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise RewardSetupError(f"{name} reward: params.batch_size is {batch_size!r}; expected 1 or more.")
+    if fps is not _PICTURES:
+        if not _is_finite(fps) or not 0 < fps <= 1000:  # type: ignore[operator]
+            raise RewardSetupError(
+                f"{name} reward: params.fps is {fps!r}; expected the videos' frames per second, above 0. Set "
+                "it to rollout.fps."
+            )
+        try:
+            import av  # noqa: F401
+        except ImportError as error:
+            raise RewardSetupError(
+                f"{name} reward: videos cannot be written without PyAV ({error}). Install it: "
+                "pip install 'spotlight-rl[video]'"
+            ) from error
+    return parse_server(RewardServer, f"{name} reward: params.server", server, deadline_s)
+
+
+def _picture(image: Image) -> dict[str, str]:
+    return {"image_b64": png_base64(image)}
+
+
+def _video(video: Image, fps: float) -> dict[str, str]:
+    file = encode_video(video if video.ndim == 4 else video[None], {}, fps)
+    return {"video_b64": base64.b64encode(file).decode("ascii")}
 
 
 def _body(
-    images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], reward: str
+    images: Sequence[Image],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    reward: str,
+    media: Callable[[Image], dict[str, str]],
 ) -> dict[str, Any]:
     return {
         "requests": [
             {
-                "history": [{"text": prompt, "image_b64": png_base64(image)}],
+                "history": [{"text": prompt, **media(image)}],
                 "required_rewards": [reward],
                 "metadata": dict(record),
             }
