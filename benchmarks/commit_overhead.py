@@ -4,7 +4,7 @@
     python -m benchmarks.commit_overhead --megabytes 1.6 --batch 16 --rounds 100 --json build/commit.json
 
 A commit is what a worker does after a step: it packs the state of every rollout (latents, those kept for
-training, text embeddings), and delivers them to the keeper, an actor in another process, over a real Ray on
+training, text embeddings), and delivers them to the store, an actor in another process, over a real Ray on
 this machine. The delivery travels behind the next step, at whose end it must have arrived: what a step waits
 for is the packing, and as much of the delivery as outlasts a step. That is the share; on a CPU, where the
 delivery takes cores from the step, it understates. Over a network the bytes take their time besides: 1.6 MB
@@ -91,7 +91,7 @@ class Case:
         """Packing and delivering together."""
         return [pack + deliver for pack, deliver in zip(self.pack_s, self.deliver_s, strict=True)]
 
-    def commit(self, keeper: Any) -> None:
+    def commit(self, store: Any) -> None:
         """One commit, of a step later than the last."""
         self.states = [dataclasses.replace(state, step=state.step + 1) for state in self.states]
         began = time.perf_counter()
@@ -101,7 +101,7 @@ class Case:
         ]
         packed = time.perf_counter()
         event = LeaseProgressed(WORKER, LeaseId(1), 1, self.states[0].step)
-        delivery = keeper.deliver.remote(Report(WORKER, "digest", tuple(values), (event,)))
+        delivery = store.deliver.remote(Report(WORKER, "digest", tuple(values), (event,)))
         ray.get(delivery, timeout=ANSWER_S)
         delivered = time.perf_counter()
         self.pack_s.append(packed - began)
@@ -109,8 +109,8 @@ class Case:
 
 
 @contextmanager
-def keeper_process() -> Iterator[Any]:
-    """A Ray of this benchmark's own, and a keeper in it."""
+def store_process() -> Iterator[Any]:
+    """A Ray of this benchmark's own, and a store in it."""
     folder = Path(tempfile.mkdtemp(prefix="rc", dir="/tmp"))  # short: Ray makes sockets below it
     ray.init(
         num_cpus=1,
@@ -121,11 +121,11 @@ def keeper_process() -> Iterator[Any]:
         _node_ip_address="127.0.0.1",
     )
     try:
-        keeper = start_blob_store(
+        store = start_blob_store(
             folder / "values", KEEPER_BYTES, node=ray.get_runtime_context().get_node_id()
         )
-        ray.get(keeper.usage.remote(), timeout=ANSWER_S)
-        yield keeper
+        ray.get(store.usage.remote(), timeout=ANSWER_S)
+        yield store
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
@@ -186,7 +186,7 @@ class Testbed:
 
 
 def measure(
-    keeper: Any, testbed: Testbed, megabytes: Sequence[float], batches: Sequence[int], rounds: int
+    store: Any, testbed: Testbed, megabytes: Sequence[float], batches: Sequence[int], rounds: int
 ) -> tuple[list[Case], dict[int, list[float]]]:
     """Commits of every case and testbed steps of every batch, in turns; the first round does not count."""
     cases = make_cases(testbed.start, megabytes, batches)
@@ -199,10 +199,10 @@ def measure(
         draw.shuffle(order)
         for one in order:
             if isinstance(one, Case):
-                one.commit(keeper)
+                one.commit(store)
             else:
                 steps_s[one].append(testbed.time_step(resting[one]))
-        ray.get(keeper.take.remote(0), timeout=ANSWER_S)  # the head's part
+        ray.get(store.take.remote(0), timeout=ANSWER_S)  # the head's part
     gc.unfreeze()
     for case in cases:
         del case.pack_s[0], case.deliver_s[0]
@@ -242,7 +242,7 @@ def _spread_ms(seconds: Sequence[float]) -> dict[str, float]:
 def show(console: Console, rows: Sequence[dict[str, Any]], rounds: int) -> None:
     """The table, and where the goal is met."""
     table = Table(
-        title=f"A commit to the keeper, {rounds} rounds: median ms (quartiles), what steps wait for it",
+        title=f"A commit to the store, {rounds} rounds: median ms (quartiles), what steps wait for it",
         caption=f"goal: below {GOAL_SHARE:.0%}. 20B: published times of one picture, times the batch",
     )
     for column in ("state", "batch", "pack", "deliver", "commit", "testbed step", "share"):
@@ -278,10 +278,10 @@ def main(
     rounds: Annotated[int, typer.Option(help="Commits of each size and batch; at least 2.")] = 30,
     json: Annotated[Path | None, typer.Option(help="Also write everything measured here.")] = None,
 ) -> None:
-    """Time commits of rollouts' states to the keeper."""
+    """Time commits of rollouts' states to the store."""
     console = wide_console()
-    with tempfile.TemporaryDirectory() as cache, keeper_process() as keeper:
-        cases, steps_s = measure(keeper, Testbed(Path(cache)), megabytes, batch, rounds)
+    with tempfile.TemporaryDirectory() as cache, store_process() as store:
+        cases, steps_s = measure(store, Testbed(Path(cache)), megabytes, batch, rounds)
     rows = [row(case, steps_s) for case in cases]
     show(console, rows, rounds)
     about = {**machine(torch.device("cpu")), "ray": ray.__version__}

@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from spotlight.models.family import ModelFamily
 from spotlight.models.skeleton import base_state, keeps_float32
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, WeightSlots
 from spotlight.registry import FAMILIES
@@ -84,24 +85,7 @@ def _train(rank: int, world: int, mode: str, pipeline: Path, scratch: Path, resu
     gradients, weights = [], list[dict[str, torch.Tensor]]()
     seen: dict[str, torch.dtype] = {}
     for sharded in (False, True):
-        family = FAMILIES.load("wan").load(
-            pipeline,
-            device="cpu",
-            dtype=torch.bfloat16 if mode == "lora" else torch.float32,
-            embeddings_cache=scratch / str(rank),
-            max_text_tokens=CASES["wan"].max_text_tokens,
-            deferred=sharded,
-        )
-        slots: WeightSlots
-        if mode == "lora":
-            slots = LoraSlots(family.transformer, LoraSpec(rank=2, alpha=2.0, targets=family.lora_targets))
-            generator = torch.Generator().manual_seed(1)
-            slots.load_state(
-                "policy",
-                {n: torch.randn(t.shape, generator=generator) for n, t in slots.state("policy").items()},
-            )
-        else:
-            slots = CopySlots(family.transformer)
+        family, slots = _policy(mode, pipeline, scratch / str(rank), deferred=sharded)
         module: Any = slots.modules()["policy"]
         module.enable_gradient_checkpointing()
         if sharded:
@@ -129,6 +113,24 @@ def _train(rank: int, world: int, mode: str, pipeline: Path, scratch: Path, resu
         results.put((seen, max(((shards[n] - whole[n]).abs().max() / largest).item() for n in whole)))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _policy(mode: str, pipeline: Path, cache: Path, *, deferred: bool) -> tuple[ModelFamily, WeightSlots]:
+    family = FAMILIES.load("wan").load(
+        pipeline,
+        device="cpu",
+        dtype=torch.bfloat16 if mode == "lora" else torch.float32,
+        embeddings_cache=cache,
+        max_text_tokens=CASES["wan"].max_text_tokens,
+        deferred=deferred,
+    )
+    if mode != "lora":
+        return family, CopySlots(family.transformer)
+    slots = LoraSlots(family.transformer, LoraSpec(rank=2, alpha=2.0, targets=family.lora_targets))
+    generator = torch.Generator().manual_seed(1)
+    random = {n: torch.randn(t.shape, generator=generator) for n, t in slots.state("policy").items()}
+    slots.load_state("policy", random)
+    return family, slots
 
 
 def _watch(module: nn.Module, seen: dict[str, torch.dtype]) -> None:

@@ -232,6 +232,17 @@ def test_what_is_sent_to_our_process_group_does_not_reach_ray(cluster: LocalClus
     assert os.getsid(0) not in sessions
 
 
+def notice_alpha(cluster: LocalCluster, heard: Heard, ray_id: str) -> None:
+    began_s = time.monotonic()
+    cluster.notice("alpha")
+    heard_s, remaining_s = heard.wait("noticed", "alpha")
+    print(f"notice heard after {1000 * (heard_s - began_s):.0f} ms")
+    assert heard_s - began_s < 1.0
+    assert isinstance(remaining_s, float)
+    assert GRACE_S - 1 < remaining_s <= GRACE_S
+    wait_until(lambda: ray_id in draining_nodes())
+
+
 def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: Heard) -> None:
     began_s = time.monotonic()
     node = cluster.add_node("alpha", NodeKind.SPOT, 2)
@@ -253,15 +264,7 @@ def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: He
 
     holder = hold(node.ray_id)
     pids = set(ray.get(holder.pids.remote(), timeout=20))
-
-    began_s = time.monotonic()
-    cluster.notice("alpha")
-    heard_s, remaining_s = heard.wait("noticed", "alpha")
-    print(f"notice heard after {1000 * (heard_s - began_s):.0f} ms")
-    assert heard_s - began_s < 1.0
-    assert isinstance(remaining_s, float)
-    assert GRACE_S - 1 < remaining_s <= GRACE_S
-    wait_until(lambda: node.ray_id in draining_nodes())
+    notice_alpha(cluster, heard, node.ray_id)
     assert ray.get(holder.pids.remote(), timeout=10), "what runs on a draining node goes on"
 
     hanging = holder.hang.remote()

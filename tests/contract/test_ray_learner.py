@@ -161,6 +161,21 @@ def in_parts(effect: PrepareBatch) -> tuple[PrepareBatch, PrepareBatch]:
     return first, second
 
 
+async def fails_to_train(head: Head, batch: Batch) -> None:
+    """Train what is not finite: its first part was prepared in the life that was lost."""
+    for sample in batch.finished.values():
+        sample.tensors.final.fill_(float("nan"))
+    digests = head.keep(batch, "another digest")
+    for part in in_parts(batch.effect):
+        await head.group.prepare(part, batch.rollouts, digests)
+        await head.group.accumulate(part.micro_batches[0])
+    head.beside(head.group.step(8, 0), "step")
+    await head.until(lambda: bool(head.failed))
+    (error,) = head.failed
+    assert type(error) is TrainingError
+    assert "the gradient norm of optimizer step 3 is nan" in str(error)
+
+
 async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
     state, group = head.paths.path / "state", head.group
     async with head:
@@ -207,17 +222,7 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         await group.save(state.with_name("later"))
         assert (len(head.losses), head.failed, head.notes) == (1, [], [])
 
-        for sample in batches[2].finished.values():
-            sample.tensors.final.fill_(float("nan"))
-        digests = head.keep(batches[2], "another digest")
-        for part in in_parts(batches[2].effect):  # whose first was prepared in the life that was lost
-            await group.prepare(part, batches[2].rollouts, digests)
-            await group.accumulate(part.micro_batches[0])
-        head.beside(group.step(8, 0), "step")
-        await head.until(lambda: bool(head.failed))
-        (error,) = head.failed
-        assert type(error) is TrainingError
-        assert "the gradient norm of optimizer step 3 is nan" in str(error)
+        await fails_to_train(head, batches[2])
     assert head.answered == []
     assert len(head.losses) == 1
 

@@ -114,6 +114,35 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def save_case(world: World, case: str, ranks: Ranks, nodes: Ranks, directory: Path) -> None:
+    """Train a case, and save what must equal the learner of one rank."""
+    learner = learner_of(world, case, nodes if "node" in case else ranks)
+    if "none" in case:
+        assert not any(isinstance(p, DTensor) for p in learner.slots.trainable_parameters().values())
+    if "node" in case:
+        parameters = learner.slots.trainable_parameters().values()
+        assert all(cast(DTensor, p).device_mesh.shape == (ranks.world, 1) for p in parameters)
+    result = run_case(case, learner, directory)
+    learner.save(directory / f"{case}-state")
+    if "lora" in case:
+        export_lora(learner.family, learner.slots, "policy", directory / f"{case}-export", ranks)
+    result["merged"] = learner.slots.merged_state("policy")
+    # A state of one rank loads here, and becomes the same learner; then back to our own.
+    learner.load(directory / f"{case}-one")
+    result["reloaded"] = learner.digest()
+    learner.load(directory / f"{case}-state")
+    result["restored"] = learner.digest()
+    if case == "dgpo-lora-none":  # a run may be resumed with another learner.shard
+        other = learner_of(world, "nft-lora", ranks)
+        other.load(directory / "dgpo-lora-none-state")
+        assert other.digest() == result["digest"]
+        other.load(directory / "nft-lora-state")
+        learner.load(directory / "nft-lora-state")
+        assert learner.digest() == other.digest() != result["digest"]
+    if ranks.is_main:
+        torch.save(result, directory / f"{case}-ranks.pt")
+
+
 def main(rank: int, count: int, port: int, pipeline: Path, directory: Path, cases: Sequence[str]) -> None:
     torch.set_num_threads(1)
     # What torchrun sets.
@@ -126,31 +155,7 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path, case
         # Each rank counts as a node, where ranks of a node share the model.
         nodes = replace(ranks, per_node=(1,) * count)
         for case in cases:
-            learner = learner_of(world, case, nodes if "node" in case else ranks)
-            if "none" in case:
-                assert not any(isinstance(p, DTensor) for p in learner.slots.trainable_parameters().values())
-            if "node" in case:
-                parameters = learner.slots.trainable_parameters().values()
-                assert all(cast(DTensor, p).device_mesh.shape == (count, 1) for p in parameters)
-            result = run_case(case, learner, directory)
-            learner.save(directory / f"{case}-state")
-            if "lora" in case:
-                export_lora(learner.family, learner.slots, "policy", directory / f"{case}-export", ranks)
-            result["merged"] = learner.slots.merged_state("policy")
-            # A state of one rank loads here, and becomes the same learner; then back to our own.
-            learner.load(directory / f"{case}-one")
-            result["reloaded"] = learner.digest()
-            learner.load(directory / f"{case}-state")
-            result["restored"] = learner.digest()
-            if case == "dgpo-lora-none":  # a run may be resumed with another learner.shard
-                other = learner_of(world, "nft-lora", ranks)
-                other.load(directory / "dgpo-lora-none-state")
-                assert other.digest() == result["digest"]
-                other.load(directory / "nft-lora-state")
-                learner.load(directory / "nft-lora-state")
-                assert learner.digest() == other.digest() != result["digest"]
-            if ranks.is_main:
-                torch.save(result, directory / f"{case}-ranks.pt")
+            save_case(world, case, ranks, nodes, directory)
         passes = run_passes(world, ranks, directory)
         if ranks.is_main:
             torch.save(passes, directory / "passes.pt")

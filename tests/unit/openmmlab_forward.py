@@ -34,15 +34,21 @@ class Shape:
     classes: int = 80
 
 
+def layer(name: str, *size: int, bias: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{name}.weight", size
+    if bias:
+        yield f"{name}.bias", size[:1]
+
+
 def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor of the checkpoint; norms are told by their names."""
-
-    def layer(name: str, *size: int, bias: bool = True) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield f"{name}.weight", size
-        if bias:
-            yield f"{name}.bias", size[:1]
-
     widths = [shape.width * 2**stage for stage in range(4)]
+    yield from backbone_shapes(shape, widths)
+    yield from pixel_decoder_shapes(shape, widths)
+    yield from query_decoder_shapes(shape)
+
+
+def backbone_shapes(shape: Shape, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from layer("backbone.patch_embed.projection", shape.width, 3, 4, 4)
     yield from layer("backbone.patch_embed.norm", shape.width)
     for stage, (width, depth, heads) in enumerate(zip(widths, shape.depths, shape.heads, strict=True)):
@@ -61,6 +67,9 @@ def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
                 f"backbone.stages.{stage}.downsample.reduction", 2 * width, 4 * width, bias=False
             )
         yield from layer(f"backbone.norm{stage}", width)
+
+
+def pixel_decoder_shapes(shape: Shape, widths: list[int]) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = shape.hidden
     for level in range(3):
         yield from layer(f"{PIXELS}.input_convs.{level}.conv", hidden, widths[3 - level], 1, 1)
@@ -82,6 +91,10 @@ def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from layer(f"{PIXELS}.output_convs.0.conv", hidden, hidden, 3, 3, bias=False)
     yield from layer(f"{PIXELS}.output_convs.0.gn", hidden)
     yield from layer(f"{PIXELS}.mask_feature", hidden, hidden, 1, 1)
+
+
+def query_decoder_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden = shape.hidden
     for index in range(shape.decoder_layers):
         name = f"{QUERIES}.layers.{index}"
         for attention in range(2):

@@ -34,7 +34,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def lasting_id(path: Path) -> str:
-    """A random id, made once and kept in the file: one that is made anew gets another."""
+    """A random id, made once and kept in the file: one that is made again gets another."""
     if not path.exists():
         write_atomically(path, uuid.uuid4().hex.encode())
     return path.read_text()

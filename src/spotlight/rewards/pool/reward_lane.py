@@ -197,7 +197,7 @@ class RewardLane:
         try:
             messages = [each.message for each in batch]
             outcomes = score_batch(process, self.reward, messages, None if group is None else group.size)
-        except BaseException as error:  # noqa: BLE001 - whoever waits for a sample raises it
+        except BaseException as error:  # noqa: BLE001 - what waits for a sample raises it
             for each in batch:
                 each.fail(error)
             return
