@@ -12,7 +12,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
+from spotlight.cli.scoring.rewards_command import may_download
+from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.example_pictures import example_picture
+from spotlight.rewards.reward_registry import facts_of
 from spotlight.rewards.shapes import FACTS, shapes
 from spotlight.store.media_files import encode_picture, read_media
 from spotlight.store.store_errors import StoreError
@@ -189,6 +192,24 @@ def test_check_compares_with_what_is_known() -> None:
     done = spotlight("rewards", "check", "mine:gone")
     assert done.exit_code == 2
     assert "has no 'gone'; the functions it defines are: dark, moody" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "downloads"),
+    [
+        ("ocr", {}, False),
+        ("pickscore", {}, True),
+        ("geneval2", {}, True),
+        ("geneval2", {"endpoint": {}}, False),
+        ("vlm-judge", {"endpoint": {}}, False),
+        ("vlm-judge", {"model": {}}, True),
+        ("http", {"server": {}}, False),
+    ],
+)
+def test_check_promises_a_download_only_of_what_is_at_the_hub(
+    name: str, params: dict[str, object], downloads: bool
+) -> None:
+    assert may_download(RewardConfig(name=name, params=params), facts_of(name)) == downloads
 
 
 @pytest.mark.slow  # a process that imports transformers

@@ -135,6 +135,13 @@ def test_the_command_tells_the_prompts_per_tag_and_warns_of_a_tag_without_any(tm
     assert "no prompts with the tag single_object: --without has every such scene" in done.stderr
 
 
+def test_the_default_held_out_set_is_no_larger_than_there_are_texts(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["prompts", "ocr", str(tmp_path), "--count", "20000"])
+    assert done.exit_code == 0, done.output
+    assert "train.txt: 20,000 prompts" in done.stdout
+    assert "test.txt: 1,000 prompts" in done.stdout
+
+
 @pytest.mark.parametrize(("kind", "ending"), [("geneval", "jsonl"), ("ocr", "txt")])
 def test_the_command_writes_both_files_once(kind: str, ending: str, tmp_path: Path) -> None:
     known = tmp_path / f"known.{ending}"

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from spotlight.scheduler.types import Prompt
 
 
+_HELD_OUT_OCR_MAX = 1000
+"""By default: there are fewer texts to draw than prompts, and no text may be in both sets."""
 _Lines: TypeAlias = tuple[list[str], list[str]]
 
 
@@ -33,7 +35,12 @@ def prompts(
     count: Annotated[int, typer.Option("--count", min=1, help="Training prompts.")] = 5000,
     held_out: Annotated[
         int | None,
-        typer.Option("--held-out", min=1, help="Held-out prompts [default: a tenth].", show_default=False),
+        typer.Option(
+            "--held-out",
+            min=1,
+            help="Held-out prompts [default: a tenth; of ocr at most 1000].",
+            show_default=False,
+        ),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, help="The same seed makes the same files.")] = 0,
     without: Annotated[
@@ -62,7 +69,8 @@ def prompts(
             )
     with errors_without_traceback():
         known = [] if without is None else read_prompts_option("--without", without)
-        sizes = count, max(count // 10, 1) if held_out is None else held_out, seed
+        most = count if kind is PromptKind.GENEVAL else _HELD_OUT_OCR_MAX
+        sizes = count, min(max(count // 10, 1), most) if held_out is None else held_out, seed
         sets, tags = _geneval(*sizes, known) if kind is PromptKind.GENEVAL else (_ocr(*sizes, known), None)
         try:
             out.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -16,6 +16,10 @@ from spotlight.cli.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_trace
 from spotlight.cli.options import silence_loading_bars
 from spotlight.cli.scoring.reward_argument import START_DEADLINE_S, DeadlineOption, ParamOption, reward_of
 from spotlight.cli.scoring.serve_command import serve
+
+if TYPE_CHECKING:
+    from spotlight.config.sections.rewards import RewardConfig
+    from spotlight.rewards.reward_facts import RewardFacts
 
 rewards_app = typer.Typer(invoke_without_command=True)
 rewards_app.command("serve", no_args_is_help=True)(serve)
@@ -106,8 +110,8 @@ def check(
 
         config = reward_of(reward, param, deadline_s)
         facts = facts_of(reward) if reward in REWARDS else None
-        downloads = " What is not here yet is downloaded." if facts and facts.weights else ""
-        console.print(f"Loading {reward}.{downloads}", markup=False)
+        told = " What is not here yet is downloaded." if may_download(config, facts) else ""
+        console.print(f"Loading {reward}.{told}", markup=False)
         report = check_reward(config, facts, start_deadline_s=START_DEADLINE_S)
     if report.scored_by:
         console.print(f"scored by {report.scored_by}", markup=False, soft_wrap=True)
@@ -121,6 +125,12 @@ def check(
         console.print("The exact figure is not known to this version: a range stands in.")
     if not report.good:
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
+
+
+def may_download(reward: RewardConfig, facts: RewardFacts | None) -> bool:
+    """Whether its weights come from the hub, and are not those of a server."""
+    from_hub = facts is not None and any("/" in each for each in facts.weights)
+    return "model" in reward.params or (from_hub and "endpoint" not in reward.params)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,5 +170,6 @@ def registered_rewards() -> Iterator[RegisteredReward]:
                 # The weights' names are long, and shown already.
                 each.name if each.default in (each.empty, *weights) else f"{each.name}={each.default!r}"
                 for each in list(inspect.signature(function).parameters.values())[3:]
+                if each.name != "run_directory"  # given by the run
             ),
         )
