@@ -41,7 +41,10 @@ def attempt(paths: RunPaths, chosen: dict[str, dict[str, Any]], *, resume_at: in
     drop_pictures(paths, resume_at=resume_at)
     paths.images.mkdir(exist_ok=True)
     with MetricsWriter(paths, resume_at=resume_at, sinks=sinks) as writer:
-        for iteration in range(resume_at, until):
+        repeated = [2, 3] if until == 4 else []
+        for at, iteration in enumerate([*range(resume_at, until), *repeated]):
+            if repeated and at == until:
+                writer.rewind(2)  # its learner was lost
             picture = np.random.default_rng(iteration).integers(0, 256, (200, 600, 3), dtype=np.uint8)
             if iteration % 2 == 0:
                 writer.write(MetricsRow(iteration, iteration, iteration, {"validation/graded": 0.5}))
@@ -106,30 +109,46 @@ def test_wandb_offline_has_everything_once(tmp_path: Path, monkeypatch: pytest.M
     for name, value in {"MODE": "offline", "SILENT": "true", "CACHE_DIR": str(tmp_path / "cache")}.items():
         monkeypatch.setenv(f"WANDB_{name}", value)
     paths = resumed_run(tmp_path, {"wandb": {"project": "tests", "entity": None}})
+    logged, found = in_project(paths, "tests")
+    check_wandb(logged)
+    assert found["pictures/000/_type"] == "image-file"
+    assert found["pictures/001/_type"] == "video-file"
+    assert HOSTILE in found["pictures/000/caption"]
+    for _ in range(2):  # another project has nothing yet; then it has everything
+        attempt(
+            paths, {"wandb": {"project": "others", "entity": None}}, resume_at=ITERATIONS, until=ITERATIONS
+        )
+    check_wandb(in_project(paths, "others")[0])
+
+
+def in_project(paths: RunPaths, project: str) -> tuple[Counter[tuple[str, int]], dict[str, Any]]:
+    """What offline runs hold for a project: (name, step), how often; and the last values by name."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     met: Counter[tuple[str, int]] = Counter()
     found: dict[str, Any] = {}
-    ids = set()
     for path in sorted((paths.path / "wandb").glob("offline-run-*/*.wandb")):
+        records = list[Record]()
         for data in leveldb_records(path.read_bytes()[7:], offset=7):
-            record = Record()
-            record.ParseFromString(data)
-            if record.HasField("run"):
-                ids.add(record.run.run_id)
+            records.append(Record())
+            records[-1].ParseFromString(data)
+        runs = [record.run for record in records if record.HasField("run")]  # none: nothing was logged
+        assert {run.run_id for run in runs} <= {(paths.path / "wandb-id").read_text()}
+        for record in records if {run.project for run in runs} == {project} else ():
             items = record.history.item
             row = {"/".join(each.nested_key) or each.key: json.loads(each.value_json) for each in items}
             met.update((name, row["_step"]) for name in row if not name.startswith("_"))
             found |= row
-    assert ids == {(paths.path / "wandb-id").read_text()}
+    return met, found
+
+
+def check_wandb(met: Counter[tuple[str, int]]) -> None:
+    """Everything once."""
     assert sorted(step for name, step in met if name == "train/loss") == list(range(ITERATIONS))
     for name in ("validation/graded", "pictures/000/_type", "pictures/001/_type"):
         assert sorted(step for each, step in met if each == name) == [0, 2, 4], name
     assert [step for name, step in met if name == "summary/nrows"] == [ITERATIONS]
     assert max(met.values()) == 1
-    assert found["pictures/000/_type"] == "image-file"
-    assert found["pictures/001/_type"] == "video-file"
-    assert HOSTILE in found["pictures/000/caption"]
 
 
 def leveldb_records(content: bytes, *, offset: int) -> Iterator[bytes]:

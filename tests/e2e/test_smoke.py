@@ -91,3 +91,8 @@ def test_gpus_that_are_not_here_are_replaced(tmp_path: Path, monkeypatch: pytest
         config = load_config(EXAMPLES / FIRST, [*asked, *replaced])
         assert config.rewards[0].device == ("cpu" if device == "cuda" else device)
         assert config.model.attention is None
+    comparing = "rewards=[{name: vote, params: {ask_name: true}}]"
+    replaced = smoke_overrides(load_config(EXAMPLES / FIRST, [*given, comparing]))
+    config = load_config(EXAMPLES / FIRST, [*given, comparing, *replaced])
+    assert config.evaluation.images_per_prompt == 2
+    assert config.rewards[0].params == {"ask_name": True, "stand_in": True}

@@ -19,6 +19,7 @@ from spotlight.cluster.scorers.scorer_places import (
     beside_learner,
     choose_node,
     has_spot,
+    placed_by_ray,
     preferred_cores,
     require_places,
     scorer_nodes,
@@ -27,6 +28,7 @@ from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight.config.sections.rewards import RewardConfig
+from spotlight.dry_run.reward_plan import reward_places
 from spotlight.registry import REWARDS
 from spotlight.rewards.pool.channel import Sample, Score, Values, encode
 from spotlight.rewards.pool.gpu_placement import LocalGpus, place_on_gpus, visible_names
@@ -253,6 +255,16 @@ class TestNodesOfACluster:
         require_places([reward("cuda", replicas=2)], 1, scorer_nodes(rows, view, "one"))
         with pytest.raises(ConfigError, match=r"'cuda' for 3 processes.*spotlight_reward"):
             require_places([reward("cuda", replicas=3)], 1, scorer_nodes(rows, view, "one"))
+
+
+@pytest.mark.parametrize("device", ["spot", "cuda", "learner"])
+def test_votes_are_asked_for_beside_the_command_which_has_the_run_directory(device: str) -> None:
+    cluster = ["fleet.driver=ray", "fleet.address=10.0.0.1:6379"]
+    with pytest.raises(ConfigError, match=f"'{device}'.*'auto': 'vote' needs the run directory"):
+        load_config(None, [*cluster, f"rewards=[{{name: vote, device: {device}}}]"])
+    config = load_config(None, [*cluster, "rewards=[{name: vote}, {name: shapes}]"])
+    assert [each.name for each in placed_by_ray(config)] == ["shapes"]
+    assert reward_places(config)[0].place == "beside this command"
 
 
 class Doomed:

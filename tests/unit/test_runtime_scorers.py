@@ -81,16 +81,42 @@ def test_under_torchrun_a_reward_finds_the_gpu_of_its_rank_only(monkeypatch: pyt
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     told: dict[str, dict[str, str]] = {}
+    directories = set[str]()
 
-    def started(reward, *settings):  # type: ignore[no-untyped-def]
-        told[reward.curve] = next(each for each in settings if isinstance(each, dict))
+    def started(reward, deadline_s, replica, replicas, environment, directory):  # type: ignore[no-untyped-def]
+        told[reward.curve] = environment
+        directories.add(directory)
 
     monkeypatch.setattr(build, "RewardProcess", started)
     rewards = "rewards=[{name: shapes}, {name: ocr, device: cpu}, {name: jpeg_size, device: cuda}]"
     config = load_config(None, [rewards])
-    start = build.local_starter(config)
+    start = build.local_starter(config, Path("elsewhere/renamed"))
     for reward in config.rewards:
         start(reward, 1.0, 0, 1)
     assert {curve: each["CUDA_VISIBLE_DEVICES"] for curve, each in told.items()} == {
         "shapes": "5", "ocr": "", "jpeg_size": "7",
     }  # fmt: skip
+    assert directories == {str(Path.cwd() / "elsewhere" / "renamed")}
+    build.local_starter(config)(config.rewards[0], 1.0, 0, 1)
+    assert str(build.run_directory_of(config)) in directories
+
+
+@pytest.mark.parametrize("comparing", ["vote", "vlm-rank"])
+def test_a_single_picture_per_prompt_cannot_be_compared(comparing: str) -> None:
+    class Comparing:
+        compares_groups = (comparing,)
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    pool = Comparing()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "RewardPool", lambda *args, **settings: pool)
+        config = load_config(None, ["evaluation.images_per_prompt=1"])
+        with pytest.raises(ConfigError, match=r"evaluation\.images_per_prompt.*at least 2"):
+            build.make_reward_pool(config)
+        assert pool.closed
+        build.make_reward_pool(load_config(None, ["evaluation.images_per_prompt=2"]))
+        unasked = ["evaluation.every=0", "evaluation.at_start=false", "evaluation.at_end=false"]
+        build.make_reward_pool(load_config(None, ["evaluation.images_per_prompt=1", *unasked]))

@@ -109,6 +109,9 @@ def test_tensorboard_reads_the_curves_and_purges_what_is_made_anew(tmp_path: Pat
                 if iteration % 2 == 0:
                     write_grid(paths, iteration, [Tile(PICTURE, "a", 0.5), Tile(VIDEO, "b", 0.25)], **GRID)
                     writer.pictures(iteration)
+                if (iteration, loss) == (3, 1.0):
+                    writer.rewind(1)  # a learner that was lost, in the same attempt
+                    writer.write(row(1, **{"train/loss": 1.0}))
             writer.sync()
             if resume_at:
                 writer.table(4, final_table(SUMMARY))

@@ -20,8 +20,9 @@ from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.reward_process import RewardProcess
 from spotlight.rewards.results import FailureKind, RewardFailure, SampleResult
 from spotlight.rewards.reward import Image, RewardSetupError
+from spotlight.rewards.reward_registry import compares_groups, load, tiny_params
 from spotlight.rewards.vote import shares_beaten
-from spotlight.store.ballots import AWAITED_FOR_S, Ballot, BallotBox, picture_name
+from spotlight.store.ballots import AWAITED_FOR_S, Ballot, BallotBox, NoSuchBallotError, picture_name
 
 HOSTILE = "<script>window.hacked = 1</script>\u202e"
 TOKEN = "a-token-of-this-test"
@@ -45,8 +46,8 @@ def grays(*levels: int) -> list[Image]:
 
 def asked(run: Path, *, prompt: str = HOSTILE, asks_name: bool = False) -> Ballot:
     files = {picture_name(content): content for content in (b"a", b"b", b"c")}
-    ballot = Ballot(prompt, tuple(sorted(files)), time.time(), asks_name)
-    BallotBox(run / "votes").open(ballot, files)
+    ballot = Ballot(prompt, tuple(sorted(files)), asks_name)
+    BallotBox(run / "votes").open(ballot, files, 60.0)
     return ballot
 
 
@@ -102,6 +103,7 @@ def test_who_voted_is_kept_where_the_run_asks(run: Path, client: TestClient) -> 
         {"Origin": "http://evil.example"},
         {"Origin": "http://localhost:8080"},
         {"Origin": "null"},
+        {"Origin": "http://[x"},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
         {"Host": "evil.example"},
@@ -171,7 +173,76 @@ def test_a_ballot_that_nobody_waits_for_is_not_shown_and_is_cleared(run: Path, c
     assert [path.name for path in (run / "votes" / "open").iterdir()] == [other.id]
 
 
+def test_a_vote_that_comes_too_late_is_refused_until_it_is_asked_again(run: Path, client: TestClient) -> None:
+    ballot, path = asked(run), run / "votes" / "open"
+    (found,) = client.get("/api/runs/run/votes").json()["ballots"]
+    assert 0 < found["left_s"] <= 60
+    over_s = BallotBox(run / "votes").now_s()
+    path = path / ballot.id / "ballot.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "ends_at": over_s}))
+    assert BallotBox(run / "votes").awaited() == []
+    assert cast(client, ballot)[0] == 409
+    assert asked(run) == ballot  # a retry
+    assert cast(client, ballot)[0] == 200
+
+
+def test_what_a_vote_took_leaves_out_the_time_in_which_nobody_asked(run: Path) -> None:
+    ballot, box = asked(run), BallotBox(run / "votes")
+    path = run / "votes" / "open" / ballot.id / "ballot.json"
+    (first,) = box.awaited()
+    asked(run)  # another attempt, at once
+    assert box.awaited()[0].asked_at == first.asked_at
+    path.write_text(json.dumps({**json.loads(path.read_text()), "asked_at": first.asked_at - 3600}))
+    os.utime(path, (first.asked_at - 1800,) * 2)
+    asked(run)  # a run that is resumed after half an hour
+    box.vote(ballot.id, ())
+    vote = box.vote_on(ballot.id)
+    assert vote is not None
+    assert vote.took_s < 60
+
+
+def test_of_votes_at_the_same_time_the_first_counts(run: Path) -> None:
+    ballot, taken, refused = asked(run), list[str](), list[str]()
+    start = threading.Barrier(8)
+
+    def cast_one(choice: str) -> None:
+        box = BallotBox(run / "votes")  # of a server of its own
+        start.wait()
+        try:
+            box.vote(ballot.id, [choice])
+            taken.append(choice)
+        except NoSuchBallotError:
+            refused.append(choice)
+
+    threads = [threading.Thread(target=cast_one, args=(ballot.pictures[at % 3],)) for at in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(taken), len(refused)) == (1, 7)
+    vote = BallotBox(run / "votes").vote_on(ballot.id)
+    assert vote is not None
+    assert list(vote.ranking) == taken
+    assert sorted(path.name for path in (run / "votes").iterdir()) == sorted([f"{ballot.id}.json", "open"])
+
+
+def test_the_clock_of_this_machine_does_not_count(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ballot, hour_ahead = asked(run), time.time() + 3600
+    monkeypatch.setattr("spotlight.store.ballots.time.time", lambda: hour_ahead)
+    assert [each.id for each in BallotBox(run / "votes").awaited()] == [ballot.id]
+
+
 # -- the reward --
+
+
+def test_in_a_smoke_run_the_brighter_picture_wins(run: Path) -> None:
+    assert compares_groups("vote")
+    params = tiny_params("vote", run, {})
+    assert params is not None
+    scored = load("vote", params, run_directory=str(run)).function(grays(9, 7, 8), ["a"] * 3, [{}] * 3)
+    assert scored["score"] == [1, 0, 0.5]  # type: ignore[call-overload]
+    with pool_of(run, params=params) as pool:
+        assert pool.scored_by == {"vote": "brightness, in place of people"}
 
 
 def test_outside_of_a_run_it_says_so() -> None:
@@ -246,8 +317,11 @@ def test_without_a_vote_the_deadline_ends_it_and_a_later_vote_counts(run: Path) 
         assert pool.pids != pids  # killed at its deadline, and again
         assert all(isinstance(each, RewardFailure) for each in late)
         assert {each.kind for each in late if isinstance(each, RewardFailure)} == {FailureKind.TIMEOUT}
+        with pytest.raises(NoSuchBallotError):  # nobody would see it
+            box.vote(ballots[0].id, ballots[0].pictures[:1])
+    with pool_of(run) as pool:
         again = pool.submit(grays(1, 2), ["a"] * 2, [{}] * 2)
-        while box.awaited() != ballots:
+        while not box.awaited():
             time.sleep(0.02)
         box.vote(ballots[0].id, ballots[0].pictures[:1])
         assert sorted(values(again.result().samples)) == [0, 1]

@@ -27,7 +27,7 @@ from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import read_view, require_usable
 from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
-from spotlight.cluster.scorers.scorer_places import require_places, scorer_nodes
+from spotlight.cluster.scorers.scorer_places import placed_by_ray, require_places, scorer_nodes
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
@@ -68,7 +68,7 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
     with ExitStack() as stack:
         prompts = _read_prompts(config)
         # Rewards first, because their errors are the user's; before Ray is started or joined, if possible.
-        site = stack.enter_context(_joined(config, observer)) if _elsewhere(config) else None
+        site = stack.enter_context(_joined(config, observer)) if placed_by_ray(config) else None
         starter = None if site is None else _starter(config, site, observer)
         rewards = _start_rewards(config, prompts, stack, starter)
         for note in prompts.notes(config):
@@ -124,20 +124,13 @@ def _start_rewards(
     return rewards
 
 
-def _elsewhere(config: RunConfig) -> list[RewardConfig]:
-    """The rewards whose processes Ray places; the others run beside this process."""
-    return [
-        reward for reward in config.rewards if reward.device != "auto" or config.fleet.address is not None
-    ]
-
-
 def _starter(config: RunConfig, site: Site, observer: Observer) -> ScorerStarter:
     rows = ray.nodes()
     require_places(
         config.rewards, config.reward_policy.workers or 1, scorer_nodes(rows, read_view(rows), site.here)
     )
     nodes = ScorerNodes(site.here, site.learner_slots, observer.note)
-    placed = {reward.curve for reward in _elsewhere(config)}
+    placed = {reward.curve for reward in placed_by_ray(config)}
     directory = str(build.run_directory_of(config))
 
     def start(reward: RewardConfig, start_deadline_s: float, replica: int, replicas: int) -> Scorer:

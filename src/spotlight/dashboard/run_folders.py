@@ -1,6 +1,7 @@
 """The run directories that the dashboard shows, and which of their files it may read.
 
-Nothing is written. A file is read only if it lies within its run's directory once links are followed.
+Of these files none is written; only votes are, see ``voting.py``. A file is read only if it lies within its
+run's directory once links are followed.
 """
 
 from __future__ import annotations

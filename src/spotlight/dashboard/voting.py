@@ -1,4 +1,4 @@
-"""Votes of people: the only thing that the dashboard writes, into ``votes/`` of a run (``store/ballots.py``).
+"""Votes of people, the only thing that the dashboard writes, into ``votes/`` of a run (``store/ballots.py``).
 
     GET  /api/runs/RUN/ballots/ID/NAME   a picture of a ballot
     POST /api/runs/RUN/ballots/ID        {"ranking": [NAME, ...], "voter": TEXT}
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from threading import Lock
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
@@ -37,7 +36,6 @@ def add_votes(app: FastAPI, look: Look) -> None:
     Args:
         look: the runs by name.
     """
-    one_at_a_time = Lock()
 
     @app.get("/api/runs/{name}/ballots/{ballot}/{picture}")
     def picture(name: str, ballot: str, picture: str) -> Response:
@@ -65,8 +63,7 @@ def add_votes(app: FastAPI, look: Look) -> None:
             return PlainTextResponse("no such ballot", 404)
         try:
             ranking, voter = read_vote(body)
-            with one_at_a_time:
-                box.vote(ballot, ranking, voter)
+            box.vote(ballot, ranking, voter)
         except NoSuchBallotError as error:
             return PlainTextResponse(str(error), 409)
         except ValueError as error:
@@ -84,12 +81,19 @@ def foreign(request: Request) -> str:
         return "votes are sent as application/json"
     if headers.get("sec-fetch-site", "same-origin") != "same-origin":
         return "votes are taken from the dashboard's own page only"
-    if origin is not None and urlsplit(origin).netloc.lower() != headers.get("host", "").lower():
+    if origin is not None and not _is_host(origin, headers.get("host", "")):
         return (
             f"the page's origin is {origin[:100]!r}, the host asked for {headers.get('host', '')[:100]!r}; "
             "expected the same. A proxy in between must pass the host on."
         )
     return ""
+
+
+def _is_host(origin: str, host: str) -> bool:
+    try:
+        return urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:  # "http://[x"
+        return False
 
 
 def read_vote(body: bytes) -> tuple[list[str], str]:

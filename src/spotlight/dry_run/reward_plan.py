@@ -99,6 +99,8 @@ def _where(config: RunConfig, reward: RewardConfig) -> str:
         "cuda": "a GPU each that no trainer uses",
         "learner": f"beside the trainer, on its {'CPU' if config.device == 'cpu' else 'GPU if it has one'}",
     }
+    if ray and reward.is_beside_command:
+        return "beside this command"
     if ray:
         cpus = "CPUs of nodes set aside for rewards, else of reserved nodes"
         places = {

@@ -22,8 +22,9 @@ its signature names. It may load models, and returns what scores, to stand in ev
     def scored_by(**params):
         return "facebook/mask2former-swin-small-coco-instance@0f3c..."
 
-If their signatures name them, both hooks also get ``deadline_s``, the time limit per call of the reward, and
-the function and the hooks ``run_directory``, that of the run (text; not given by commands without a run).
+If their signatures name them, both hooks also get ``deadline_s``, the time limit per call of the reward (the
+function: as ``call_deadline_s``), and the function and the hooks ``run_directory``, that of the run (text;
+not given by commands without a run).
 
 Its facts for ``spotlight rewards``, and what stands in for its weights in a smoke run: ``reward_facts.py``.
 

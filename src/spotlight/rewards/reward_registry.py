@@ -87,7 +87,7 @@ def load(
     """Import a reward and bind its parameters. The current directory is importable.
 
     Args:
-        call_deadline_s: the hooks that name ``deadline_s`` get it.
+        call_deadline_s: the hooks that name ``deadline_s``, and a function that names this, get it.
         run_directory: the function and the hooks that name it get it, unless it is empty.
 
     Raises:
@@ -101,7 +101,8 @@ def load(
     for_hooks = given if call_deadline_s is None else {**given, "deadline_s": call_deadline_s}
     check = _hook(name_or_path, module, "check(prompts, metadata)", params, for_hooks)
     scored_by = _hook(name_or_path, module, "scored_by()", params, for_hooks)
-    bound = cast(RewardFunction, partial(function, **{**_named_in(function, given), **params}))
+    for_function = given if call_deadline_s is None else {**given, "call_deadline_s": call_deadline_s}
+    bound = cast(RewardFunction, partial(function, **{**_named_in(function, for_function), **params}))
     traits: RewardTraits = getattr(function, "traits", RewardTraits())
     traits = replace(
         traits,
@@ -123,6 +124,13 @@ def facts_of(name_or_path: str) -> RewardFacts | None:
             "expected a spotlight.rewards.reward_facts.RewardFacts, or no such name."
         )
     return facts
+
+
+def compares_groups(name_or_path: str) -> bool:
+    """Whether a reward scores whole groups. Raises RewardSetupError."""
+    reference = parse(name_or_path)
+    module = _import(name_or_path, reference.module)
+    return bool(getattr(_attribute(name_or_path, module, reference.attribute), "takes_groups", False))
 
 
 def tiny_params(name_or_path: str, folder: Path, params: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,15 @@ from spotlight.store.ballots import (
     Ballot,
     BallotBox,
     DamagedVoteError,
+    NoSuchBallotError,
     Vote,
     picture_name,
 )
 
 FACTS = RewardFacts(runs_on="the dashboard", typical=(0, 1), reads=Reads.NOTHING)
 _LOOKS_EVERY_S = 0.2
+_SEEN_WITHIN_S = 1.0
+"""Of the call's limit, or a quarter if that is less: kept to see a vote that came at the last moment."""
 _SHOWN_FPS = 8
 
 
@@ -40,7 +44,9 @@ def vote(
     metadata: Sequence[Mapping[str, Any]],
     *,
     ask_name: bool = False,
+    stand_in: bool = False,
     run_directory: str = "",
+    call_deadline_s: float = 60.0,
 ) -> dict[str, list[float | SampleError]]:
     """Let a person pick or rank the pictures of a group, on the dashboard.
 
@@ -49,7 +55,8 @@ def vote(
         prompts: shown above the pictures.
         metadata: ignored.
         ask_name: ask who votes, and keep the name with the vote; nothing of a voter is kept otherwise.
-        run_directory: given by the run.
+        stand_in: nobody is asked; the brighter pictures win (``spotlight train --smoke``).
+        run_directory, call_deadline_s: given by the run.
 
     Returns:
         ``score``: share of the others that it was placed before, equal places counting half, in [0, 1];
@@ -59,6 +66,7 @@ def vote(
     Raises:
         RewardSetupError: the run directory is not here, cannot be written, or holds a damaged vote.
     """
+    ends_s = time.monotonic() + call_deadline_s - min(_SEEN_WITHIN_S, call_deadline_s / 4)
     if len(images) < 2:
         alone = "it is alone: no other member of its group was made; expected two or more to choose from."
         return {"score": [SampleError(alone)] * len(images), "vote_s": [0.0] * len(images)}
@@ -66,19 +74,31 @@ def vote(
     names = [picture_name(file) for file in files]
     found = Vote((), 0.0)
     if len(set(names)) > 1:
-        ballot = Ballot(prompts[0], tuple(sorted(set(names))), time.time(), ask_name)
-        found = _awaited(_box(run_directory), ballot, dict(zip(names, files, strict=True)))
+        ballot = Ballot(prompts[0], tuple(sorted(set(names))), ask_name)
+        pictures = dict(zip(names, files, strict=True))
+        box = _box(run_directory)
+        if stand_in:
+            levels = {name: float(image.mean()) for name, image in zip(names, images, strict=True)}
+            box.open(ballot, pictures, ends_s - time.monotonic())
+            with suppress(NoSuchBallotError):  # it is voted on
+                box.vote(ballot.id, sorted(levels, key=lambda name: -levels[name]), "nobody")
+        found = _awaited(box, ballot, pictures, ends_s)
     return {"score": list(shares_beaten(names, found.ranking)), "vote_s": [found.took_s] * len(images)}
 
 
-def scored_by(*, run_directory: str = "") -> str:
+def scored_by(*, stand_in: bool = False, run_directory: str = "") -> str:
     """People, none of them named. Raises RewardSetupError outside of a run."""
     if not run_directory:
         raise RewardSetupError(
             "reward 'vote' asks the people who watch a run; expected one. Use it in a configuration for "
             "`spotlight train`, and open `spotlight dashboard`."
         )
-    return "people"
+    return "brightness, in place of people" if stand_in else "people"
+
+
+def tiny(folder: Path) -> dict[str, Any]:
+    """No model: the parameter that asks nobody."""
+    return {"stand_in": True}
 
 
 def shares_beaten(names: Sequence[str], ranking: Sequence[str]) -> list[float]:
@@ -96,20 +116,22 @@ def _box(run_directory: str) -> BallotBox:
     path = Path(run_directory)
     if not path.is_dir():
         raise RewardSetupError(
-            f"reward 'vote': the run directory {run_directory!r} is not on this machine; expected it here. "
-            "Set device: auto, or put runs_dir on storage that the nodes share."
+            f"reward 'vote': the run directory {run_directory!r} is not on this machine; expected it here, "
+            "beside the command that trains. Put runs_dir on storage that all ranks' machines share."
         )
     return BallotBox(path / VOTES_FOLDER)
 
 
-def _awaited(box: BallotBox, ballot: Ballot, pictures: Mapping[str, bytes]) -> Vote:
-    """The vote, once there is one. The limit of time is the caller's, who ends this process."""
-    touched_s = -TOUCHED_EVERY_S
+def _awaited(box: BallotBox, ballot: Ballot, pictures: Mapping[str, bytes], ends_s: float) -> Vote:
+    """The vote, once there is one; the caller ends this process soon after ``ends_s`` (monotonic)."""
+    asked, touch_s = False, 0.0
     try:
         while (found := box.vote_on(ballot.id)) is None:
-            if time.monotonic() - touched_s >= TOUCHED_EVERY_S:
-                box.open(ballot, pictures)
-                touched_s = time.monotonic()
+            now_s = time.monotonic()
+            if now_s >= touch_s:
+                if not (asked and box.touch(ballot.id)):
+                    box.open(ballot, pictures, ends_s - now_s)
+                asked, touch_s = True, now_s + TOUCHED_EVERY_S
             time.sleep(_LOOKS_EVERY_S)
     except (DamagedVoteError, OSError) as error:
         raise RewardSetupError(f"reward 'vote': {error}") from error

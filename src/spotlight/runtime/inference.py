@@ -162,18 +162,19 @@ class TrainedRun:
         for prompt in prompts:
             require_references(config, prompt.references, prompt.text)
         by_id = {prompt.id: prompt for prompt in prompts}
-        scores = self._score(rollouts, by_id, observer)
+        scores = self._score(rollouts, by_id, observer, count)
         scored = [rollout for rollout in rollouts if rollout.id in scores]
         return summarise(scored, scores, by_id, config.evaluation.strict)
 
     def _score(
-        self, rollouts: Sequence[Rollout], prompts: Mapping[PromptId, Prompt], observer: Observer
+        self, rollouts: Sequence[Rollout], prompts: Mapping[PromptId, Prompt], observer: Observer, count: int
     ) -> dict[RolloutId, dict[str, float]]:
         inputs = {prompt.id: self._input(prompt.text, prompt.references) for prompt in prompts.values()}
         issued = Counter(rollout.prompt_id for rollout in rollouts)
         waiting: list[tuple[list[FinishedRollout], Future[RewardBatch]]] = []
         finished, made = list[FinishedRollout](), 0
-        with build.make_reward_pool(_rewards_here(self.config)) as rewards:
+        config = _rewards_here(self.config, count)
+        with build.make_reward_pool(config, run_directory=self.directory) as rewards:
             rewards.check(
                 [prompt.text for prompt in prompts.values()],
                 [prompt.metadata for prompt in prompts.values()],
@@ -280,13 +281,14 @@ class TrainedRun:
                 yield results
 
 
-def _rewards_here(config: RunConfig) -> RunConfig:
+def _rewards_here(config: RunConfig, images_per_prompt: int) -> RunConfig:
     """With rewards beside this command: the run's places may be those of a cluster."""
     rewards = tuple(
         reward.model_copy(update={"replicas": None, "device": "cpu" if reward.device == "cpu" else "auto"})
         for reward in config.rewards
     )
-    return config.model_copy(update={"rewards": rewards})
+    evaluation = config.evaluation.model_copy(update={"images_per_prompt": images_per_prompt, "at_end": True})
+    return config.model_copy(update={"rewards": rewards, "evaluation": evaluation})
 
 
 def _require_slot(slots: WeightSlots, slot: Slot) -> None:

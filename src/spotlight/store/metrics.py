@@ -54,8 +54,9 @@ class Sink(Protocol):
     """An additional destination for metrics.
 
     It may also have ``pictures(iteration)``, called when an evaluation's pictures are stored
-    (``trackers/shown_media.py``), and ``table(iteration, table)``, for the :class:`FinalTable` at the end.
-    A resumed run repeats iterations: a sink must not show them twice.
+    (``trackers/shown_media.py``), ``table(iteration, table)``, for the :class:`FinalTable` at the end, and
+    ``rewind(iteration)``, called when a run goes on from an earlier iteration without being started again.
+    A resumed run, too, repeats iterations: a sink must not show them twice.
     """
 
     def write(self, row: MetricsRow) -> None:
@@ -88,9 +89,10 @@ class MetricsWriter:
         self._cut(resume_at)
 
     def rewind(self, iteration: int) -> None:
-        """Drop rows from an iteration on, which is done again; sinks keep theirs. Raises StoreError."""
+        """Drop rows from an iteration on, which is done again, also in sinks that can. Raises StoreError."""
         os.close(self._file)
         self._cut(iteration)
+        self._show("rewind", iteration)
 
     def _cut(self, iteration: int) -> None:
         kept = [row for row in _rows(self._path) if row.iteration < iteration]

@@ -1,6 +1,6 @@
 """Experiment trackers: TensorBoard, those of ``trackers/``, and registered ones.
 
-TensorBoard uses its own event writer, without torch. A resumed run purges the iterations that it repeats.
+TensorBoard uses its own event writer, without torch. The iterations that a run repeats are purged.
 """
 
 from __future__ import annotations
@@ -58,10 +58,9 @@ class TensorBoard:
     def __init__(self, paths: RunPaths, *, resume_at: int) -> None:
         """Open an event file. Raises :class:`StoreError` if the disk is full or not writable."""
         self._paths = paths
-        purge = SessionLog(status=SessionLog.START)
         try:
             self._writer = EventFileWriter(str(paths.tensorboard))
-            self._writer.add_event(Event(wall_time=time.time(), step=resume_at, session_log=purge))
+            self.rewind(resume_at)
         except OSError as error:
             raise storage_error("cannot write the curves", paths.tensorboard, error) from error
 
@@ -79,6 +78,11 @@ class TensorBoard:
         """Write the final table."""
         lines = (table.columns, ("---",) * len(table.columns), *table.rows)
         self._add(iteration, text_pb("summary", "\n".join(f"| {' | '.join(line)} |" for line in lines)))
+
+    def rewind(self, iteration: int) -> None:
+        """Purge what is written from an iteration on."""
+        purge = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=iteration, session_log=purge))
 
     def flush(self) -> None:
         """Write out buffered events."""

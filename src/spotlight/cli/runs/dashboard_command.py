@@ -63,7 +63,8 @@ def dashboard(
 ) -> None:
     """Show runs in the browser while they work, or later: progress, pictures, curves, nodes, money, ledger.
 
-    Only reads the run directories, which may be on a mounted disk; needs neither the model nor a GPU. Needs
+    Only reads the run directories, which may be on a mounted disk, and writes nothing there but the votes of
+    people where a run asks for them. Needs neither the model nor a GPU, but
     pip install 'spotlight-rl\\[dashboard]'.
 
     [bold]Examples[/bold]

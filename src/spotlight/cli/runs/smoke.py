@@ -91,7 +91,10 @@ def _rewards(config: RunConfig, folder: Path) -> Iterator[tuple[str, object]]:
 
 def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
     """The fewest samples that take the recipe's way: every update has groups, every group is compared."""
+    from spotlight.rewards.reward_registry import compares_groups
+
     evaluation, exploration = config.evaluation, config.exploration
+    per_prompt = 2 if any(compares_groups(reward.name) for reward in config.rewards) else 1
     prompts, group = 2 * config.learner.updates_per_batch, _GROUP
     if exploration is not None:
         prompts, group = max(prompts, exploration.sampled_prompts), max(group, exploration.drawn_seeds)
@@ -104,7 +107,7 @@ def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
         ("rollout.prompts_per_iteration", config.rollout.prompts_per_iteration, prompts),
         ("rollout.group_size", config.rollout.group_size, group),
         ("evaluation.prompts", evaluation.prompts or math.inf, _EVALUATED),
-        ("evaluation.images_per_prompt", evaluation.images_per_prompt, 1),
+        ("evaluation.images_per_prompt", evaluation.images_per_prompt, per_prompt),
         ("evaluation.grid_images", evaluation.grid_images or 0, 1),
         ("evaluation.steps", evaluation.steps, config.rollout.steps),
     ):

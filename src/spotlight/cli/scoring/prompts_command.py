@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -81,6 +82,12 @@ def prompts(
                 f"OUT: the prompts cannot be written to {out} ({type(error).__name__}: {error.strerror}); "
                 "expected a directory, or where one can be made. Name another."
             ) from error
+    _tell(paths, sets, tags)
+
+
+def _tell(
+    paths: Sequence[Path], sets: Sequence[Sequence[str]], tags: Sequence[Mapping[str, int]] | None
+) -> None:
     console = Console(highlight=False)
     for index, (path, lines) in enumerate(zip(paths, sets, strict=True)):
         told = f" ({', '.join(f'{tag} {n:,}' for tag, n in tags[index].items())})" if tags else ""

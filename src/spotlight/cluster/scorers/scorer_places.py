@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from spotlight.cluster.nodes.listing import REWARD_NODE, View
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.schema import RunConfig
 from spotlight.config.sections.rewards import RewardConfig, RewardDevice
 from spotlight.scheduler.types import NodeKind
 
@@ -115,6 +116,15 @@ def preferred_cores(nodes: Sequence[ScorerNode], device: RewardDevice) -> int:
     ranks = {node.ray_id: rank for node in nodes if (rank := _rank(node, device)) is not None}
     best = min(ranks.values(), default=None)
     return sum(int(node.cpus) for node in nodes if ranks.get(node.ray_id, -1) == best)
+
+
+def placed_by_ray(config: RunConfig) -> list[RewardConfig]:
+    """The rewards whose processes go to nodes of the cluster; the others run beside the command."""
+    return [
+        reward
+        for reward in config.rewards
+        if (reward.device != "auto" or config.fleet.address is not None) and not reward.is_beside_command
+    ]
 
 
 def require_places(rewards: Sequence[RewardConfig], replicas: int, nodes: Sequence[ScorerNode]) -> None:

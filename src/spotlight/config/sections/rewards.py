@@ -54,6 +54,11 @@ class RewardConfig(Section):
     """Keyword arguments for the function."""
 
     @property
+    def is_beside_command(self) -> bool:
+        """Whether its process is always where the run directory is, in which people find what is asked."""
+        return self.name == "vote"
+
+    @property
     def isolation_limit_s(self) -> float:
         """``isolation_s`` with its default resolved."""
         return _ISOLATION_DEADLINES * self.deadline_s if self.isolation_s is None else self.isolation_s
@@ -99,6 +104,11 @@ def _device_problems(run: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 key, "'spot'", "another with fleet.driver=inline, which has no spot nodes",
                 "Set device: cpu, or fleet.driver=ray.",
+            )  # fmt: skip
+        if reward.is_beside_command and reward.device in ("spot", "cuda", "learner"):
+            yield Problem(
+                key, repr(reward.device), f"'auto': {reward.name!r} needs the run directory",
+                "Leave it out: its process runs beside the command that trains.",
             )  # fmt: skip
         if reward.device == "cuda" and ray and run.fleet.address is None:
             yield Problem(

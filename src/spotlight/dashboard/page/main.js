@@ -107,7 +107,7 @@ document.getElementById("theme").addEventListener("click", () => { setTheme(isDa
 setTheme(firstTheme());
 
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.altKey || event.metaKey || event.target.closest("input, select, textarea, dialog")) return;
+  if (event.ctrlKey || event.altKey || event.metaKey || event.target.closest("input, select, textarea, dialog, .ballot")) return;
   const view = VIEWS[Number(event.key) - 1];
   if (view && here.run) location.hash = address(here.run, view[0]);
 });

@@ -1,21 +1,22 @@
 "use strict";
-// Votes: one group of pictures at a time, which a person ranks as far as he cares to.
+// Votes: one group of pictures at a time, which a person ranks as far as they care to.
 
 const voteChoice = { name: "", said: "" };
+const VOTE_AFTER_MS = 500; // of a group's pictures being there: a double click is not for the next group
 
 function votesView(place, { run }) {
   const told = h("p", { class: "faint", role: "status" }, voteChoice.said);
   const body = h("div");
   place.replaceChildren(body, told);
-  let shown = null;
+  let shown = null, showLeft = null;
 
   const say = (text) => { voteChoice.said = told.textContent = text; };
 
   async function refresh() {
     try {
       const found = await ask(run, "votes");
-      const waiting = new Set(found.ballots.map((each) => each.id));
-      if (shown && waiting.has(shown)) return; // a person is at it
+      const now = found.ballots.find((each) => each.id === shown);
+      if (now) return showLeft(now); // a person is at it
       const [next] = found.ballots;
       shown = next?.id ?? null;
       if (!next) return body.replaceChildren(empty("Nobody is asked now. A group of pictures comes here when one is to be voted on."));
@@ -27,10 +28,12 @@ function votesView(place, { run }) {
 
   function ballotOf(ballot, others) {
     const ranking = [];
+    const loaded = new Set();
+    let ready = false;
     const buttons = new Map(ballot.pictures.map((name, index) => {
       const badge = h("span", { class: "rank", "aria-hidden": "true" });
       const button = h("button", { type: "button", "aria-pressed": "false", on: { click: () => pick(name) } },
-        h("img", { src: `api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}/${name}`, alt: "", on: { load: (event) => event.target.classList.toggle("small", event.target.naturalWidth < 160) } }), badge);
+        h("img", { src: `api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}/${name}`, alt: "", on: { load: (event) => seen(name, event.target), error: (event) => again(event.target) } }), badge);
       return [name, { button, badge, number: index + 1 }];
     }));
     const name = ballot.asks_name ? h("input", { type: "text", maxlength: "200", value: voteChoice.name, on: { input: () => { voteChoice.name = name.value; draw(); } } }) : null;
@@ -38,6 +41,14 @@ function votesView(place, { run }) {
     const alike = h("button", { type: "button", on: { click: () => send([]) } }, "All alike");
     const clear = h("button", { type: "button", on: { click: () => { ranking.length = 0; draw(); } } }, "Clear");
 
+    function seen(picture, image) {
+      image.classList.toggle("small", image.naturalWidth < 160);
+      loaded.add(picture);
+      if (loaded.size === ballot.pictures.length) setTimeout(() => { ready = true; draw(); }, VOTE_AFTER_MS);
+    }
+    function again(image) {
+      setTimeout(() => { if (image.isConnected) image.src = image.getAttribute("src"); }, 2000);
+    }
     function pick(chosen) {
       const at = ranking.indexOf(chosen);
       if (at >= 0) ranking.splice(at, 1); else ranking.push(chosen);
@@ -46,12 +57,13 @@ function votesView(place, { run }) {
     function draw() {
       for (const [each, { button, badge, number }] of buttons) {
         const at = ranking.indexOf(each);
+        button.disabled = !ready;
         badge.textContent = at >= 0 ? String(at + 1) : "";
         button.setAttribute("aria-pressed", String(at >= 0));
         button.setAttribute("aria-label", `picture ${number}${at >= 0 ? `, place ${at + 1}` : ""}`);
       }
-      const named = !name || name.value.trim() !== "";
-      [vote.disabled, alike.disabled, clear.disabled] = [!ranking.length || !named, !named, !ranking.length];
+      const able = ready && (!name || name.value.trim() !== "");
+      [vote.disabled, alike.disabled, clear.disabled] = [!ranking.length || !able, !able, !ranking.length];
     }
     async function send(chosen) {
       [vote.disabled, alike.disabled] = [true, true];
@@ -67,12 +79,15 @@ function votesView(place, { run }) {
       }
       await refresh();
     }
+    const left = h("span", { class: "faint" });
+    showLeft = (found) => { left.textContent = `taken for another ${duration(found.left_s)}`; };
+    showLeft(ballot);
     draw();
     return h("div", { class: "ballot", "data-ballot": ballot.id },
       h("h2", { class: "words clamp", dir: "auto", title: ballot.prompt.slice(0, 500) }, ballot.prompt.slice(0, 4000)),
       h("p", { class: "faint" }, "Which shows it best? Choose one, or several in their order, the best first; those not chosen come after them, all alike."),
       h("div", { class: "pictures" }, [...buttons.values()].map(({ button }) => h("div", { class: "picture" }, button))),
-      h("div", { class: "controls" }, name ? h("label", {}, "Your name, which this run keeps", name) : null, vote, alike, clear,
+      h("div", { class: "controls" }, name ? h("label", {}, "Your name, which this run keeps", name) : null, vote, alike, clear, left,
         others ? h("span", { class: "faint" }, `${plural(others, "other group")} waiting`) : null));
   }
   return refresh;

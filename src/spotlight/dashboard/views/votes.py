@@ -23,12 +23,13 @@ def votes(run: RunFolder) -> Json:
     """The ballots that wait, the oldest first."""
     box = ballot_box(run)
     waiting = [] if box is None else box.awaited()
+    now_s = 0.0 if box is None or not waiting else box.now_s()
     shown = [
         {
             "id": each.id,
             "prompt": each.prompt[:_PROMPT_MAX],
             "pictures": list(each.pictures),
-            "asked_at": each.asked_at,
+            "left_s": max(0.0, each.ends_at - now_s),
             "asks_name": each.asks_name,
         }
         for each in waiting[:_SHOWN]

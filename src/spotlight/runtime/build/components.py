@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -56,6 +57,8 @@ from spotlight.training.settings import autocast_type
 
 if TYPE_CHECKING:
     from spotlight.rollout.engine import Engine
+
+_COMPARED_MIN = 2
 
 
 def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
@@ -263,17 +266,24 @@ def embedded_guidance(config: RunConfig) -> float | None:
 
 
 def make_reward_pool(
-    config: RunConfig, *, merges: bool = False, starter: ScorerStarter | None = None
+    config: RunConfig,
+    *,
+    merges: bool = False,
+    starter: ScorerStarter | None = None,
+    run_directory: Path | None = None,
 ) -> RewardPool:
     """Start the reward processes; arguments as of :class:`RewardPool`.
 
+    Args:
+        run_directory: told to rewards, unless ``starter`` does; default: where training makes it.
+
     Raises:
         RewardSetupError: a reward cannot be loaded.
-        ConfigError: a reward compares groups, which this run does not score whole.
+        ConfigError: a reward compares groups, which this run does not score whole, or which are of one.
     """
     policy = config.reward_policy
     require_names(config.rewards)
-    starter = local_starter(config) if starter is None else starter
+    starter = local_starter(config, run_directory) if starter is None else starter
     pool = RewardPool(
         config.rewards,
         policy.workers,
@@ -281,16 +291,26 @@ def make_reward_pool(
         merges=merges,
         starter=starter,
     )
-    if pool.compares_groups and config.exploration is not None:
+    if problems := list(_group_problems(config, pool.compares_groups)):
         pool.close()
-        names = " and ".join(map(repr, pool.compares_groups))
-        problem = Problem(
+        raise ConfigError("the configuration", problems)
+    return pool
+
+
+def _group_problems(config: RunConfig, comparing: Sequence[str]) -> Iterator[Problem]:
+    """Of the rewards that compare the samples of a group, by curve."""
+    names, evaluation = " and ".join(map(repr, comparing)), config.evaluation
+    if comparing and config.exploration is not None:
+        yield Problem(
             "rewards", f"{names}, which compares the samples of a group, with exploration",
             "rewards that score each sample by itself",
             "Leave out exploration: its previews are scored one by one, as they come.",
         )  # fmt: skip
-        raise ConfigError("the configuration", [problem])
-    return pool
+    if comparing and evaluation.count(config.iterations) and evaluation.images_per_prompt < _COMPARED_MIN:
+        yield Problem(
+            "evaluation.images_per_prompt", str(evaluation.images_per_prompt), f"at least {_COMPARED_MIN}",
+            f"Raise it: {names} compares the pictures of a prompt.",
+        )  # fmt: skip
 
 
 def run_directory_of(config: RunConfig) -> Path:
@@ -298,8 +318,9 @@ def run_directory_of(config: RunConfig) -> Path:
     return Path.cwd() / config.runs_dir / config.name
 
 
-def local_starter(config: RunConfig) -> ScorerStarter:
+def local_starter(config: RunConfig, run_directory: Path | None = None) -> ScorerStarter:
     """Starts reward processes on this machine, each with its GPU. Raises ConfigError if there are too few."""
+    told = str(run_directory_of(config) if run_directory is None else run_directory.absolute())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = torch.cuda.device_count()
     gpus = LocalGpus(
@@ -317,9 +338,7 @@ def local_starter(config: RunConfig) -> ScorerStarter:
         gpu = placed.get((reward.curve, replica), gpus.of_rank if reward.device == "auto" else None)
         if gpu is not None:
             environment = {VISIBLE: gpu}
-        return RewardProcess(
-            reward, start_deadline_s, replica, replicas, environment, str(run_directory_of(config))
-        )
+        return RewardProcess(reward, start_deadline_s, replica, replicas, environment, told)
 
     return start
 

@@ -48,17 +48,21 @@ class Trackio:
     """A run in a project of Trackio, named after the run directory.
 
     Trackio writes in the background and keeps what it has, so an attempt that was killed leaves too much of
-    it or too little: a resumed run is written again from the run directory, and the old one is deleted.
+    it or too little: a run that repeats iterations is written again from the run directory, and the old one
+    is deleted.
     """
 
     def __init__(self, paths: RunPaths, *, resume_at: int = 0, project: str = "spotlight") -> None:
         """Open the project. Raises :class:`StoreError`."""
-        self._trackio, self._paths = require_trackio(), paths
-        own = lasting_id(paths.path / "trackio-id")
+        self._trackio, self._paths, self._project = require_trackio(), paths, project
+        self._open(resume_at)
+
+    def _open(self, resume_at: int) -> None:
+        paths, own = self._paths, lasting_id(self._paths.path / "trackio-id")
         with redirect_stdout(io.StringIO()):  # how to open Trackio's dashboard
-            self._delete(project, own)
+            self._delete(self._project, own)
             self._run = self._trackio.init(
-                project=project,
+                project=self._project,
                 name=paths.path.name,
                 config={_ID: own},
                 embed=False,
@@ -97,6 +101,11 @@ class Trackio:
         """Log the final table."""
         rows = [list(row) for row in table.rows]
         self._log({"summary": self._trackio.Table(columns=list(table.columns), data=rows)}, iteration)
+
+    def rewind(self, iteration: int) -> None:
+        """Write the run again, without what it had from an iteration on."""
+        self.close()
+        self._open(iteration)
 
     def flush(self) -> None:
         """Do nothing: Trackio writes in the background."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +12,8 @@ from types import ModuleType
 from typing import Any
 
 from spotlight.store.files import lasting_id
-from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, FinalTable, MetricsRow
+from spotlight.store.images import drawn_iterations
+from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, FinalTable, MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
 from spotlight.store.trackers.shown_media import shown_media
@@ -32,7 +34,8 @@ class WeightsAndBiases:
     """A run on wandb.ai or offline, controlled by wandb's environment variables.
 
     What was logged stays with W&B whatever happens here, so the run directory remembers it, one line each in
-    ``wandb-logged``: a resumed run logs what is missing.
+    ``wandb-logged``: a run that repeats iterations logs what is missing there, where "there" is this id in
+    this project, online or offline.
     """
 
     def __init__(self, paths: RunPaths, *, resume_at: int = 0, project: str, entity: str | None) -> None:
@@ -49,6 +52,9 @@ class WeightsAndBiases:
         )
         self._remembered = paths.path / "wandb-logged"
         self._logged = set(self._remembered.read_text().split("\n")) if self._remembered.exists() else set()
+        mode = "offline" if self._run.offline else "disabled" if self._run.disabled else "online"
+        self._there = f"{self._run.entity or entity}/{self._run.project} {mode} {self._id}"
+        self._log_missing(resume_at)
 
     @staticmethod
     def check() -> None:
@@ -63,6 +69,8 @@ class WeightsAndBiases:
 
     def pictures(self, iteration: int) -> None:
         """Log an evaluation's pictures and videos."""
+        if self._entry("pictures", iteration) in self._logged:  # reading them takes a while
+            return
         with TemporaryDirectory() as folder:
             shown = {
                 f"pictures/{each.name}": (
@@ -86,8 +94,23 @@ class WeightsAndBiases:
         """Finish the upload."""
         self._run.finish()
 
+    def _log_missing(self, resume_at: int) -> None:
+        rows = defaultdict[int, list[MetricsRow]](list)
+        for row in read_metrics(self._paths.path):
+            rows[row.iteration].append(row)
+        drawn = set(drawn_iterations(self._paths))
+        for iteration in sorted({*rows, *drawn}):  # W&B drops what comes for an earlier step
+            if iteration < resume_at:
+                for row in rows[iteration]:
+                    self.write(row)
+                if iteration in drawn:
+                    self.pictures(iteration)
+
+    def _entry(self, kind: str, iteration: int) -> str:
+        return f"{self._there} {kind} {iteration}"
+
     def _log(self, kind: str, iteration: int, values: Mapping[str, Any]) -> None:
-        entry = f"{self._id} {kind} {iteration}"  # of this W&B run: there may have been another
+        entry = self._entry(kind, iteration)
         if not values or entry in self._logged:
             return
         self._run.log(dict(values), step=iteration)
