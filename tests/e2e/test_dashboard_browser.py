@@ -5,12 +5,15 @@ Needs Chromium of the distribution (``apt install chromium``) and Playwright.
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import shutil
 import signal
 import socket
 import sqlite3
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
@@ -19,9 +22,11 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import httpx2
+import numpy as np
 import pytest
 import uvicorn
 from main_job import NFT, At, Ended, Job, clean_audit, run_process
+from PIL import Image as PILImage
 from ray_job import running
 from tests.unit.dashboard_run import HOSTILE, LONG, PROMPTS, RIGHT_TO_LEFT, make_run
 from tests.unit.store_history import SCRATCH
@@ -29,9 +34,10 @@ from tests.unit.store_history import SCRATCH
 from spotlight.dashboard.dashboard_app import dashboard_app
 from spotlight.dashboard.run_folders import RunFolder
 from spotlight.dashboard.single_page import write_page
+from spotlight.store.ballots import Ballot, BallotBox, picture_name
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
@@ -284,6 +290,52 @@ def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> N
                     assert page.locator("#view").inner_text(), view
             assert it.end() == 0, it.told
             overview.wait_for_selector(".cards >> text=finished")
+
+
+def test_a_vote_waits_for_the_pictures_and_a_double_click_is_one(browser: Browser, tmp_path: Path) -> None:
+    (tmp_path / "asked").mkdir()
+    (tmp_path / "asked" / "config.yaml").write_text("rewards: [{name: vote}]\n")
+    box = BallotBox(tmp_path / "asked" / "votes")
+    groups = [[png(shade) for shade in shades] for shades in ((20, 200, 90), (30, 210))]
+    for group in groups:
+        pictures = {picture_name(each): each for each in group}
+        box.open(Ballot(HOSTILE, tuple(sorted(pictures))), pictures, 500.0)
+    for path in (tmp_path / "asked" / "votes" / "open").glob("*/ballot.json"):
+        os.utime(path, (2 * time.time(),) * 2)  # as if somebody went on waiting
+    first, second = box.awaited()
+    with served(tmp_path) as address, watched(browser) as page:
+        held: list[Route] = []
+        page.route("**/ballots/**", lambda route: held.append(route))
+        open_view(page, address, "votes", run="asked")
+        page.wait_for_selector("text=/taken for another [0-9]+/")
+        buttons = page.locator(".ballot button")
+        assert buttons.count() == 3 + 3
+        assert all(buttons.nth(each).is_disabled() for each in range(6))  # no picture is there
+        for route in held:
+            route.continue_()
+        page.unroute("**/ballots/**")
+        page.click(".ballot .picture button >> nth=1")
+        page.keyboard.press("2")  # not another view, while a vote is being made
+        assert (
+            page.locator(".ballot .picture button >> nth=1").get_attribute("aria-label")
+            == "picture 2, place 1"
+        )
+        page.dblclick("button:text-is('Vote')")
+        page.wait_for_selector(f".ballot[data-ballot='{second.id}'] .picture button:not([disabled])")
+        page.locator(".ballot .picture button >> nth=0").focus()
+        page.keyboard.press("Enter")
+        page.click("button:text-is('All alike')")
+        page.wait_for_selector("text=Nobody is asked now")
+        page.keyboard.press("1")
+        page.wait_for_selector("nav a[aria-current=page]:text-is('Overview')")
+    votes = [box.vote_on(each.id) for each in (first, second)]
+    assert [vote and list(vote.ranking) for vote in votes] == [[first.pictures[1]], []]
+
+
+def png(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    PILImage.fromarray(np.full((48, 48, 3), shade, np.uint8)).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 @pytest.mark.timeout(900)
