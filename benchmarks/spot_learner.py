@@ -34,6 +34,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import load_file
 
 from spotlight.cluster.local import guard
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
@@ -231,7 +232,10 @@ class LearnerHunt:
             rows = connection.execute("SELECT rollout, name, value FROM rewards ORDER BY rollout, name")
             scores = sha256("\n".join(map(repr, rows)).encode()).hexdigest()
         assert record.weights is not None, "a finished run has exported its weights"
-        weights = sha256(b"".join(file.read_bytes() for file in sorted(record.weights.glob("*.safetensors"))))
+        weights = sha256()
+        for file in sorted(record.weights.glob("*.safetensors")):
+            for name, tensor in sorted(load_file(file).items()):
+                weights.update(f"{name} {tensor.tolist()}".encode())
         gaps = [after - before for before, after in zip(self.steps, self.steps[1:], strict=False)]
         resumed = [self.steps[made] - at_s for at_s, made in self.losses if made < len(self.steps)]
         return Outcome(
