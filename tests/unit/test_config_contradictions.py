@@ -85,6 +85,16 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "rewards[0].device",
             "cannot move with the learner",
         ),
+        (
+            ["fleet.learner_placement=spot", "fleet.driver=ray", "checkpoint.every=7"],
+            "checkpoint.every",
+            "saved after every iteration there: leave it out",
+        ),
+        (
+            ["fleet.learner_placement=spot", "fleet.driver=ray", "learner.mode=full"],
+            "learner.mode",
+            "set learner.mode=lora, or leave",
+        ),
         (["learner.pass_memory_gib=4"], "learner.pass_memory_gib", "timesteps_per_pass=auto"),
         (["evaluation.weights=ema"], "evaluation.weights", "learner.ema.cap"),
         ([*GRPO, "evaluation.weights=old"], "evaluation.weights", "keeps no old policy"),

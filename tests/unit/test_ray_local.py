@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 
 from spotlight.cluster.local import local_cluster as local
+from spotlight.cluster.local.emulation import require_learner_room
 from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError, LocalNode
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import load_config
 from spotlight.scheduler.types import NodeKind
 
 
@@ -28,3 +31,27 @@ def test_a_node_that_does_not_start_is_told_as_ours_and_its_name_is_free(
         with pytest.raises(LocalClusterError, match=r"'spot-0' did not start: .*timed out during startup"):
             cluster.add_node("spot-0", NodeKind.SPOT, 1)
     assert cluster.nodes() == [first]
+
+
+SPOT_LEARNER = ("fleet.driver=ray", "fleet.learner_placement=spot", "device=cpu", "rollout.group_size=4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error"),
+    [
+        (["fleet.learner_ranks=3", "fleet.spot.slots=2"], r"equally many on each.*or learner\.shard=all"),
+        (["fleet.learner_ranks=3", "fleet.spot.slots=2", "learner.shard=all"], None),
+        (["fleet.learner_ranks=2", "fleet.spot.trace=minute"], "and one more that rolls out"),
+        (["fleet.learner_ranks=2", "fleet.spot.trace=minute", "fleet.local.rollout_slots=1"], None),
+        (["fleet.spot.trace=minute"], None),
+    ],
+)
+def test_a_learner_for_which_there_is_never_room_among_spot_nodes_is_refused(
+    overrides: list[str], error: str | None
+) -> None:
+    config = load_config(None, [*SPOT_LEARNER, "learner.micro_batch_size=1", *overrides])
+    if error is None:
+        require_learner_room(config)
+    else:
+        with pytest.raises(ConfigError, match=f"(?s){error}"):
+            require_learner_room(config)

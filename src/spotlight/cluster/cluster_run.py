@@ -20,7 +20,12 @@ from spotlight.cluster.assembly import AttemptRoom, Materials, assembled
 from spotlight.cluster.blobs.blob_server import start_blob_store
 from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.cluster_nodes import LOOPBACK, Site
-from spotlight.cluster.local.emulation import reserved_slots, spot_slots, spot_trace
+from spotlight.cluster.local.emulation import (
+    require_learner_room,
+    reserved_slots,
+    spot_slots,
+    spot_trace,
+)
 from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.cluster.local.market import LocalMachines, Market
 from spotlight.cluster.nodes.connection import connected
@@ -109,6 +114,7 @@ def _read_prompts(config: RunConfig) -> build.Prompts:
     require_model(config)
     if config.fleet.address is None:
         spot_trace(config.fleet)  # raises ConfigError early if the trace is unreadable
+        require_learner_room(config)
     require_names(config.rewards)
     prompts = build.load_prompts(config)
     require_prompts(config, prompts)

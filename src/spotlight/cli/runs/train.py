@@ -169,11 +169,13 @@ def _smoke(config: RunConfig) -> list[str]:
 
 def _print_plan(config: RunConfig, arguments: Sequence[str]) -> None:
     from spotlight.cli.runs.plan_table import print_plan
+    from spotlight.cluster.local.emulation import require_learner_room
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
 
     with errors_without_traceback():
         plan, fleet = make_plan(config), plan_fleet(config.fleet)
+        require_learner_room(config)
     console = Console(highlight=False)
     print_plan(console, config, plan, fleet)
     shown = shlex.join(["spotlight", "config", *arguments])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from spotlight.cluster.local.market_book import timed
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.schema import RunConfig
 from spotlight.config.sections.fleet import FleetConfig
 from spotlight.fleet.traces.shipped import find_trace
 from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace
+from spotlight.scheduler.learner.learner_places import choose_places
 
 SIGTERM_GRACE_S = 30.0
 """Grace period a node's agent assumes if the trace brings its own notices."""
@@ -49,3 +51,31 @@ def spot_slots(fleet: FleetConfig) -> int:
             present -= event.gpus
         most = max(most, present)
     return most
+
+
+def require_learner_room(config: RunConfig) -> None:
+    """Check that a learner on spot nodes can train at some time. ConfigError: there is never room for it."""
+    fleet, even = config.fleet, config.learner.shard == "node"
+    if fleet.learner_placement != "spot" or fleet.address is not None:
+        return
+    elsewhere = config.pipeline.trainers_generate or fleet.local.rollout_slots > 0
+    slots: dict[str, int] = {}
+    for event in spot_trace(fleet).events:
+        if event.kind is TraceEventKind.ADD:
+            slots[event.node] = event.gpus
+        elif event.kind is TraceEventKind.REMOVE:
+            slots.pop(event.node, None)
+        rolls_out = elsewhere or sum(slots.values()) > fleet.learner_ranks
+        if rolls_out and choose_places(slots, fleet.learner_ranks, even=even):
+            return
+    traced = fleet.spot.trace is not None
+    wanted = f"{fleet.learner_ranks} slots at a time for fleet.learner_ranks"
+    wanted += ", equally many on each node that has any (learner.shard=node)" if even else ""
+    problem = Problem(
+        "fleet.spot.trace" if traced else "fleet.spot.nodes",
+        str(fleet.spot.trace) if traced else f"{fleet.spot.emulated_nodes} of {fleet.spot.slots} slots",
+        wanted + ("" if elsewhere else ", and one more that rolls out"),
+        "Lower fleet.learner_ranks, or set more fleet.spot.slots or nodes"
+        + (", or learner.shard=all." if even and fleet.learner_ranks > 1 else "."),
+    )
+    raise ConfigError("the configuration", [problem])

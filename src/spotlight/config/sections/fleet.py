@@ -96,7 +96,7 @@ class FleetConfig(Section):
     """Nodes that the learner is on. ``spot``: it moves to another spot node when its own is noticed or lost,
     and waits for one where there is none. Its state is then saved after every iteration, behind the rollouts
     of the next, into ``runs_dir``, which spot nodes must share with the head; a loss costs at most the
-    training of one iteration. Only the head needs a reserved node, without GPUs.
+    training of one iteration. Only the head needs a reserved node, without GPUs. LoRA only.
     """
     local: LocalNodesConfig = LocalNodesConfig()
     """Reserved nodes of a cluster on this machine."""
@@ -174,12 +174,8 @@ class FleetConfig(Section):
                 f"Set fleet.spot.nodes to at least {self._spot_nodes_min} or fleet.local.rollout_slots to at "
                 "least 1, or name a fleet.spot.trace.",
             )  # fmt: skip
-        for index, reward in enumerate(run.rewards if self.learner_placement == "spot" else ()):
-            if reward.device == "learner":
-                yield Problem(
-                    f"rewards[{index}].device", "learner", "another with fleet.learner_placement=spot",
-                    "Its process cannot move with the learner: set cpu, spot or cuda, or leave it out.",
-                )  # fmt: skip
+        if self.learner_placement == "spot":
+            yield from self._moving_problems(run)
         degrees = list(self.sequence_parallel.degrees)
         if degrees != (ascending := sorted(set(degrees))):
             yield Problem(
@@ -203,6 +199,26 @@ class FleetConfig(Section):
                 "fleet.lease_s", f"{self.lease_s:g}",
                 f"at least {_BEATS_MIN} heartbeats ({_BEATS_MIN * self.heartbeat_s:g} s)",
                 "Raise it, or lower fleet.heartbeat_s.",
+            )  # fmt: skip
+
+    def _moving_problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Keys that a learner on spot nodes cannot follow."""
+        for index, reward in enumerate(run.rewards):
+            if reward.device == "learner":
+                yield Problem(
+                    f"rewards[{index}].device", "learner", "another with fleet.learner_placement=spot",
+                    "Its process cannot move with the learner: set cpu, spot or cuda, or leave it out.",
+                )  # fmt: skip
+        if run.checkpoint.every != 1:
+            yield Problem(
+                "checkpoint.every", str(run.checkpoint.every), "1 with fleet.learner_placement=spot",
+                "The learner's state is saved after every iteration there: leave it out.",
+            )  # fmt: skip
+        if run.learner.mode != "lora":
+            yield Problem(
+                "learner.mode", run.learner.mode, "lora with fleet.learner_placement=spot",
+                "All weights would be saved after every iteration: set learner.mode=lora, or leave "
+                "fleet.learner_placement out.",
             )  # fmt: skip
 
     def _publish_problems(self, run: RunConfig) -> Iterator[Problem]:
