@@ -29,6 +29,8 @@ class FaultKind(StrEnum):
     FREEZE_WORKER = "freeze_worker"
     CRASH_WORKER = "crash_worker"
     CRASH_LEARNER = "crash_learner"
+    NOTICE_LEARNER = "notice_learner"
+    """For the node of a learner that moves, while it works; not drawn for others."""
     RESTART_HEAD = "restart_head"
     BAD_NETWORK = "bad_network"
     SILENT_REWARDS = "silent_rewards"
@@ -125,12 +127,27 @@ class FaultInjector:
                 simulation.after(fault.seconds, self._rewards_heal)
             case FaultKind.CRASH_LEARNER:
                 simulation.lose_learner("killed")
+            case FaultKind.NOTICE_LEARNER:
+                self._notice_learner(fault)
             case FaultKind.RESTART_HEAD:
                 simulation.restart_head(fault.seconds)
             case FaultKind.FREEZE_WORKER | FaultKind.CRASH_WORKER:
                 self._hit_worker(fault)
             case _:
                 self._hit_node(fault)
+
+    def _notice_learner(self, fault: Fault) -> None:
+        simulation = self.simulation
+        assert simulation.places.moving is not None
+        at = [*simulation.places.moving.running]
+        if simulation.learner.task is None or not at:
+            simulation.after(1.0, self._notice_learner, fault)
+        else:
+            self._notice(simulation.places.machines[NodeId(at[int(fault.which * len(at))])], fault.seconds)
+
+    def _notice(self, node: Node, seconds: float) -> None:
+        self.simulation.happen(ev.NodeNoticed(node.id, self.simulation.now + seconds))
+        self.simulation.after(seconds, self._kill, node)
 
     def _rewards_heal(self) -> None:
         self.simulation.reward_failing = 0.0
@@ -148,7 +165,9 @@ class FaultInjector:
     def _hit_node(self, fault: Fault) -> None:
         simulation = self.simulation
         spot = fault.kind in {FaultKind.NOTICE, FaultKind.CANCELLED_NOTICE}
-        nodes = [node for node in simulation.nodes.values() if not spot or node.kind is NodeKind.SPOT]
+        nodes = [
+            node for node in simulation.places.machines.values() if not spot or node.kind is NodeKind.SPOT
+        ]
         if not nodes:
             return
         node = nodes[int(fault.which * len(nodes))]
@@ -158,8 +177,7 @@ class FaultInjector:
             case FaultKind.REBOOT_NODE:
                 simulation.reboot(node)
             case FaultKind.NOTICE:
-                simulation.happen(ev.NodeNoticed(node.id, simulation.now + fault.seconds))
-                simulation.after(fault.seconds, self._kill, node)
+                self._notice(node, fault.seconds)
             case FaultKind.CANCELLED_NOTICE:
                 simulation.happen(ev.NodeNoticed(node.id, simulation.now + 2 * fault.seconds))
                 simulation.after(fault.seconds, simulation.happen, ev.NoticeCancelled(node.id))

@@ -22,6 +22,7 @@ from spotlight.scheduler.cluster.dispatch import Dispatcher
 from spotlight.scheduler.cluster.members import Worker, WorkerGroup
 from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLease
 from spotlight.scheduler.cluster.spare_time import SpareTime
+from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.iteration import Iteration, Unsaved
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.overlap import training_tasks as training_module
@@ -83,6 +84,7 @@ _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueu
 _choose_seeds, _micro_batches = choose_seeds, micro_batches
 _load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
 _add, _confirm = GpuAccounts.add, GpuAccounts.confirm
+_place_learner = Controller._place_learner
 
 
 def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
@@ -201,6 +203,17 @@ def _forgets_the_learner(self: LearnerLife) -> None:
     self.up = False
 
 
+def _rolls_back_a_learner_that_works(self: Controller) -> None:
+    learner, working = self.learner, bool(self.training.task)
+    if working and learner.prepared and any(host.draining for host in learner._leaving):
+        self._roll_back()
+    _place_learner(self)
+
+
+def _moves_a_learner_that_starts(self: Controller) -> None:
+    self.work.effects += self.learner.placed(self.iteration, idle=not self.training.task)
+
+
 def _never_unsaved(self: LearnerLife) -> bool:
     return self.up
 
@@ -312,6 +325,14 @@ MUTATIONS = (
     Mutation("samples left out have no end", ((TrainingTasks, "_leave_out", _counts_none_left_out),)),
     Mutation("groups that differ are skipped", ((TrainingTasks, "_is_silent", _calls_everything_silent),)),
     Mutation("a lost learner is not restored", ((LearnerLife, "lost", _forgets_the_learner),)),
+    Mutation(
+        "the learner is restored before its loss is reported",
+        ((Controller, "_place_learner", _rolls_back_a_learner_that_works),),
+    ),
+    Mutation(
+        "the learner moves before it has started",
+        ((Controller, "_place_learner", _moves_a_learner_that_starts),),
+    ),
     Mutation(
         "the learner trains before its last step is durable",
         ((LearnerLife, "works", property(_never_unsaved)),),

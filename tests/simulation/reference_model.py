@@ -39,8 +39,9 @@ from spotlight.scheduler.types import (
     Rollout,
     RolloutId,
 )
-from spotlight.simulation.virtual_driver import CONTENT, Simulation
+from spotlight.simulation.virtual_driver import Simulation
 from spotlight.simulation.virtual_processes import PHASE_OF, VirtualGroup
+from spotlight.simulation.virtual_rewards import CONTENT
 from spotlight.simulation.virtual_workers import Receipt
 from tests.simulation.bill import Bill
 
@@ -185,6 +186,8 @@ class ReferenceModel:
                     self.expected.write(position, record)
                     if isinstance(record, RolloutIssued):
                         self._check_issue(record.rollout)
+                    if isinstance(record, SampleDropped):  # left out where it was trained before
+                        self.undone = {one for one in self.undone if one.id != record.rollout}
                     if isinstance(record, SampleScored):
                         made_by = self.simulation.store.samples[record.rollout]
                         assert record.scores[CONTENT] == made_by.content, f"{record} is of another sample"
@@ -261,6 +264,8 @@ class ReferenceModel:
 
     def _check_issue(self, rollout: Rollout) -> None:
         """A rollout begun early is issued unchanged if it was made; otherwise it may be issued again."""
+        # Where previews choose another seed after a loss, the sample of the first is of no use.
+        self.undone = {one for one in self.undone if one.id != rollout.id or one == rollout}
         early = self.early.pop(rollout.id, None)
         if rollout.id in self.made or rollout.version != self.expected.published:
             assert rollout == early, f"{rollout} is issued, and {early} was begun"

@@ -149,7 +149,8 @@ def _with_moving_learner(
     source = random.Random(f"spot learner {seed}")
     if plan.ranks % degree_min or source.random() < 0.7:
         return joined, plan
-    gpus = degree_min * source.choice([1, plan.ranks // degree_min])
+    shares = plan.ranks // degree_min
+    gpus = degree_min * source.choice([1, shares, shares + 1, 3])
     spare = source.choice([1, 1, 2, 3])
     spot = [_node(f"s{n}", NodeKind.SPOT, gpus, False, True) for n in range(plan.ranks // gpus + spare)]
     reserved = [_node("r0", NodeKind.RESERVED, degree_min, False, True)] if source.random() < 0.3 else []
@@ -162,11 +163,16 @@ def _draw_moves(seed: int, plan: Plan) -> tuple[Fault, ...]:
     if not plan.cluster.learner_moves:
         return ()
     source = random.Random(f"moves {seed}")
-    kinds = source.choices([FaultKind.NOTICE, FaultKind.CRASH_LEARNER], k=source.choice([4, 8, 16]))
+    drawn = [FaultKind.NOTICE, FaultKind.CRASH_LEARNER, FaultKind.NOTICE_LEARNER]
+    kinds = source.choices(drawn, k=source.choice([4, 8, 16]))
     faults = [
-        Fault(kind, source.randrange(1, 300), source.random(), source.choice([5.0, 7.0, 28.0, 30.0]), 0.0)
+        Fault(kind, source.randrange(1, 300), source.random(), source.choice([7.0, 20.0, 28.0, 30.0]), 0.0)
         for kind in kinds
     ]
+    if source.random() < 0.3:  # before the run has started
+        faults += [
+            replace(faults[0], kind=FaultKind.NOTICE, after_events=source.randrange(1, 4), seconds=120.0)
+        ]
     return tuple(sorted(faults, key=lambda fault: fault.after_events))
 
 

@@ -144,7 +144,7 @@ class FakeLearner:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.version, self.life = 0, 0
+        self.version = self.life = self.working_life = 0
         self.restored: list[Path | None] = []
         self.asked: list[str] = []
         self.before: Callable[[str], Awaitable[None]] = at_once
@@ -163,6 +163,9 @@ class FakeLearner:
         assert self.over is not None
         if not self.over.done():
             self.over.set_result(detail)
+
+    def end(self, detail: str) -> None:
+        self.lose(detail)
 
     async def lost(self) -> str:
         assert self.over is not None
@@ -186,7 +189,11 @@ class FakeLearner:
         return WeightsManifest(self.version, lineage, self.digest(self.version), 1, ("policy",), 1)
 
     async def restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
+        if self.over is not None and not self.over.done():
+            self.over.set_exception(AbandonedError("stopped"))
+            self.over.exception()
         self.life += 1
+        self.working_life = self.life
         self.over = pending()
         self.restored.append(checkpoint)
         self.version = int((checkpoint / "version").read_text()) if checkpoint else 0
@@ -194,6 +201,7 @@ class FakeLearner:
         return self._manifest(lineage)
 
     async def form_second(self) -> None:
+        self.life += 1
         self.asked.append("form_second")
 
     async def send_conditions(self, prompts: Sequence[PromptId]) -> None:
@@ -311,7 +319,7 @@ class World:
         self.head = Head(
             HeadParts(
                 self.controller, self.inbox, self.conversations, pool, driver, self.samples,
-                self, accounts, recorder, incidents, Drains(lambda _: None), notes,  # type: ignore[arg-type]
+                self, accounts, recorder, incidents, Drains(lambda _: None, lambda node: [node]), notes,  # type: ignore[arg-type]
                 self.attempt.number, (1, 1),
             )
         )  # fmt: skip

@@ -404,6 +404,18 @@ def test_each_life_ends_at_most_once_and_answers_only_while_it_lives(
     played(scene())
 
 
+def test_a_learner_that_is_ended_is_lost_like_any_other() -> None:
+    async def scene() -> None:
+        world = World()
+        launcher = await world.up()
+        world.group.end("its node is about to be preempted")
+        await settle()
+        assert len(world.lost) == 1
+        assert all(rank.death.done() for rank in launcher.lives[0])
+
+    played(scene())
+
+
 def test_a_second_learner_is_formed_beside_the_first_and_takes_over() -> None:
     async def scene() -> None:
         world = World()

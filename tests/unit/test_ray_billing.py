@@ -54,15 +54,23 @@ class Billed(CheckedSimulation):
         match event:
             case ev.NodeJoined(node):
                 self._leave(node.id)
-                self.nodes_told[node.id] = node
-                self.present |= dict.fromkeys(slots_of(node), self.now)
+                self._come(node)
             case ev.NodeLost(node_id):
                 self._leave(node_id)
+            case ev.NodeReassigned(before, after):
+                for node_id in before:
+                    self._leave(node_id)
+                for node in after:
+                    self._come(node)
         self.billing.observe(event, effects, self.now)
         if self.dice.random() < 0.05:
             self.take(self.billing.take(self.now))
         if self.dice.random() < 0.02:
             self.look()
+
+    def _come(self, node: Node) -> None:
+        self.nodes_told[node.id] = node
+        self.present |= dict.fromkeys(slots_of(node), self.now)
 
     def _leave(self, node: NodeId) -> None:
         if (known := self.nodes_told.pop(node, None)) is not None:

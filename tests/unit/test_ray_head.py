@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from head_world import RESERVED, SPOT, World, world
 
-from spotlight.cluster.remote_calls import RayLostError
+from spotlight.cluster.remote_calls import AbandonedError, RayLostError
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase, Purpose
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase, Purpose, Rollout
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
@@ -152,6 +153,123 @@ def test_a_notice_moves_the_learner_and_nothing_is_undone(tmp_path: Path) -> Non
     assert Incident.LEARNER_LOST not in {kind for kind, _ in read_history(tmp_path / "run").incidents}
 
 
+OTHER = replace(LEARNER, id=NodeId("m"))
+
+
+async def until(true: Callable[[], bool]) -> None:
+    while not true():
+        await asyncio.sleep(0)
+
+
+def test_a_learner_at_work_whose_node_stops_is_ended_and_what_it_did_is_undone(tmp_path: Path) -> None:
+    with world(tmp_path, MOVES) as it:
+        it.join(LEARNER, SPOT)
+        learner = it.controller.learner
+
+        async def before(what: str) -> None:
+            if what == "prepare" and not learner.preparations:
+                it.inbox.put(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
+                it.inbox.put(ev.NodeJoined(OTHER))
+                await until(lambda: learner.prepared)
+            if what == "accumulate" and learner.prepared:
+                it.inbox.put(ev.NodeNoticed(LEARNER.id, time.monotonic()))
+                await until(lambda: not learner.up)
+
+        it.learner.before = before
+        it.when("restore", lambda: it.inbox.put(ev.NodeLost(LEARNER.id)), 2)
+        it.run()
+    assert it.controller.cluster.recoveries[Recovery.LEARNER_EVICTED] == 1
+    assert len(it.learner.restored) == 2
+    assert clean(tmp_path).counts.trained == TRAINED
+
+
+def test_a_notice_before_the_run_began_moves_the_learner_once_it_has(tmp_path: Path) -> None:
+    with world(tmp_path, MOVES) as it:
+        it.join(LEARNER, SPOT)
+
+        async def before(what: str) -> None:
+            if what == "send_conditions":
+                it.inbox.put(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
+                it.inbox.put(ev.NodeJoined(OTHER))
+                await until(lambda: OTHER.id in it.controller.cluster.hosts)
+
+        it.learner.before = before
+        it.when("restore", lambda: it.inbox.put(ev.NodeLost(LEARNER.id)), 2)
+        it.run()
+    assert it.learner.asked.count("form_second") == 1
+    assert len(it.learner.restored) == 2
+    assert clean(tmp_path).counts.trained == TRAINED
+
+
+def test_a_second_learner_that_does_not_start_is_formed_when_another_node_comes(tmp_path: Path) -> None:
+    third = replace(LEARNER, id=NodeId("t"))
+    with world(tmp_path, MOVES) as it:
+        it.join(LEARNER, SPOT)
+        form, failed = it.learner.form_second, []
+
+        async def form_second() -> None:
+            if not failed:
+                failed.append(1)
+                it.join(third)
+                raise AbandonedError("form_second")
+            await form()
+
+        it.learner.form_second = form_second  # type: ignore[method-assign]
+
+        def notice() -> None:
+            it.put_soon(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
+            it.join(OTHER)
+
+        it.when("publish", notice, 1)
+        it.when("restore", lambda: [it.put_soon(ev.NodeLost(node.id)) for node in (LEARNER, OTHER)], 2)
+        it.run()
+    assert failed
+    assert it.learner.asked.count("form_second") == 1
+    assert clean(tmp_path).counts.trained == TRAINED
+
+
+@pytest.mark.parametrize(("moves", "told"), [(True, "before the end"), (False, "after the end")])
+def test_a_learner_lost_in_the_last_evaluation_is_restored_for_the_export(
+    tmp_path: Path, moves: bool, told: str
+) -> None:
+    with world(tmp_path, *([MOVES] if moves else [])) as it:
+        node = LEARNER if moves else RESERVED
+        it.join(node, SPOT)
+        score, lost = it.score, []
+
+        def lose() -> None:
+            lost.append(1)
+            it.inbox.put(ev.NodeLost(node.id))
+            it.lose()
+
+        def lose_it_first(rollouts: Sequence[Rollout], lineage: int) -> None:
+            if lost or rollouts[0].iteration < 3:
+                score(rollouts, lineage)
+            else:
+                lose()  # this node and these scores never come back
+
+        def evaluated(iteration: int, row: object) -> None:
+            if iteration == 3:
+                lose()
+
+        if told == "before the end":
+            it.score = lose_it_first  # type: ignore[method-assign]
+        else:
+            it.head.parts.observer.evaluated = evaluated  # type: ignore[method-assign]
+        assert it.run() == it.learner.directory
+    assert len(it.learner.restored) == 2
+    assert it.learner.asked.count("export") == 1
+    assert clean(tmp_path).counts.trained == TRAINED
+
+
+def test_a_restore_that_was_ordered_before_a_later_loss_starts_nothing(tmp_path: Path) -> None:
+    with world(tmp_path) as it:
+        it.join(RESERVED, SPOT)
+        it.when("publish", lambda: it.head.parts.learner.restore(0, it.controller.cluster.lineage - 1), 2)
+        it.run()
+    assert it.learner.life == 1
+
+
 def test_a_stop_comes_after_the_next_checkpoint(tmp_path: Path) -> None:
     with world(tmp_path) as it:
         it.join(RESERVED, SPOT)
@@ -226,6 +344,22 @@ def test_a_node_that_comes_back_is_paid_as_another_worker(tmp_path: Path) -> Non
     assert history.incidents[Incident.NODE_JOINED, True] == 2
     assert history.incidents[Incident.NODE_JOINED, False] == 1
     assert report.attempts[0].workers == 3
+
+
+def test_parts_of_a_machine_that_change_their_sizes_are_billed_each(tmp_path: Path) -> None:
+    def part(name: str, slots: int) -> Node:
+        return replace(SPOT, id=NodeId(f"s/{name}"), gpus=slots)
+
+    def prepare(it: World) -> None:
+        def change() -> None:
+            first, then = (part("a", 2), part("b", 1)), (part("a", 1), part("b", 2))
+            it.inbox.put(ev.NodeReassigned((SPOT.id,), first))
+            it.inbox.put(ev.NodeReassigned(tuple(each.id for each in first), then))
+
+        it.when("prepare", change, 2)
+
+    run(tmp_path, prepare)
+    assert clean(tmp_path).attempts[0].workers == 8
 
 
 def test_a_learner_lost_while_it_exports_is_restored_and_asked_again(tmp_path: Path) -> None:

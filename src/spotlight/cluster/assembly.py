@@ -107,7 +107,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             accounts=room.accounts,
             recorder=room.attempt.recorder,
             incidents=incidents,
-            drains=Drains(nodes.acknowledge),
+            drains=Drains(nodes.acknowledge, nodes.parts),
             observer=materials.observer,
             attempt=room.attempt.number,
             grid=config.evaluation.grid,
@@ -162,7 +162,7 @@ async def _learner(
 
     async def wait_for_room() -> None:
         if nodes.learner_waits:
-            incidents.learner_waits(fleet.learner_ranks)
+            incidents.learner_waits(fleet.learner_ranks, even=config.learner.shard == "node")
         await nodes.learner_room()
 
     launcher = RayLauncher(

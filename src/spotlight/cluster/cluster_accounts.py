@@ -16,7 +16,7 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.types import NodeId, Phase, WorkerId
+from spotlight.scheduler.types import Node, NodeId, Phase, WorkerId
 from spotlight.store.ledger.sqlite_ledger import GpuSpend
 
 
@@ -44,23 +44,22 @@ class ClusterAccounts:
 
     def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float, book: RunRecorder) -> None:
         """Account for one controller event and its effects."""
-        self.billing.observe(event, effects, now)
+        ended: tuple[NodeId, ...] = ()
+        begun: tuple[Node, ...] = ()
         match event:
             case ev.NodeJoined(node):
-                self._stop_billing(node.id, now, book)
-                self._start_billing(node.id, now, book)
+                ended, begun = (node.id,), (node,)
             case ev.NodeLost(node_id):
-                self._stop_billing(node_id, now, book)
-            case ev.NodeReassigned(nodes, parts):
-                # A name that stays is billed anew after it was closed, others before anything is written.
-                for part in parts:
-                    if part.id not in nodes:
-                        self._start_billing(part.id, now, book)
-                for node_id in nodes:
-                    self._stop_billing(node_id, now, book)
-                for part in parts:
-                    if part.id in nodes:
-                        self._start_billing(part.id, now, book)
+                ended = (node_id,)
+            case ev.NodeReassigned(ended, begun):
+                pass
+        # A name that stays may have other slots: the old ones are closed before the new ones are there.
+        for node_id in ended:
+            self.billing.observe(ev.NodeLost(node_id), (), now)
+            self._stop_billing(node_id, now, book)
+        self.billing.observe(event, effects, now)
+        for node in begun:
+            self._start_billing(node.id, now, book)
 
     def write(self, book: RunRecorder) -> None:
         """Write all seconds settled since the last call."""

@@ -91,6 +91,7 @@ class ClusterNodes:
         self._room = asyncio.Event()
         self._mixed: set[str] = set()
         self._rolling_out: set[NodeId] = set()
+        self._stands = False
         self._first_gpu: Gpu | None = None
         self.placements: dict[NodeId, WorkerPlacement] = {}
         self.membership = NodeMembership(self, gather(), MembershipSettings(_notice_settings(config)))
@@ -136,8 +137,6 @@ class ClusterNodes:
         for part in self._used(node, self._fleet.join(node)):
             self._put_event(ev.NodeJoined(part.node))
         self._change_roles()
-        if not self._rolling_out:
-            self._note("waiting for nodes that roll out")
 
     def _used(self, node: RayNode, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """The parts that can be used, each with a place for its workers."""
@@ -160,6 +159,10 @@ class ClusterNodes:
             self._room.set()
         else:
             self._room.clear()
+        if not self._rolling_out and not self._stands:
+            held = ": the learner holds all slots" if self._room.is_set() else ""
+            self._note(f"waiting for nodes that roll out{held}")
+        self._stands = not self._rolling_out
 
     def _unused(self, names: Sequence[NodeId]) -> None:
         for name in names:
@@ -212,6 +215,12 @@ class ClusterNodes:
         """Tell the cloud that a noticed node has no work left."""
         if (host := self._fleet.host_of(node)) is not None:
             self.membership.acknowledge(host)
+
+    def parts(self, node: NodeId) -> list[NodeId]:
+        """The controller's nodes on the same machine, itself included."""
+        host = self._fleet.host_of(node)
+        known = () if host is None else self._fleet.known(host.ray_id)
+        return [name for name in known if name in self.placements]
 
     async def log_tail(self, node: NodeId, actor: str) -> str:
         """Last log lines of an actor on a node; empty if the node is gone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.scheduler.cluster.cluster import Cluster
@@ -11,9 +11,14 @@ from spotlight.scheduler.types import NodeId
 
 @dataclass(slots=True)
 class Drains:
-    """Watches noticed nodes until they are empty."""
+    """Watches noticed nodes until they are empty.
+
+    Attributes:
+        parts: the controller's nodes on the machine of one; it is acknowledged when all are empty.
+    """
 
     acknowledge: Callable[[NodeId], None]
+    parts: Callable[[NodeId], Sequence[NodeId]]
     _noticed: set[NodeId] = field(default_factory=set)
     _draining: dict[NodeId, float] = field(default_factory=dict)
     _empty: set[NodeId] = field(default_factory=set)
@@ -38,6 +43,7 @@ class Drains:
             began_s = self._draining.setdefault(node, now)
             if not (host.leaders or host.node.trains):
                 self._empty.add(node)
-                self.acknowledge(node)
+                if self._empty.issuperset(self.parts(node)):
+                    self.acknowledge(node)
                 done.append((node, now - began_s))
         return done

@@ -114,7 +114,10 @@ class Head:
                 self._handle(*told)
                 await asyncio.sleep(0)  # invariant 4
         self.parts.accounts.write(self.parts.recorder)
-        return None if self.error is not None or self.stopped else await self.parts.learner.export()
+        if self.error is not None or self.stopped:
+            return None
+        self.parts.workers.close()  # a learner that is formed again may need their slots
+        return await self.parts.learner.export()
 
     async def _next_event(self) -> tuple[ev.Event, str] | None:
         """The oldest event, or the controller's timer; None: look again."""
@@ -241,8 +244,10 @@ class Head:
                 undone = parts.recorder.undo(position, parts.attempt, parts.controller.iteration)
                 parts.learner.published.continue_in(cluster.lineage, parts.controller.version)
                 parts.observer.note(f"{undone} ledger records after the checkpoint are undone")
-            case ef.PrepareLearner():
-                parts.conversations.start(parts.learner.prepare_second())
+            case ef.PrepareLearner(number):
+                parts.conversations.start(parts.learner.prepare_second(number))
+            case ef.EndLearner(detail):
+                parts.learner.learner.end(detail)
             case ef.RestoreLearner(iteration, lineage):
                 parts.learner.restore(iteration, lineage)
             case ef.FinishRun(error):

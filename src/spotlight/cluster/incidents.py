@@ -44,10 +44,11 @@ class IncidentRecorder:
             case ev.LearnerLost(detail):
                 self.record(Incident.LEARNER_LOST, "learner", detail)
 
-    def learner_waits(self, ranks: int) -> None:
-        """No spot nodes have room for the learner."""
-        self._write(Incident.LEARNER_WAITS, "learner", True, f"for {ranks} slots of spot nodes")
-        self.note(f"the learner waits for {ranks} slots of spot nodes")
+    def learner_waits(self, ranks: int, *, even: bool) -> None:
+        """No spot nodes have room for the learner; ``even``: equally many ranks on each node."""
+        detail = f"for {ranks} slots of spot nodes" + (", equally many on each" if even and ranks > 1 else "")
+        self._write(Incident.LEARNER_WAITS, "learner", True, detail)
+        self.note(f"the learner waits {detail}")
 
     def learner_placed(self, places: Sequence[tuple[str, float]]) -> None:
         """The learner is up on these spot nodes, at these USD per hour."""

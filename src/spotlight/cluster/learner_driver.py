@@ -92,6 +92,7 @@ class LearnerDriver:
     _exporting: bool = False
     _committed: bool = False
     _lost_meanwhile: str | None = None
+    _restoring: int = 0
     _restored: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, checkpoint: Path | None) -> None:
@@ -101,10 +102,10 @@ class LearnerDriver:
 
     async def _begin(self) -> None:
         manifest = await self._restore(self._start_from, self.controller.cluster.lineage)
-        life = self.learner.life
+        life = self.learner.working_life
         await self.learner.send_conditions(self.prompts)
         await self.published.announce(manifest)
-        if self.learner.is_up and self.learner.life == life:  # else it was lost and is being restored
+        if self.learner.is_up and self.learner.working_life == life:  # else it was lost and is being restored
             self._begun = True
             self.put_event(ev.RunStarted())
 
@@ -179,10 +180,20 @@ class LearnerDriver:
 
     def restore(self, iteration: int | None, lineage: int) -> None:
         """Start the learner from the newest checkpoint, which must be of ``iteration`` (None: any)."""
+        self._restoring += 1
         self.conversations.start(self._restore_newest(iteration, lineage))
 
     async def _restore_newest(self, iteration: int | None, lineage: int) -> None:
+        try:
+            await self._restore_checkpoint(iteration, lineage)
+        finally:
+            self._restoring -= 1
+            self._restored.set()
+
+    async def _restore_checkpoint(self, iteration: int | None, lineage: int) -> None:
         newest = await asyncio.to_thread(self.checkpoints.newest_valid)
+        if lineage != self.controller.cluster.lineage:
+            return  # it was lost again meanwhile: a later restore follows
         at = newest.header.iteration if newest else 0
         if iteration is not None and at != iteration:
             raise RuntimeError(
@@ -191,18 +202,24 @@ class LearnerDriver:
             )
         manifest = await self._restore(newest.directory / LEARNER_FOLDER if newest else None, lineage)
         await self.published.announce(manifest)
-        self._restored.set()
         self.put_event(ev.LearnerRestored(lineage))
 
-    async def prepare_second(self) -> None:
-        """Form a second learner elsewhere, which :meth:`restore` takes."""
-        await self.learner.form_second()
-        self.put_event(ev.LearnerPrepared())
+    async def prepare_second(self, number: int) -> None:
+        """Form a second learner elsewhere, which :meth:`restore` takes; reported with its ``number``."""
+        try:
+            await self.learner.form_second()
+        except AbandonedError:
+            self.put_event(ev.LearnerPrepared(number, formed=False))
+        else:
+            self.put_event(ev.LearnerPrepared(number))
 
     async def export(self) -> Path:
         """Export the judged weights into the run directory, after the run; restores a lost learner first."""
         self._exporting = True
         while True:
+            # The controller is over: nobody else restores it, nor reads of a loss that was just reported.
+            if not (self.learner.is_up or self._restoring):
+                self.restore(None, self.controller.cluster.lineage)
             self._restored.clear()
             try:
                 return await self.learner.export()

@@ -257,7 +257,7 @@ class InlineDriver:
                 self._error, self._over = error, True
             case ef.StopGroup() | ef.AbandonLease() | ef.RollBack():
                 raise RuntimeError(f"{effect} for a cluster of one worker, which answers at once")
-            case ef.RestoreLearner() | ef.PrepareLearner():
+            case ef.RestoreLearner() | ef.PrepareLearner() | ef.EndLearner():
                 raise RuntimeError(f"{effect} for a learner that ends with its worker")
             case _:
                 assert_never(effect)

@@ -186,7 +186,7 @@ class Controller:
                 if not behind:
                     self._start_iteration()
             case ev.LearnerLost():
-                self._roll_back(Recovery.LEARNER_LOST)
+                self._roll_back()
             case ev.LearnerRestored() | ev.LearnerPrepared():
                 self.learner.observe(event)
             case ev.GpuTimeSpent(_, phase, seconds):
@@ -424,10 +424,10 @@ class Controller:
 
     # -- the learner's life ----------------------------------------------------------------------------
 
-    def _roll_back(self, why: Recovery) -> None:
+    def _roll_back(self) -> None:
         """Return to the last committed checkpoint like a resumed run, but reuse surviving work."""
         self._stages.move(Trigger.LEARNER_LOST)
-        self.cluster.count(why)
+        self.cluster.count(Recovery.LEARNER_LOST)
         committed = self.learner.committed
         self.work.effects = []
         self.iteration, self.version = committed.iteration, committed.version
@@ -441,9 +441,9 @@ class Controller:
         self._start_iteration()
 
     def _place_learner(self) -> None:
+        if self.stage is Stage.IDLE:
+            return  # it is being started, and does not answer yet
         idle = self.stage in LEARNER_IDLES and not self.training.prepared and not self.training.task
-        if self.learner.must_go and not idle:
-            self._roll_back(Recovery.LEARNER_EVICTED)
         self.work.effects += self.learner.placed(self.iteration, idle=idle)
 
     def _finish(self) -> None:

@@ -262,7 +262,19 @@ class RestoreLearner:
 
 @dataclass(frozen=True, slots=True)
 class PrepareLearner:
-    """Start a second learner at the new places, up to loading its state; ``RestoreLearner`` takes it."""
+    """Start a second learner at the new places, up to loading its state; ``RestoreLearner`` takes it.
+
+    ``number`` counts these effects; ``LearnerPrepared`` repeats it.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndLearner:
+    """End the learner's processes, whatever they do; ``LearnerLost`` follows."""
+
+    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,5 +305,6 @@ Effect: TypeAlias = (
     | RollBack
     | RestoreLearner
     | PrepareLearner
+    | EndLearner
     | FinishRun
 )

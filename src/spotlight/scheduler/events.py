@@ -271,7 +271,13 @@ class LearnerRestored:
 
 @dataclass(frozen=True, slots=True)
 class LearnerPrepared:
-    """A second learner, asked for by ``PrepareLearner``, needs nothing more than the state."""
+    """The answer to ``PrepareLearner``: a second learner needs only the state, or (not ``formed``) failed.
+
+    ``number``: of the effect.
+    """
+
+    number: int
+    formed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

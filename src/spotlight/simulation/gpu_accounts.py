@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
@@ -84,13 +84,15 @@ class GpuAccounts:
             if self.timelines:
                 self._past.append(gpu)
 
-    def reassign(self, node: Node, now: float) -> None:
-        """A node trains or rolls out, unlike before, at the price it has."""
-        usd_s = self.gpus[node.id][0].usd_s
-        self.remove(node.id, now)
-        self.add(node, now)
-        for gpu in self.gpus[node.id]:
-            gpu.usd_s = usd_s
+    def reassign(self, before: Sequence[Node], after: Sequence[Node], now: float) -> None:
+        """A machine's nodes train or roll out, unlike before, at the price that its GPUs have."""
+        usd_s = self.gpus[before[0].id][0].usd_s
+        for node in before:
+            self.remove(node.id, now)
+        for node in after:
+            self.add(node, now)
+            for gpu in self.gpus[node.id]:
+                gpu.usd_s = usd_s
 
     def price(self, node: NodeId, price_usd_h: float, now: float) -> None:
         """Change a node's price."""

@@ -60,7 +60,7 @@ class Scenario:
         first = [event.node for at_s, event in self.nodes if isinstance(event, NodeJoined) and at_s == 0]
         ranks = sum(node.gpus for node in first if node.trains)
         if self.plan.cluster.learner_moves:
-            self._require_whole_nodes()
+            self._require_no_roles()
         elif ranks != self.plan.ranks:
             raise ValueError(
                 f"the plan has {self.plan.ranks} learner ranks, but the nodes that train and join at 0 s "
@@ -70,16 +70,11 @@ class Scenario:
         if not any(node.rolls_out for node in joining):
             raise ValueError("no node rolls out: nothing would ever be trained; set rolls_out on some node")
 
-    def _require_whole_nodes(self) -> None:
-        """A learner that moves takes whole spot nodes here, which are no one's before."""
+    def _require_no_roles(self) -> None:
+        """A learner that moves chooses its nodes."""
         for node in (event.node for _, event in self.nodes if isinstance(event, NodeJoined)):
             if node.trains:
                 raise ValueError(f"node {node.id} trains, but the learner moves; set trains on no node")
-            if node.kind is NodeKind.SPOT and self.plan.ranks % node.gpus:
-                raise ValueError(
-                    f"{self.plan.ranks} learner ranks do not fill spot nodes like {node.id}, which has "
-                    f"{node.gpus} GPUs; give plan.ranks a multiple"
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +111,21 @@ class IterationTime:
     end_s: float
     cost_usd: float
     trained: int
+
+
+@dataclass(slots=True)
+class IterationTimes:
+    """The iterations that have ended, each from the end of the one before."""
+
+    ended: list[IterationTime] = field(default_factory=list)
+    _usd: float = 0.0
+    _trained: int = 0
+
+    def end(self, iteration: int, now: float, usd: float, trained: int) -> None:
+        """One ends; dollars and samples are totals of the run."""
+        start_s = self.ended[-1].end_s if self.ended else 0.0
+        self.ended.append(IterationTime(iteration, start_s, now, usd - self._usd, trained - self._trained))
+        self._usd, self._trained = usd, trained
 
 
 @dataclass(frozen=True, slots=True)

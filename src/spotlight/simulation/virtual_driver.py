@@ -14,39 +14,36 @@ import hashlib
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import (
-    DropReason,
     Node,
     NodeId,
     NodeKind,
     Prompt,
     PromptId,
-    Rollout,
-    RolloutId,
     WorkerId,
 )
 from spotlight.simulation.disturbances import Network, TimingNoise
 from spotlight.simulation.gpu_accounts import GpuAccounts, GpuSwitches
-from spotlight.simulation.scenario import IterationTime, NodeEvent, PriceChanged, Scenario, SimulationResult
+from spotlight.simulation.scenario import IterationTimes, NodeEvent, PriceChanged, Scenario, SimulationResult
 from spotlight.simulation.virtual_learner import VirtualLearner, VirtualStore
 from spotlight.simulation.virtual_places import VirtualPlaces
 from spotlight.simulation.virtual_processes import VirtualProcess, VirtualWeights
+from spotlight.simulation.virtual_rewards import judged
 from spotlight.simulation.virtual_workers import ImageCosts, Receipt, VirtualWorkers
-
-CONTENT = "content"
-"""Score that identifies the weights that generated the scored sample."""
 
 CLUSTER = WorkerId("cluster")
 """Worker id under which the GPU-seconds of all nodes are reported."""
+
+FIND_S, END_S = 0.5, 1.0
+"""Until the newest checkpoint is found; from the end of a learner's processes until it is noticed."""
 
 
 @dataclass(slots=True)
@@ -100,11 +97,12 @@ class Simulation:
         self.head_up = True
         self.head_life = 0
         self.finish: ef.FinishRun | None = None
+        self._closing: ef.FinishRun | None = None
         self.events = self.preemptions = self.notices = 0
-        self.iterations: list[IterationTime] = []
         self.explorations: list[ef.ReportExploration] = []
         self.overlaps: list[ef.ReportPipeline] = []
-        self._mark_s, self._mark_usd, self._mark_trained = 0.0, 0.0, 0
+        self._times = IterationTimes()
+        self.iterations = self._times.ended
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = count()
         self._wake = _Wake()
@@ -145,7 +143,7 @@ class Simulation:
     def noisy(self, seconds: float, node: NodeId) -> float:
         """Apply a node's slowness and the scenario's noise to a duration."""
         if self.slow:
-            seconds *= self.slow.get(node, 1.0)
+            seconds *= self.slow.get(self.places.machine_of.get(node, node), 1.0)
         return (
             seconds * self.random.lognormvariate(0.0, self.scenario.noise) if self.scenario.noise else seconds
         )
@@ -155,7 +153,7 @@ class Simulation:
         ranks: Counter[float] = Counter()
         for node in self.nodes.values():
             if node.trains:
-                ranks[self.slow.get(node.id, 1.0)] += node.gpus
+                ranks[self.slow.get(self.places.machine_of[node.id], 1.0)] += node.gpus
         factors = (slow * self._learner_noise.slowest(count) for slow, count in ranks.items())
         # No ranks: the last training node is lost, but not yet the learner, whose answer is then discarded.
         self.after(seconds * max(factors, default=1.0), then, *args)
@@ -165,6 +163,9 @@ class Simulation:
     def feed(self, event: ev.Event, receipt: Receipt | None = None) -> None:
         """Pass an event to the controller and execute its effects in order."""
         if not self.head_up or self.finish is not None:
+            return
+        if self._closing is not None:
+            self.finish = self._closing if self.learner.alive else None
             return
         self.events += 1
         if self._hash is not None:
@@ -230,19 +231,23 @@ class Simulation:
                 self._start_worker(effect)
             case ef.ScoreSamples(rollouts, lineage):
                 seconds = self.scenario.costs.reward_s(len(rollouts)) * self._reward_noise.slowest(1)
-                if self.reward_failing and self.random.random() < self.reward_failing:
+                if self._fails():
                     seconds += 200.0 * self.random.random()  # retried, and late
-                made_by = tuple(self.store.samples.get(rollout.id) for rollout in rollouts)
-                self.after(seconds, self._score, self.head_life, rollouts, made_by, lineage)
+                made_by = [self.store.samples.get(rollout.id) for rollout in rollouts]
+                plan, rewards = self.scenario.plan, self.scenario.rewards
+                scored = judged(rollouts, made_by, lineage, plan, rewards, self._fails)
+                self.after(seconds, self._score, self.head_life, scored)
             case ef.DiscardSamples(rollouts):
                 self.store.discard(rollouts)
             case ef.ReportEvaluation(iteration, lineage=lineage):
                 self.after(0.0, self._from_head, self.head_life, ev.EvaluationReported(iteration, lineage))
-            case ef.PrepareLearner():
-                self.learner.prepare()
+            case ef.PrepareLearner(number):
+                self.learner.prepare(number)
+            case ef.EndLearner(detail):
+                self.after(END_S, self.lose_learner, detail, self.learner.life)
             case ef.RestoreLearner():
-                self.learner.restore(effect)
-                self._learner_starts()
+                # Until the newest checkpoint is found, the learner that runs answers what it was asked.
+                self.after(FIND_S, self._restore, self.head_life, effect)
             case ef.ReportExploration():
                 self.explorations.append(effect)
             case ef.ReportPipeline():
@@ -250,36 +255,38 @@ class Simulation:
             case ef.WriteRecord() | ef.RollBack() | ef.ReportChoice():
                 pass
             case ef.FinishRun():
-                self.finish = effect
+                self._close(effect)
             case _:
                 if isinstance(effect, ef.PublishWeights):
                     self._iteration_done()
                 self.learner.carry_out(effect)
 
+    def _restore(self, head_life: int, effect: ef.RestoreLearner) -> None:
+        wanted = (head_life, effect.lineage) == (self.head_life, self.controller.cluster.lineage)
+        if wanted and not self.places.has_room(self.scenario.plan.ranks):
+            self.after(FIND_S, self._restore, head_life, effect)
+        elif wanted:
+            self.learner.restore(effect)
+            self._learner_starts()
+
+    def _close(self, effect: ef.FinishRun) -> None:
+        """The weights are exported by a learner that is up; a lost one is started again for that."""
+        if effect.error is not None or self.learner.alive:
+            self.finish = effect
+        else:
+            self._closing = effect
+            self._start_learner()
+
     def _start_worker(self, effect: ef.StartWorker) -> None:
         if effect.node in self.nodes:
             self.workers.start(effect, self.nodes[effect.node].gpu_type)
 
-    def _score(
-        self,
-        life: int,
-        rollouts: tuple[Rollout, ...],
-        made_by: tuple[VirtualWeights | None, ...],
-        lineage: int,
-    ) -> None:
-        scores: dict[RolloutId, dict[str, float]] = {}
-        for rollout, sample in zip(rollouts, made_by, strict=True):
-            if self.reward_failing and self.random.random() < self.reward_failing:
-                late = ev.RewardFailed(rollout.id, DropReason.REWARD_TIMEOUT, "no answer in time", lineage)
-                self._from_head(life, late)
-            else:
-                content = float(sample.content) if sample else -1.0
-                scores[rollout.id] = {REWARD: self._reward_of(rollout), CONTENT: content}
-        if scores:
-            self._from_head(life, ev.SamplesRewarded(scores, lineage))
+    def _score(self, life: int, scored: Iterator[ev.Event]) -> None:
+        for event in scored:
+            self._from_head(life, event)
 
-    def _reward_of(self, rollout: Rollout) -> float:
-        return self.scenario.rewards.reward(rollout, self.scenario.plan)
+    def _fails(self) -> bool:
+        return bool(self.reward_failing) and self.random.random() < self.reward_failing
 
     def _from_head(self, life: int, event: ev.Event) -> None:
         if life == self.head_life:
@@ -287,16 +294,8 @@ class Simulation:
 
     def _iteration_done(self) -> None:
         self.accounts.settle(self.now)
-        usd, trained = self.accounts.total_usd, self.controller.ledger.trained
-        done = IterationTime(
-            self.controller.iteration,
-            self._mark_s,
-            self.now,
-            usd - self._mark_usd,
-            trained - self._mark_trained,
-        )
-        self.iterations.append(done)
-        self._mark_s, self._mark_usd, self._mark_trained = self.now, usd, trained
+        it = self.controller
+        self._times.end(it.iteration, self.now, self.accounts.total_usd, it.ledger.trained)
 
     # -- messages --------------------------------------------------------------------------------------
 
@@ -333,54 +332,62 @@ class Simulation:
 
     def happen(self, event: NodeEvent) -> None:
         """Apply a node event to the simulated cluster and report it to the controller."""
-        holds_learner = False
+        holds_learner, places = False, self.places
+        told: list[ev.NodeJoined | ev.NodeLost | ev.NodeNoticed | ev.NoticeCancelled] = []
         match event:
-            case PriceChanged(node, price_usd_h):
-                self.accounts.price(node, price_usd_h, self.now)
+            case PriceChanged(name, price_usd_h):
+                for part in places.parts.get(name, ()):
+                    self.accounts.price(
+                        part.id, price_usd_h * part.gpus / places.machines[name].gpus, self.now
+                    )
                 return
-            case ev.NodeJoined(node):
-                if node.id in self.nodes:
-                    return
-                event = ev.NodeJoined(self.places.join(node))
-                self.accounts.add(event.node, self.now)
-            case ev.NodeLost(node_id):
-                if node_id not in self.nodes:
-                    return
-                holds_learner = self._take(node_id)
-            case ev.NodeNoticed(node_id, deadline_s):
-                if node_id not in self.nodes:
-                    return
+            case ev.NodeJoined(node) if node.id not in places.machines:
+                told += [ev.NodeJoined(part) for part in places.join(node)]
+                for part in places.parts[node.id]:
+                    self.accounts.add(part, self.now)
+            case ev.NodeLost(name) if name in places.machines:
+                told += [ev.NodeLost(part.id) for part in places.parts[name]]
+                holds_learner = self._take(name)
+            case ev.NodeNoticed(name, deadline_s) if name in places.machines:
                 self.notices += 1
-                self.noticed[node_id] = deadline_s
-                self.places.notice(node_id)
-            case ev.NoticeCancelled(node_id):
-                if self.noticed.pop(node_id, None) is None:
-                    return
-                self.places.cancel(node_id)
-        self.feed(event)
-        self._reassign()
+                self.noticed[name] = deadline_s
+                told += [ev.NodeNoticed(part.id, deadline_s) for part in places.parts[name]]
+                places.notice(name)
+            case ev.NoticeCancelled(name) if self.noticed.pop(name, None) is not None:
+                told += [ev.NoticeCancelled(part.id) for part in places.parts[name]]
+                places.cancel(name)
+        for each in told:
+            self.feed(each)
+        if told:
+            self._reassign()
         if holds_learner and isinstance(event, ev.NodeLost):
             self.lose_learner(f"node {event.node} is gone")
-        if isinstance(event, ev.NodeJoined) and self._start_due and self.head_up:
+        if self._start_due and self.head_up:
             self._start_learner()
 
     def _reassign(self) -> None:
         """Report nodes whose role has changed."""
-        for node in self.places.changed(self.noticed):
-            for process in [p for p in self.workers.processes.values() if p.node == node.id]:
-                self.workers.kill(process)
-            self.accounts.reassign(node, self.now)
-            self.feed(ev.NodeReassigned((node.id,), (node,)))
+        for before, after in self.places.changed():
+            self._kill_workers(before)
+            self.accounts.reassign(before, after, self.now)
+            self.feed(ev.NodeReassigned(tuple(part.id for part in before), after))
+
+    def _kill_workers(self, nodes: Sequence[Node]) -> None:
+        for process in [p for p in self.workers.processes.values() if p.node in {node.id for node in nodes}]:
+            self.workers.kill(process)
 
     def _learner_starts(self) -> None:
         self.places.started()
         self._reassign()
 
     def reboot(self, node: Node) -> None:
-        """A node is lost and returns before anyone notices."""
-        if node.id not in self.nodes:
+        """A node is lost and returns before anyone notices; only the end of a part is reported."""
+        if node.id not in self.places.machines:
             return
+        gone = [part.id for part in self.places.parts[node.id] if part.id != node.id]
         holds_learner = self._take(node.id)
+        for part in gone:
+            self.feed(ev.NodeLost(part))
         self.happen(ev.NodeJoined(node))
         if holds_learner:
             self.lose_learner(f"node {node.id} was restarted")
@@ -388,9 +395,10 @@ class Simulation:
     def _take(self, node_id: NodeId) -> bool:
         """Take a node; returns whether the learner was on it."""
         self.preemptions += 1
-        for process in [p for p in self.workers.processes.values() if p.node == node_id]:
-            self.workers.kill(process)
-        self.accounts.remove(node_id, self.now)
+        parts = self.places.parts[node_id]
+        self._kill_workers(parts)
+        for part in parts:
+            self.accounts.remove(part.id, self.now)
         self.noticed.pop(node_id, None)
         holds_learner, holds_second = self.places.take(node_id)
         if holds_second:
@@ -402,21 +410,22 @@ class Simulation:
         self.workers.kill(process)
         self.after(1.0, self.feed, ev.WorkerCrashed(process.worker, process.epoch))
 
-    def lose_learner(self, detail: str) -> None:
-        """A learner rank dies."""
+    def lose_learner(self, detail: str, life: int | None = None) -> None:
+        """A learner rank dies, unless another ``life`` was meant."""
+        if life not in (None, self.learner.life):
+            return
         self.learner.lose()
         self.places.lost()
         self._reassign()
         if not self.head_up:
             return
-        if self.controller.stage is Stage.IDLE:
+        if self.controller.stage is Stage.IDLE or self._closing is not None:
             self._start_learner()
         else:
             self.feed(ev.LearnerLost(detail))
 
     def _start_learner(self) -> None:
-        present = sum(node.gpus for node in self.nodes.values() if node.trains)
-        self._start_due = present < self.scenario.plan.ranks
+        self._start_due = not self.places.has_room(self.scenario.plan.ranks)
         if not self._start_due:
             self.learner.start()
             self._learner_starts()
@@ -425,6 +434,7 @@ class Simulation:
         """Kill the head with controller and learner; it restarts from the last checkpoint."""
         self.learner.lose()
         self.head_up, self.head_life = False, self.head_life + 1
+        self._closing = None
         self.places.lost()
         self._reassign()
         self.after(down_s, self._head_back, self.head_life)
@@ -443,8 +453,8 @@ class Simulation:
         self.store.progress.clear()
         for node in self.nodes.values():
             self.feed(ev.NodeJoined(node))
-            if node.id in self.noticed:
-                self.feed(ev.NodeNoticed(node.id, self.noticed[node.id]))
+            if (machine := self.places.machine_of[node.id]) in self.noticed:
+                self.feed(ev.NodeNoticed(node.id, self.noticed[machine]))
         self._start_learner()
 
     def log_hash(self) -> str:

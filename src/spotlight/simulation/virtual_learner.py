@@ -107,15 +107,15 @@ class VirtualLearner:
         self._begin_life()
         self.after(formed_s, self._up, self.life, ev.LearnerRestored(effect.lineage))
 
-    def prepare(self) -> None:
+    def prepare(self, number: int) -> None:
         """Form a second learner, up to loading the state."""
-        self.preparation += 1
+        self.preparation = number
         self.ready_s = self.now() + self.scenario.costs.restore_s()
         self.after(self.scenario.costs.restore_s(), self._prepared, self.preparation)
 
     def _prepared(self, preparation: int) -> None:
         if preparation == self.preparation and self.ready_s is not None:
-            self.answer(ev.LearnerPrepared())
+            self.answer(ev.LearnerPrepared(preparation))
 
     def forget_second(self) -> None:
         """The second learner is gone."""

@@ -1,61 +1,97 @@
 """Which nodes of a simulation train: those that the scenario says, or spot nodes if the learner moves.
 
-A learner that moves takes whole nodes.
+A machine of which the learner takes a part is two nodes to the controller: ``spot-0/learner`` and
+``spot-0/rollout``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind
 
+Parts = tuple[Node, ...]
+
 
 @dataclass(slots=True)
 class VirtualPlaces:
-    """The nodes that are there, with their roles. ``moving``: None if the learner does not move."""
+    """The machines that are there, and the controller's nodes on them, with their roles.
+
+    Attributes:
+        moving: None if the learner does not move.
+        machines: as they joined.
+        parts: the nodes on each.
+        nodes: all of them.
+        machine_of: the machine of each.
+    """
 
     moving: LearnerPlaces | None
+    machines: dict[NodeId, Node] = field(default_factory=dict)
+    parts: dict[NodeId, Parts] = field(default_factory=dict)
     nodes: dict[NodeId, Node] = field(default_factory=dict)
+    machine_of: dict[NodeId, NodeId] = field(default_factory=dict)
 
     @classmethod
     def of(cls, plan: Plan) -> VirtualPlaces:
         """No node is there yet."""
         return cls(LearnerPlaces(plan.ranks) if plan.cluster.learner_moves else None)
 
-    def join(self, node: Node) -> Node:
-        """Add a node; returns it with its role."""
-        if self.moving is not None:
-            if node.kind is NodeKind.SPOT:
-                self.moving.join(node.id, node.gpus)
-            trains = self.moving.held(node.id) > 0
-            node = replace(node, trains=trains, rolls_out=not trains)
-        self.nodes[node.id] = node
-        return node
+    def join(self, machine: Node) -> Parts:
+        """Add a machine; returns the nodes on it."""
+        self.machines[machine.id] = machine
+        if self.moving is None:
+            return self._put(machine.id, (machine,))
+        if machine.kind is NodeKind.SPOT:
+            self.moving.join(machine.id, machine.gpus)
+        return self._put(machine.id, split(machine, self.moving.held(machine.id)))
 
     def take(self, name: NodeId) -> tuple[bool, bool]:
-        """Remove a node; returns whether the learner was there, and whether a second one may have been."""
-        node, moving = self.nodes.pop(name), self.moving
+        """Remove a machine; returns whether the learner was there, and whether a second one may have been."""
+        machine, moving = self.machines.pop(name), self.moving
+        self._put(name, ())
+        del self.parts[name]
         if moving is None:
-            return node.trains, False
+            return machine.trains, False
         was_there, second = name in moving.running, name in moving.target
         moving.lose(name)
         return was_there, second and not was_there
 
-    def changed(self, noticed: Container[NodeId]) -> Iterator[Node]:
-        """Nodes whose role changes; one that the learner left rests if it has a notice."""
-        for node in list(self.nodes.values()) if self.moving is not None else ():
-            assert self.moving is not None
-            trains = self.moving.held(node.id) > 0
-            rolls_out = not trains and (node.rolls_out or node.id not in noticed)
-            if (node.trains, node.rolls_out) != (trains, rolls_out):
-                self.nodes[node.id] = changed = replace(node, trains=trains, rolls_out=rolls_out)
-                yield changed
+    def has_room(self, ranks: int) -> bool:
+        """Whether all ranks have a place."""
+        return sum(node.gpus for node in self.nodes.values() if node.trains) >= ranks
+
+    def changed(self) -> Iterator[tuple[Parts, Parts]]:
+        """Nodes before and after, of machines that change roles; one left with a notice rests."""
+        moving = self.moving
+        for machine in list(self.machines.values()) if moving is not None else ():
+            assert moving is not None
+            held, leaves, before = (
+                moving.held(machine.id),
+                machine.id in moving.leaving,
+                self.parts[machine.id],
+            )
+            rests = not any(part.trains or part.rolls_out for part in before)
+            same = held == sum(part.gpus for part in before if part.trains)
+            if same and (leaves or not rests):
+                continue
+            after = split(machine, held)
+            if leaves and not held:
+                after = tuple(replace(part, rolls_out=False) for part in after)
+            yield before, self._put(machine.id, after)
+
+    def _put(self, machine: NodeId, parts: Parts) -> Parts:
+        for part in self.parts.get(machine, ()):
+            del self.nodes[part.id], self.machine_of[part.id]
+        self.parts[machine] = parts
+        self.nodes |= {part.id: part for part in parts}
+        self.machine_of |= dict.fromkeys((part.id for part in parts), machine)
+        return parts
 
     def notice(self, name: NodeId) -> None:
-        """A node has a preemption notice."""
+        """A machine has a preemption notice."""
         if self.moving is not None:
             self.moving.notice(name)
 
@@ -73,3 +109,17 @@ class VirtualPlaces:
         """The learner is lost."""
         if self.moving is not None:
             self.moving.lost()
+
+
+def split(machine: Node, held: int) -> Parts:
+    """The nodes on a machine of which the learner holds so many GPUs; a single one has its name."""
+    free = machine.gpus - held
+
+    def part(suffix: str, gpus: int) -> Node:
+        name = NodeId(f"{machine.id}/{suffix}") if held and free else machine.id
+        trains, price_usd_h = suffix == "learner", machine.price_usd_h * gpus / machine.gpus
+        return replace(
+            machine, id=name, gpus=gpus, price_usd_h=price_usd_h, trains=trains, rolls_out=not trains
+        )
+
+    return tuple(part(suffix, gpus) for suffix, gpus in (("learner", held), ("rollout", free)) if gpus)

@@ -14,14 +14,23 @@ Invariant: a reward is a function of the model and of the sample's prompt, seed,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
+from typing import TYPE_CHECKING
 
+from spotlight.scheduler.events import RewardFailed, SamplesRewarded
 from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import Purpose, Rollout
+from spotlight.scheduler.types import DropReason, Purpose, Rollout, RolloutId
 
+if TYPE_CHECKING:
+    from spotlight.simulation.virtual_processes import VirtualWeights
+
+CONTENT = "content"
+"""Score that identifies the weights that generated the scored sample."""
 _NORMAL = NormalDist()
 
 
@@ -69,6 +78,28 @@ class RewardModel:
         if flatness < self.flat_share:
             return 0.5
         return 0.5 + self.spread * (level + math.exp(self.variety * width) * quality)
+
+
+def judged(
+    rollouts: Sequence[Rollout],
+    made_by: Sequence[VirtualWeights | None],
+    lineage: int,
+    plan: Plan,
+    rewards: RewardModel,
+    fails: Callable[[], bool],
+) -> Iterator[RewardFailed | SamplesRewarded]:
+    """Score samples that these weights made, when it is asked for; those that fail come first."""
+    scores: dict[RolloutId, dict[str, float]] = {}
+    for rollout, sample in zip(rollouts, made_by, strict=True):
+        if fails():
+            yield RewardFailed(rollout.id, DropReason.REWARD_TIMEOUT, "no answer in time", lineage)
+        else:
+            scores[rollout.id] = {
+                REWARD: rewards.reward(rollout, plan),
+                CONTENT: float(sample.content) if sample else -1.0,
+            }
+    if scores:
+        yield SamplesRewarded(scores, lineage)
 
 
 @lru_cache(maxsize=1024)

@@ -292,6 +292,11 @@ class LearnerGroup:
         self._lost_in_a_row += 1
         return detail
 
+    def end(self, detail: str) -> None:
+        """End the current life, whatever it does; :meth:`lost` returns as for any other loss."""
+        if self._life is not None:
+            self._life.end(_End(detail))
+
     async def form_second(self) -> None:
         """Start all ranks once more, elsewhere, as far as they need no state; :meth:`restore` takes them.
 

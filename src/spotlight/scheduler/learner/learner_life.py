@@ -2,7 +2,7 @@
 
     lost     ─► rolled back ─► RestoreLearner, once there are GPUs for all ranks
     noticed  ─► PrepareLearner, once there are GPUs elsewhere ─► RestoreLearner, when it holds nothing that
-                is not durable; if the notice leaves no time for that, as if it were lost
+                is not durable; if the notice leaves no time for that, EndLearner ─► lost
 
 With ``ClusterPlan.learner_moves`` the state after an iteration is made durable behind the rollouts of the
 next, and nothing is trained until it is.
@@ -17,7 +17,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.members import Host
 from spotlight.scheduler.cluster.recovery import Recovery
-from spotlight.scheduler.effects import Effect, PrepareLearner, RestoreLearner
+from spotlight.scheduler.effects import Effect, EndLearner, PrepareLearner, RestoreLearner
 from spotlight.scheduler.iteration import Snapshot
 
 
@@ -31,6 +31,8 @@ class LearnerLife:
         up: it can be given work.
         restore_due: it waits for GPUs.
         preparing: a second one was asked for elsewhere; ``prepared``: it waits for the state.
+        preparations: so many were asked for.
+        ending: it was ended, and its loss is not reported yet.
     """
 
     ranks: int
@@ -41,11 +43,14 @@ class LearnerLife:
     restore_due: bool = False
     preparing: bool = False
     prepared: bool = False
+    preparations: int = 0
+    ending: bool = False
+    _given_up: bool = False
 
     @property
     def works(self) -> bool:
         """Whether it can be given samples: it is up, and what it made before is durable."""
-        return self.up and self.saving is None
+        return self.up and self.saving is None and not self.ending
 
     def lost(self) -> None:
         """It has to be restored from :attr:`committed`."""
@@ -62,15 +67,20 @@ class LearnerLife:
         match event:
             case ev.LearnerRestored(lineage) if lineage == self.cluster.lineage:
                 self.up = True
-            case ev.LearnerPrepared():
-                self.prepared = self.preparing
-            case ev.NodeLost(node) if (host := self.cluster.hosts.get(node)) is not None and host.node.trains:
-                self.preparing = self.prepared = False  # it may have been there
+            case ev.LearnerPrepared(number, formed) if self.preparing and number == self.preparations:
+                self.prepared, self.preparing = formed, formed
+                self._given_up = not formed
+            case ev.NodeJoined() | ev.NodeReassigned() | ev.NodeNoticed():
+                self._given_up = False  # it may start now, or elsewhere
+            case ev.NodeLost(node):
+                self._given_up = False
+                if (host := self.cluster.hosts.get(node)) is not None and host.node.trains:
+                    self.preparing = self.prepared = False  # it may have been there
 
     @property
-    def must_go(self) -> bool:
+    def _must_go(self) -> bool:
         """Whether its node stops work now, and a second one is ready elsewhere."""
-        return self.up and self.prepared and any(host.draining for host in self._leaving)
+        return self.works and self.prepared and any(host.draining for host in self._leaving)
 
     def placed(self, iteration: int, *, idle: bool) -> Iterator[Effect]:
         """Bring it where it can work.
@@ -79,7 +89,8 @@ class LearnerLife:
             iteration: the current one.
             idle: it does nothing, and holds nothing that is not durable.
         """
-        if not (self.restore_due or self.preparing or (self.up and self._leaving)):
+        awaited = self.restore_due or self.preparing or (self.up and (self._leaving or self._has_second))
+        if self.ending or not awaited:
             return
         if self._gpus < self.ranks:
             self.preparing = self.prepared = False
@@ -87,15 +98,22 @@ class LearnerLife:
             self.restore_due = False
             yield RestoreLearner(iteration, self.cluster.lineage)
         elif not self.preparing:
-            self.preparing = True
-            yield PrepareLearner()
+            if not self._given_up:
+                self.preparing = True
+                self.preparations += 1
+                yield PrepareLearner(self.preparations)
+        elif self._must_go and not idle:
+            # What it is asked may be answered before its end: it is undone when the loss is reported.
+            self.cluster.count(Recovery.LEARNER_EVICTED)
+            self.ending = True
+            yield EndLearner("its node is about to be preempted")
         elif self.prepared and idle and self.works:
             self.cluster.count(Recovery.LEARNER_MOVED)
             self._ends()
             yield RestoreLearner(iteration, self.cluster.lineage)
 
     def _ends(self) -> None:
-        self.up = self.preparing = self.prepared = False
+        self.up = self.preparing = self.prepared = self.ending = False
 
     @property
     def _leaving(self) -> list[Host]:
@@ -105,7 +123,15 @@ class LearnerLife:
         return [host for host in hosts if host.node.trains]
 
     @property
+    def _has_second(self) -> bool:
+        """Whether it has places elsewhere already, whose notice may have been cancelled since."""
+        return self.cluster.plan.learner_moves and self._all_gpus > self.ranks
+
+    @property
     def _gpus(self) -> int:
         """GPUs on nodes that train, and stay as far as is known."""
-        total = sum(host.node.gpus for host in self.cluster.hosts.values() if host.node.trains)
-        return total - sum(host.node.gpus for host in self._leaving)
+        return self._all_gpus - sum(host.node.gpus for host in self._leaving)
+
+    @property
+    def _all_gpus(self) -> int:
+        return sum(host.node.gpus for host in self.cluster.hosts.values() if host.node.trains)

@@ -1,0 +1,104 @@
+"""A learner that moves: what the controller has done when nodes come, are noticed and go."""
+
+from __future__ import annotations
+
+from spotlight.cluster.drains import Drains
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.cluster import Cluster
+from spotlight.scheduler.cluster.queue import PullQueue
+from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.iteration import Snapshot
+from spotlight.scheduler.learner.learner_life import LearnerLife
+from spotlight.scheduler.ledger import Ledger
+from spotlight.scheduler.plan import ClusterPlan
+from spotlight.scheduler.types import Node, NodeId, NodeKind, PolicyVersion
+
+A, B, C = (Node(NodeId(name), NodeKind.SPOT, 1, "H100", 1.0, True, False) for name in "abc")
+FAR_S = 1e6
+STATE = Snapshot(0, PolicyVersion(0), 0, Ledger().snapshot(), {})
+
+
+class Moving:
+    """The life of a learner on ``a``, with a cluster that does as it is told."""
+
+    def __init__(self, *nodes: Node) -> None:
+        plan = ClusterPlan(learner_moves=True, drain_margin_s=5.0)
+        self.cluster = Cluster(plan, PullQueue(60.0), 0, PolicyVersion(0))
+        self.life = LearnerLife(1, self.cluster, STATE)
+        for node in nodes:
+            self.tell(ev.NodeJoined(node))
+
+    def tell(self, event: ev.ClusterEvent | ev.LearnerRestored | ev.LearnerPrepared) -> None:
+        self.life.observe(event)
+        if not isinstance(event, ev.LearnerRestored | ev.LearnerPrepared):
+            self.cluster.handle(event)
+
+    def placed(self, *, idle: bool = False) -> list[ef.Effect]:
+        return list(self.life.placed(1, idle=idle))
+
+
+def noticed() -> Moving:
+    """``a`` will go, and a second learner is formed on ``b``."""
+    it = Moving(A, B)
+    it.tell(ev.NodeNoticed(A.id, FAR_S))
+    assert it.placed() == [ef.PrepareLearner(1)]
+    assert it.placed() == []
+    it.tell(ev.LearnerPrepared(1))
+    return it
+
+
+def test_a_learner_whose_node_stops_work_is_ended_and_restored_once_its_loss_is_reported() -> None:
+    it = noticed()
+    assert it.placed() == [], "there is time for what it does"
+    it.tell(ev.NodeNoticed(A.id, 0.0))
+    assert [type(effect) for effect in it.placed()] == [ef.EndLearner]
+    assert not it.life.works
+    assert it.placed() == it.placed(idle=True) == [], "its loss is reported first"
+    it.life.lost()
+    assert it.placed() == [ef.RestoreLearner(1, 0)]
+    assert it.cluster.recoveries[Recovery.LEARNER_EVICTED] == 1
+
+
+def test_a_learner_that_is_being_saved_is_not_ended_and_moves_when_it_is_saved() -> None:
+    it = noticed()
+    it.life.saving = STATE
+    it.tell(ev.NodeNoticed(A.id, 0.0))
+    assert it.placed() == it.placed(idle=True) == []
+    it.life.saved()
+    assert it.placed(idle=True) == [ef.RestoreLearner(1, 0)]
+    assert it.cluster.recoveries[Recovery.LEARNER_MOVED] == 1
+
+
+def test_a_second_learner_that_does_not_start_is_asked_for_again_when_nodes_change() -> None:
+    it = Moving(A, B)
+    it.tell(ev.NodeNoticed(A.id, FAR_S))
+    it.placed()
+    it.tell(ev.LearnerPrepared(1, formed=False))
+    assert it.placed(idle=True) == [], "it would fail again"
+    it.tell(ev.NodeJoined(C))
+    assert it.placed() == [ef.PrepareLearner(2)]
+    it.tell(ev.LearnerPrepared(1))
+    assert it.placed(idle=True) == [], "the answer is the first one's"
+    it.tell(ev.LearnerPrepared(2))
+    assert it.placed(idle=True) == [ef.RestoreLearner(1, 0)]
+
+
+def test_a_noticed_node_is_acknowledged_when_all_its_parts_are_empty() -> None:
+    acknowledged: list[NodeId] = []
+    parts = {NodeId("n"): ("n",), NodeId("n/learner"): ("n/learner", "n/rollout")}
+    parts[NodeId("n/rollout")] = parts[NodeId("n/learner")]
+    drains = Drains(acknowledged.append, lambda node: [NodeId(part) for part in parts[node]])
+    learner, rollout = (
+        Node(NodeId(f"n/{what}"), NodeKind.SPOT, 1, "H100", 1.0, what == "learner", False)
+        for what in ("learner", "rollout")
+    )
+    it = Moving(learner, rollout)
+    for part in (learner, rollout):
+        it.tell(ev.NodeNoticed(part.id, 0.0))
+    drains.finished(it.cluster, 1.0)
+    assert acknowledged == [], "its learner works"
+    rests = Node(NodeId("n"), NodeKind.SPOT, 2, "H100", 2.0, False, False)
+    it.tell(ev.NodeReassigned((learner.id, rollout.id), (rests,)))
+    drains.finished(it.cluster, 2.0)
+    assert acknowledged == ["n"]
