@@ -18,7 +18,11 @@ from spotlight.store.run_summary import read_summary
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 ITERATIONS = 16
-ALL_SPOT = ("fleet.learner_placement=spot", f"iterations={ITERATIONS}")
+ALL_SPOT = (
+    *("fleet.learner_placement=spot", f"iterations={ITERATIONS}"),
+    # Time enough, on any machine, to form a second learner and to move when the first has nothing unsaved.
+    *("fleet.spot.notice_s=600", "fleet.drain_margin_s=2"),
+)
 TRACE = "# spotlight trace horizon_s=60.0\ntime_s,event,node,gpus\n" + "".join(
     f"{0.1 * number},add,spot-{number},1\n" for number in range(1, 5)
 )
