@@ -296,6 +296,15 @@ def test_no_text_is_an_empty_reading_in_any_spelling(answer: str) -> None:
     assert ocr_module.reading(answer) == ""
 
 
+@pytest.mark.parametrize("text", ["No Text", "[no text]", "NO TEXT."])
+def test_a_text_that_reads_as_none_is_refused(text: str) -> None:
+    prompts, place = [f'a sign "{text}"'], settings("http://127.0.0.1:1")
+    with pytest.raises(RewardInputError, match=r"ocr-vlm reward: .*the score could only be 0"):
+        ocr_module.check(prompts, [{}], endpoint=place)
+    with pytest.raises(RewardInputError):
+        ocr_vlm(grays(0), prompts, [{}], endpoint=place)
+
+
 def test_an_empty_transcription_is_read_and_a_model_that_reads_nothing_is_refused() -> None:
     with reward_server(lambda request, body: completion("")) as server:
         found = ocr_vlm(grays(0), ['a sign "OPEN"'], [{}], endpoint=settings(server.url))

@@ -13,8 +13,8 @@ from typing import Any
 from spotlight.rewards.endpoints.chat import ChatAnswer, ask_about, parse_vlm, token_curves, try_out
 from spotlight.rewards.endpoints.json_client import COSTS
 from spotlight.rewards.example_pictures import example_picture
-from spotlight.rewards.reading.legibility import legibility, target_of
-from spotlight.rewards.reward import Image, SampleError, adds_over_frames, best_with
+from spotlight.rewards.reading.legibility import legibility, normalized, target_of
+from spotlight.rewards.reward import Image, RewardInputError, SampleError, adds_over_frames, best_with
 from spotlight.rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
@@ -60,11 +60,11 @@ def ocr_vlm(
         transcription reached ``tokens_max`` (what was read until then counts); tokens and cost.
 
     Raises:
-        RewardInputError: a prompt without quoted text.
+        RewardInputError: a prompt without quoted text, or with the one that stands for none.
         RewardSetupError: invalid settings, a refused key or model.
     """
     place = parse_vlm("ocr-vlm", endpoint, model)
-    targets = [target_of(prompt) for prompt in prompts]
+    targets = [_target(prompt) for prompt in prompts]
     answers = ask_about(
         place,
         images,
@@ -100,7 +100,7 @@ def check(
         RewardSetupError: invalid settings, or the model reads nothing.
     """
     for prompt in prompts:
-        target_of(prompt)
+        _target(prompt)
     try_out(
         parse_vlm("ocr-vlm", endpoint, model),
         example_picture("sign"),
@@ -126,6 +126,16 @@ def tiny(folder: Path) -> dict[str, Any]:
 
     words = string.ascii_uppercase
     return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, words))}}
+
+
+def _target(prompt: str) -> str:
+    target = target_of(prompt, "ocr-vlm")
+    if target.strip("[].") == normalized(NO_TEXT).strip("[]"):
+        raise RewardInputError(
+            f"ocr-vlm reward: the prompt {prompt!r} asks for {NO_TEXT.strip('[]')!r}, the model's answer "
+            "where there is no text: the score could only be 0. Remove the prompt."
+        )
+    return target
 
 
 def reading(answer: str) -> str:
