@@ -130,6 +130,14 @@ def test_a_reward_of_ones_own_its_failures_and_videos(here: Path) -> None:
     assert read_media(Path("video.webp"))[0].shape == (2, 32, 48, 3)
 
 
+def test_scores_outlive_a_sheet_that_cannot_be_written(here: Path) -> None:
+    dark = save("dark.png", grey(10))
+    done = spotlight("score", "mine:dark", dark, "--sheet", f"{dark}/sheet.png")
+    assert done.exit_code == 2
+    assert "dark.png" in done.stdout.splitlines()[1]
+    assert "cannot write the picture" in done.stderr
+
+
 def test_prompts_come_from_the_pictures_where_generate_wrote_them() -> None:
     name = save("sign.png", example_picture("sign"), prompt='a sign that says "OPEN"', seed=3)
     pytest.importorskip("tesserocr")

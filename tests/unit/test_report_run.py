@@ -155,7 +155,7 @@ def test_the_final_screen_says_what_was_gained_and_what_it_cost(run: RunRecord) 
         "180.0 worker seconds at $0.05 an hour: $0.0025",
         "Rollouts: 1,500 tokens/s, 400 TFLOP/s, MFU 40% on each device",
         "Training: 700 tokens/s on each device",
-        "Not idle thanks to training beside rollouts 20.0 s, next iteration's rollouts 4.5 s",
+        "Idle time filled by training beside rollouts 20.0 s, next iteration's rollouts 4.5 s",
         "Samples 8 issued = 6 trained + 2 dropped (reward_timeout)",
         "Survived 1 interruption in 2 attempts",
         f"LoRA {run.paths.path / 'lora'}",
@@ -203,8 +203,8 @@ def test_the_audit_tells_the_digest_in_one_line(run: RunRecord) -> None:
 
 def test_the_audit_tells_what_filled_idle_time(run: RunRecord) -> None:
     told = CliRunner().invoke(app, ["audit", str(run.paths.path)])
-    (line,) = [line for line in told.output.splitlines() if "not idle thanks to" in line]
-    assert line.split("to ", 1)[1] == "training beside rollouts 20.0, next iteration's rollouts 4.5"
+    (line,) = [line for line in told.output.splitlines() if "idle time filled by" in line]
+    assert line.split("filled by ", 1)[1] == "training beside rollouts 20.0, next iteration's rollouts 4.5"
     as_json = CliRunner().invoke(app, ["audit", str(run.paths.path), "--json"])
     assert json.loads(as_json.output)["filled_s"] == {"training": 20.0, "next": 4.5}
 

@@ -119,7 +119,7 @@ def spent_table(run: RunRecord) -> Table:
 def filled(run: RunRecord) -> str:
     """What GPUs did in otherwise idle time; empty without overlap."""
     told = [f"{by.words} {seconds:,.1f} s" for by, seconds in run.history.filled_s.items() if seconds]
-    return f"Not idle thanks to {', '.join(told)}" if told else ""
+    return f"Idle time filled by {', '.join(told)}" if told else ""
 
 
 def throughput(run: RunRecord) -> list[str]:

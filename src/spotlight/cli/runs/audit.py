@@ -83,7 +83,7 @@ def _print(report: AuditReport) -> None:
         *((f"{reward} by", ", then ".join(scorers)) for reward, scorers in report.scorers.items()),
         ("attempts", ", ".join(f"{bill.attempt}: {bill.ended or 'open'}" for bill in report.attempts)),
         ("worker seconds", f"{sum(report.gpu_seconds_by_phase.values()):,.1f}, {money(report.cost_usd)}"),
-        ("  not idle thanks to", filled or "nothing"),
+        ("  idle time filled by", filled or "nothing"),
         ("last record", f"{report.position} (checkpoint at {report.checkpoint_position})"),
         ("digest", report.digest),
     )

@@ -73,7 +73,7 @@ def score(
 ) -> None:
     """Score pictures with a reward: the processes, checks and failures are those of training.
 
-    Exit status: 0 all scored, 1 some could not be, 2 not started.
+    Exit status: 0 all scored, 1 some could not be, 2 not started or no sheet drawn.
 
     [bold]Examples[/bold]
 
@@ -86,6 +86,7 @@ def score(
     with errors_without_traceback():
         from spotlight.registry import REWARDS
         from spotlight.rewards.reward_registry import facts_of
+        from spotlight.store.store_errors import StoreError
 
         config = reward_of(reward, param, deadline_s)
         # A reward of one's own is imported in its own process only.
@@ -94,11 +95,19 @@ def score(
         reads = None if facts is None else facts.reads
         _require_prompts(reward, reads, pictures)
         scored, scored_by = _score(config, pictures)
-        drawn = _draw(sheet, reward, scored, show)
-    if as_json:
-        typer.echo(json.dumps(_as_json(reward, scored_by, scored, drawn), indent=2))
-    else:
-        _print(scored, scored_by, drawn)
+
+        def tell(drawn: Path | None) -> None:
+            if as_json:
+                typer.echo(json.dumps(_as_json(reward, scored_by, scored, drawn), indent=2))
+            else:
+                _print(scored, scored_by, drawn)
+
+        try:
+            drawn = _draw(sheet, reward, scored, show)
+        except StoreError:
+            tell(None)  # scoring may have taken long
+            raise
+    tell(drawn)
     if any(_value(each) is None for each in scored):
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
 
