@@ -5,7 +5,12 @@
 
 Rewards with weights score with small random models of the same classes, marked as stand-ins: their figures
 tell what Spotlight adds (transfer, preprocessing, parsing), not what the real models cost. ``--real`` scores
-with the real weights instead, and downloads them. Rewards that only ask servers are left out.
+with the real weights instead, and downloads them. Rewards that only ask servers are left out unless
+``--params`` says where one is:
+
+    spotlight rewards serve --reward jpeg_size --port 8080 &
+    python -m benchmarks.reward_throughput http \\
+        --params '{"http": {"server": {"base_url": "http://127.0.0.1:8080"}, "reward": "jpeg_size"}}'
 """
 
 from __future__ import annotations
@@ -15,9 +20,10 @@ import os
 import platform
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -55,16 +61,21 @@ class Throughput:
     failed: int
 
 
-def measure(name: str, side_px: int, batch: int, real: bool) -> Throughput | str:
+def measure(
+    name: str, side_px: int, batch: int, real: bool, given: Mapping[str, Any] | None
+) -> Throughput | str:
     """Score one batch several times; why not, if the reward cannot run here."""
     facts = facts_of(name)
     with tempfile.TemporaryDirectory() as folder:
-        params = {} if real else tiny_params(name, Path(folder), {})
-        if params is None and facts is not None and facts.runs_on != "CPU":
+        stand_in = None if real or given else tiny_params(name, Path(folder), {})
+        params = given or stand_in
+        if params is None and not real and facts is not None and facts.runs_on != "CPU":
             return "asks a server" if "server" in facts.runs_on else "has no stand-in"
         example = (facts and facts.example) or _PLAIN
         prompt, record = example.prompt, example_record(example, Path(folder))
-        reward = RewardConfig(name=name, deadline_s=600, retries=0, batch_size=batch, params=params or {})
+        reward = RewardConfig(
+            name=name, deadline_s=600, retries=0, batch_size=batch, params=dict(params or {})
+        )
         moving = example.picture == "moving"
         images = [example_picture("moving")] * batch if moving else _pictures(side_px, batch)
         began_s = time.perf_counter()
@@ -81,7 +92,7 @@ def measure(name: str, side_px: int, batch: int, real: bool) -> Throughput | str
             return str(error)
     later_s = sorted(calls_s[1:])[_CALLS // 2]
     return Throughput(
-        name, bool(params), batch, side_px, load_s, calls_s[0], later_s, batch / later_s, failed
+        name, bool(stand_in), batch, side_px, load_s, calls_s[0], later_s, batch / later_s, failed
     )
 
 
@@ -103,18 +114,20 @@ def main(
     side: Annotated[int, typer.Option(min=16, help="Width and height of the pictures, in px.")] = 512,
     batch: Annotated[int, typer.Option(min=1, help="Pictures in a call.")] = 16,
     real: Annotated[bool, typer.Option(help="Score with the real weights; downloads them.")] = False,
+    params: Annotated[str, typer.Option(help="Parameters by reward, in JSON.")] = "{}",
     out: Annotated[Path | None, typer.Option(help="JSON file for the figures.")] = None,
 ) -> None:
     """Measure, print a table, and write JSON."""
     silence_loading_bars()
-    unknown = sorted(set(rewards or []) - set(REWARDS))
+    given: dict[str, dict[str, Any]] = json.loads(params)
+    unknown = sorted({*(rewards or []), *given} - set(REWARDS))
     if unknown:
         raise typer.BadParameter(f"{', '.join(unknown)}; expected among {', '.join(REWARDS)}")
     table = Table("reward", "scores with", "pictures/s", "ms/picture", "load s", "failed", box=None)
     measured: list[Throughput] = []
     left_out: dict[str, str] = {}
     for name in rewards or list(REWARDS):
-        found = measure(name, side, batch, real)
+        found = measure(name, side, batch, real, given.get(name))
         if isinstance(found, str):
             left_out[name] = found
             continue
