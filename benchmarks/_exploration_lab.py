@@ -33,7 +33,7 @@ from spotlight.runtime.recorder import Picture
 from spotlight.runtime.validation import strict_curve, summarise
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.effects import CommitCheckpoint, ReportEvaluation, ReportPipeline
+from spotlight.scheduler.effects import CommitCheckpoint, GrantLease, ReportEvaluation, ReportPipeline
 from spotlight.scheduler.records import Record
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Phase, PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
@@ -60,6 +60,9 @@ class MemoryRecorder:
     rows: list[dict[str, float]] = field(default_factory=list)
 
     def write(self, position: int, record: Record) -> None:
+        """Nothing."""
+
+    def grant(self, effect: GrantLease) -> None:
         """Nothing."""
 
     def flush(self) -> None:

@@ -233,6 +233,10 @@ def test_the_file_shows_the_run_without_a_server(browser: Browser, place: Path, 
         open_view(page, f"file://{tmp_path}/wild.html", "pictures")
         page.wait_for_selector(".picture img.small")  # set when a picture has come, and has few pixels
         assert page.locator(".picture").count() == len(PROMPTS) * 2
+        open_view(page, f"file://{tmp_path}/wild.html", "samples")
+        page.click("td a:text-is('t000008-000-000')")
+        page.wait_for_selector("text=node noticed")
+        assert page.locator("table:has-text('finished here') td:text-is('spot-1/0')").count() == 1
         open_view(page, f"file://{tmp_path}/wild.html", "curves")
         page.wait_for_selector(".chart .main-svg")
 
@@ -289,6 +293,9 @@ def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> N
                     page.wait_for_selector("[role=alert]", state="detached")
                     assert page.locator("#view").inner_text(), view
             assert it.end() == 0, it.told
+            (held, *_) = it.ask(f"SELECT rollout FROM leases WHERE worker = '{killed}' ORDER BY at DESC")
+            open_view(overview, address, f"samples/{held[0]}", run="watched")
+            overview.wait_for_selector(f"table:has-text('what became of it') td:text-is('{killed}')")
             overview.wait_for_selector(".cards >> text=finished")
 
 

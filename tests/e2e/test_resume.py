@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import random
 import signal
+import sqlite3
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,11 @@ def test_killed_at_any_moment_a_resumed_run_equals_the_uninterrupted_one(
     assert report.gpu_seconds_by_phase[Phase.LOST] > 0
     assert read_summary(run / "summary.json").samples.trained == 24
     assert not list(run.rglob(".writing-*"))
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
+        made = "SELECT COUNT(DISTINCT rollout) FROM samples JOIN leases USING (rollout, worker, epoch)"
+        assert ledger.execute(made).fetchone() == (report.counts.finished,)
+        attempts = ledger.execute("SELECT DISTINCT attempt FROM leases WHERE attempt <= ?", (killed,))
+        assert attempts.fetchall(), "what a killed attempt did is told"
 
 
 def test_sigterm_stops_after_the_next_checkpoint_and_the_same_command_goes_on(

@@ -29,6 +29,8 @@ from spotlight.scheduler.records import (
 )
 from spotlight.scheduler.types import (
     DropReason,
+    Lease,
+    LeaseId,
     Phase,
     PolicyVersion,
     Prompt,
@@ -40,7 +42,7 @@ from spotlight.scheduler.types import (
 )
 from spotlight.store.images import Tile, write_grid
 from spotlight.store.ledger.ledger_schema import Ending, Incident
-from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
 
@@ -55,6 +57,10 @@ ITERATIONS, EVERY = 12, 4
 GROUP_SIZE = 2
 MEMBERS = range(GROUP_SIZE)
 RESERVED, SPOT_USD_H, RESERVED_USD_H = WorkerId("reserved-0/0"), 0.25, 1.0
+LEASES_EACH = 3
+"""Leases of an iteration: numbers, of which that on a node which is lost is not always given."""
+LEFT_AT_STEP = 3
+"""Of a lost node's rollouts: the step at which the next node goes on."""
 _TOGETHER = 100
 """Iterations per transaction: real runs write more often, to the same rows."""
 
@@ -90,18 +96,35 @@ def _write_ledger(ledger: SqliteLedger, iterations: int, every: int) -> None:
         PromptSeen(Prompt(PromptId(f"p{at}"), text, {"tag": "hostile" if at < 3 else "plain"}))
         for at, text in enumerate(PROMPTS)
     ]
+    granted: list[GrantedLease] = []
     for iteration in range(iterations):
-        now_s = START_S + iteration * ITERATION_S
+        now_s, gone = START_S + iteration * ITERATION_S, spot
         if iteration % every == 0:
             spot = _replace(ledger, spot, iteration // every, now_s)
             pending += _evaluation(iteration)
         assert spot is not None
         pending += _iteration(iteration, spot)
+        granted += _granted(iteration, gone, spot, now_s, evaluates=iteration % every == 0)
         if iteration % _TOGETHER == 0 or iteration == iterations - 1 or iterations < _TOGETHER:
-            ledger.append(list(enumerate(pending, ledger.position() + 1)))
-            pending = []
+            ledger.append(list(enumerate(pending, ledger.position() + 1)), granted)
+            pending, granted = [], []
         ledger.spend(list(_bill(spot)), now_s + ITERATION_S)
     ledger.end_attempt(Ending.STOPPED)
+
+
+def _granted(
+    iteration: int, gone: WorkerId | None, spot: WorkerId, now_s: float, *, evaluates: bool
+) -> Iterator[GrantedLease]:
+    first = iteration * LEASES_EACH + 1
+    rollouts = tuple(each.id for each in _rollouts("t", Purpose.TRAIN, iteration, prompts=2))
+    if evaluates:
+        evaluated = tuple(each.id for each in _rollouts("e", Purpose.EVAL, iteration, prompts=len(PROMPTS)))
+        yield GrantedLease(Lease(LeaseId(first), RESERVED, 1, evaluated, 0.0), {}, now_s)
+    moved = gone is not None and gone != spot
+    if gone is not None and moved:
+        yield GrantedLease(Lease(LeaseId(first + 1), gone, 10**6, rollouts, 0.0), {}, now_s - 7)
+    steps = dict.fromkeys(rollouts, LEFT_AT_STEP) if moved else {}
+    yield GrantedLease(Lease(LeaseId(first + 2), spot, iteration, rollouts, 0.0), steps, now_s + 1)
 
 
 def _replace(ledger: SqliteLedger, gone: WorkerId | None, number: int, now_s: float) -> WorkerId:

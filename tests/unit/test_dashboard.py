@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,8 +19,11 @@ from tests.unit.dashboard_run import (
     GROUP_SIZE,
     HOSTILE,
     ITERATIONS,
+    LEFT_AT_STEP,
     PROMPTS,
     RESERVED,
+    RESERVED_USD_H,
+    SPOT_USD_H,
     START_S,
     ask,
     make_run,
@@ -31,8 +36,11 @@ from spotlight.dashboard.dashboard_app import dashboard_app
 from spotlight.dashboard.figures import Json, thinned
 from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.findings import findings
-from spotlight.scheduler.types import Phase
+from spotlight.scheduler.types import Phase, WorkerId
 from spotlight.store.ledger.history import read_history
+from spotlight.store.ledger.ledger_schema import Ending, Incident
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
+from spotlight.store.run_directory import RunPaths
 
 # -- what it says --
 
@@ -140,9 +148,57 @@ def test_a_sample_is_found_and_its_life_told(client: TestClient) -> None:
     assert [each["seq"] for each in found["life"]] == sorted(each["seq"] for each in found["life"])
     assert "worker spot-0/0 of node spot-0 " in found["life"][1]["detail"]
     assert START_S < found["life"][-1]["by"] <= START_S + 2 * 12
+    assert "optimizer step 2 of the learner on reserved-0" in found["life"][-1]["detail"]
     assert [each["id"] for each in found["group"]] == ["t000001-001-001", "t000001-001-000"]
     dropped = ask(client, "samples", fate="dropped")["samples"]
     assert [each["reason"] for each in dropped] == ["reward_error"]
+
+
+def test_every_node_that_a_sample_was_on_is_told(client: TestClient) -> None:
+    first, second = ask(client, "sample", id="t000004-000-000")["stays"]
+    assert (first["node"], first["from_step"], first["made_it"]) == ("spot-0", 0, False)
+    assert [each["what"] for each in first["then"]] == ["node_noticed", "node_lost"]
+    assert (second["node"], second["from_step"], second["made_it"]) == ("spot-1", LEFT_AT_STEP, True)
+    assert second["at"] - first["at"] == pytest.approx(8)
+    assert second["then"] == []
+    moved = ask(client, "samples", moved=1)["samples"]
+    assert {each["iteration"] for each in moved} == {4, 8}
+    assert {tuple(each["nodes"]) for each in moved} == {("spot-0", "spot-1"), ("spot-1", "spot-2")}
+    for worker in ("spot-0", "spot-0/0"):
+        held = ask(client, "samples", worker=worker, moved=1)["samples"]
+        assert {each["iteration"] for each in held} == {4}
+
+
+def test_a_ledger_without_leases_tells_who_finished_a_sample(empty_place: Path) -> None:
+    paths = make_run(empty_place / "run", 1)
+    with closing(sqlite3.connect(paths.ledger)) as connection:
+        connection.executescript("DROP TABLE leases; PRAGMA user_version = 6")
+    with TestClient(dashboard_app([empty_place]), base_url="http://localhost") as client:
+        found = ask(client, "sample", run="run", id="t000000-000-000")
+        assert found["stays"] is None
+        assert "worker spot-0/0 of node spot-0 " in found["life"][1]["detail"]
+        listed = ask(client, "samples", run="run", worker="spot-0/0")["samples"]
+        assert [each["nodes"] for each in listed] == [["spot-0"]] * 4
+        assert ask(client, "samples", run="run", moved=1)["samples"] == []
+        assert ask(client, "audit", run="run")["ok"]
+
+
+def test_prices_are_steps_with_gaps_where_no_worker_was(client: TestClient, empty_place: Path) -> None:
+    found = ask(client, "cluster")["prices"]
+    assert found == {"spot": [[START_S, SPOT_USD_H]], "reserved": [[START_S, RESERVED_USD_H]]}
+    paths = RunPaths(empty_place / "run")
+    paths.path.mkdir()
+    paths.config.write_text("{}")
+    with SqliteLedger(paths.ledger) as ledger:
+        ledger.begin_attempt(pid=1, host="elsewhere", workers={}, now_s=0.0)
+        for node, price, since, until in (("s1", 1.0, 0, 20), ("s2", 2.0, 10, 30), ("s3", 1.5, 50, 70)):
+            ledger.record_incident(Incident.NODE_JOINED, node, spot=True, detail="", now_s=since)
+            ledger.start_billing({WorkerId(f"{node}/0"): price}, since)
+            ledger.stop_billing([WorkerId(f"{node}/0")], until)
+        ledger.end_attempt(Ending.STOPPED, 80.0)
+    with TestClient(dashboard_app([empty_place]), base_url="http://localhost") as other:
+        found = ask(other, "cluster", run="run")["prices"]
+    assert found == {"spot": [[0, 1.0], [10, 2.0], [30, None], [50, 1.5]], "reserved": []}
 
 
 def test_a_search_matches_text_literally_and_turns_pages(client: TestClient) -> None:

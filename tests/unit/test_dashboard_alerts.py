@@ -206,6 +206,14 @@ def test_a_run_without_its_spot_nodes_and_beyond_its_limits_is_told(place: Path)
         assert names(watch.look(runs)) == [("no_spot_node", False)]
 
 
+def test_a_learner_that_waits_for_its_first_spot_node_is_told(place: Path) -> None:
+    watch = AlertWatch(RunAnswers())
+    with live(place) as (ledger, runs):
+        at_s = time.time() - 1200
+        ledger.record_incident(Incident.LEARNER_WAITS, "learner", spot=True, detail="", now_s=at_s)
+        assert names(watch.look(runs)) == [("no_spot_node", True)]
+
+
 def test_a_run_that_cannot_be_read_does_not_end_the_watch(place: Path) -> None:
     broken = RunPaths(place / "broken")
     broken.path.mkdir()

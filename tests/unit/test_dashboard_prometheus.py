@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
-from tests.unit.dashboard_run import ITERATION_S, make_run
+from tests.unit.dashboard_run import ITERATION_S, ITERATIONS, LEASES_EACH, make_run
 from tests.unit.store_history import SCRATCH
 
 from spotlight.dashboard import answers as answers_module
@@ -34,15 +34,11 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
     with TemporaryDirectory(dir=SCRATCH) as scratch:
-        paths = make_run(Path(scratch) / "wild", 12)
+        paths = make_run(Path(scratch) / "wild", ITERATIONS)
         with paths.metrics.open("a") as file:
             file.write(
                 '{"iteration": 12, "samples_trained": 48, "wall_s": 156, "odd \\"\\ud800\\\\name": 2.5}\n'
             )
-        for serial, granted in ((9, 40), (12, 54)):
-            checkpoint = paths.checkpoints / f"{serial:06d}-iteration-{serial:06d}"
-            checkpoint.mkdir(parents=True)
-            (checkpoint / "controller.json").write_text(json.dumps({"leases_granted": granted}))
         broken = Path(scratch) / "broken"
         broken.mkdir()
         (broken / "config.yaml").write_text("iterations: 3\n")
@@ -110,7 +106,7 @@ def test_the_figures_are_those_of_the_page(samples: Samples, place: Path) -> Non
     late = value(samples, "rollouts_ended", purpose="train", outcome="dropped", reason="reward_error")
     assert late == 1
     assert value(samples, "rollouts_in_flight", purpose="train") == accounting["in_flight"]
-    assert value(samples, "leases_granted") == 54
+    assert value(samples, "leases_granted") == LEASES_EACH * ITERATIONS
     assert value(samples, "run_state", state="stopped") == 1
     assert value(samples, "nodes", kind="spot") == 0  # the run does not run
     assert value(samples, "iteration_seconds") == pytest.approx(ITERATION_S)

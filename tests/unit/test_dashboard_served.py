@@ -259,6 +259,11 @@ def test_the_report_holds_the_run_and_asks_for_nothing(places: Path, tmp_path: P
     assert found["answers"]["evaluation?iteration=8"]["pictures"][0]["caption"] == HOSTILE
     assert RIGHT_TO_LEFT in json.dumps(found["answers"]["samples"], ensure_ascii=False)
     assert found["answers"]["curve?name=validation%2Fgraded"]["points"] == 3
+    moved = found["answers"]["samples?moved=1"]["samples"]
+    assert len(moved) == 2 * 2 * GROUP_SIZE
+    for each in moved:
+        life = found["answers"][f"sample?id={each['id']}"]
+        assert [stay["node"] for stay in life["stays"]] == each["nodes"]
     assert len(found["pictures"]) == 3 * len(PROMPTS) * GROUP_SIZE
     assert found["answers"]["audit"]["ok"]
     assert LONG in html

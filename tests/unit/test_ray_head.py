@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase, Purpose, Rollout
 from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
 from spotlight.store.ledger.ledger_schema import Ending, Incident
@@ -38,6 +40,9 @@ def clean(root: Path) -> AuditReport:
     report = audit(root / "run", LIMITS)
     assert report.ok, report.violations
     assert not list(root.rglob(".writing-*"))
+    with closing(queries.open_readonly(RunPaths(root / "run").ledger)) as connection:
+        made = "SELECT COUNT(DISTINCT rollout) FROM samples JOIN leases USING (rollout, worker, epoch)"
+        assert connection.execute(made).fetchone() == (report.counts.finished,)
     return report
 
 

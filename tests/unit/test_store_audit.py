@@ -91,6 +91,7 @@ TAMPERING = {
     "integrity": "UPDATE rollouts SET prompt = 'nowhere'",
     "billing": "UPDATE gpu_seconds SET seconds = seconds * 1.02",
     "filled": "INSERT INTO filled_seconds VALUES (NULL, 1, 0, 0, 'training', 1e6)",
+    "leased": "INSERT INTO leases VALUES ('another', 1, 1, 0, 1000.0, 'worker-0', 0, 0)",
     "checkpoint": "DELETE FROM versions WHERE seq > 0; DELETE FROM rollouts; DELETE FROM samples; "
     "DELETE FROM rewards; DELETE FROM outcomes; DELETE FROM optimizer_steps; DELETE FROM rejected",
 }
@@ -113,6 +114,7 @@ def test_every_check_has_its_tampering() -> None:
         "integrity",
         "billing",
         "filled",
+        "leased",
         "checkpoint",
     }
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from store_history import SCRATCH, history, write
 
 from spotlight.scheduler.records import Record, SampleScored, VersionPublished
-from spotlight.scheduler.types import Filler, Phase, PolicyVersion, WorkerId
+from spotlight.scheduler.types import Filler, Lease, LeaseId, Phase, PolicyVersion, RolloutId, WorkerId
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import SCHEMA_VERSION, Ending, Incident
-from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.store_errors import LedgerError
 
 T0 = 1000.0
@@ -263,9 +263,10 @@ def test_every_score_has_what_gave_it_whatever_is_undone(
 
 
 ADDED = {
-    2: "DROP VIEW scores; DROP TABLE scorers; DROP TABLE filled_seconds",
-    3: "DROP VIEW scores; DROP TABLE scorers",
-    4: "",
+    2: "DROP TABLE leases; DROP VIEW scores; DROP TABLE scorers; DROP TABLE filled_seconds",
+    3: "DROP TABLE leases; DROP VIEW scores; DROP TABLE scorers",
+    4: "DROP TABLE leases",
+    6: "DROP TABLE leases",
 }
 
 
@@ -284,10 +285,41 @@ def test_a_ledger_of_a_version_before_is_read_as_it_is_and_upgraded_to_be_writte
         begin(ledger)
         ledger.fill(0, {Filler.NEXT: 1.0})
         ledger.record_scorers({"geneval": "a detector"})
+        ledger.record_incident(Incident.NODE_DRAINED, "spot-1", spot=True, detail="", now_s=T0)
+        ledger.append([], [granted(1, "spot-1/0")])
     after = read_history(run)
     assert after.filled_s == {Filler.NEXT: 1.0}
     assert audit(run, AuditLimits()).scorers == {"geneval": ("a detector",)}
     assert after.attempts[0].started_at == before.attempts[0].started_at
+
+
+def granted(number: int, worker: str, **steps: int) -> GrantedLease:
+    lease = Lease(LeaseId(number), WorkerId(worker), number + 5, (RolloutId("a"), RolloutId("b")), 0.0)
+    return GrantedLease(lease, {RolloutId(name): step for name, step in steps.items()}, T0 + number)
+
+
+def test_leases_are_written_with_the_records_and_outlast_them(run: Path) -> None:
+    published = (1, VersionPublished(PolicyVersion(0)))
+    with SqliteLedger(run / "ledger.sqlite") as ledger:
+        first = begin(ledger)
+        ledger.append([published], [granted(1, "spot-1/0")])
+        ledger.append([], [granted(1, "spot-1/0")])  # the grant was resent
+        with pytest.raises(LedgerError):
+            ledger.append([published], [granted(2, "spot-2/0")])
+        ledger.append([], [granted(2, "spot-2/0", b=3)])
+        assert ledger.rollback(0, first) == 1
+        second = begin(ledger)
+        ledger.append([published], [granted(2, "spot-3/0")])
+    with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
+        rows = connection.execute(
+            "SELECT attempt, lease, position, at, worker, epoch, from_step FROM leases"
+            " WHERE rollout = 'b' ORDER BY at, attempt"
+        ).fetchall()
+    assert rows == [
+        (first, 1, 1, T0 + 1, "spot-1/0", 6, 0),
+        (first, 2, 1, T0 + 2, "spot-2/0", 7, 3),
+        (second, 2, 1, T0 + 2, "spot-3/0", 7, 0),
+    ]
 
 
 def test_the_view_of_scores_is_brought_up_to_date(run: Path) -> None:

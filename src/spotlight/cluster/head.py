@@ -41,6 +41,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, RolloutId, WorkerId
+from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.training.batching.feed import IterationLog
 from spotlight.worker.interfaces import FollowLease
 
@@ -171,6 +172,7 @@ class Head:
         parts.scoring.release(controller.work.group_progress)
         for node, seconds in parts.drains.finished(controller.cluster, now):
             self.log.add("fleet/drain_s", seconds)
+            parts.incidents.record(Incident.NODE_DRAINED, node, f"{seconds:.2f} s after it was to stop")
             parts.observer.note(f"{node} is drained, {seconds:.2f} s after it was to stop")
         if self._waits_since_s is not None:
             self._effort.reward_wait_s += now - self._waits_since_s
@@ -255,6 +257,7 @@ class Head:
 
     def _grant(self, effect: ef.GrantLease) -> None:
         lease = effect.lease
+        self.parts.recorder.grant(effect)
         self.parts.workers.tell(lease.worker, effect)
         epoch, members = self._groups.get(lease.worker, (-1, ()))
         for member in members if epoch == lease.epoch else ():

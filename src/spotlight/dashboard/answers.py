@@ -191,6 +191,7 @@ def _search(query: Query) -> SampleSearch:
         fate=_choice(query, "fate", (*(each.value for each in RolloutOutcome), IN_FLIGHT)),
         worker=query.get("worker", ""),
         iteration=_number(query, "iteration"),
+        moved=query.get("moved") == "1",
         before=_number(query, "before"),
     )
 

@@ -5,7 +5,6 @@ What a resume can undo (iterations, rollouts, phases of seconds) is a gauge; a c
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
@@ -20,7 +19,6 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import read_attempts, state_of
 from spotlight.store.ledger.ledger_schema import Ending
 
-STATE_BYTES_MAX = 1 << 24
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _STATES = ("new", "running", *(ending.value for ending in Ending))
 _FAMILIES = {
@@ -33,7 +31,7 @@ _FAMILIES = {
     "spotlight_rollouts_issued": ("gauge", "Rollouts issued."),
     "spotlight_rollouts_in_flight": ("gauge", "Rollouts issued that have no outcome yet."),
     "spotlight_rollouts_ended": ("gauge", "Rollouts by outcome; reason: why one was dropped."),
-    "spotlight_leases_granted": ("gauge", "Leases granted to workers, up to the newest checkpoint."),
+    "spotlight_leases_granted": ("gauge", "Leases granted to workers."),
     "spotlight_commits_refused": ("gauge", "Commits of samples refused: late, or twice."),
     "spotlight_workers": ("gauge", "Workers billed now."),
     "spotlight_nodes": ("gauge", "Nodes with workers now."),
@@ -61,7 +59,7 @@ class RunFigure:
 def run_figures(run: RunFolder) -> tuple[RunFigure, ...]:
     """A run's figures; of one that cannot be read, that it cannot."""
     try:
-        return (RunFigure("spotlight_run_readable", 1), *_ledger_figures(run), *_leases(run), *_metrics(run))
+        return (RunFigure("spotlight_run_readable", 1), *_ledger_figures(run), *_metrics(run))
     except UNREADABLE:
         return (RunFigure("spotlight_run_readable", 0),)
 
@@ -72,20 +70,6 @@ def _metrics(run: RunFolder) -> Iterator[RunFigure]:
         yield RunFigure("spotlight_iteration_seconds", each_s)
     for name, value in newest_values(run).items():
         yield RunFigure("spotlight_metric", value, (("name", name),))
-
-
-def _leases(run: RunFolder) -> Iterator[RunFigure]:
-    """From the controller's state: leases are not in the ledger."""
-    found = max(run.paths.checkpoints.glob("[0-9]*/controller.json"), default=None)
-    path = None if found is None else run.readable(found)
-    if path is None or path.stat().st_size > STATE_BYTES_MAX:
-        return
-    try:
-        granted = json.loads(path.read_text()).get("leases_granted")
-    except (OSError, ValueError, AttributeError, RecursionError):  # being removed, or not ours
-        return
-    if isinstance(granted, int):
-        yield RunFigure("spotlight_leases_granted", granted)
 
 
 def exposition(figures: Mapping[str, Iterable[RunFigure]]) -> str:
@@ -154,6 +138,10 @@ def _rollouts(connection: Connection) -> Iterator[RunFigure]:
         yield RunFigure("spotlight_rollouts_in_flight", number, (("purpose", purpose),))
     (refused,) = connection.execute("SELECT COUNT(*) FROM rejected").fetchone()
     yield RunFigure("spotlight_commits_refused", refused)
+    if queries.has_table(connection, "leases"):
+        newest = "SELECT MAX(lease) FROM leases WHERE attempt = (SELECT MAX(attempt) FROM leases)"
+        (granted,) = connection.execute(newest).fetchone()  # a resume goes on counting from its checkpoint
+        yield RunFigure("spotlight_leases_granted", granted or 0)
 
 
 def _cluster(connection: Connection, *, is_running: bool) -> Iterator[RunFigure]:

@@ -68,6 +68,9 @@ def _inlined(run: RunFolder) -> Json:
     answers["audit"] = given.answer(run, "audit", {"now": "1"})
     for name in _names(answers["metrics"])[:_CURVES_MAX]:
         answers[_key("curve", name=name)] = given.answer(run, "curve", {"name": name})
+    answers[_key("samples", moved="1")] = given.answer(run, "samples", {"moved": "1"})
+    for name in _sample_ids(answers["samples"], answers[_key("samples", moved="1")]):
+        answers[_key("sample", id=name)] = given.answer(run, "sample", {"id": name})
     for name in _logs(answers["log"]):
         answers[_key("logfile", name=name)] = given.answer(run, "logfile", {"name": name})
     drawn = _drawn(answers["pictures"])
@@ -101,6 +104,16 @@ def _names(answer: Json | None) -> list[str]:
     names = answer["names"] if answer else []
     assert isinstance(names, list)
     return [each["name"] for each in names]
+
+
+def _sample_ids(*answers: Json | None) -> list[str]:
+    """The samples listed, each once."""
+    names: dict[str, None] = {}
+    for answer in answers:
+        samples = answer["samples"] if answer else []
+        assert isinstance(samples, list)
+        names |= dict.fromkeys(each["id"] for each in samples)
+    return list(names)
 
 
 def _logs(answer: Json | None) -> list[str]:

@@ -224,6 +224,7 @@ class InlineDriver:
             case ef.StartWorker() | ef.PullWeights() | ef.FormGroup():
                 self._answer(effect)
             case ef.GrantLease(lease, rollouts, _):
+                self.parts.recorder.grant(effect)
                 self._denoise(lease, rollouts)
             case ef.ScoreSamples(rollouts, lineage):
                 self._lineage = lineage

@@ -18,12 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spotlight.runtime.validation import Validation, summarise
-from spotlight.scheduler.effects import CommitCheckpoint, ReportEvaluation, ReportPipeline
+from spotlight.scheduler.effects import CommitCheckpoint, GrantLease, ReportEvaluation, ReportPipeline
 from spotlight.scheduler.records import REWARD, Record
 from spotlight.scheduler.types import Phase, Prompt, PromptId, Rollout, WorkerId
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import Tile, picture_of, write_grid
-from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
+from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
@@ -41,8 +41,11 @@ class Recorder(Protocol):
     def write(self, position: int, record: Record) -> None:
         """Add a record; durable after :meth:`flush`."""
 
+    def grant(self, effect: GrantLease) -> None:
+        """Add who works on which rollouts; durable after :meth:`flush`."""
+
     def flush(self) -> None:
-        """Make all records durable."""
+        """Make all records and leases durable."""
 
     def spend(self, seconds: Mapping[Phase, float]) -> None:
         """Bill an interval of every worker's time."""
@@ -86,17 +89,21 @@ class RunRecorder:
     fps: float
     before_s: float
     _records: list[tuple[int, Record]] = field(default_factory=list)
+    _granted: list[GrantedLease] = field(default_factory=list)
     _spent_s: float = 0.0
 
     def write(self, position: int, record: Record) -> None:
         """See :class:`Recorder`."""
         self._records.append((position, record))
 
+    def grant(self, effect: GrantLease) -> None:
+        """See :class:`Recorder`."""
+        self._granted.append(GrantedLease(effect.lease, effect.resume, time.time()))
+
     def flush(self) -> None:
         """See :class:`Recorder`."""
-        if self._records:
-            self.ledger.append(self._records)
-            self._records = []
+        self.ledger.append(self._records, self._granted)
+        self._records, self._granted = [], []
 
     def spend(self, seconds: Mapping[Phase, float]) -> None:
         """See :class:`Recorder`."""
@@ -199,6 +206,9 @@ class PassiveRecorder:
     strict: str | None
 
     def write(self, position: int, record: Record) -> None:
+        """Ignore."""
+
+    def grant(self, effect: GrantLease) -> None:
         """Ignore."""
 
     def flush(self) -> None:

@@ -36,10 +36,10 @@ function loadPlotly() {
 const plain = (text) => String(text).slice(0, 120).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
 /**
- * Draw curves into `place`, an element that stays. A curve: {name, x, y, stderr?, dash?, colour?, bars?}.
- * Markers are drawn where points are few.
+ * Draw curves into `place`, an element that stays. A curve: {name, x, y, stderr?, dash?, colour?, bars?, steps?};
+ * with `steps` a value holds until the next, and x are times. Markers are drawn where points are few.
  */
-async function drawCurves(place, { title, xLabel, yLabel, curves, stacked = false, height = 270 }) {
+async function drawCurves(place, { title, xLabel, yLabel, curves, stacked = false, height = 270, xRange = null }) {
   const shown = curves.filter((curve) => curve.y.some(known));
   if (!shown.length) return place.replaceChildren(empty(`${title}: nothing recorded yet.`));
   const Plotly = await loadPlotly();
@@ -48,6 +48,12 @@ async function drawCurves(place, { title, xLabel, yLabel, curves, stacked = fals
     const colour = curve.colour ?? lineColour(index);
     if (curve.bars) return { type: "bar", name: plain(curve.name), x: curve.x, y: curve.y, marker: { color: colour } };
     const few = curve.y.length <= 60;
+    if (curve.steps) {
+      return {
+        type: "scatter", mode: "lines", name: plain(curve.name), x: curve.x, y: curve.y, connectgaps: false,
+        line: { color: colour, width: 2, shape: "hv", dash: curve.dash ?? "solid" }, hovertemplate: `%{y:.5g} from %{x|%H:%M:%S}<extra>${plain(curve.name)}</extra>`,
+      };
+    }
     return {
       type: "scatter", mode: few ? "lines+markers" : "lines", name: plain(curve.name), x: curve.x, y: curve.y,
       line: { color: colour, width: 2, dash: curve.dash ?? "solid" }, marker: { size: 5 }, connectgaps: false,
@@ -61,7 +67,8 @@ async function drawCurves(place, { title, xLabel, yLabel, curves, stacked = fals
     title: { text: plain(title), font: { size: 14 }, x: 0, xref: "paper", xanchor: "left" }, height, barmode: stacked ? "stack" : undefined,
     margin: { l: 52, r: 14, t: 38, b: 44 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: inColour("--ink"), family: getComputedStyle(document.body).fontFamily, size: 12 },
-    xaxis: { ...axis, title: { text: plain(xLabel) } }, yaxis: { ...axis, title: { text: plain(yLabel ?? "") } },
+    xaxis: { ...axis, title: { text: plain(xLabel) }, ...(xRange ? { range: xRange } : {}) },
+    yaxis: { ...axis, title: { text: plain(yLabel ?? "") }, ...(shown.some((curve) => curve.steps) ? { rangemode: "tozero" } : {}) },
     showlegend: shown.length > 1, legend: narrow ? { orientation: "h", y: -0.32, x: 0 } : { orientation: "h", y: 1.02, yanchor: "bottom", x: 1, xanchor: "right" }, hovermode: "closest",
   };
   const options = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
@@ -96,7 +103,10 @@ function phaseBar(amounts, unit) {
 
 // -- lanes --
 
-const MARKS = { node_noticed: "▼", notice_cancelled: "○", node_lost: "✕", worker_crashed: "!", learner_lost: "◆" };
+const MARKS = {
+  node_noticed: "▼", notice_cancelled: "○", node_drained: "▽", node_lost: "✕", worker_crashed: "!",
+  learner_lost: "◆", learner_waits: "◇", learner_placed: "▶",
+};
 
 /** Draw one worker's lane; marks are incidents of its node. */
 function drawLane(canvas, lane, phases, start, end, marks) {
@@ -148,27 +158,31 @@ function hatch(draw, from, to, height) {
 function lanesOf(found) {
   const tip = h("div", { class: "tip", "aria-live": "polite" }, "Point at a lane, or focus it and use the arrow keys.");
   const drawings = [];
-  const rows = found.lanes.map((lane) => {
+  const moved = found.events.some((event) => event.subject === "learner");
+  const learner = { worker: "learner", node: "learner", from: found.start, to: found.end, stretches: [] };
+  const rows = [...(moved ? [learner] : []), ...found.lanes].map((lane) => {
     const marks = found.events.filter((event) => event.kind in MARKS && [lane.node, lane.worker].includes(event.subject)
       && event.at >= lane.from - 1 && event.at <= lane.to + 1);
-    const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": `${lane.worker}: ${duration(lane.billed_s)} billed` });
+    const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": lane === learner ? `learner: ${plural(marks.length, "incident")}` : `${lane.worker}: ${duration(lane.billed_s)} billed` });
     let chosen = -1;
+    const tellMark = (mark) => { tip.textContent = `${mark.subject}: ${words(mark.kind)} at ${clock(mark.at)} ${mark.detail}`; };
     const tell = (index) => {
       chosen = index;
+      if (lane === learner && marks[index]) tellMark(marks[index]);
       const stretch = lane.stretches[index];
       if (stretch) tip.textContent = `${lane.worker}: ${words(found.phases[stretch[2]])} for ${figure(stretch[1] - stretch[0], 3)} s from ${clock(stretch[0])}, at ${dollars(lane.usd_h)} an hour`;
     };
     canvas.addEventListener("pointermove", (event) => {
       const at = found.start + (event.offsetX / canvas.clientWidth) * (found.end - found.start);
       const mark = marks.find((each) => Math.abs(each.at - at) < ((found.end - found.start) * 7) / canvas.clientWidth);
-      if (mark) tip.textContent = `${mark.subject}: ${words(mark.kind)} at ${clock(mark.at)} ${mark.detail}`;
+      if (mark) tellMark(mark);
       else tell(lane.stretches.findIndex(([from, to]) => from <= at && at <= to));
     });
     canvas.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!step) return;
       event.preventDefault();
-      tell(Math.min(lane.stretches.length - 1, Math.max(0, chosen + step)));
+      tell(Math.min((lane === learner ? marks : lane.stretches).length - 1, Math.max(0, chosen + step)));
     });
     drawings.push(() => drawLane(canvas, lane, found.phases, found.start, found.end, marks));
     return h("div", { class: "lane" }, h("div", { class: "name", title: lane.worker }, lane.worker), canvas);

@@ -171,12 +171,12 @@ const clusterChoice = { span: "", page: 0 };
 function clusterView(place, { run }) {
   const choice = clusterChoice;
   const drawn = h("div", { class: "card wide" });
-  const price = h("div", { class: "chart" });
+  const [price, paid] = [h("div", { class: "chart" }), h("p", { class: "faint" })];
   const pages = h("span");
   const happened = h("div", { class: "card" });
   const span = h("select", { disabled: Boolean(INLINED), on: { change: (event) => { choice.span = event.target.value; choice.page = 0; refresh(); } } },
     SPANS.map(([value, told]) => h("option", { value, selected: choice.span === value }, `last ${told}`.replace("last whole", "whole"))));
-  place.replaceChildren(h("div", { class: "controls" }, h("label", {}, "Show", span), pages), h("div", { class: "grid" }, drawn, h("div", { class: "card" }, price), happened));
+  place.replaceChildren(h("div", { class: "controls" }, h("label", {}, "Show", span), pages), h("div", { class: "grid" }, drawn, h("div", { class: "card wide" }, price, paid), happened));
 
   async function refresh() {
     await fill(drawn, async () => {
@@ -185,6 +185,7 @@ function clusterView(place, { run }) {
       const last = Math.ceil(found.total / found.page_size) - 1;
       const turn = (by) => h("button", { type: "button", disabled: Boolean(INLINED) || choice.page + by < 0 || choice.page + by > last, on: { click: () => { choice.page += by; refresh(); } } }, by < 0 ? "Newer" : "Older");
       pages.replaceChildren(`${plural(found.total, "lane")}${last ? `, page ${found.page + 1} of ${last + 1} ` : ""}`, ...(last ? [turn(-1), turn(1)] : []));
+      paid.textContent = pricesTold(found.prices);
       fill(price, () => pricesOf(price, found));
       happened.replaceChildren(h("h2", {}, "Newest incidents"), incidentTable(found.events.slice(-15).reverse()));
       return [h("h2", {}, "Workers: a lane each, coloured by phase"), laneLegend(found), lanesOf(found)];
@@ -194,20 +195,33 @@ function clusterView(place, { run }) {
 }
 
 function laneLegend(found) {
+  const happened = new Set(found.events.map((event) => event.kind));
   const met = new Set(found.lanes.flatMap((lane) => lane.stretches.map(([, , phase]) => phase)));
   return h("div", { class: "legend" }, found.phases.map((phase, index) => met.has(index) && h("span", {}, h("span", { class: "swatch", style: { background: phaseColour(phase) } }), words(phase))),
-    h("span", {}, "▼ notice"), h("span", {}, "✕ lost"), h("span", {}, "! worker crashed"), h("span", {}, "◆ learner lost"));
+    ["node_noticed", "node_drained", "node_lost", "worker_crashed"].map((kind) => h("span", {}, `${MARKS[kind]} ${words(kind)}`)),
+    ["learner_lost", "learner_waits", "learner_placed"].map((kind) => happened.has(kind) && h("span", {}, `${MARKS[kind]} ${words(kind)}`)));
 }
 
+/** A time as Plotly takes it: on this machine's clock, like the lanes. */
+const localTime = (at) => new Date(at * 1000 - new Date(at * 1000).getTimezoneOffset() * 60000).toISOString().slice(0, 23);
+
 async function pricesOf(place, found) {
-  const kinds = new Map();
-  for (const each of found.prices) {
-    const kind = each.worker.replace(/[-/].*$/, "");
-    if (!kinds.has(kind)) kinds.set(kind, { name: kind, x: [], y: [] });
-    kinds.get(kind).x.push(new Date(each.at * 1000).toISOString());
-    kinds.get(kind).y.push(each.usd_h);
-  }
-  await drawCurves(place, { title: "Price of each worker when it joined", xLabel: "", yLabel: "USD an hour", curves: [...kinds.values()].slice(0, 8) });
+  const curves = Object.entries(found.prices).filter(([, steps]) => steps.length).map(([name, steps], index) => ({
+    name: `${name} worker`, steps: true, dash: DASHES[index], x: [...steps.map(([at]) => at), found.end].map(localTime), y: [...steps, steps.at(-1)].map(([, price]) => price),
+  }));
+  await drawCurves(place, { title: "Price of a worker over time", xLabel: "", yLabel: "USD an hour", curves, height: 220, xRange: [localTime(found.start), localTime(found.end)] });
+}
+
+/** What is known of prices, also where a line says little. */
+function pricesTold(prices) {
+  const told = Object.entries(prices).map(([kind, steps]) => {
+    const met = steps.map(([, price]) => price).filter(known);
+    if (!met.length) return kind === "spot" ? "No spot worker was there in this time: no spot price is known." : null;
+    const [least, most] = [Math.min(...met), Math.max(...met)];
+    const name = `A ${kind} worker costs`;
+    return least === most ? `${name} ${dollars(least)} an hour throughout.` : `${name} ${dollars(least)} to ${dollars(most)} an hour, ${dollars(met.at(-1))} last.`;
+  });
+  return [...told, "The newest worker's price, which is that at which its node joined; gaps are without workers."].filter(Boolean).join(" ");
 }
 
 const incidentTable = (incidents) => incidents.length
@@ -289,20 +303,29 @@ function samplesView(place, { run, argument, go }) {
   const form = h("form", { class: "controls", on: { submit: (event) => { event.preventDefault(); pages = []; search(); } } },
     h("input", { type: "search", name: "text", placeholder: "prompt or rollout id", "aria-label": "prompt or rollout id" }), choose("purpose", ["", "train", "eval", "explore"]),
     choose("fate", ["", "trained", "evaluated", "explored", "dropped", "in flight"]), h("input", { type: "number", name: "iteration", min: "0", placeholder: "iteration", "aria-label": "iteration", style: { width: "110px" } }),
-    h("input", { type: "text", name: "worker", placeholder: "worker", "aria-label": "worker", style: { width: "130px" } }), h("button", { type: "submit" }, "Search"));
+    h("input", { type: "text", name: "worker", placeholder: "worker or node", "aria-label": "worker or node", style: { width: "130px" } }),
+    h("label", {}, h("input", { type: "checkbox", name: "moved", value: "1" }), "on several nodes"), h("button", { type: "submit" }, "Search"));
   place.replaceChildren(detail, INLINED ? "" : form, results);
 
+  const listed = (samples, title) => table([
+    ["rollout", (each) => h("a", { href: go.address("samples", each.id) }, each.id)], ["for", (each) => each.purpose], ["iteration", (each) => count(each.iteration), "number"],
+    ["prompt", (each) => h("span", { class: "words clamp", dir: "auto", title: each.text.slice(0, 500) }, each.text.slice(0, 400))], ["reward", (each) => figure(each.reward), "number"],
+    ["nodes", (each) => h("span", { class: "words" }, each.nodes.join(" → ") || "–")], ["fate", (each) => (each.kind ?? "in flight") + (each.reason ? ` (${words(each.reason)})` : "")],
+  ], samples, title);
   const search = () => fill(results, async () => {
-    const query = INLINED ? {} : Object.fromEntries(new FormData(form));
-    const found = await ask(run, "samples", { ...query, before: pages.at(-1) ?? "" });
+    if (INLINED) {
+      const [moved, newest] = [await ask(run, "samples", { moved: "1" }), await ask(run, "samples")];
+      return [
+        moved.samples.length ? [h("h2", {}, "Samples that were on several nodes, the newest"), listed(moved.samples, "Samples on several nodes")] : null,
+        h("h2", {}, "The newest samples"), newest.samples.length ? listed(newest.samples, "Newest samples") : empty("None yet."),
+        h("p", { class: "faint" }, "The lives of these are in the file; search and all others need the dashboard itself."),
+      ];
+    }
+    const found = await ask(run, "samples", { ...Object.fromEntries(new FormData(form)), before: pages.at(-1) ?? "" });
     if (!found.samples.length) return empty("No sample matches.");
     return [
-      table([
-        ["rollout", (each) => h("a", { href: go.address("samples", each.id) }, each.id)], ["for", (each) => each.purpose], ["iteration", (each) => count(each.iteration), "number"],
-        ["prompt", (each) => h("span", { class: "words clamp", dir: "auto", title: each.text.slice(0, 500) }, each.text.slice(0, 400))], ["reward", (each) => figure(each.reward), "number"],
-        ["worker", (each) => each.worker ?? "–"], ["fate", (each) => (each.kind ?? "in flight") + (each.reason ? ` (${words(each.reason)})` : "")],
-      ], found.samples, "Samples"),
-      INLINED ? h("p", { class: "faint" }, "The newest samples; search and single lives need the dashboard itself.") : h("div", { class: "controls" },
+      listed(found.samples, "Samples"),
+      h("div", { class: "controls" },
         pages.length ? h("button", { type: "button", on: { click: () => { pages.pop(); search(); } } }, "Newer") : null,
         found.more ? h("button", { type: "button", on: { click: () => { pages.push(found.samples.at(-1).seq); search(); } } }, "Older") : null),
     ];
@@ -314,16 +337,31 @@ function samplesView(place, { run, argument, go }) {
 }
 
 function lifeOf(found, go) {
+  const isHere = (id) => !INLINED || `sample?id=${encodeURIComponent(id)}` in INLINED.answers;
   return [
     h("h2", {}, `${found.id}, a sample of iteration ${found.iteration} for ${found.purpose}`),
     h("p", { class: "words", dir: "auto" }, found.prompt.slice(0, 20000)),
     h("p", { class: "faint words" }, `Member ${found.member}, ${found.steps} steps, seed ${found.seed}. Metadata: ${JSON.stringify(found.metadata)}`),
     h("div", { class: "grid" },
-      h("div", {}, table([["record", (each) => count(each.seq), "number"], ["what", (each) => words(each.what)], ["how", (each) => h("span", { class: "words" }, each.detail)], ["billed by", (each) => (each.by ? clock(each.by) : "not yet"), "time"]], found.life, "Life"),
-        h("p", { class: "faint" }, "Records have no time of their own: “billed by” is the end of the next bill. The ledger keeps the worker that finished a rollout and commits refused from others, not every lease.")),
+      h("div", { class: "column" },
+        h("div", {}, h("h2", {}, "Where it was"), staysOf(found)),
+        h("div", {}, h("h2", {}, "Life"), table([["record", (each) => count(each.seq), "number"], ["what", (each) => words(each.what)], ["how", (each) => h("span", { class: "words" }, each.detail)], ["billed by", (each) => (each.by ? clock(each.by) : "not yet"), "time"]], found.life, "Life"),
+          h("p", { class: "faint" }, "Records have no time of their own: “billed by” is the end of the next bill."))),
       h("div", {}, table([["score", (each) => each.name], ["value", (each) => figure(each.value), "number"], ["by", (each) => h("span", { class: "words" }, each.by ?? "")]], found.scores, "Scores")),
-      h("div", {}, h("h2", {}, `Its group, best first (${found.group.length})`), table([["rollout", (each) => h("a", { href: go.address("samples", each.id) }, each.id)], ["reward", (each) => figure(each.reward), "number"], ["fate", (each) => each.kind ?? "in flight"]], found.group.slice(0, 64), "Group"))),
+      h("div", {}, h("h2", {}, `Its group, best first (${found.group.length})`), table([["rollout", (each) => (isHere(each.id) ? h("a", { href: go.address("samples", each.id) }, each.id) : each.id)], ["reward", (each) => figure(each.reward), "number"], ["fate", (each) => each.kind ?? "in flight"]], found.group.slice(0, 64), "Group"))),
   ];
+}
+
+/** Every worker that had the sample, and what became of it there. */
+function staysOf(found) {
+  if (!found.stays?.length) {
+    return h("p", { class: "faint" }, found.stays && !found.life.some((each) => each.what === "finished") ? "It was given to no worker yet." : "The ledger is older than its leases: it knows only the worker that finished a sample.");
+  }
+  const became = (each) => (each.made_it ? "finished here" : each.then.map(({ what, at }) => `${words(what)} ${clock(at)}`).join(", ") || "not finished");
+  return table([
+    ["given", (each) => moment(each.at), "time"], ["worker", (each) => each.worker], ["from step", (each) => `${each.from_step} of ${found.steps}`, "number"],
+    ["what became of it", (each) => became(each)], ["lease", (each) => `${each.lease}, epoch ${each.epoch}, attempt ${each.attempt}`],
+  ], found.stays, "Where it was");
 }
 
 // -- log and doctor --

@@ -175,7 +175,7 @@ def _about_spot(gone_at: float | None, now_s: float) -> Iterator[RunFinding]:
         yield RunFinding(
             "no_spot_node",
             f"There has been no spot node for {(now_s - gone_at) / 60:.0f} minutes.",
-            "See the cloud's quota and prices; until one comes, rollouts are made on the reserved nodes.",
+            "See the cloud's quota and prices; until one comes, only reserved nodes work, if there are any.",
         )
 
 

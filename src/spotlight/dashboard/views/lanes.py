@@ -1,8 +1,8 @@
 """What each worker did when: lanes of phases, and what hit its node, from the ledger's bills.
 
 The ledger bills a worker's seconds one after the other from when it joined, each to one phase. Their running
-sum is therefore the time of each; within one bill (``fleet.heartbeat_s``) the order of phases is that in
-which they were booked.
+sum is therefore the time of each; within one bill (on Ray, of 5 s) the order of phases is that in which they
+were booked.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def lanes(run: RunFolder, last_s: float | None = None, page: int = 0) -> Json:
                 if lane.clock + seconds > start:
                     lane.stretches.append((max(lane.clock, start), lane.clock + seconds, phase))
                 lane.clock += seconds
+        on_spot = spot_nodes(connection)
         events = connection.execute(
             "SELECT at, kind, subject, spot, detail FROM incidents WHERE at >= ? ORDER BY id DESC LIMIT ?",
             (start, _EVENTS_MAX),
@@ -81,11 +82,42 @@ def lanes(run: RunFolder, last_s: float | None = None, page: int = 0) -> Json:
             {"at": at, "kind": kind, "subject": subject, "spot": bool(spot), "detail": detail}
             for at, kind, subject, spot, detail in reversed(events)
         ],
-        "prices": [
-            {"at": lane.joined_at, "worker": lane.worker, "usd_h": lane.price_usd_h}
-            for lane in sorted(shown, key=lambda lane: lane.joined_at)[-_EVENTS_MAX:]
-        ],
+        "prices": {
+            kind: _price_steps(
+                [lane for lane in shown if (node_of(lane.worker) in on_spot) == spot], start, end
+            )
+            for kind, spot in (("spot", True), ("reserved", False))
+        },
     }
+
+
+def spot_nodes(connection: Connection) -> set[str]:
+    """The names of all spot nodes that ever joined."""
+    rows = connection.execute("SELECT DISTINCT subject FROM incidents WHERE kind = 'node_joined' AND spot")
+    return {subject for (subject,) in rows}
+
+
+def _price_steps(lanes: list[_Lane], start: float, end: float) -> list[tuple[float, float | None]]:
+    """What the newest of the workers that were there cost in USD an hour, from each time on; None: none was.
+
+    At most :data:`_EVENTS_MAX` changes, the newest.
+    """
+    stayed = [lane for lane in lanes if lane.left_at > lane.joined_at]
+    changes = [(max(start, lane.joined_at), 1, lane) for lane in stayed]
+    changes += [(lane.left_at, 0, lane) for lane in stayed if lane.left_at < end]
+    there: dict[int, _Lane] = {}
+    steps: list[tuple[float, float | None]] = []
+    for at, joins, lane in sorted(changes, key=lambda change: (*change[:2], change[2].joined_at)):
+        if joins:
+            there[id(lane)] = lane
+        else:
+            there.pop(id(lane), None)
+        price = next(reversed(there.values())).price_usd_h if there else None
+        if steps and steps[-1][0] == at:
+            steps.pop()
+        if not steps or steps[-1][1] != price:
+            steps.append((at, price))
+    return steps[-_EVENTS_MAX:]
 
 
 def _known(connection: Connection) -> dict[tuple[int, str], _Lane]:

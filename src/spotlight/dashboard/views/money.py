@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from contextlib import closing
-from sqlite3 import Connection
 
 from spotlight.dashboard.figures import Json, finite, thinned
 from spotlight.dashboard.run_folders import RunFolder
 from spotlight.dashboard.views.curves import spent_usd
-from spotlight.dashboard.views.lanes import node_of
+from spotlight.dashboard.views.lanes import node_of, spot_nodes
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
 
@@ -34,7 +33,7 @@ def money(run: RunFolder) -> Json:
         workers = connection.execute(
             "SELECT worker, SUM(seconds), SUM(seconds * price_usd_h) / 3600 FROM gpu_seconds GROUP BY worker"
         ).fetchall()
-        spot = _spot_nodes(connection)
+        spot = spot_nodes(connection)
         iterations, dollars = spent_usd(connection)
     kept = thinned(dollars, 600)
     seconds = sum(row[1] for row in phases)
@@ -71,11 +70,6 @@ def forecast(iterations: list[int], dollars: list[float], planned: int | None) -
         "usd_left": finite(each * left) if each is not None and left is not None else None,
         "over_iterations": span,
     }
-
-
-def _spot_nodes(connection: Connection) -> set[str]:
-    rows = connection.execute("SELECT DISTINCT subject FROM incidents WHERE kind = 'node_joined' AND spot")
-    return {subject for (subject,) in rows}
 
 
 def _by_node(workers: list[tuple[str, float, float]], spot: set[str]) -> list[Json]:

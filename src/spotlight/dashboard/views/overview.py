@@ -205,7 +205,10 @@ def nodes_now(connection: Connection) -> NodesNow:
 
 
 def spot_gone_at(connection: Connection) -> float | None:
-    """When the last spot node of the newest attempt was lost; None if it has one, or had none."""
+    """When the newest attempt lost its last spot node, or began to wait for one to put its learner on.
+
+    None if it has one, or needs none.
+    """
     if nodes_now(connection).spot:
         return None
     found: float | None = connection.execute(_SPOT_LOST).fetchone()[0]
@@ -263,7 +266,7 @@ WHERE attempt = (SELECT MAX(number) FROM attempts) AND left_at IS NULL
 """
 _SPOT_LOST = """
 SELECT MAX(at) FROM incidents
-WHERE attempt = (SELECT MAX(number) FROM attempts) AND kind = 'node_lost' AND spot
+WHERE attempt = (SELECT MAX(number) FROM attempts) AND kind IN ('node_lost', 'learner_waits') AND spot
 """
 _NODES = """
 SELECT subject, spot, kind FROM incidents WHERE id IN (

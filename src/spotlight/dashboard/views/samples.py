@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from spotlight.dashboard.figures import Json, finite
 from spotlight.dashboard.run_folders import RunFolder
 from spotlight.dashboard.views.lanes import node_of
+from spotlight.dashboard.views.sample_nodes import ON_SEVERAL_NODES, nodes_of, stays, trained_on
 from spotlight.store.ledger import ledger_queries as queries
 
 PAGE_SIZE = 50
@@ -33,6 +34,8 @@ class SampleSearch:
     Attributes:
         text: part of the prompt, or a rollout's id.
         fate: an outcome, or :data:`IN_FLIGHT`.
+        worker: a worker or a node that held a lease on it, or finished it.
+        moved: only samples that were on several nodes.
         before: only rollouts issued before this record: the next page.
     """
 
@@ -41,6 +44,7 @@ class SampleSearch:
     fate: str = ""
     worker: str = ""
     iteration: int | None = None
+    moved: bool = False
     before: int | None = None
 
 
@@ -50,19 +54,30 @@ def samples(run: RunFolder, search: SampleSearch) -> Json:
     Raises:
         LedgerError: there is no ledger, or it cannot be read.
     """
-    conditions = list(_conditions(search))
-    where = f" WHERE {' AND '.join(condition for condition, _ in conditions)}" if conditions else ""
-    query = f"{_LISTED}{where} ORDER BY rollouts.seq DESC LIMIT {PAGE_SIZE + 1}"
-    with closing(queries.open_readonly(run.ledger())) as connection:
+    with (
+        closing(queries.open_readonly(run.ledger())) as connection,
+        queries.consistent_reading(connection),
+    ):
+        conditions = list(_conditions(search, leased=queries.has_table(connection, "leases")))
+        where = f" WHERE {' AND '.join(condition for condition, _ in conditions)}" if conditions else ""
+        query = f"{_LISTED}{where} ORDER BY rollouts.seq DESC LIMIT {PAGE_SIZE + 1}"
         connection.row_factory = sqlite3.Row
         rows = connection.execute(query, [value for _, values in conditions for value in values]).fetchall()
+        nodes = nodes_of(connection, [row["id"] for row in rows[:PAGE_SIZE]])
     return {
-        "samples": [{**dict(row), "reward": finite(row["reward"])} for row in rows[:PAGE_SIZE]],
+        "samples": [
+            {
+                **dict(row),
+                "reward": finite(row["reward"]),
+                "nodes": nodes.get(row["id"]) or ([node_of(row["worker"])] if row["worker"] else []),
+            }
+            for row in rows[:PAGE_SIZE]
+        ],
         "more": len(rows) > PAGE_SIZE,
     }
 
 
-def _conditions(search: SampleSearch) -> Iterator[tuple[str, tuple[str | int, ...]]]:
+def _conditions(search: SampleSearch, *, leased: bool) -> Iterator[tuple[str, tuple[str | int, ...]]]:
     if search.text:
         escaped = search.text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
         prompts = "SELECT id FROM prompts WHERE text LIKE ? ESCAPE '\\'"
@@ -74,7 +89,12 @@ def _conditions(search: SampleSearch) -> Iterator[tuple[str, tuple[str | int, ..
     elif search.fate:
         yield "outcomes.kind = ?", (search.fate,)
     if search.worker:
-        yield "samples.worker = ?", (search.worker,)
+        held = "SELECT rollout FROM samples WHERE ? IN (worker, rtrim(rtrim(worker, '0123456789'), '/'))"
+        if leased:
+            held = f"{held} UNION {held.replace('samples', 'leases')}"
+        yield f"rollouts.id IN ({held})", (search.worker,) * (1 + leased)
+    if search.moved:
+        yield f"rollouts.id IN ({ON_SEVERAL_NODES})" if leased else "0", ()
     if search.iteration is not None:
         yield "rollouts.iteration = ?", (search.iteration,)
     if search.before is not None:
@@ -100,6 +120,10 @@ def sample(run: RunFolder, rollout: str) -> Json | None:
         if issued is None:
             return None
         life = [_event(connection, seq, what, told) for seq, what, told in sorted(_life(connection, issued))]
+        ended = connection.execute("SELECT seq FROM outcomes WHERE rollout = ?", (rollout,)).fetchone()
+        maker = connection.execute(
+            "SELECT worker, epoch FROM samples WHERE rollout = ?", (rollout,)
+        ).fetchone()
         members = connection.execute(
             "SELECT rollouts.id, member, (SELECT value FROM rewards WHERE rollout = rollouts.id AND"
             " name = 'reward') AS reward, (SELECT kind FROM outcomes WHERE rollout = rollouts.id) AS kind"
@@ -113,6 +137,12 @@ def sample(run: RunFolder, rollout: str) -> Json | None:
             **{key: issued[key] for key in ("purpose", "iteration", "member", "steps", "version")},
             "seed": str(issued["seed"]),  # more digits than a number of JavaScript has
             "life": life,
+            "stays": stays(
+                connection,
+                rollout,
+                (maker["worker"], maker["epoch"]) if maker else None,
+                _billed_at(connection, ended["seq"]) if ended else None,
+            ),
             "scores": [
                 {"name": name, "value": finite(value), "by": by}
                 for name, value, by in connection.execute(_scores_query(connection), (rollout,))
@@ -136,7 +166,12 @@ def _life(connection: sqlite3.Connection, issued: sqlite3.Row) -> Iterator[tuple
     for seq, kind, step, reason, detail in connection.execute(
         "SELECT seq, kind, optimizer_step, reason, detail FROM outcomes WHERE rollout = ?", (rollout,)
     ):
-        yield seq, kind, f"in optimizer step {step}" if step is not None else _told(reason, detail)
+        yield seq, kind, _told(reason, detail) if step is None else _trained(connection, seq, step)
+
+
+def _trained(connection: sqlite3.Connection, seq: int, step: int) -> str:
+    nodes = trained_on(connection, seq)
+    return f"in optimizer step {step}" + (f" of the learner on {', '.join(nodes)}" if nodes else "")
 
 
 def _told(reason: str | None, detail: str | None) -> str:

@@ -164,6 +164,7 @@ def _audit(
             broken_file,
             Violation("billing", "attempts whose billed GPU seconds are not the sum over phases", dishonest),
             _filled(connection, attempts, checkpoint_position or 0),
+            _leased(connection),
             broken_checkpoint,
         ]
         return AuditReport(
@@ -231,6 +232,21 @@ def _filled(connection: sqlite3.Connection, bills: tuple[AttemptBill, ...], posi
         "attempts in which more GPU seconds were filled, by training or in all, than worked",
         tuple(ids),
     )
+
+
+def _leased(connection: sqlite3.Connection) -> Violation:
+    """Check that samples finished since leases are recorded were made under one of theirs."""
+    ids: tuple[str, ...] = ()
+    if queries.has_table(connection, "leases"):
+        rows = connection.execute(
+            """
+            SELECT rollout FROM samples WHERE seq > (SELECT MIN(position) FROM leases) AND NOT EXISTS (
+                SELECT 1 FROM leases WHERE leases.rollout = samples.rollout
+                    AND leases.worker = samples.worker AND leases.epoch = samples.epoch)
+            """
+        )
+        ids = tuple(rollout for (rollout,) in rows)
+    return Violation("leased", "samples finished by a worker that no lease gave their rollout to", ids)
 
 
 def _newest_checkpoint(paths: RunPaths) -> tuple[Checkpoint | None, tuple[str, ...]]:

@@ -193,8 +193,8 @@ def filled_s(
     Args:
         up_to: last record number to count; None for all.
     """
-    if _integer(connection, "SELECT COUNT(*) FROM sqlite_master WHERE name = 'filled_seconds'") == 0:
-        return {}  # written by the previous version, not upgraded yet
+    if not has_table(connection, "filled_seconds"):
+        return {}
     rows = connection.execute(
         "SELECT filler, SUM(seconds) FROM filled_seconds WHERE attempt = COALESCE(?1, attempt)"
         " AND position <= COALESCE(?2, position) GROUP BY filler",
@@ -206,8 +206,8 @@ def filled_s(
 
 def scorers(connection: sqlite3.Connection) -> dict[str, tuple[str, ...]]:
     """What gave the scores, by reward, in order of first use; rewards that do not tell it are absent."""
-    if _integer(connection, "SELECT COUNT(*) FROM sqlite_master WHERE name = 'scorers'") == 0:
-        return {}  # written by a previous version, not upgraded yet
+    if not has_table(connection, "scorers"):
+        return {}
     rows = connection.execute(
         "SELECT reward, scored_by FROM scorers GROUP BY reward, scored_by ORDER BY MIN(id)"
     )
@@ -223,6 +223,12 @@ def scorers_at(connection: sqlite3.Connection, position: int) -> dict[str, str]:
         "SELECT reward, scored_by FROM scorers WHERE position < ? ORDER BY id", (position,)
     )
     return dict(rows.fetchall())
+
+
+def has_table(connection: sqlite3.Connection, name: str) -> bool:
+    """Whether there is this table; a ledger of an older version may lack it until it is upgraded."""
+    found = connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (name,))
+    return found.fetchone() is not None
 
 
 def has_scores_view(connection: sqlite3.Connection) -> bool:

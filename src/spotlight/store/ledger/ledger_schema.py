@@ -9,9 +9,9 @@ controller record that made it. Constraints enforce the accounting:
 - a sample left out by choice was finished, for training;
 - a rollout is finished once, by the policy version it requires, and each of its scores is recorded once.
 
-The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds, scorers) record how
-the work went rather than what was decided. Their rows are unnumbered and, except filled seconds, survive a
-rollback.
+The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds, scorers, leases)
+record how the work went rather than what was decided. Their rows are unnumbered and, except filled seconds,
+survive a rollback.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 UPGRADABLE_VERSION = 2
-"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds`` and ``scorers``, and
-``outcomes`` refuses samples left out by choice.
+"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``, ``scorers`` and
+``leases``, and ``outcomes`` refuses samples left out by choice.
 """
 APPLICATION_ID = 0x53504F54
 """Identifies the file as a Spotlight ledger (``SPOT``), so that another database is refused."""
@@ -44,6 +44,7 @@ class Incident(StrEnum):
     NODE_JOINED = "node_joined"
     NODE_NOTICED = "node_noticed"
     NOTICE_CANCELLED = "notice_cancelled"
+    NODE_DRAINED = "node_drained"
     NODE_LOST = "node_lost"
     WORKER_CRASHED = "worker_crashed"
     LEARNER_LOST = "learner_lost"
@@ -270,6 +271,23 @@ CREATE TABLE scorers (
 {SCORES_VIEW};
 """
 
+_LEASES = """
+-- Where a rollout was: each worker that it was given to, and from which step. Rows survive a rollback, after
+-- which a kept sample still names the lease that it was made under; hence no key to rollouts.
+-- position: the ledger's position when the lease was written.
+CREATE TABLE leases (
+    rollout TEXT NOT NULL,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    lease INTEGER NOT NULL CHECK (lease > 0),
+    position INTEGER NOT NULL CHECK (position >= 0),
+    at REAL NOT NULL,
+    worker TEXT NOT NULL,
+    epoch INTEGER NOT NULL CHECK (epoch >= 0),
+    from_step INTEGER NOT NULL CHECK (from_step >= 0),
+    PRIMARY KEY (rollout, attempt, lease)
+) STRICT, WITHOUT ROWID;
+"""
+
 
 def _insert_only(table: str) -> str:
     return (
@@ -286,6 +304,7 @@ SCHEMA = "\n".join(
         _WORK,
         _FILLED,
         _SCORERS,
+        _LEASES,
         _INSERT_ONLY,
         f"PRAGMA application_id = {APPLICATION_ID};",
         f"PRAGMA user_version = {SCHEMA_VERSION};",
@@ -308,7 +327,7 @@ INSERT INTO incidents (id, attempt, at, kind, subject, spot, detail)
     SELECT id, attempt, at, kind, subject, spot, detail FROM incidents_before;
 DROP TABLE incidents_before;
 """
-_ADDED = {3: _FILLED, 4: _SCORERS, 5: _OUTCOMES_AGAIN, 6: _INCIDENTS_AGAIN}
+_ADDED = {3: _FILLED, 4: _SCORERS, 5: _OUTCOMES_AGAIN, 6: _INCIDENTS_AGAIN, 7: _INCIDENTS_AGAIN + _LEASES}
 """What each version added."""
 
 

@@ -35,7 +35,7 @@ from spotlight.scheduler.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.scheduler.types import Filler, Phase, WorkerId
+from spotlight.scheduler.types import Filler, Lease, Phase, RolloutId, WorkerId
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import (
     RECORD_TABLES,
@@ -65,6 +65,15 @@ class GpuSpend:
     phase: Phase
     seconds: float
     price_usd_h: float
+
+
+@dataclass(frozen=True, slots=True)
+class GrantedLease:
+    """A lease at ``granted_at``, seconds since the epoch; ``resume``: steps other than 0 to begin at."""
+
+    lease: Lease
+    resume: Mapping[RolloutId, int]
+    granted_at: float
 
 
 class SqliteLedger:
@@ -114,17 +123,20 @@ class SqliteLedger:
                 f"BEGIN IMMEDIATE;\nDROP VIEW IF EXISTS scores;\n{SCORES_VIEW};\nCOMMIT;"
             )
 
-    def append(self, records: Sequence[tuple[int, Record]]) -> None:
-        """Write numbered records in one transaction; on return they are on disk.
+    def append(self, records: Sequence[tuple[int, Record]], granted: Sequence[GrantedLease] = ()) -> None:
+        """Write numbered records, and leases granted meanwhile, in one transaction.
+
+        On return they are on disk. A lease that is there already (its grant was resent) stays as it is.
 
         Raises:
             LedgerError: the numbers do not continue :meth:`position`, or the records break the accounting.
             StoreError: the disk is full or not writable.
         """
-        if not records:
+        if not records and not granted:
             return
         expected = self._position + 1
-        together = f"records {expected} to {records[-1][0]} (a step and the samples it trained go together)"
+        last = self._position + len(records)
+        together = f"records {expected} to {last} (a step and the samples it trained go together)"
         with self._transaction(together):
             for number, record in records:
                 if number != expected:
@@ -134,6 +146,8 @@ class SqliteLedger:
                     )
                 self._insert(number, record)
                 expected += 1
+            if granted:
+                self._insert_leases(granted, expected - 1)
         self._position = expected - 1
 
     def _insert(self, number: int, record: Record) -> None:
@@ -144,6 +158,20 @@ class SqliteLedger:
             raise LedgerError(
                 f"{self._path}: record {number} breaks the accounting: {error}: {record!r}"
             ) from error
+
+    def _insert_leases(self, granted: Sequence[GrantedLease], position: int) -> None:
+        attempt = self._current_attempt()
+        self._connection.executemany(
+            "INSERT INTO leases (rollout, attempt, lease, position, at, worker, epoch, from_step) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (rollout, attempt, lease) DO NOTHING",
+            [
+                (rollout, attempt, lease.id, position, each.granted_at, lease.worker, lease.epoch, step)
+                for each in granted
+                for lease in (each.lease,)
+                for rollout in lease.rollouts
+                for step in (each.resume.get(rollout, 0),)
+            ],
+        )
 
     def position(self) -> int:
         """Number of the last record; 0 in an empty ledger."""
