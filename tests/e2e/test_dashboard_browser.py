@@ -293,10 +293,10 @@ def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> N
                     page.wait_for_selector("[role=alert]", state="detached")
                     assert page.locator("#view").inner_text(), view
             assert it.end() == 0, it.told
+            overview.wait_for_selector(".cards >> text=finished")
             (held, *_) = it.ask(f"SELECT rollout FROM leases WHERE worker = '{killed}' ORDER BY at DESC")
             open_view(overview, address, f"samples/{held[0]}", run="watched")
             overview.wait_for_selector(f"table:has-text('what became of it') td:text-is('{killed}')")
-            overview.wait_for_selector(".cards >> text=finished")
 
 
 def test_a_vote_waits_for_the_pictures_and_a_double_click_is_one(browser: Browser, tmp_path: Path) -> None:
