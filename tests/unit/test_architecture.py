@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "training": {"config", "models", "algorithms", "diffusion", "rollout"},
     "dry_run": {"config", "data", "models", "rewards", "rollout", "store", "testbed", "training"},
     "simulation": {"scheduler"},
-    "planning": {"simulation", "scheduler", "fleet", "config"},
+    "planning": {"simulation", "scheduler", "fleet", "config", "store"},
     "report": {"store", "config", "testbed"},
     "dashboard": {"store"},
 }
@@ -54,6 +54,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "prices": set(),
         "scenarios": {"prices"},
         "compare": {"scenarios"},
+        "calibration": {"scenarios"},
         "search": {"compare", "prices", "scenarios"},
         "pages": {"compare", "scenarios", "search"},
     },

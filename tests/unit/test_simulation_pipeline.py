@@ -90,7 +90,8 @@ def test_who_trains_and_who_rolls_out(strategy: str, training: int, rolling: int
 def test_trainers_help_in_a_pipeline_only_where_a_part_says_so(
     strategy: str, reserved_roll_out: bool
 ) -> None:
-    scenario = scenario_of(prepared(strategy, name="paper-512"), strategy_named(strategy))
+    prep = prepared(strategy, "workload.recomputes_log_probs=false", name="paper-512")
+    scenario = scenario_of(prep, strategy_named(strategy))
     trains = [node for node in nodes(scenario) if node.trains]
     assert {node.rolls_out for node in trains} == {reserved_roll_out}
 

@@ -6,6 +6,7 @@ import typer
 
 from spotlight.cli.config_command import config
 from spotlight.cli.doctor import doctor
+from spotlight.cli.planning.calibrate_command import calibrate
 from spotlight.cli.planning.notices_command import notices
 from spotlight.cli.planning.plan_command import plan
 from spotlight.cli.planning.prices_command import prices
@@ -49,6 +50,7 @@ for name, command, panel in (
     ("score", score, "Use"),
     ("simulate", simulate, "Plan"),
     ("plan", plan, "Plan"),
+    ("calibrate", calibrate, "Plan"),
     ("prices", prices, "Plan"),
     ("traces", traces, "Plan"),
     ("prompts", prompts, "Use"),
@@ -62,7 +64,7 @@ for name, command, panel in (
         name,
         rich_help_panel=panel,
         no_args_is_help=name
-        in {"eval", "generate", "export", "card", "audit", "plan", "report", "tiny", "score"},
+        in {"eval", "generate", "export", "card", "audit", "plan", "calibrate", "report", "tiny", "score"},
     )(command)
 
 app.add_typer(rewards_app, name="rewards", rich_help_panel="Look up")

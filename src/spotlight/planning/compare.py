@@ -32,7 +32,7 @@ class SimulationOutcome:
         iterations: finished iterations.
         iteration_s, iteration_usd: mean over iterations after the first; NaN without any.
         iteration_error_s: standard error of that mean time; 0 with fewer than two.
-        target: iterations to target; None if not stated.
+        target: iterations to target; None if not stated, or if ``no_target`` says why it cannot hold.
         target_h, target_usd: time and cost to target; NaN if unknown.
         simulated_h, simulated_usd: of the whole simulation.
         gpu_s: GPU-seconds by kind of node and phase.
@@ -67,6 +67,7 @@ class SimulationOutcome:
     notices: int
     trained: int
     events: int
+    no_target: str = ""
 
     def seconds(self, phases: Iterable[Phase], kinds: Iterable[NodeKind] = tuple(NodeKind)) -> float:
         """GPU-seconds of these phases on these kinds of nodes."""
@@ -85,9 +86,20 @@ class SimulationOutcome:
 
 
 def outcome_of(
-    strategy: str, scenario: Scenario, result: SimulationResult, target: Target | None
+    strategy: str,
+    scenario: Scenario,
+    result: SimulationResult,
+    stated: Target | None,
+    random: Target | None = None,
 ) -> SimulationOutcome:
-    """Compute a result's metrics."""
+    """Compute a result's metrics.
+
+    Args:
+        stated: iterations to target with the seeds that the strategy wants for all groups.
+        random: with random seeds, which groups have that begin early; None: ``stated`` counts them already.
+    """
+    previews, early = _preview_share(scenario, result), _early_share(scenario, result)
+    target, no_target = honest_target(stated, random, previews, early)
     durations = [one.end_s - one.start_s for one in result.iterations]
     costs = [one.cost_usd for one in result.iterations]
     iteration_s, iteration_usd = _mean(durations[1:]), _mean(costs[1:])
@@ -112,17 +124,50 @@ def outcome_of(
         simulated_usd=sum(result.cost_usd.values()),
         gpu_s=dict(result.phase_s),
         spot_idle_share=spot.get(Phase.IDLE, 0.0) / sum(spot.values()) if sum(spot.values()) else math.nan,
-        preview_share=_preview_share(scenario, result),
+        preview_share=previews,
         filled_s=_filled(result),
         overlapped_share=sum(one.overlapped_samples or 0 for one in result.overlaps) / max(1, result.trained),
-        early_share=sum(one.early_samples or 0 for one in result.overlaps)
-        / max(1, result.trained / plan.trained_share),
+        early_share=early,
         dropped_share=max(0.0, 1 - result.trained / made) if made else math.nan,
         preemptions=result.preemptions,
         notices=result.notices,
         trained=result.trained,
         events=result.events,
+        no_target=no_target,
     )
+
+
+def honest_target(
+    stated: Target | None, random: Target | None, previews: float, early: float
+) -> tuple[Target | None, str]:
+    """The iterations that can be promised, or why none can.
+
+    Iterations with explored seeds are promised only where enough previews were made. Of a share ``early`` of
+    the groups, which begin before exploration, seeds are random; each group then contributes to the way to
+    the target what it does where all are alike: 1 / (early / random + (1 - early) / explored).
+
+    Args:
+        random: None: ``stated`` holds as it is.
+        previews: share that was made; NaN: the strategy does not explore.
+    """
+    if stated is None:
+        return None, ""
+    if previews < PREVIEWS_WANTED:
+        told = f"{previews:.0%} of the previews could be used: too little idle time for them"
+        return None, f"only {told}; its iterations to target are of at least {PREVIEWS_WANTED:.0%}"
+    if math.isnan(previews) or not early or random is None or random.value <= stated.value:
+        return stated, ""
+    value = math.ceil(1 / (early / random.value + (1 - early) / stated.value))
+    source = (
+        f"derived: {early:.0%} of the groups begin early, with random seeds: 1 / ({early:.2f} / "
+        f"{random.value} + {1 - early:.2f} / {stated.value}); explored seeds: {stated.source}"
+    )
+    return Target(value=value, source=source), ""
+
+
+def _early_share(scenario: Scenario, result: SimulationResult) -> float:
+    early = sum(one.early_samples or 0 for one in result.overlaps)
+    return early / max(1, result.trained / scenario.plan.trained_share)
 
 
 def _filled(result: SimulationResult) -> dict[Filler, float]:
@@ -195,9 +240,13 @@ def run_task(task: SimulationTask) -> ComparedStrategy:
     strategy = strategy_named(task.strategy)
     scenario = scenario_of(task.prepared, strategy, timelines=task.timelines)
     result = simulate(scenario)
-    target = task.prepared.file.target_of(strategy)
+    file = task.prepared.file
+    # What is stated for a strategy with this very name holds for it as it is.
+    random = None if task.strategy in file.iterations_to_target else file.random_target
     ends_s = tuple(one.end_s for one in result.iterations)
-    return ComparedStrategy(outcome_of(task.strategy, scenario, result, target), result.gpus, ends_s)
+    return ComparedStrategy(
+        outcome_of(task.strategy, scenario, result, file.target_of(strategy), random), result.gpus, ends_s
+    )
 
 
 def run_tasks(

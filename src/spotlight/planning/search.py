@@ -4,8 +4,9 @@
    (doublings around the scenario's numbers, unless it lists others). Each candidate is simulated for
    ``plan.iterations`` and extrapolated to its target.
 2. Up to :data:`ROUNDS` refinements: midpoints between the best candidate and its neighbours.
-3. Pipeline parts: the best candidate of each strategy gets all of ``plan.parts``, then each part that gains
-   less than the noise is removed. The rest is tried on all sizes of that kind and refined again.
+3. Pipeline parts: on every cluster of a strategy every combination of ``plan.parts``; where these are too
+   many, all and none, then single parts more or fewer around the :data:`SETTLED` best, then what pays
+   there on every cluster. A part that gains less than the noise is not recommended. Refined again.
 4. The best candidate that meets the goal is simulated to its target, else the next, up to :data:`CHECKS_MAX`.
    Only candidates simulated to their target are recommended.
 
@@ -29,14 +30,16 @@ from spotlight.planning.scenarios.profile import load_profile
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import build_scenario
 from spotlight.planning.scenarios.strategies import (
-    PipelinePart,
     SpotPlaces,
     strategy_named,
+    variants,
     with_parts,
     without_part,
 )
 
 ROUNDS = 3
+SETTLED = 3
+"""Clusters of a strategy of which single parts are tried."""
 CHECKS_MAX = 4
 GAIN_MIN = 0.01
 """A pipeline part must shorten an iteration by this share, and by two standard errors."""
@@ -135,8 +138,6 @@ class _SearchState:
     done: dict[Candidate, EvaluatedCandidate] = field(default_factory=dict)
     tried: set[Candidate] = field(default_factory=set)
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    refuted: set[str] = field(default_factory=set)
-    """Strategies with a part that does not pay: simulated for comparison, never recommended."""
 
     def simulate(self, candidates: Sequence[Candidate]) -> None:
         """Simulate new, feasible candidates, up to the limit."""
@@ -171,16 +172,36 @@ class _SearchState:
             for reason, shapes in self.left_out.items()
         )
 
-    def best(self) -> list[EvaluatedCandidate]:
-        """Candidates that may be recommended, best first."""
-        able = (one for one in self.done.values() if one.candidate.strategy not in self.refuted)
+    def best(self, strategy: str | None = None) -> list[EvaluatedCandidate]:
+        """Candidates that may be recommended, best first; of a strategy with any parts, or of all."""
+        able = (
+            one
+            for one in self.done.values()
+            if (strategy is None or _is_of(one.candidate.strategy, strategy)) and self._pays(one.candidate)
+        )
         return sorted(able, key=lambda one: (*self.goal.rank(one.outcome), one.candidate))
 
-    def gains(self, one: Candidate, other: Candidate) -> bool:
-        """Whether ``one`` has shorter iterations than ``other`` beyond the noise."""
-        self.simulate([one, other])
-        if one not in self.done or other not in self.done:
-            return one in self.done
+    def settle(self, strategy: str) -> None:
+        """Try single parts more and fewer, until those of the best clusters are the best there."""
+        parts, before = self.file.usable_parts, -1
+        while before != len(self.tried):
+            before = len(self.tried)
+            tops: dict[Candidate, str] = {}
+            for one in self.best(strategy):
+                tops.setdefault(_as(one.candidate, strategy), one.candidate.strategy)
+            for cluster, name in list(tops.items())[:SETTLED]:
+                fewer = [without_part(name, part) for part in strategy_named(name).parts]
+                more = [with_parts(name, (part,)) for part in parts]
+                near = {other for other in (*fewer, *more) if _is_of(other, strategy)}
+                self.simulate([_as(cluster, other) for other in sorted(near)])
+
+    def _pays(self, one: Candidate) -> bool:
+        """Whether each part shortens iterations by more than the noise, as far as that was tried."""
+        parts = strategy_named(one.strategy).parts
+        others = [_as(one, without_part(one.strategy, part)) for part in parts]
+        return all(self._gains(one, other) for other in others if other in self.done)
+
+    def _gains(self, one: Candidate, other: Candidate) -> bool:
         with_it, without = self.done[one].outcome, self.done[other].outcome
         noise_s = 2 * math.hypot(with_it.iteration_error_s, without.iteration_error_s)
         return without.iteration_s - with_it.iteration_s > max(noise_s, GAIN_MIN * without.iteration_s)
@@ -220,7 +241,7 @@ def search(
         problem = Problem("plan", reasons, "a candidate that can be simulated", "Change the scenario.")
         raise ConfigError(file.name, [problem])
     _refine(state)
-    parts_found = [_pipeline(state, strategy) for strategy in file.plan.strategies]
+    parts_found = [_parts(state, strategy) for strategy in file.plan.strategies]
     _refine(state)
     answer, rejected = _checked(state)
     everything = tuple(state.done[candidate] for candidate in sorted(state.done))
@@ -236,26 +257,29 @@ def _refine(state: _SearchState) -> None:
             break
 
 
-def _pipeline(state: _SearchState, strategy: str) -> str:
-    """Find the parts that pay on a strategy's best candidate, try them on all sizes, and report."""
-    own = [one.candidate for one in state.best() if one.candidate.strategy == strategy]
-    everything = with_parts(strategy, state.file.plan.parts)
-    if not own or everything == strategy:
+def _parts(state: _SearchState, strategy: str) -> str:
+    """Try parts on every cluster of a strategy, and report what pays on the best.
+
+    Every combination, if that many may be simulated; else all parts and none on every cluster, single parts
+    more and fewer around the best ones, and what pays there on every cluster.
+    """
+    everything = with_parts(strategy, state.file.usable_parts)
+    clusters = [one for one in state.done if one.strategy == strategy]
+    if not clusters or everything == strategy:
         return ""
-    kept, before = everything, ""
-    while kept != before:  # a part may stop paying once another is removed
-        before = kept
-        for part in reversed(PipelinePart):
-            less = without_part(kept, part)
-            if less != kept and not state.gains(_as(own[0], kept), _as(own[0], less)):
-                state.refuted.add(kept)
-                kept = less
-    if kept != strategy:
-        state.simulate([_as(one, kept) for one in state.done if _kind(one) == _kind(own[0])])
-    had, has = everything.split("+"), kept.split("+")
-    off = ", ".join(f"+{part}" for part in had if part not in has)
+    names = variants(strategy, state.file.usable_parts)
+    if len(state.done) + len(clusters) * (len(names) - 1) <= state.file.plan.candidates_max:
+        state.simulate([_as(one, name) for name in names for one in clusters])
+    else:
+        state.simulate([_as(one, everything) for one in clusters])
+        state.settle(strategy)
+        state.simulate([_as(one, state.best(strategy)[0].candidate.strategy) for one in clusters])
+    state.settle(strategy)
+    best = state.best(strategy)[0].candidate
+    kept, has = best.strategy, best.strategy.split("+")
+    off = ", ".join(f"+{part}" for part in everything.split("+") if part not in has)
     pays = f"{kept} pays" if kept != strategy else "nothing pays"
-    return f"{shape_of(state.file, own[0])}: {pays}" + (f"; left off: {off}" if off else "")
+    return f"{shape_of(state.file, _as(best, strategy))}: {pays}" + (f"; left off: {off}" if off else "")
 
 
 def grid(file: ScenarioFile) -> list[Candidate]:
@@ -313,10 +337,10 @@ def useless(outcome: SimulationOutcome) -> str | None:
     """
     if outcome.problem is not None:
         return outcome.problem
-    if math.isnan(outcome.target_h):
-        return "too few iterations were done"
     if outcome.preview_share < PREVIEWS_WANTED:
         return f"less than {PREVIEWS_WANTED:.0%} of the previews could be used: too little idle time for them"
+    if math.isnan(outcome.target_h):
+        return "too few iterations were done"
     return None
 
 
@@ -338,6 +362,12 @@ def shape_of(file: ScenarioFile, candidate: Candidate) -> str:
     if others and candidate.gpu_type != candidate.spot_gpu_type:
         more = f" {candidate.gpu_type}{more}"
     return f"{reserved} reserved{more} {candidate.spot_gpu_type}, {candidate.strategy}"
+
+
+def _is_of(name: str, strategy: str) -> bool:
+    """Whether ``name`` is the strategy with any further parts."""
+    base, *parts = strategy.split("+")
+    return name.split("+")[0] == base and set(parts) <= set(name.split("+"))
 
 
 def _kind(candidate: Candidate) -> tuple[str, str, str]:

@@ -46,6 +46,16 @@ TraceOption: TypeAlias = Annotated[
 PageOption: TypeAlias = Annotated[
     Path | None, typer.Option("--html", help="Write a page with pictures of every GPU (Plotly).")
 ]
+AsOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option("--as", metavar="RUN", help="Predict this run with its own nodes, and compare with it."),
+]
+ProfileOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--profile", help="With --as: a cost profile [default: measured in RUN itself].", show_default=False
+    ),
+]
 JobsOption: TypeAlias = Annotated[
     int | None, typer.Option("--jobs", min=1, help="Processes [default: the cores].", show_default=False)
 ]
@@ -60,6 +70,8 @@ def simulate(
     as_json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     page: PageOption = None,
     jobs: JobsOption = None,
+    as_run: AsOption = None,
+    profile: ProfileOption = None,
 ) -> None:
     """Compare time and cost of strategies on the same spot trace and seed.
 
@@ -75,7 +87,14 @@ def simulate(
       spotlight simulate paper-512 --trace bamboo.csv run.iterations=150 --json out.json
 
       spotlight simulate mine.yaml cluster.spot.nodes=16 --strategy spotlight --strategy reserved_only
+
+      spotlight simulate --as demo
+
+      spotlight simulate --as seed-1 --profile seed-0.yaml --json prediction.json
     """
+    if as_run is not None or profile is not None:
+        _predict(as_run, profile, as_json, others=(scenario, overrides, strategy, trace, seed, page, jobs))
+        return
     if scenario is None:
         _list()
         return
@@ -99,6 +118,16 @@ def simulate(
     _write(prepared, compared, now, as_json, page)
     if all(one.outcome.iterations == 0 for one in compared):
         raise failure("no strategy finished an iteration; see above.", 1)
+
+
+def _predict(run: str | None, profile: str | None, as_json: Path | None, others: Sequence[object]) -> None:
+    from spotlight.cli.planning.run_prediction_table import show_prediction
+
+    if run is None:
+        raise failure("--profile is of --as RUN; in a scenario, set workload.profile=FILE.")
+    if any(other is not None for other in others):
+        raise failure("--as RUN takes the run's own settings: only --profile and --json go with it.")
+    show_prediction(run, profile, as_json)
 
 
 def _write(

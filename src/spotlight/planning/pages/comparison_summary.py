@@ -116,11 +116,12 @@ def warnings_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
     for one in outcomes:
         if one.problem is not None:
             yield f"{one.strategy} did not come to its end: {one.problem}"
-        if one.preview_share < PREVIEWS_WANTED:
+        if one.no_target or one.preview_share < PREVIEWS_WANTED:
             yield (
                 f"{one.strategy} chose among {percent(one.preview_share)} of the previews it was to make "
-                "(others came too late, or were too few for their prompt), so its iterations to target may "
-                "promise too much. Set fewer exploration.steps or seeds_per_prompt, or take more spot nodes."
+                "(others came too late, or were too few for their prompt): below "
+                f"{PREVIEWS_WANTED:.0%}, nothing is promised for its target. Set fewer exploration.steps or "
+                "seeds_per_prompt, or take more spot nodes."
             )
         if one.dropped_share > _DROPPED_TOLD:
             yield (
@@ -165,9 +166,8 @@ def _abouts(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
 def _targets(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
     by_source: dict[str, list[str]] = {}
     for one in outcomes:
-        chosen = (
-            f"{one.target.value}, {one.target.source}" if one.target else "not given in iterations_to_target"
-        )
+        missing = one.no_target or "not given in iterations_to_target"
+        chosen = f"{one.target.value}, {one.target.source}" if one.target else missing
         by_source.setdefault(chosen, []).append(one.strategy)
     for chosen, names in by_source.items():
         yield f"{', '.join(names)}: {chosen}"

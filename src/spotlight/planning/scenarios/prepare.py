@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -80,6 +81,7 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
         names = ", ".join(strategy.name for strategy in needy)
         remedy = "Ask for spot nodes, or simulate reserved_only alone."
         raise ConfigError(file.name, [Problem("cluster.spot.nodes", "0", f"1 or more for {names}", remedy)])
+    _require_fresh(file, chosen)
     pricing = pricing_of(
         file, on_demand=any(one.stays for one in places), spot=SpotPlaces.SPOT in places, now=now
     )
@@ -87,6 +89,17 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
     for strategy in chosen:
         _require_costs(scenario_of(prepared, strategy), profile)
     return prepared
+
+
+def _require_fresh(file: ScenarioFile, chosen: Sequence[Strategy]) -> None:
+    """Refuse what the learner would: see ``config/sections/pipeline.py``."""
+    early = [one for one in chosen if PipelinePart.TCSS in one.parts]
+    problems = [Problem(*file.stale_problem)] if early and file.stale_problem else []
+    if file.pipeline.next_share == 1 and any(one.explore for one in early):
+        remedy = "Groups that start early have random seeds, and these would be all: lower it."
+        problems.append(Problem("pipeline.next_share", "1", "less than 1 with exploration", remedy))
+    if problems:
+        raise ConfigError(file.name, problems)
 
 
 def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = False) -> Scenario:

@@ -82,12 +82,12 @@ class TrainPoint(_ProfileSection):
 class GpuCosts(_ProfileSection):
     """The model on one GPU type."""
 
-    denoise: tuple[StepPoint, ...] = Field(min_length=1)
-    """Forwards; each SP degree needs a batch-1 point at each of its resolutions."""
+    denoise: tuple[StepPoint, ...]
+    """Forwards; each SP degree needs a batch-1 point at each of its resolutions. Empty: no rollouts."""
     batch_slope: Figure
     """Cost of each sample beyond the largest measured batch, as a share of that batch's time per sample."""
-    train: tuple[TrainPoint, ...] = Field(min_length=1)
-    """Forwards and backwards, without classifier-free guidance."""
+    train: tuple[TrainPoint, ...]
+    """Forwards and backwards, without classifier-free guidance. Empty: no training."""
     decode_ms_per_megapixel: Figure
     """Decoding latents to images and committing them."""
     lease_pixels: Figure | None = None

@@ -152,7 +152,8 @@ def forward_s(profile: Profile, gpu_type: str, pixels: int, batch: int, sp_degre
             times.setdefault(point.height * point.width, {})[point.batch] = point.ms
     if not times:
         degrees = sorted({point.sp for point in gpu.denoise})
-        found = f"no point of sp {sp_degree}, only of {', '.join(map(str, degrees))}"
+        only = f", only of {', '.join(map(str, degrees))}" if degrees else ""
+        found = f"no point of sp {sp_degree}{only}"
         raise _missing(profile, f"gpus.{gpu_type}.denoise", found, "a point of that degree")
     slope = gpu.batch_slope.value
     line = {size: _at_batch(by_batch, batch, slope) for size, by_batch in times.items()}
@@ -195,6 +196,8 @@ def _at_batch(by_batch: Mapping[int, float], batch: int, slope: float) -> float:
 
 def _at_pixels(profile: Profile, key: str, line: Mapping[int, float], pixels: int) -> float:
     sizes: Sequence[int] = sorted(line)
+    if not sizes:
+        raise _missing(profile, key, "no figure", f"one for {pixels} pixels")
     if not sizes[0] <= pixels <= sizes[-1]:
         known = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
         raise _missing(profile, key, f"figures for {known} pixels", f"one for {pixels} pixels")

@@ -24,7 +24,7 @@ from pydantic import (
 from spotlight.config.sections.exploration import SeedChoiceConfig
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.planning.scenarios.profile import Source
-from spotlight.planning.scenarios.strategies import PipelinePart, Strategy
+from spotlight.planning.scenarios.strategies import PipelinePart, Strategy, strategy_named
 from spotlight.scheduler.types import WeightKind
 
 
@@ -304,6 +304,43 @@ class ScenarioFile(_ScenarioSection):
     def target_of(self, strategy: Strategy) -> Target | None:
         """Iterations to target of a strategy, if stated."""
         return self.iterations_to_target.get(strategy.name, self.iterations_to_target.get(strategy.learns_as))
+
+    @property
+    def random_target(self) -> Target | None:
+        """Iterations to target with random seeds: the most stated for a strategy that does not explore."""
+        stated = (
+            target
+            for name, target in self.iterations_to_target.items()
+            if strategy_named(name).explore is None and PipelinePart.TCSS not in strategy_named(name).parts
+        )
+        return max(stated, key=lambda target: target.value, default=None)
+
+    @property
+    def usable_parts(self) -> tuple[PipelinePart, ...]:
+        """Of ``plan.parts``, those that the learner accepts with this workload."""
+        return tuple(
+            part for part in self.plan.parts if part is not PipelinePart.TCSS or not self.stale_problem
+        )
+
+    @property
+    def stale_problem(self) -> tuple[str, str, str, str] | None:
+        """Key, value, expectation and remedy, where the learner refuses rollouts of an older version."""
+        if self.workload.recomputes_log_probs:
+            remedy = (
+                "Stale samples are weighted by the policy that made them, whose log-probs only the rollout "
+                "has: set it to false (old log-probs of the rollout), or leave +tcss out."
+            )
+            return "workload.recomputes_log_probs", "true", "false with +tcss", remedy
+        share = self.pipeline.next_share
+        if share * self.workload.prompts < 1 - 1e-9:
+            remedy = "This is no whole group: raise it, or leave +tcss out."
+            return (
+                "pipeline.next_share",
+                f"{share:g}",
+                f"one of {self.workload.prompts} groups or more",
+                remedy,
+            )
+        return None
 
     @property
     def pixels(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from itertools import combinations
 from types import MappingProxyType
 
 from spotlight.config.errors import Problem
@@ -185,6 +186,15 @@ def with_parts(name: str, parts: Iterable[PipelinePart]) -> str:
     """Name of the strategy with those parts that it allows, in :class:`PipelinePart`'s order."""
     added = {part for part in parts if _allows(name, part)} | strategy_named(name).parts
     return "+".join([name.split("+")[0], *(part for part in PipelinePart if part in added)])
+
+
+def variants(name: str, parts: Iterable[PipelinePart]) -> tuple[str, ...]:
+    """Names of the strategy with every combination of these parts that it allows, the fewest first."""
+    chosen = [part for part in PipelinePart if part in set(parts)]
+    found = (
+        with_parts(name, some) for count in range(len(chosen) + 1) for some in combinations(chosen, count)
+    )
+    return tuple(dict.fromkeys(found))
 
 
 def without_part(name: str, part: PipelinePart) -> str:

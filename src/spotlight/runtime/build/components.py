@@ -5,8 +5,6 @@ Configuration, model, prompt and reward errors are raised here, before a run dir
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -48,10 +46,11 @@ from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.reward_process import RewardProcess, Scorer
 from spotlight.rewards.results import require_names
 from spotlight.rollout.state import Recipe
+from spotlight.runtime.build.controller_plan import cluster_plan_of as cluster_plan_of
+from spotlight.runtime.build.controller_plan import plan_of as plan_of
 from spotlight.runtime.build.preview_settings import preview_recipe
-from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import Purpose, WeightKind
+from spotlight.scheduler.types import Purpose
 from spotlight.testbed import pipeline_directory
 from spotlight.training.settings import autocast_type
 
@@ -59,60 +58,6 @@ if TYPE_CHECKING:
     from spotlight.rollout.engine import Engine
 
 _COMPARED_MIN = 2
-
-
-def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
-    """The controller's plan."""
-    policy = config.reward_policy
-    return Plan(
-        run_seed=config.run_seed,
-        iterations=config.iterations,
-        prompts_per_iteration=config.rollout.prompts_per_iteration,
-        group_size=config.rollout.group_size,
-        rollout_steps=config.rollout.steps,
-        evaluation=config.evaluation,
-        updates_per_batch=config.learner.updates_per_batch,
-        micro_batch_size=config.learner.micro_batch_size * ranks,
-        checkpoint_every=config.checkpoint.every,
-        # One process cannot outlive its own worker, so no reply of the inline driver is ever lost.
-        lease_s=math.inf,
-        cluster=ClusterPlan(answer_s=math.inf, start_s=math.inf),
-        max_drop_share=policy.max_drop_share if policy.on_failure == "drop" else None,
-        ranks=ranks,
-        exploration=config.exploration,
-        pipeline=config.pipeline,
-        bounded=True,
-        whole_groups=config.algorithm.compares_groups,
-        choice=TrainingChoice(
-            samples=config.algorithm.train_samples,
-            policy=config.algorithm.train_policy,
-            over=config.algorithm.advantage.over,
-            silent_groups=config.algorithm.silent_groups,
-        ),
-    )
-
-
-def cluster_plan_of(config: RunConfig) -> Plan:
-    """The controller's plan for a cluster: worker groups and timeouts included."""
-    fleet = config.fleet
-    degrees = fleet.sequence_parallel.degrees
-    family = FAMILIES.load(config.model.family)
-    cluster = ClusterPlan(
-        pixels=config.rollout.height * config.rollout.width,
-        latent_frames=1 + (config.rollout.frames - 1) // family.usual_frames_per_latent,
-        sp_pays_from_pixels=fleet.sequence_parallel.pays_from_pixels,
-        # Divisibility of the model's heads by the degrees is checked when the learner loads the model.
-        heads=math.lcm(*degrees),
-        degrees=degrees,
-        answer_s=fleet.answer_s,
-        start_s=fleet.start_s,
-        drain_margin_s=fleet.drain_margin_s,
-        publishes=WeightKind.ADAPTER if config.learner.mode == "lora" else WeightKind.FULL,
-        learner_moves=fleet.learner_placement == "spot",
-    )
-    plan = plan_of(config, fleet.learner_ranks)
-    every = 1 if cluster.learner_moves else plan.checkpoint_every
-    return dataclasses.replace(plan, checkpoint_every=every, lease_s=fleet.lease_s, cluster=cluster)
 
 
 def pick_device(config: RunConfig) -> torch.device:

@@ -1,0 +1,1 @@
+"""Cost profiles measured in real runs, and runs predicted by the simulator."""

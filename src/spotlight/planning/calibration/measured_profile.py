@@ -1,0 +1,227 @@
+"""A cost profile of what runs took. Pure.
+
+Every figure is measured. What a run cannot tell apart is in one figure, and the others of it are
+:data:`INCLUDED`: decoding and text encoding in ``denoise``, the optimizer in ``train``, imports and model
+load in ``process_start_s``. What it does not tell is bounded by what it had: memory by that of its GPUs,
+batches beyond the run's and timesteps per pass by proportion. A profile of several runs has the mean of
+theirs, weighted by work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import yaml
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.schema import RunConfig
+from spotlight.fleet.gpus import GPU_TYPES
+from spotlight.planning.calibration.run_times import RolloutTimes, RunTimes
+from spotlight.planning.scenarios.profile import Profile, parse_profile
+from spotlight.planning.scenarios.profile_costs import ProfiledWorkload
+
+INCLUDED = 1e-9
+"""A cost that another figure contains."""
+
+_Figure = dict[str, object]
+
+
+def measured_profile(runs: Sequence[RunTimes]) -> Profile:
+    """The profile of runs of one model.
+
+    Raises:
+        ConfigError: runs of different models, or one in which no worker denoised.
+    """
+    return parse_profile(measured_yaml(runs), "that was measured")
+
+
+def measured_yaml(runs: Sequence[RunTimes]) -> str:
+    """The text of :func:`measured_profile`. Raises :class:`ConfigError`."""
+    _require_one_model(runs)
+    first, told = runs[0].config, _labels(runs)
+    tree = {
+        "name": f"{first.model.path}, measured",
+        "heads": _figure(
+            math.lcm(*(_degree(run.config) for run in runs)), told, "its sequence-parallel degree"
+        ),
+        "frames": first.rollout.frames,
+        "lease_pixels": _figure(
+            max(_pixels(run.config) * run.config.rollout.batch_size / _degree(run.config) for run in runs),
+            told,
+            "its rollout.batch_size",
+        ),
+        "weights": _weights(runs, told),
+        "memory": _memory(runs, told),
+        "rewards": {
+            "latency_s": _figure(
+                _mean(runs, lambda run: run.reward_wait_s), told, "waiting for rewards alone"
+            ),
+            "s_per_sample": _figure(0, told, "contained in latency_s"),
+        },
+        "optimizer_step_s": _figure(0, told, "contained in train"),
+        "prepare_s": _figure(0, told, "contained in train"),
+        "pass_share": _figure(0, told, "no gain of more timesteps per pass is promised"),
+        "switch_s": _figure(max(run.config.pipeline.switch_s for run in runs), told, "its pipeline.switch_s"),
+        "infrastructure": _infrastructure(runs, told),
+        "gpus": {gpu: _gpu(runs, gpu, told) for gpu in _gpu_types(runs)},
+    }
+    return yaml.safe_dump(tree, sort_keys=False, width=110, allow_unicode=True)
+
+
+def workload_of(config: RunConfig, learner_gpu: str) -> ProfiledWorkload:
+    """A run's workload, as its measured profile counts: log-probs before a batch are part of training."""
+    return ProfiledWorkload(
+        pixels=_pixels(config),
+        trained_timesteps=config.trained_timesteps,
+        learner_gpu=learner_gpu,
+        guidance=_forwards(config) > 1,
+        resident=not config.pipeline.switch_s,
+    )
+
+
+def _require_one_model(runs: Sequence[RunTimes]) -> None:
+    for key, values in (
+        ("model.path", [run.config.model.path for run in runs]),
+        ("learner.mode", [run.config.learner.mode for run in runs]),
+        ("rollout.frames", [run.config.rollout.frames for run in runs]),
+    ):
+        if len(set(values)) > 1:
+            told = ", ".join(f"{run.label}: {value}" for run, value in zip(runs, values, strict=True))
+            remedy = "A profile is of one model: calibrate each of them apart."
+            raise ConfigError("the runs", [Problem(key, told, "the same of all runs", remedy)])
+    for run in runs:
+        if not any(times.sample_steps for times in run.rollouts.values()):
+            remedy = "Its learner's slots may have rolled out alone; take a run with other workers."
+            found = "none after the first iteration"
+            raise ConfigError(run.label, [Problem("rollouts", found, "workers that only roll out", remedy)])
+
+
+def _figure(value: float, told: str, detail: str) -> _Figure:
+    return {"value": float(value) or INCLUDED, "source": f"measured: {told}: {detail}"}
+
+
+def _mean(runs: Sequence[RunTimes], of: Callable[[RunTimes], float]) -> float:
+    return sum(of(run) for run in runs) / len(runs)
+
+
+def _ratio(seconds: float, count: float) -> float:
+    return seconds / count if count else 0.0
+
+
+def _weights(runs: Sequence[RunTimes], told: str) -> dict[str, _Figure]:
+    size, state = max(run.weight_bytes for run in runs), max(run.state_bytes for run in runs)
+    whole = runs[0].config.learner.mode == "full"
+    contained = "contained in infrastructure.process_start_s"
+    return {
+        "full_bytes": _figure(size if whole else 0, told, "its weights" if whole else contained),
+        "adapter_bytes": _figure(0 if whole else size, told, "none" if whole else "its adapter"),
+        "learner_state_bytes": _figure(state, told, "its newest checkpoint"),
+    }
+
+
+def _memory(runs: Sequence[RunTimes], told: str) -> dict[str, _Figure]:
+    """Bounds: smaller GPUs than a run had, and more timesteps per pass, are refused."""
+    rolling = min(GPU_TYPES[gpu].vram_bytes for run in runs for gpu in run.rollouts)
+    training = min(GPU_TYPES[run.learner.gpu_type].vram_bytes for run in runs)
+    return {
+        "rollout_bytes": _figure(rolling, told, "it fitted its GPUs; less is not known to do"),
+        "learner_bytes_per_rank": _figure(training - 1, told, "it fitted its GPUs; less is not known to do"),
+        "learner_bytes_sharded": _figure(1, told, "contained in learner_bytes_per_rank"),
+        "pass_bytes": _figure(training, told, "no more timesteps per pass are known to fit"),
+    }
+
+
+def _infrastructure(runs: Sequence[RunTimes], told: str) -> dict[str, _Figure]:
+    workers = [times for run in runs for times in run.rollouts.values()]
+    start_s = _ratio(sum(one.setup_s for one in workers), sum(one.starts for one in workers))
+    pull_s = _ratio(sum(one.pull_s for one in workers), sum(one.pulls for one in workers))
+    publish_s = _ratio(sum(run.learner.publish_s for run in runs), sum(run.learner.versions for run in runs))
+    save_s = _ratio(
+        sum(run.learner.checkpoint_s for run in runs), sum(run.learner.checkpoints for run in runs)
+    )
+    size, state = max(run.weight_bytes for run in runs), max(run.state_bytes for run in runs)
+    rate = _figure(
+        size / max(INCLUDED, (publish_s + pull_s) / 2),
+        told,
+        f"weights published in {publish_s:.3g} s and pulled in {pull_s:.3g} s, latency included",
+    )
+    return {
+        "intra_node_bytes_s": rate,
+        "network_bytes_s": dict(rate),
+        "store_bytes_s": dict(rate),
+        "disk_bytes_s": _figure(state / max(INCLUDED, save_s), told, f"a checkpoint takes {save_s:.3g} s"),
+        "process_start_s": _figure(start_s, told, "from a worker's start until it could work"),
+        "imports_s": _figure(0, told, "contained in process_start_s"),
+        "model_load_s": _figure(0, told, "contained in process_start_s"),
+        "group_setup_s": _figure(0, told, "contained in process_start_s"),
+    }
+
+
+def _gpu_types(runs: Sequence[RunTimes]) -> list[str]:
+    return sorted({gpu for run in runs for gpu in (*run.rollouts, run.learner.gpu_type)})
+
+
+def _gpu(runs: Sequence[RunTimes], gpu: str, told: str) -> dict[str, object]:
+    denoised = [run for run in runs if run.rollouts.get(gpu, RolloutTimes()).sample_steps]
+    trained = [run for run in runs if run.learner.gpu_type == gpu]
+    shapes = {(_degree(run.config), _pixels(run.config)) for run in denoised}
+    return {
+        "denoise": [point for shape in sorted(shapes) for point in _step_points(denoised, shape, gpu)],
+        "batch_slope": _figure(1, told, "larger batches in proportion"),
+        "train": [
+            _train_point(trained, pixels) for pixels in sorted({_pixels(run.config) for run in trained})
+        ],
+        "decode_ms_per_megapixel": _figure(0, told, "contained in denoise"),
+    }
+
+
+def _step_points(runs: Sequence[RunTimes], shape: tuple[int, int], gpu: str) -> Iterator[_Figure]:
+    """Points of one degree and size: of one sample, and of each batch that a run had."""
+    alike = [run for run in runs if (_degree(run.config), _pixels(run.config)) == shape]
+    for batch in sorted({1, *(run.config.rollout.batch_size for run in alike)}):
+        same = [run for run in alike if run.config.rollout.batch_size == batch]
+        of = same or alike
+        seconds = sum(run.rollouts[gpu].denoise_s / _forwards(run.config) for run in of) / shape[0]
+        sample_steps = sum(run.rollouts[gpu].sample_steps for run in of)
+        detail = f"{seconds:,.1f} s for {sample_steps:,} steps of samples" + (
+            "" if same else ", in proportion"
+        )
+        yield {
+            "height": of[0].config.rollout.height,
+            "width": of[0].config.rollout.width,
+            "batch": batch,
+            "sp": shape[0],
+            "ms": 1000 * batch * seconds / sample_steps,
+            "source": f"measured: {_labels(of)}: {detail}",
+        }
+
+
+def _train_point(runs: Sequence[RunTimes], pixels: int) -> _Figure:
+    alike = [run for run in runs if _pixels(run.config) == pixels]
+    seconds = sum(run.learner.train_s / _forwards(run.config) for run in alike)
+    passes = sum(
+        run.learner.samples * run.config.trained_timesteps / run.config.fleet.learner_ranks for run in alike
+    )
+    return {
+        "height": alike[0].config.rollout.height,
+        "width": alike[0].config.rollout.width,
+        "s": seconds / passes,
+        "source": f"measured: {_labels(alike)}: {seconds:,.1f} s for {passes:,.0f} timesteps of samples",
+    }
+
+
+def _labels(runs: Sequence[RunTimes]) -> str:
+    return ", ".join(run.label for run in runs)
+
+
+def _pixels(config: RunConfig) -> int:
+    return config.rollout.height * config.rollout.width
+
+
+def _degree(config: RunConfig) -> int:
+    return config.fleet.sequence_parallel.degrees[0]
+
+
+def _forwards(config: RunConfig) -> int:
+    return 2 if config.rollout.true_cfg_scale > 1 else 1

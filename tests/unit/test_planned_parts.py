@@ -1,0 +1,139 @@
+"""What planning promises: parts tried on every cluster, and no iterations that seeds do not justify."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from datetime import UTC, datetime
+from functools import cache
+
+import pytest
+
+from spotlight.config.errors import ConfigError
+from spotlight.planning.compare import (
+    PREVIEWS_WANTED,
+    SimulationOutcome,
+    SimulationTask,
+    honest_target,
+    run_task,
+)
+from spotlight.planning.pages.comparison_summary import notes_of, table_of
+from spotlight.planning.scenarios.prepare import Prepared, prepare
+from spotlight.planning.scenarios.scenario_file import ScenarioFile, Target
+from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.scenarios.strategies import PipelinePart, variants
+from spotlight.planning.search import GAIN_MIN, Candidate, Goal, grid, prepared_for, search
+
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+TINY = ("workload.prompts=2", "run.iterations=4", "run.until_h=1000", "run.noise=0")
+"""48 videos: a simulation takes some hundredths of a second."""
+EXPLORES = "exploration={seeds_per_prompt: 30, steps: 4}"
+TARGET = (
+    "iterations_to_target={disaggregated: {value: 200, source: 'assumed: for a test'}, "
+    "disaggregated+exploration: {value: 109, source: 'assumed: for a test'}}"
+)
+
+
+def prepared(strategy: str, *overrides: str, name: str = "pipeline-wan") -> Prepared:
+    return prepare(load_scenario(name, overrides), (strategy,), NOW)
+
+
+@cache
+def outcome(strategy: str, *overrides: str) -> SimulationOutcome:
+    prep = prepared(strategy, *TINY, EXPLORES, TARGET, *overrides)
+    return run_task(SimulationTask(prep, strategy)).outcome
+
+
+def few_clusters(most: int) -> ScenarioFile:
+    where = "gpu_types: [H100], reserved_nodes: [2, 3], spot_nodes: [2], parts: [gap, tag, tcss]"
+    wish = f"plan={{iterations: 3, strategies: [disaggregated], {where}, candidates_max: {most}}}"
+    target = "iterations_to_target.disaggregated.value=3"
+    return load_scenario("pipeline-wan", [*TINY, wish, target, "workload.trained_timesteps=2"])
+
+
+@cache
+def by_hand() -> dict[Candidate, SimulationOutcome]:
+    file, found = few_clusters(80), {}
+    for cluster in grid(file):
+        for name in variants("disaggregated", file.plan.parts):
+            one = dataclasses.replace(cluster, strategy=name)
+            task = SimulationTask(prepared_for(file, one, file.plan.iterations, NOW), name)
+            found[one] = run_task(task).outcome
+    return found
+
+
+@pytest.mark.slow  # some fifty simulations
+@pytest.mark.parametrize("most", [80, 14])
+def test_the_answer_is_not_beaten_by_a_strategy_named_by_hand(most: int) -> None:
+    """With every combination of parts simulated, and with too many of them for that."""
+    times = sorted(one.target_h for one in by_hand().values())
+    found = search(few_clusters(most), Goal(deadline_h=times[len(times) // 3]), NOW)
+    assert len(found.evaluated) <= most
+    assert (set(by_hand()) <= {one.candidate for one in found.evaluated}) is (most == 80)
+    assert found.answer is not None
+    passed = {one.candidate for one in found.rejected}
+    meeting = [one for name, one in by_hand().items() if found.goal.met_by(one) and name not in passed]
+    noise = 1 + 3 * GAIN_MIN  # each of three parts may be left off for a gain of less
+    assert found.answer.outcome.target_usd <= noise * min(one.target_usd for one in meeting)
+
+
+def test_what_the_learner_refuses_is_refused() -> None:
+    fresh = "workload.recomputes_log_probs=false"
+    for overrides, told in (
+        ((), "recomputes_log_probs: found true; expected false with +tcss"),
+        ((fresh, "pipeline.next_share=1"), "next_share: found 1; expected less than 1 with exploration"),
+        ((fresh, "pipeline.next_share=0.01"), "next_share: found 0.01; expected one of 32 groups or more"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            prepared("spotlight+tcss", *overrides, name="paper-512")
+    file = load_scenario("paper-512")
+    assert set(file.plan.parts) - set(file.usable_parts) == {PipelinePart.TCSS}
+    assert load_scenario("paper-512", [fresh]).usable_parts == file.plan.parts
+
+
+def stated(value: int) -> Target:
+    return Target(value=value, source="assumed: for a test")
+
+
+@pytest.mark.parametrize(
+    ("random", "previews", "early", "value"),
+    [
+        (stated(200), 1.0, 0.0, 109),
+        (stated(200), 0.8, 0.0, 109),
+        (stated(200), 0.79, 0.0, None),
+        (stated(200), 1.0, 0.5, 142),  # 1 / (0.5 / 200 + 0.5 / 109) = 141.1
+        (stated(200), math.nan, 0.5, 109),
+        (None, 1.0, 0.5, 109),
+    ],
+)
+def test_targets_of_explored_seeds_hold_only_for_groups_that_have_them(
+    random: Target | None, previews: float, early: float, value: int | None
+) -> None:
+    target, why = honest_target(stated(109), random, previews, early)
+    assert (target.value if target else None) == value
+    assert bool(why) is (target is None)
+    assert target is None or target.source.startswith("derived: 50% of" if value == 142 else "assumed: ")
+
+
+def test_half_of_the_groups_begin_with_random_seeds() -> None:
+    small = ("workload.prompts=8", "workload.group_size=8", "exploration={seeds_per_prompt: 10, steps: 4}")
+    fresh = ("workload.recomputes_log_probs=false", "run.iterations=5", "trace={kind: always_on}")
+    prep = prepared("spotlight+tcss", *small, *fresh, "workload.evaluation=null", name="paper-512")
+    found = run_task(SimulationTask(prep, "spotlight+tcss")).outcome
+    assert found.target is not None, found.no_target
+    assert 0 < found.early_share <= 0.5
+    assert 109 < found.target.value < 200
+
+
+def test_nothing_is_promised_where_too_few_previews_were_made() -> None:
+    many = ("exploration.seeds_per_prompt=400", "exploration.steps=20")
+    found = outcome("disaggregated+exploration", *many)
+    assert found.preview_share < PREVIEWS_WANTED
+    assert math.isnan(found.target_h)
+    cells = {line.label: line.cells for line in table_of([found])}
+    assert [cells[f"{what} to target"] for what in ("iterations", "time", "cost")] == [("-",)] * 3
+    notes = notes_of(
+        prepared("disaggregated+exploration", "exploration={seeds_per_prompt: 30, steps: 4}"), [found], NOW
+    )
+    assert any("nothing is promised for its target" in line for note in notes for line in note.lines)
