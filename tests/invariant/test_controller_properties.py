@@ -21,7 +21,7 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import Effect, PrepareBatch, WriteRecord
 from spotlight.scheduler.ledger import AccountingError
 from spotlight.scheduler.overlap import training_tasks as training_module
-from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.records import SampleDropped, SampleTrained
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.types import Baseline, Comparison, DropReason, Group, RolloutId
@@ -65,6 +65,7 @@ def plans(draw: st.DrawFn) -> Plan:
         micro_batch_size=ranks * draw(st.integers(1, 4)),
         checkpoint_every=draw(st.integers(1, 3)),
         lease_s=20.0,
+        cluster=ClusterPlan(start_s=20.0),
         max_drop_share=draw(st.sampled_from([0.2, 0.5, 1.0])),
         ranks=ranks,
     )
@@ -260,7 +261,7 @@ def run_some_worlds() -> None:
         run_seed=0, iterations=3, prompts_per_iteration=3, group_size=5, rollout_steps=4,
         evaluation=EvaluationConfig(steps=4, images_per_prompt=2, every=2),
         updates_per_batch=2, micro_batch_size=4, checkpoint_every=1,
-        lease_s=20.0, max_drop_share=1.0, ranks=2,
+        lease_s=20.0, max_drop_share=1.0, ranks=2, cluster=ClusterPlan(start_s=20.0),
     )  # fmt: skip
     for seed in range(20):
         World(start(plan), seed, calm=False, failing=FAILING).run()

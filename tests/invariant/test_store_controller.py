@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import Effect, WriteRecord
-from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.records import Record
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import Ending
@@ -38,6 +38,7 @@ def plans(draw: st.DrawFn) -> Plan:
         micro_batch_size=draw(st.integers(1, 4)),
         checkpoint_every=1,
         lease_s=20.0,
+        cluster=ClusterPlan(start_s=20.0),
         max_drop_share=0.5,
     )
 

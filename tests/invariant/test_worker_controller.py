@@ -9,7 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,7 @@ TRAIN = [
 ]
 TEST = [Prompt(PromptId("test0"), "one yellow triangle", {})]
 LIMIT_S = 60.0
+SPOT = Node(NodeId("spot"), NodeKind.SPOT, 2, "cpu", 0.3, False, True)
 FROM_WORKERS = (
     ev.WeightsPulled,
     ev.GroupFormed,
@@ -89,12 +90,13 @@ class Head:
     began_s: float = field(default_factory=time.monotonic)
     ended: list[Process] = field(default_factory=list)
     taken_s: float = math.inf
+    spot: Node = SPOT
 
     def run(self, mischief: dict[int, ev.Event | None]) -> None:
         """``mischief``: what happens once so many rollouts are scored."""
         self.feed(ev.RunStarted())
         self.feed(ev.NodeJoined(Node(NodeId("home"), NodeKind.RESERVED, 1, "cpu", 1.0, True, False)))
-        self.feed(ev.NodeJoined(SPOT))
+        self.feed(ev.NodeJoined(self.spot))
         while self.finish is None:
             assert time.monotonic() - self.began_s < LIMIT_S, f"stuck: {self.controller.stage}"
             wake_s = self.controller.wake_s
@@ -224,7 +226,6 @@ class Head:
             process.loop.tell(command)
 
 
-SPOT = Node(NodeId("spot"), NodeKind.SPOT, 2, "cpu", 0.3, False, True)
 PLAN = Plan(
     run_seed=3,
     iterations=2,
@@ -285,6 +286,55 @@ def test_a_run_under_the_real_controller(bodies: dict[str, Body], case: str) -> 
     # Each is what its one policy version makes.
     for one in random.Random(2).sample(sorted(head.issued.values(), key=lambda r: r.id), 4):
         assert_made_by_its_version(bodies["0"], home, one)
+
+
+STEP_S, LEASE_S = 200.0, 120.0
+
+
+class StepClock(queue.SimpleQueue[ev.Event]):
+    """Events, and the time as if only denoising took any, ``STEP_S`` each step."""
+
+    def __init__(self, body: Body) -> None:
+        self.body, self.now = body, 0.0
+        self.stamps: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    def put(self, item: ev.Event, block: bool = True, timeout: float | None = None) -> None:
+        with LOCK:
+            self.stamps.put(STEP_S * self.body.steps)
+            super().put(item)
+
+    def get(self, block: bool = True, timeout: float | None = None) -> ev.Event:
+        event = super().get(block, timeout)
+        self.now = max(self.now, self.stamps.get())
+        return event
+
+
+LOCK = threading.Lock()
+
+
+class SlowHead(Head):
+    @property
+    def now(self) -> float:
+        assert isinstance(self.events, StepClock)
+        return self.events.now
+
+
+def test_steps_longer_than_a_lease_lose_no_work(bodies: dict[str, Body]) -> None:
+    home, body = MemoryHome(), bodies["0"]
+    texts = [prompt.text for prompt in (*TRAIN, *TEST)]
+    for prompt, condition in zip([*TRAIN, *TEST], body.family.encode(texts), strict=True):
+        home.put("condition", prompt.id, pack_condition(condition))
+    patience = ClusterPlan(answer_s=30.0, start_s=3 * STEP_S, drain_margin_s=0.0)
+    plan = replace(PLAN, iterations=1, lease_s=LEASE_S, cluster=patience)
+    body.steps = 0
+    controller = Controller(plan, TRAIN, TEST)
+    head = SlowHead(
+        controller, bodies, home, 0.0, random.Random(1), StepClock(body), spot=replace(SPOT, gpus=1)
+    )
+    head.run({})
+    assert head.finish == ef.FinishRun(None)
+    assert head.now > 2 * plan.rollout_steps * STEP_S
+    assert set(controller.cluster.recoveries) <= {Recovery.GRANT_RESENT}
 
 
 def assert_made_by_its_version(body: Body, home: MemoryHome, one: Rollout) -> None:

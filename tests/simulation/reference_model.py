@@ -14,6 +14,7 @@ from statistics import pvariance
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.answer_limits import SLOWER_MAX
 from spotlight.scheduler.cluster.members import GroupState
 from spotlight.scheduler.exploration.window import Window
 from spotlight.scheduler.records import (
@@ -137,6 +138,16 @@ class LedgerModel:
 
 
 @dataclass(slots=True)
+class HeldLease:
+    """A lease granted at ``news_s``; believed since at ``heard_s``, with more steps at ``news_s``."""
+
+    lease: Lease
+    heard_s: float
+    news_s: float
+    steps: int = 0
+
+
+@dataclass(slots=True)
 class ReferenceModel:
     """Checks a simulation after every event.
 
@@ -146,19 +157,23 @@ class ReferenceModel:
         intended: the group of processes that each lease was granted to.
         holder: the lease and epoch under which each rollout was last granted.
         undone: trained samples whose training was undone, by a head that still runs.
+        silent_s: longest time between two believed messages about a lease.
+        most: rollouts of the largest lease.
     """
 
     simulation: Simulation
     expected: LedgerModel = field(init=False)
     early: dict[RolloutId, Rollout] = field(default_factory=dict)
     made: set[RolloutId] = field(default_factory=set)
-    leases: dict[LeaseId, tuple[Lease, float]] = field(default_factory=dict)
+    leases: dict[LeaseId, HeldLease] = field(default_factory=dict)
     intended: dict[LeaseId, VirtualGroup] = field(default_factory=dict)
     holder: dict[RolloutId, tuple[LeaseId, int]] = field(default_factory=dict)
     bill: Bill = field(default_factory=Bill)
     undone: set[Rollout] = field(default_factory=set)
     window: Window | None = None
     over: bool = False
+    silent_s: float = 0.0
+    most: int = 1
 
     def __post_init__(self) -> None:
         """Start from an empty ledger."""
@@ -237,12 +252,12 @@ class ReferenceModel:
         if isinstance(event, ev.LeaseProgressed):
             voided = any(isinstance(e, ef.AbandonLease) and e.lease == event.lease for e in effects)
             held = self.leases.get(event.lease)
-            if voided or held is None or held[0].epoch != event.epoch:
+            if voided or held is None or held.lease.epoch != event.epoch:
                 assert voided, f"{event} was sent under no lease, and was believed"
                 return
             self._in_time(event, held, now)
             self._from_holder(event.lease, receipt)
-            self._accept(held[0].rollouts[0], receipt)
+            self._accept(held.lease.rollouts[0], receipt)
         elif isinstance(event, ev.LeaseCompleted):
             for effect in effects:
                 for rollout in effect.rollouts if isinstance(effect, ef.ScoreSamples) else ():
@@ -287,12 +302,17 @@ class ReferenceModel:
             f"another group of that name finishes lease {lease}"
         )
 
-    def _in_time(
-        self, event: ev.LeaseProgressed | ev.LeaseCompleted, held: tuple[Lease, float], now: float
-    ) -> None:
-        lease, deadline_s = held
-        assert now < deadline_s, f"believed {now - deadline_s} s after the lease expired: {event}"
-        self.leases[event.lease] = lease, now + self.simulation.scenario.plan.lease_s
+    def _in_time(self, event: ev.LeaseProgressed | ev.LeaseCompleted, held: HeldLease, now: float) -> None:
+        """Limits follow the slowest step, and no step was slower than the longest silence."""
+        plan = self.simulation.scenario.plan
+        limit_s = max(plan.lease_s, plan.cluster.start_s, SLOWER_MAX * self.silent_s * self.most)
+        assert now - held.heard_s < limit_s, f"believed {now - held.heard_s} s after the last news: {event}"
+        held.heard_s = now
+        if isinstance(event, ev.LeaseProgressed):
+            if event.steps <= held.steps:
+                return  # a duplicate, which measures nothing
+            held.steps = event.steps
+        self.silent_s, held.news_s = max(self.silent_s, now - held.news_s), now
 
     def _trained_after(self, position: int) -> set[Rollout]:
         """Samples whose training is undone, and that are kept because of it."""
@@ -326,7 +346,8 @@ class ReferenceModel:
                 )
             self.holder[rollout.id] = lease.id, lease.epoch
         if not again:
-            self.leases[lease.id] = lease, lease.deadline_s
+            self.leases[lease.id] = HeldLease(lease, simulation.now, simulation.now)
+            self.most = max(self.most, len(lease.rollouts))
         process = simulation.workers.processes.get(lease.worker)
         group = process.group if process is not None else None
         if group is not None and group.epoch == lease.epoch and not group.broken:

@@ -11,6 +11,7 @@ import pytest
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
+from spotlight.scheduler.cluster.answer_limits import SLOWER_MAX
 from spotlight.scheduler.cluster.commands import REPEATS
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.controller import Controller
@@ -216,7 +217,6 @@ def test_a_noticed_node_works_until_it_has_to_drain(lead_s: float) -> None:
 def test_who_does_not_answer_is_asked_again_and_then_restarted() -> None:
     room = Room()
     one, _ = room.bring_up()
-    room.pull(one)
     room.feed(ev.NodeNoticed(SPOT.id, 0.0))
     for _ in range(REPEATS):
         assert {stop.leader for stop in of(room.wait(ANSWER_S), ef.StopGroup)} == {"s/0", "s/1"}
@@ -235,6 +235,25 @@ def test_a_lease_not_renewed_expires_and_its_group_is_suspected() -> None:
     late = ev.LeaseCompleted(one.leader, grant.lease.id, one.epoch, grant.lease.rollouts, V0)
     assert not of(room.feed(late), ef.ScoreSamples)
     assert room.controller.ledger.rejected == {"stale_epoch": 1}
+
+
+def test_a_command_waits_for_a_step_that_takes_as_long_as_those_before() -> None:
+    room = Room(dataclasses.replace(PLAN, prompts_per_iteration=8, lease_s=1.0))
+    one, _ = room.bring_up()
+    first = only(room.pull(one), ef.GrantLease).lease
+    assert not of(room.wait(START_S - 1.0), ef.StopGroup), "a first step may compile"
+    done = ev.LeaseCompleted(one.leader, first.id, one.epoch, first.rollouts, V0)
+    assert of(room.feed(done), ef.ScoreSamples)
+    room.pull(one, seen=first.id)
+    room.wait(30.0)
+    room.feed(ev.NodeNoticed(SPOT.id, 0.0))
+    restarted: list[ef.StartWorker] = []
+    began_s, limit_s = room.now, SLOWER_MAX * (START_S - 1.0)
+    while not any(start.worker == one.leader for start in restarted):
+        asked = room.wait(ANSWER_S)
+        restarted += of(asked, ef.StartWorker)
+    assert limit_s <= room.now - began_s <= limit_s + ANSWER_S
+    assert restarted[0].worker != one.leader, "its neighbour was in no step"
 
 
 def test_the_tail_of_a_batch_is_shared_by_the_node() -> None:

@@ -33,7 +33,7 @@ from spotlight.scheduler.effects import (
     TrainMicroBatch,
     WriteRecord,
 )
-from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.records import CommitRejected, SampleDropped
 from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import (
@@ -70,6 +70,7 @@ PLAN = Plan(
     micro_batch_size=4,
     checkpoint_every=1,
     lease_s=10.0,
+    cluster=ClusterPlan(start_s=10.0),
     max_drop_share=None,
 )
 Answer = Callable[[Rollout], ev.Event]

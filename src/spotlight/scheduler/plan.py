@@ -29,8 +29,9 @@ class ClusterPlan:
         heads: attention heads, divisible by every degree.
         degrees: of sequence parallelism, ascending; the smallest fits in memory.
         tail_steps: groups are re-formed for a batch's tail only if a rollout has more steps to go.
-        answer_s: timeout of a command, after which it is resent, and finally the worker restarted.
-        start_s: the same for starting a process and for pulling full weights.
+        answer_s: timeout of a command, after which it is resent, and finally the worker restarted; a worker
+            in a step has longer, as measured (see :mod:`spotlight.scheduler.cluster.answer_limits`).
+        start_s: the same for starting a process, pulling full weights, and the first steps of a process.
         drain_margin_s: a noticed node stops work this long before its deadline.
         learner_moves: the learner is on spot nodes. A checkpoint ends every iteration, behind the rollouts of
             the next, and trained samples are kept until it is durable.

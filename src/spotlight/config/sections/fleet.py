@@ -109,19 +109,24 @@ class FleetConfig(Section):
     commit_every: PositiveInt = 1
     """Denoising steps between commits of rollouts in flight: the most that a loss without notice costs."""
     lease_s: PositiveFloat = 120.0
-    """Work of a group that commits nothing for this long goes to another group."""
+    """Work of a group that commits nothing for this long goes to another group; for four times its kind's
+    slowest step, or end of a rollout, so far, if that is longer; and for ``start_s``, if longer, until its
+    workers have finished a first rollout.
+    """
     heartbeat_s: PositiveFloat = 5.0
     """Seconds between heartbeats; a worker that misses three in a row is restarted."""
     answer_s: PositiveFloat = 30.0
-    """A command without a reply for this long is sent again; after three times the worker is restarted. It
-    replies between two denoising steps: where one takes longer than that (large videos), raise this.
+    """A command without a reply for this long is sent again; after three times the worker is restarted. A
+    worker replies between two denoising steps; one with work gets as long as ``lease_s`` says, if longer.
     """
     collective_s: PositiveFloat = 30.0
     """A member that keeps its group waiting within a step for this long is given up by the others; for four
     times what such a step took before, if that is longer.
     """
     start_s: PositiveFloat = 600.0
-    """Limit for starting a process, or for loading all weights."""
+    """Limit for starting a process, for loading all weights, and at first for a denoising step, which may
+    compile kernels.
+    """
     publish: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of the adapters that workers get. ``bfloat16``, half the bytes, changes no rollout under
     ``learner.autocast: bfloat16``, which rounds adapters anyway; ``auto`` takes it there alone.

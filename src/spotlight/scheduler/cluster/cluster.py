@@ -95,6 +95,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         self.serving = Serving(self.queue, SpareTime(self.queue, self.plan.answer_s))
+        self.queue.limits.first_s = self.plan.start_s
 
     @property
     def spare(self) -> SpareTime:
@@ -182,7 +183,7 @@ class Cluster:
         pull = PullWeights(worker.id, worker.epoch, self.target, self.lineage, source.kind, source.peer)
         worker.pull = pull
         patience_s = self.plan.start_s if source.kind is WeightKind.FULL else self.plan.answer_s
-        self._send(("pull", worker.id), pull, patience_s)
+        self._send(("pull", worker.id), pull, patience_s, worker.leader)
 
     def _load_node(self, node: NodeId) -> None:
         for name in self.hosts[node].workers:
@@ -294,6 +295,7 @@ class Cluster:
     def _start(self, worker: Worker) -> None:
         worker.epoch = self._epochs[worker.id] = self._epochs.get(worker.id, first_epoch(self.queue.term)) + 1
         worker.based, worker.version, worker.pull, worker.leader = False, None, None, None
+        self.queue.limits.started(worker.id)
         self._set_state(worker, WorkerState.STARTING)
         start = StartWorker(worker.id, worker.node, worker.gpu, worker.epoch)
         self._send(("start", worker.id), start, self.plan.start_s)
@@ -344,6 +346,7 @@ class Cluster:
             group = WorkerGroup(members[0], self.queue.admit(members[0]), node, members, kind, trains)
             self.groups[group.leader] = group
             self._trainers = None
+            self.queue.limits.formed(members, kind, trains=trains)
             host.leaders[group.leader] = None
             self.serving.shares.count(group, 1)
             for name in members:
@@ -388,7 +391,7 @@ class Cluster:
         self.serving.parts(group)
         group.state, group.capacity = GroupState.STOPPING, 0
         stop = StopGroup(group.leader, group.epoch, group.members)
-        self._send(("stop", group.leader), stop, self.plan.answer_s)
+        self._send(("stop", group.leader), stop, self.plan.answer_s, group.leader)
 
     def _leave(self, worker: Worker) -> None:
         """Remove a dead worker from its group and stop the rest."""
@@ -449,8 +452,11 @@ class Cluster:
 
     # -- commands --------------------------------------------------------------------------------------
 
-    def _send(self, key: Key, effect: CommandEffect, patience_s: float) -> None:
-        self._commands.send(key, effect, patience_s, self.now)
+    def _send(
+        self, key: Key, effect: CommandEffect, patience_s: float, leader: WorkerId | None = None
+    ) -> None:
+        """``leader``: of the group that may have to finish a step first."""
+        self._commands.send(key, effect, patience_s, self.now, self.queue.limits.limit_s(leader))
         self.effects.append(effect)
 
     def _give_up(self, command: CommandEffect) -> None:

@@ -76,7 +76,7 @@ class Alarms(Generic[Name]):
 
 
 REPEATS = 2
-"""How often a command is resent before it is given up."""
+"""How often a command is resent at least before it is given up."""
 
 Key: TypeAlias = tuple[str, str]
 """("start" | "pull", worker) or ("form" | "stop", leader)."""
@@ -88,6 +88,7 @@ CommandEffect: TypeAlias = StartWorker | PullWeights | FormGroup | StopGroup
 class _OpenCommand:
     effect: CommandEffect
     patience_s: float
+    until_s: float
     repeats: int = 0
 
 
@@ -98,9 +99,16 @@ class Commands:
     _open: dict[Key, _OpenCommand] = field(default_factory=dict)
     _alarms: Alarms[Key] = field(default_factory=Alarms)
 
-    def send(self, key: Key, effect: CommandEffect, patience_s: float, now: float) -> None:
-        """Open a command; it replaces an older one of the same key."""
-        self._open[key] = _OpenCommand(effect, patience_s)
+    def send(
+        self, key: Key, effect: CommandEffect, patience_s: float, now: float, busy_s: float = 0.0
+    ) -> None:
+        """Open a command; it replaces an older one of the same key.
+
+        Args:
+            patience_s: until it is resent.
+            busy_s: it is not given up before, however often it was resent.
+        """
+        self._open[key] = _OpenCommand(effect, patience_s, now + busy_s)
         self._alarms.set(key, now + patience_s)
 
     def amend(self, key: Key, effect: CommandEffect) -> None:
@@ -117,7 +125,7 @@ class Commands:
         while (key := self._alarms.pop(now)) is not None:
             command = self._open[key]
             command.repeats += 1
-            if command.repeats > REPEATS:
+            if command.repeats > REPEATS and now >= command.until_s:
                 del self._open[key]
                 yield command.effect, True
             else:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, KeysView, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
+from spotlight.scheduler.cluster.answer_limits import AnswerLimits
 from spotlight.scheduler.cluster.commands import Alarms
 from spotlight.scheduler.types import Lease, LeaseId, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 
@@ -59,11 +60,12 @@ class _QueuedRollout:
 
 @dataclass(slots=True)
 class _OpenLease:
-    """``start``: each rollout's step when granted; ``steps``: progress since then."""
+    """``start``: each rollout's step when granted; ``steps``: progress since then; ``heard_s``: last news."""
 
     lease: Lease
     open: dict[RolloutId, None]
     start: dict[RolloutId, int]
+    heard_s: float
     steps: int = 0
 
 
@@ -72,7 +74,7 @@ class PullQueue:
     """Waiting and leased rollouts. Pure: ``now`` is in seconds, any origin, non-decreasing.
 
     Attributes:
-        lease_s: a lease not renewed for this long expires.
+        lease_s: a lease not renewed for this long expires, unless ``limits`` give its worker longer.
         term: incarnation of the controller; epochs of different terms never coincide.
         leases_granted: also the id of the latest lease.
     """
@@ -80,6 +82,7 @@ class PullQueue:
     lease_s: float
     term: int = 0
     leases_granted: int = 0
+    limits: AnswerLimits = field(default_factory=AnswerLimits)
     _entries: dict[RolloutId, _QueuedRollout] = field(default_factory=dict)
     _done: set[RolloutId] = field(default_factory=set)
     _heap: list[tuple[int, int, int, int, RolloutId]] = field(default_factory=list)
@@ -184,6 +187,7 @@ class PullQueue:
         expired: list[_OpenLease] = []
         while (lease := self._deadlines.pop(now)) is not None:
             expired.append(self._held[lease])
+            self.limits.ran_out(expired[-1].lease.worker)
         self._revoke(expired)
         return [held.lease for held in expired]
 
@@ -217,11 +221,13 @@ class PullQueue:
         self.leases_granted += 1
         rollouts = tuple(entry.rollout for entry in taken)
         ids = tuple(rollout.id for rollout in rollouts)
-        lease = Lease(LeaseId(self.leases_granted), worker, self._epochs[worker], ids, now + self.lease_s)
+        self.limits.granted(worker, self.count_held_by(worker) + len(ids))
+        deadline_s = now + self.limits.limit_s(worker, self.lease_s)
+        lease = Lease(LeaseId(self.leases_granted), worker, self._epochs[worker], ids, deadline_s)
         for entry in taken:
             entry.lease = lease.id
         start = {entry.rollout.id: entry.step for entry in taken}
-        self._held[lease.id] = _OpenLease(lease, dict.fromkeys(ids), start)
+        self._held[lease.id] = _OpenLease(lease, dict.fromkeys(ids), start, now)
         self._by_worker.setdefault(worker, {})[lease.id] = None
         self._deadlines.set(lease.id, lease.deadline_s)
         return lease, rollouts, {rollout: step for rollout, step in start.items() if step}
@@ -247,7 +253,7 @@ class PullQueue:
                 entry.step, news = safe, True
         if not news:
             return CommitVerdict.DUPLICATE
-        self._deadlines.set(lease, now + self.lease_s)
+        self._heard(held, now, ends=False)
         return CommitVerdict.ACCEPTED
 
     def complete(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
@@ -259,9 +265,9 @@ class PullQueue:
         return verdict
 
     def renew(self, lease: LeaseId, epoch: int, now: float) -> None:
-        """Extend a lease's deadline, if still held under ``epoch``."""
+        """Rollouts are finished: extend their lease's deadline, if still held under ``epoch``."""
         if (held := self._held.get(lease)) is not None and held.lease.epoch == epoch:
-            self._deadlines.set(lease, now + self.lease_s)
+            self._heard(held, now, ends=True)
 
     def fail(
         self, lease: LeaseId, epoch: int, rollout: RolloutId, attempts: int
@@ -416,6 +422,12 @@ class PullQueue:
             assert self._epochs[lease.lease.worker] == lease.lease.epoch, "a lease outlived its epoch"
 
     # -- inside ----------------------------------------------------------------------------------------
+
+    def _heard(self, held: _OpenLease, now: float, *, ends: bool) -> None:
+        worker = held.lease.worker
+        self.limits.took(worker, self.count_held_by(worker), now - held.heard_s, ends=ends)
+        held.heard_s = now
+        self._deadlines.set(held.lease.id, now + self.limits.limit_s(worker, self.lease_s))
 
     def _push(self, entry: _QueuedRollout) -> None:
         rollout = entry.rollout
