@@ -60,6 +60,7 @@ bench: env ## Compare rollouts with the pipeline, training steps with a plain lo
 	$(BIN)/python -m benchmarks.new_worker --json build/new_worker.json
 	$(BIN)/python -m benchmarks.commit_overhead --json build/commit.json
 	$(BIN)/python -m benchmarks.cheap_previews --json build/cheap_previews.json
+	$(BIN)/python -m benchmarks.publish --json build/publish.json
 
 SEEDS ?= 300
 simulate-faults: env ## Run the controller through SEEDS simulated faulty runs (300), e.g. SEEDS=10000

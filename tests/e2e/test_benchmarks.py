@@ -22,6 +22,7 @@ from benchmarks import (
     learning,
     new_worker,
     padding,
+    publish,
     regroup,
     rollout_loop,
     soak,
@@ -64,6 +65,12 @@ def test_a_ratio_is_of_neighbours_and_says_its_spread() -> None:
     noisy = _measure.ratio([1.0, 2.0, 3.0, 4.0, 5.0], [2.0] * 5)
     assert (noisy.median, noisy.quartiles, noisy.rounds) == (1.5, (1.0, 2.0), 5)
     assert noisy.low < noisy.median < noisy.high
+
+
+def test_publishing_is_measured_in_every_part_of_every_round(tmp_path: Path) -> None:
+    seconds = publish.measure(1e6, 2, tmp_path)
+    assert {part: len(taken) for part, taken in seconds.items()} == dict.fromkeys(publish.PARTS, 2)
+    assert not list(tmp_path.iterdir())
 
 
 def test_padding_is_that_of_forwards_counted_by_hand(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,13 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from spotlight.weights.bundle import Bundle, WeightsManifest, pack
+from spotlight.weights import bundle as bundles_module
+from spotlight.weights.bundle import Bundle, WeightsManifest, content_digest, pack
 from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
 from spotlight.weights.weight_errors import NoSpaceError, WeightsError
 
@@ -42,10 +43,38 @@ def test_a_version_is_fetched_once(cache: NodeCache) -> None:
     assert value(cache.get(manifest, never)) == 1
     assert cache.directory.stat().st_mode & 0o777 == 0o700
     assert sorted(path.name for path in cache.directory.iterdir()) == [
+        f"{manifest.digest}.hashed",
         f"{manifest.digest}.safetensors",
         "alive",
         "fetch.lock",
     ]
+
+
+def test_a_node_hashes_a_version_once_and_again_if_its_file_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manifest, data = version(1)
+    hashed: list[int] = []
+
+    def counted(tensors: Mapping[str, torch.Tensor]) -> str:
+        hashed.append(len(tensors))
+        return content_digest(tensors)
+
+    monkeypatch.setattr(bundles_module, "content_digest", counted)
+    with NodeCache("run", parent=tmp_path) as first, NodeCache("run", parent=tmp_path) as other:
+        path = first.directory / f"{manifest.digest}.safetensors"
+        first.get(manifest, lambda: data)
+        os.utime(path, ns=(0, 0))  # hashing a large file takes long; this one was written just now
+        assert value(other.get(manifest, never)) == 1
+        before = len(hashed)
+        for cache in (first, other, other):
+            assert value(cache.get(manifest, never)) == 1
+        assert len(hashed) == before, "its times tell that nobody wrote it"
+        body = bytearray(path.read_bytes())
+        body[-5] ^= 4
+        path.write_bytes(body)
+        assert value(other.get(manifest, lambda: data)) == 1
+        assert "is damaged and is fetched again" in caplog.text
 
 
 def test_few_versions_are_kept_and_what_is_mapped_stays(tmp_path: Path) -> None:
@@ -57,6 +86,7 @@ def test_few_versions_are_kept_and_what_is_mapped_stays(tmp_path: Path) -> None:
             os.utime(cache.directory / f"{manifest.digest}.safetensors", ns=(number, number))
         there = {path.name.partition(".")[0] for path in cache.directory.glob("*.safetensors")}
         assert there == {version(3)[0].digest, version(4)[0].digest}
+        assert len(list(cache.directory.glob("*.hashed"))) == 2
         assert [value(bundle) for bundle in bundles] == [0, 1, 2, 3, 4]
     with pytest.raises(WeightsError, match="keep is 0"):
         NodeCache("run", parent=tmp_path, keep=0)
@@ -148,7 +178,7 @@ try:
 except NoSpaceError as error:
     print(error)
 there = sorted(path.name for path in cache.directory.iterdir())
-print(there == [small[0].digest + ".safetensors", "alive", "fetch.lock"])
+print(there == [*(small[0].digest + end for end in (".hashed", ".safetensors")), "alive", "fetch.lock"])
 print(float(cache.get(small[0], lambda: 1 / 0).tensors["policy"]["w"].mean()))
 """
 

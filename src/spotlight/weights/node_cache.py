@@ -3,12 +3,14 @@
 Files lie in shared memory, in a per-run directory private to this user:
 
 - ``DIGEST.safetensors``: a bundle, renamed into place and so never half written.
+- ``DIGEST.hashed``: which file that was, and when it was last written, when its content was last hashed.
 - ``fetch.lock``: flock held during a fetch; released by the kernel if its holder dies.
 - ``DIGEST.part``: being written; the next lock holder removes what a dead process left.
 - ``alive``: every cache holds a shared lock on it. Without one the run is dead, and the next cache opened on
   the node removes the directory.
 
-Invariant: what :meth:`NodeCache.get` returns was hashed in place and matches its manifest.
+Invariant: what :meth:`NodeCache.get` returns was hashed in place, by this process or another of the node
+since the file was last written, and matches its manifest.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ from spotlight.weights.weight_errors import NoSpaceError, WeightsError
 
 SHARED_MEMORY = Path("/dev/shm")
 _ENDING = ".safetensors"
+_HASHED = ".hashed"
+_CLOCK_NS = 20_000_000
+"""Times of files are those of the kernel's clock, which may be that old."""
 _OPEN_S = 10.0
 """Long enough for another process to remove a dead run's files."""
 _log = logging.getLogger(__name__)
@@ -107,19 +112,25 @@ class NodeCache:
         return self.directory / f"{manifest.digest}{_ENDING}"
 
     def _look(self, manifest: WeightsManifest) -> Bundle | None:
+        path = self._path(manifest)
         try:
-            return open_bundle(manifest, self._path(manifest))
+            hashed = _is_hashed(path)
+            bundle = open_bundle(manifest, path, hashed=hashed)
+            if not hashed:
+                _mark_hashed(path)
+            return bundle
         except FileNotFoundError:
             return None
         except WeightsError as error:
-            _log.warning("%s is damaged and is fetched again: %s", self._path(manifest), error)
-            self._path(manifest).unlink(missing_ok=True)
+            _log.warning("%s is damaged and is fetched again: %s", path, error)
+            path.unlink(missing_ok=True)
             return None
 
     def _evict(self, coming: WeightsManifest) -> None:
         there = [path for path in self.directory.glob(f"*{_ENDING}") if path != self._path(coming)]
         for path in sorted(there, key=_time_made)[: max(0, len(there) - self.keep + 1)]:
             path.unlink(missing_ok=True)
+            path.with_suffix(_HASHED).unlink(missing_ok=True)
 
     def _write(self, manifest: WeightsManifest, data: bytes) -> Bundle:
         part = self.directory / f"{manifest.digest}.part"
@@ -133,7 +144,7 @@ class NodeCache:
             finally:
                 os.close(descriptor)
             bundle = open_bundle(manifest, part)  # checked before it becomes visible
-            part.rename(self._path(manifest))
+            _mark_hashed(part.rename(self._path(manifest)))
         except WeightsError:
             part.unlink(missing_ok=True)
             raise
@@ -148,6 +159,29 @@ class NodeCache:
                 "Kubernetes an emptyDir with medium Memory on /dev/shm; and look at `ulimit -f`"
             ) from error
         return bundle
+
+
+def _is_hashed(path: Path) -> bool:
+    """Whether the file has not been written since its content was hashed; False where times cannot tell."""
+    mark = path.with_suffix(_HASHED)
+    try:
+        told, marked_ns = mark.read_text(), mark.stat().st_mtime_ns
+    except FileNotFoundError:
+        return False
+    return told == _writing(path) and marked_ns - path.stat().st_mtime_ns > _CLOCK_NS
+
+
+def _mark_hashed(path: Path) -> None:
+    """Call it after the content was hashed: what is written later gets a later time."""
+    with suppress(OSError):  # of no consequence: others hash it themselves
+        own = path.with_suffix(f"{_HASHED}-{os.getpid()}")
+        own.write_text(_writing(path))
+        own.rename(path.with_suffix(_HASHED))
+
+
+def _writing(path: Path) -> str:
+    stat = path.stat()
+    return f"{stat.st_ino} {stat.st_size} {stat.st_mtime_ns}"
 
 
 def _time_made(path: Path) -> int:
