@@ -6,14 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from learner_world import World, algorithm, cut, first_update, make_learner, roll_out, train_batch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from spotlight.training.learner import Learner
+from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.lora_export import export_lora
 from spotlight.training.sharding import Ranks, process_group
 
@@ -42,11 +42,7 @@ def run_case(case: str, learner: Learner, directory: Path) -> dict[str, object]:
     reports = [train_batch(learner, samples, 4, held=mine).flat() for _ in range(UPDATES)]
     slots = learner.slots
     kept = [slot for slot in slots.slots if slot != "reference"]
-    weights = {
-        f"{slot}.{name}": (t.full_tensor() if isinstance(t, DTensor) else t).clone()
-        for slot in kept
-        for name, t in slots.state(slot).items()
-    }
+    weights = {f"{slot}.{name}": _whole(t) for slot in kept for name, t in slots.state(slot).items()}
     return {"reports": reports, "weights": weights, "digest": learner.digest()}
 
 
@@ -143,11 +139,49 @@ def save_case(world: World, case: str, ranks: Ranks, nodes: Ranks, directory: Pa
         torch.save(result, directory / f"{case}-ranks.pt")
 
 
-def main(rank: int, count: int, port: int, pipeline: Path, directory: Path, cases: Sequence[str]) -> None:
+MESH_MODES = ("lora", "full")
+MESH = (2, 2)
+"""Nodes, and ranks of each, that share the model."""
+
+
+def on_mesh(world: World, mode: str, samples: Sequence[TrainingSample], ranks: Ranks) -> dict[str, Any]:
+    """Two updates, with the model shared by the ranks of a node; every rank holds one sample."""
+    held = [sample.key for sample in samples][ranks.rank :: ranks.world]
+    algo = algorithm("diffusion-nft")
+    learner = make_learner(world, algo, mode, ranks=ranks, epsilon=EPSILON, shard="node")
+    reports = [train_batch(learner, samples, len(samples), held=held).flat() for _ in range(UPDATES)]
+    weights = {name: _whole(tensor) for name, tensor in learner.slots.state("policy").items()}
+    parameters = learner.slots.trainable_parameters().values()
+    shapes = {parameter.device_mesh.shape for parameter in parameters if isinstance(parameter, DTensor)}
+    return {"reports": reports, "weights": weights, "digest": learner.digest(), "meshes": shapes}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def mesh_main(rank: int, port: int, pipeline: Path, directory: Path) -> None:
+    _as_of_torchrun(rank, MESH[0] * MESH[1], port)
+    with process_group(torch.device("cpu"), timeout_s=120) as alike:
+        ranks = replace(alike, per_node=(MESH[1],) * MESH[0])
+        world = World(pipeline, directory / f"cache{rank}")
+        samples = torch.load(directory / "samples.pt", weights_only=False)
+        for mode in MESH_MODES:
+            found = on_mesh(world, mode, samples, ranks)
+            digests = ranks.share(found["digest"])
+            assert digests == [found["digest"]] * ranks.world
+            if ranks.is_main:
+                torch.save(found, directory / f"{mode}-mesh.pt")
+
+
+def _as_of_torchrun(rank: int, count: int, port: int) -> None:
     torch.set_num_threads(1)
-    # What torchrun sets.
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def main(rank: int, count: int, port: int, pipeline: Path, directory: Path, cases: Sequence[str]) -> None:
+    _as_of_torchrun(rank, count, port)
     with process_group(torch.device("cpu"), timeout_s=120) as ranks:
         assert ranks == Ranks.current() == Ranks(rank, count)
         world = World(pipeline, directory / f"cache{rank}")

@@ -10,17 +10,36 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from learner_ranks import CASES, FIRST_UPDATES, TIMESTEPS, learner_of, main, run_case
+from learner_ranks import (
+    CASES,
+    FIRST_UPDATES,
+    MESH,
+    MESH_MODES,
+    TIMESTEPS,
+    learner_of,
+    main,
+    mesh_main,
+    on_mesh,
+    run_case,
+)
 from learner_world import World, algorithm, gradients, make_learner, roll_out, train_batch
 from safetensors.torch import load_file
 
 from spotlight.training.learner_state import INDEX, SHARDED, StateError
 from spotlight.training.lora_export import lora_state
+from spotlight.training.sharding import Ranks
 
 WEIGHT_TOLERANCE = 2e-6
 """Largest difference of a weight after two steps at learning rate 1e-3; measured: below 5e-7."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 class Both:
@@ -37,10 +56,7 @@ class Both:
             learner.save(directory / f"{case}-one")
             self.one[case]["lora"] = lora_state(learner.slots, "policy") if "lora" in case else None
             self.one[case]["merged"] = learner.slots.merged_state("policy")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        arguments = (2, port, pipeline, directory, cases)
+        arguments = (2, free_port(), pipeline, directory, cases)
         mp.start_processes(main, arguments, nprocs=2, start_method="forkserver")
         self.two = {case: torch.load(directory / f"{case}-ranks.pt") for case in cases}
 
@@ -73,6 +89,24 @@ def test_two_ranks_equal_one(both: Both, case: str) -> None:
     start = learner_of(both.world, case).slots.state("policy")
     moved = [name for name in start if not torch.equal(start[name], one[f"policy.{name}"])]
     assert len(moved) > 0.8 * len(start)
+
+
+@pytest.mark.slow
+def test_two_nodes_of_two_ranks_equal_one_rank(random_pipeline: Path, tmp_path: Path) -> None:
+    world = World(random_pipeline, tmp_path / "cache")
+    samples = roll_out(world, make_learner(world, algorithm("diffusion-nft")))[: MESH[0] * MESH[1]]
+    torch.save(samples, tmp_path / "samples.pt")
+    arguments = (free_port(), random_pipeline, tmp_path)
+    mp.start_processes(mesh_main, arguments, nprocs=MESH[0] * MESH[1], start_method="forkserver")
+    for mode in MESH_MODES:
+        one, four = on_mesh(world, mode, samples, Ranks()), torch.load(tmp_path / f"{mode}-mesh.pt")
+        assert (one["meshes"], four["meshes"]) == (set(), {MESH})
+        assert one["weights"].keys() == four["weights"].keys()
+        for name, weight in one["weights"].items():
+            torch.testing.assert_close(four["weights"][name], weight, rtol=0, atol=WEIGHT_TOLERANCE)
+        for alone, shared in zip(one["reports"], four["reports"], strict=True):
+            assert shared["train/samples"] == alone["train/samples"] == len(samples)
+            assert shared["train/grad_norm"] == pytest.approx(alone["train/grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("case", EACH)
