@@ -21,7 +21,6 @@ from main_job import Job
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from spotlight.cli.exit_codes import EXIT_NOT_STARTED
 from spotlight.cli.main import app
 from spotlight.report.loading import loading_snippet
 from spotlight.report.record import read_run
@@ -68,12 +67,6 @@ def test_profile_writes_traces_of_so_many_steps(trained: tuple[Path, str]) -> No
         assert names[f"{kind} step"] == 2
         assert names[inside] > 0
         assert f"trace of 2 {kind} steps: " in output
-
-
-def test_profile_of_a_cluster_is_refused() -> None:
-    result = invoke("train", "--profile", "1", "fleet.driver=ray")
-    assert result.exit_code == EXIT_NOT_STARTED
-    assert "--profile: found fleet.driver=ray" in result.output
 
 
 def test_the_printed_lines_make_a_picture_in_plain_diffusers(

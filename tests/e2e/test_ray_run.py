@@ -5,6 +5,8 @@ Where work is done, and how often it had to be done again, must show in the acco
 
 from __future__ import annotations
 
+import gzip
+import json
 import signal
 from contextlib import closing
 from dataclasses import dataclass
@@ -93,7 +95,7 @@ def survivor(job: Job) -> Finished:
         )
         it.kill_head()
     assert not (run / "summary.json").exists()
-    with running(run, arguments) as it:
+    with running(run, ["--profile", "1", *arguments]) as it:
         status = it.end(2 * PATIENCE_S)
         return Finished(run, status, it.told, it.left)
 
@@ -114,6 +116,16 @@ def test_it_finishes_and_nothing_is_left(survivor: Finished) -> None:
     assert not list(survivor.run.rglob(".writing-*"))
     assert (survivor.run / "images" / "before-after.png").is_file()
     assert "Survived 2 preemptions (1 with notice)" in " ".join(survivor.told.split())
+
+
+@pytest.mark.parametrize("kind", ["rollout", "training"])
+def test_a_worker_and_the_learner_wrote_traces(survivor: Finished, kind: str) -> None:
+    path = RunPaths(survivor.run).profile / f"{kind}.json.gz"
+    with gzip.open(path, "rt") as file:
+        names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    assert names.count(f"{kind} step") == 1
+    assert "aten::scaled_dot_product_attention" in names
+    assert f"trace of {kind} steps: " in survivor.told
 
 
 def test_the_ledger_counts_what_befell_it(survivor: Finished, report: AuditReport) -> None:

@@ -22,6 +22,7 @@ from spotlight.cluster.incidents import IncidentRecorder
 from spotlight.cluster.learner_driver import LearnerDriver, PublishedVersions
 from spotlight.cluster.remote_calls import AbandonedError, Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples
+from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS
@@ -34,7 +35,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, PromptId, Rollout
-from spotlight.store.run_directory import RunDirectory
+from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.training.sharding import Ranks
 from spotlight.weights.bundle import WeightsManifest
 from spotlight.worker.interfaces import Command
@@ -299,9 +300,9 @@ class World:
         self.spoilt: Callable[[Rollout], bool] = lambda _: False
         loaded = build.load_prompts(config)
         self.controller = Controller(build.cluster_plan_of(config), loaded.train, loaded.test, attempt.number)
-        self.loop.run_until_complete(self._assemble(accounts))
+        self.loop.run_until_complete(self._assemble(accounts, RunPaths(directory).profile))
 
-    async def _assemble(self, accounts: ClusterAccounts) -> None:
+    async def _assemble(self, accounts: ClusterAccounts, profile: Path) -> None:
         self.conversations, self.inbox = Conversations(), Inbox()
         notes, recorder = accounts.observer, self.attempt.recorder
         assert isinstance(notes, Notes)
@@ -320,7 +321,7 @@ class World:
             HeadParts(
                 self.controller, self.inbox, self.conversations, pool, driver, self.samples,
                 self, accounts, recorder, incidents, Drains(lambda _: None, lambda node: [node]), notes,  # type: ignore[arg-type]
-                self.attempt.number, (1, 1),
+                self.attempt.number, (1, 1), TraceCollector(client, profile, notes.note, 1),
             )
         )  # fmt: skip
 

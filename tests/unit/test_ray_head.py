@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from head_world import RESERVED, SPOT, World, world
+from head_world import PICTURE, RESERVED, SPOT, World, world
 
+from spotlight.cluster.blobs.blob_server import TRACE
 from spotlight.cluster.remote_calls import AbandonedError, RayLostError
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.recovery import Recovery
@@ -63,6 +64,10 @@ def test_a_run_goes_to_its_end(tmp_path: Path) -> None:
     assert report.counts.trained == TRAINED
     assert committed(tmp_path) == 3
     assert it.learner.life == 1
+    trace = RunPaths(tmp_path / "run").profile / "rollout.json.gz"
+    assert trace.read_bytes() == PICTURE.data, "what a worker stored"
+    assert it.store.dropped.count((TRACE, ("rollout",))) == 1
+    assert it.notes.count(f"trace of rollout steps: {trace}") == 1
     assert it.learner.version == 3
     assert report.gpu_seconds_by_phase[Phase.LOST] < 1
 

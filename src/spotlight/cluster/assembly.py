@@ -23,6 +23,7 @@ from spotlight.cluster.learner.learner_rank import write_token
 from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
+from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_actor import ActorStarter
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config
@@ -45,13 +46,19 @@ _NAME_MAX = 24
 
 @dataclass(frozen=True, slots=True)
 class Materials:
-    """Inputs validated before the run directory is touched. ``used``: the prompts that the run uses."""
+    """Inputs validated before the run directory is touched.
+
+    Attributes:
+        used: the prompts that the run uses.
+        profiled_steps: denoising steps of one worker, and micro-batches of rank 0, to be traced.
+    """
 
     config: RunConfig
     observer: Observer
     prompts: build.Prompts
     used: Sequence[Prompt]
     rewards: RewardPool
+    profiled_steps: int = 0
 
     @property
     def by_id(self) -> dict[PromptId, Prompt]:
@@ -81,7 +88,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
     incidents = IncidentRecorder(room.accounts.clock, note, room.attempt.recorder.ledger, controller.cluster)
     nodes = ClusterNodes(config, room.site, inbox.put, conversations.fail, note, room.accounts.clock)
     async with AsyncExitStack() as stack:
-        workers = _workers(config, room, nodes, conversations, inbox, incidents, note, stack)
+        workers = _workers(materials, room, nodes, conversations, inbox, incidents, stack)
         learner, places = await _learner(materials, room, nodes, incidents, stack)
         driver = LearnerDriver(
             controller,
@@ -111,6 +118,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             observer=materials.observer,
             attempt=room.attempt.number,
             grid=config.evaluation.grid,
+            traces=TraceCollector(samples.store, room.directory.profile, note, materials.profiled_steps),
         )
         stack.enter_context(nodes.membership)
         yield Head(parts)
@@ -125,18 +133,24 @@ def _controller(materials: Materials, attempt: Attempt) -> Controller:
 
 
 def _workers(
-    config: RunConfig,
+    materials: Materials,
     room: AttemptRoom,
     nodes: ClusterNodes,
     conversations: Conversations,
     inbox: Inbox,
     incidents: IncidentRecorder,
-    note: Any,
     stack: AsyncExitStack,
 ) -> WorkerPool:
+    config, note = materials.config, materials.observer.note
     shared = f"{config.name[:_NAME_MAX]}-{secrets.token_hex(4)}"
     starter = ActorStarter(
-        dump_config(config), room.store, room.meeting, shared, nodes.placements, nodes.log_tail
+        dump_config(config),
+        room.store,
+        room.meeting,
+        shared,
+        nodes.placements,
+        nodes.log_tail,
+        materials.profiled_steps,
     )
     fleet = config.fleet
     pool = WorkerPool(
@@ -173,6 +187,7 @@ async def _learner(
         token,
         room.directory.path / LOGS_FOLDER,
         room=wait_for_room if moves else None,
+        profiled_steps=materials.profiled_steps,
     )
     learner = LearnerGroup(
         launcher,

@@ -57,8 +57,13 @@ from spotlight.training.sharding import Ranks
 BLOB_STORE_FOLDER = "in-flight"
 
 
-def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0) -> RunResult:
+def train_on_cluster(
+    config: RunConfig, observer: Observer, spent_s: float = 0.0, *, profiled_steps: int = 0
+) -> RunResult:
     """Start or resume a run on a Ray cluster; see :func:`spotlight.runtime.run.train`.
+
+    Args:
+        profiled_steps: to be traced, of one worker's rollouts and of rank 0's training.
 
     Raises:
         ConfigError, PromptFileError, RewardSetupError, RewardInputError: before any work; ConfigError also
@@ -86,7 +91,7 @@ def train_on_cluster(config: RunConfig, observer: Observer, spent_s: float = 0.0
         )
         if site is None:
             site = stack.enter_context(_joined(config, observer))
-        materials = Materials(config, observer, prompts, prompts.used(config), rewards)
+        materials = Materials(config, observer, prompts, prompts.used(config), rewards, profiled_steps)
         accounts = ClusterAccounts(time.monotonic, observer)
         accounts.written_s = began_here_s  # setup so far belongs to the attempt
         with open_attempt(

@@ -31,6 +31,7 @@ from spotlight.cluster.incidents import IncidentRecorder
 from spotlight.cluster.learner_driver import LearnerDriver
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
+from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.rollout.serialization import unpack_image
 from spotlight.runtime.build.preview_settings import report_note, report_row
@@ -56,6 +57,7 @@ class HeadParts:
     Attributes:
         attempt: the ledger's attempt number.
         grid: prompts of the image grids, and images per prompt.
+        traces: of the profiler.
     """
 
     controller: Controller
@@ -72,6 +74,7 @@ class HeadParts:
     observer: Observer
     attempt: int
     grid: tuple[int, int]
+    traces: TraceCollector
 
 
 @dataclass(slots=True)
@@ -293,6 +296,7 @@ class Head:
 
     async def _end_iteration(self, version: PolicyVersion, lineage: int) -> None:
         self._write_row(await self.parts.learner.learner.take_log())
+        await self.parts.traces.collect()
         await self.parts.learner.publish(version, lineage)
 
     def _write_row(self, trained: Mapping[str, float]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -83,6 +83,7 @@ class WorkerDependencies:
 
     Attributes:
         membership: called once, when the first group of several members forms.
+        around: a context for each denoising step of a group that this worker leads.
     """
 
     engine: Engine
@@ -90,6 +91,7 @@ class WorkerDependencies:
     recipes: Mapping[Purpose, Recipe]
     slot_of: Mapping[Purpose, Slot]
     membership: Callable[[], SpMembership]
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
 
     def known_slot(self, name: str) -> Slot:
         """The slot of that name. Raises ValueError when no purpose uses it."""

@@ -361,7 +361,8 @@ class WorkerLoop:
         due: list[LeaseId] = []
         if running:
             try:
-                self._advance(role, running)
+                with self._dependencies.around():
+                    self._advance(role, running)
             except GroupLostError:
                 role.lose()
             except torch.OutOfMemoryError as error:

@@ -74,8 +74,8 @@ ProfileOption: TypeAlias = Annotated[
         "--profile",
         metavar="N",
         min=1,
-        help="Write torch profiler traces of up to N denoising steps and N micro-batches of one iteration "
-        "into the run directory.",
+        help="Write torch profiler traces of up to N denoising steps (on a cluster: of one worker) and N "
+        "micro-batches of one iteration into the run directory.",
         show_default=False,
     ),
 ]
@@ -131,11 +131,6 @@ def train(
     if dry_run:
         _print_plan(config, given)
         return
-    if profile and config.fleet.driver == "ray":
-        raise failure(
-            "--profile: found fleet.driver=ray, whose steps run on other nodes; expected inline. Trace the "
-            "recipe on one node: with fleet.driver=inline, and torchrun for several GPUs."
-        )
     beside = (dashboard or keep_dashboard) and int(os.environ.get("RANK", "0")) == 0
     result = _run(config, plain, dashboard=beside, keep_dashboard=keep_dashboard, profile=profile or 0)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -215,13 +210,13 @@ def driver_of(
     """The driver of this configuration: this process (and ``torchrun``'s other ranks), or a Ray cluster.
 
     Args:
-        profiled_steps: see :func:`spotlight.runtime.run.train`; not on a cluster.
+        profiled_steps: see :func:`spotlight.runtime.run.train`.
     """
     with collection_paused():
         if config.fleet.driver == "ray":
             from spotlight.cluster.cluster_run import train_on_cluster
 
-            return train_on_cluster
+            return partial(train_on_cluster, profiled_steps=profiled_steps)
         from spotlight.runtime.run import train as train_inline
 
         return partial(train_inline, profiled_steps=profiled_steps)

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 NEGATIVE = "negative"
 """Name of the negative prompt's embedding; prompt names are hexadecimal."""
+TRACE = "trace"
+"""Kind of the profiler's trace of a worker."""
 MAILBOX_EVENTS = 65_536
 """Minutes of events from hundreds of workers; 10-20 MB."""
 _DELIVERY_THREADS = 4

@@ -69,6 +69,7 @@ class RankOrder:
         token: what the head wrote to the run directory.
         directory: the head's working directory, the base of relative paths.
         version: of the head's package.
+        profiled_steps: see :class:`LearnerRank`.
     """
 
     config: str
@@ -79,6 +80,7 @@ class RankOrder:
     version: str
     store_s: float
     threads: int | None
+    profiled_steps: int = 0
 
 
 class LearnerActor:
@@ -122,7 +124,7 @@ class LearnerActor:
             torch.set_num_threads(order.threads)
         with suppress(FileNotFoundError):  # relative paths then fail below, with a clear error
             os.chdir(order.directory)
-        rank = LearnerRank(order.config, order.place)
+        rank = LearnerRank(order.config, order.place, order.profiled_steps)
         rank.check_storage(order.token)
         _write_to(Path(order.log))
         self._rank = rank
@@ -213,6 +215,7 @@ class RayLauncher:
         logs: directory for the ranks' output, on shared storage.
         exchange_s: timeout of a collective.
         store_s: timeout of a blob store call.
+        profiled_steps: micro-batches that rank 0 traces.
     """
 
     def __init__(
@@ -227,8 +230,9 @@ class RayLauncher:
         exchange_s: float = 600.0,
         store_s: float = 300.0,
         room: Callable[[], Awaitable[None]] | None = None,
+        profiled_steps: int = 0,
     ) -> None:
-        self.world, self._room = world, room
+        self.world, self._room, self._profiled_steps = world, room, profiled_steps
         self._at: dict[int, Mapping[str, int]] = {}
         self._config, self._placements, self._store, self._token = config, placements, store, token
         self._logs, self._exchange_s, self._store_s = logs.absolute(), exchange_s, store_s
@@ -286,6 +290,7 @@ class RayLauncher:
             version=spotlight.__version__,
             store_s=self._store_s,
             threads=placement.threads,
+            profiled_steps=0 if place.rank else self._profiled_steps,
         )
         remote: Any = ray.remote  # its annotations lack concurrency groups
         actor = (

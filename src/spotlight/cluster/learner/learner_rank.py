@@ -10,6 +10,7 @@ Every rank gets the same calls in the same order; only the sample bytes differ: 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import socket
 import struct
@@ -27,6 +28,7 @@ from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.tree import parse_yaml
+from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition, unpack_sample
@@ -51,6 +53,8 @@ from spotlight.training.batching.redistribute import neighbours
 from spotlight.training.lora_export import whole_state
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight.weights.bundle import WeightsManifest, pack
+
+log = logging.getLogger("spotlight.learner")
 
 LOOPBACK = "127.0.0.1"
 _STORAGE_SETTLES_S = 10.0
@@ -94,16 +98,20 @@ class LearnerRank:
 
     Args:
         config: the resolved configuration as YAML (``dump_config``).
+        profiled_steps: micro-batches of an iteration that are traced, into the run directory.
 
     Raises:
         ConfigError: invalid configuration, batches that do not fit the rank count, or CUDA is missing.
     """
 
-    def __init__(self, config: str, place: RankPlace) -> None:
+    def __init__(self, config: str, place: RankPlace, profiled_steps: int = 0) -> None:
         self.config = _parsed(config)
         if problems := list(self.config.rank_problems(place.world, place.per_node)):
             raise ConfigError(f"this configuration on {place.world} ranks", problems)
         self.place = place
+        folder = RunPaths(self.config.runs_dir / self.config.name).profile
+        kinds = (Phase.TRAINING,) if profiled_steps else ()
+        self._profiler = StepProfiler(folder, kinds, profiled_steps, log.warning)
         self._clock = PhaseClock()
         self._stack = ExitStack()
         self._served: Store | None = None
@@ -205,7 +213,7 @@ class LearnerRank:
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
         """Accumulate the gradients of one micro-batch. Collective."""
-        with self._in(Phase.TRAINING):
+        with self._in(Phase.TRAINING), self._profiler.step(Phase.TRAINING):
             self.learning.trainer.accumulate(micro_batch)
 
     def step(self, samples: int, zeros: int = 0) -> tuple[float, float]:
@@ -221,6 +229,7 @@ class LearnerRank:
 
     def finish_batch(self) -> None:
         """Update the old policy. Collective."""
+        self._profiler.close()
         self.learning.trainer.finish_batch()
 
     def take_log(self) -> dict[str, float]:

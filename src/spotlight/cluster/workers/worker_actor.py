@@ -72,6 +72,7 @@ class WorkerOrder:
         gpu: index among the node's visible GPUs; None: the GPU that Ray assigned.
         run: name shared by the processes of one run on a node.
         threads: for CPU work; None leaves it to torch.
+        profiled_steps: denoising steps to be traced.
     """
 
     config: str
@@ -83,6 +84,7 @@ class WorkerOrder:
     run: str
     working_directory: str
     threads: int | None
+    profiled_steps: int = 0
 
 
 class WorkerActor:
@@ -101,7 +103,8 @@ class WorkerActor:
         self._device = _device(order)
         self._precision = config.deterministic, config.model.tf32
         place = WorkerPlace(order.worker, order.epoch, self._device, order.meeting, order.run)
-        self._process = WorkerProcess(config, place, WorkerBlobClient(store, config.fleet.start_s))
+        home = WorkerBlobClient(store, config.fleet.start_s)
+        self._process = WorkerProcess(config, place, home, order.profiled_steps)
         self._ended = threading.Event()
         self._error: BaseException | None = None
         threading.Thread(target=self._work, name="work", daemon=True).start()
@@ -179,13 +182,15 @@ class WorkerPlacement:
         return None if self.first_gpu is None else self.first_gpu + order.gpu
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ActorStarter:
     """Starts workers as actors; a :class:`spotlight.cluster.workers.worker_pool.Starter`.
 
     Attributes:
         config: the resolved configuration as YAML.
         tail: fetches the last log lines of a named actor on a node.
+        profiled_steps: denoising steps that one worker traces: the first, or once its node is gone the next
+            to be started.
     """
 
     config: str
@@ -194,6 +199,8 @@ class ActorStarter:
     run: str
     placements: dict[NodeId, WorkerPlacement]
     tail: Callable[[NodeId, str], Awaitable[str]]
+    profiled_steps: int = 0
+    _traced: StartWorker | None = None
 
     def start(self, order: StartWorker) -> WorkerHandle:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
@@ -208,6 +215,7 @@ class ActorStarter:
             self.run,
             str(Path.cwd()),
             placement.threads,
+            self._steps_to_trace(order),
         )
         make = ray.remote(concurrency_groups=_GROUPS)(WorkerActor).options(
             name=self._name(order),
@@ -229,6 +237,11 @@ class ActorStarter:
     async def log_tail(self, order: StartWorker) -> str:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
         return await self.tail(order.node, self._name(order))
+
+    def _steps_to_trace(self, order: StartWorker) -> int:
+        if self._traced is None or self._traced.node not in self.placements:
+            self._traced = order
+        return self.profiled_steps if self._traced.worker == order.worker else 0
 
     def _name(self, order: StartWorker) -> str:
         return f"{self.run}:{order.worker}:{order.epoch}"

@@ -10,18 +10,24 @@ from __future__ import annotations
 import hashlib
 import logging
 import queue
+import shutil
+import tempfile
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from spotlight.cluster.blobs.blob_server import NEGATIVE
+from spotlight.cluster.blobs.blob_server import NEGATIVE, TRACE
 from spotlight.cluster.workers.worker_weights import BundleLoader
 from spotlight.config.schema import RunConfig
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
+from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.rollout.sequence_parallel.communicators import communicator
 from spotlight.rollout.sequence_parallel.membership import SpMembership
@@ -32,14 +38,14 @@ from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import rollout_slots
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.events import PullFailed
-from spotlight.scheduler.types import Purpose, WorkerId
+from spotlight.scheduler.types import Phase, Purpose, WorkerId
 from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.peers import WeightServer, fetch_from_peer
 from spotlight.weights.served_weights import ServedWeights
 from spotlight.weights.weight_errors import PeerLostError
 from spotlight.worker.interfaces import Command, HeadClient, Leave, WorkerDependencies
 from spotlight.worker.loop import WorkerLoop
-from spotlight.worker.reports import Report
+from spotlight.worker.reports import Report, ReportedValue
 
 log = logging.getLogger(__name__)
 
@@ -63,10 +69,17 @@ class WorkerPlace:
 
 
 class WorkerProcess:
-    """Accepts commands from any thread; :meth:`run` belongs to the thread that owns the model."""
+    """Accepts commands from any thread; :meth:`run` belongs to the thread that owns the model.
 
-    def __init__(self, config: RunConfig, place: WorkerPlace, home: HeadClient) -> None:
+    Args:
+        profiled_steps: to be traced; the trace is stored as blob ``TRACE``, named by the phase.
+    """
+
+    def __init__(
+        self, config: RunConfig, place: WorkerPlace, home: HeadClient, profiled_steps: int = 0
+    ) -> None:
         self._config, self._place, self._home = config, place, home
+        self._profiled_steps = profiled_steps
         self._waiting: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._loop: WorkerLoop | None = None
         self._lock = threading.Lock()
@@ -170,10 +183,23 @@ class WorkerProcess:
             recipes=build.make_recipes(config, algorithm).by_purpose(),
             slot_of={Purpose.TRAIN: train, Purpose.EXPLORE: train, Purpose.EVAL: judged},
             membership=membership,
+            around=self._profiled(),
         )
         dtype = build.torch_dtype(fleet.published_dtype(config))
         loader = BundleLoader(self._home, self._cache, slots, rollout_slots(config, algorithm), dtype)
         return WorkerLoop(place.worker, place.epoch, self._home, loader, dependencies, fleet.commit_every)
+
+    def _profiled(self) -> Callable[[], AbstractContextManager[object]]:
+        if not self._profiled_steps:
+            return nullcontext
+        folder = Path(tempfile.mkdtemp(prefix="spotlight-trace-"))
+        profiler = StepProfiler(folder, (Phase.ROLLOUT,), self._profiled_steps, log.warning, self._send_trace)
+        return partial(profiler.step, Phase.ROLLOUT)
+
+    def _send_trace(self, path: Path) -> None:
+        trace = ReportedValue(TRACE, Phase.ROLLOUT, path.read_bytes())
+        shutil.rmtree(path.parent)
+        self._home.deliver(Report(self._place.worker, "", (trace,), ()))
 
 
 def _file_name(worker: WorkerId) -> str:

@@ -10,6 +10,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 
+def trace_file(folder: Path, kind: str) -> Path:
+    """Of a kind of step."""
+    return folder / f"{kind}.json.gz"
+
+
 class StepProfiler:
     """Writes one trace of each kind of step into ``folder``, as ``KIND.json.gz``.
 
@@ -19,10 +24,18 @@ class StepProfiler:
     Args:
         kinds: that are traced.
         note: is told of each trace.
+        taken: is given the file of each trace.
     """
 
-    def __init__(self, folder: Path, kinds: Collection[str], steps: int, note: Callable[[str], None]) -> None:
-        self._folder, self._kinds, self._steps, self._note = folder, kinds, steps, note
+    def __init__(
+        self,
+        folder: Path,
+        kinds: Collection[str],
+        steps: int,
+        note: Callable[[str], None],
+        taken: Callable[[Path], None] = lambda path: None,
+    ) -> None:
+        self._folder, self._kinds, self._steps, self._note, self._taken = folder, kinds, steps, note, taken
         self._seen: dict[str, int] = {}
         self._active: tuple[str, profile] | None = None
 
@@ -37,7 +50,7 @@ class StepProfiler:
             self._start(kind)
         with record_function(f"{kind} step"):
             yield
-        if before == self._steps:
+        if before >= self._steps:  # later than at once where the last step failed
             self.close()
 
     def close(self) -> None:
@@ -48,7 +61,7 @@ class StepProfiler:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         taken.stop()
-        path = self._folder / f"{kind}.json.gz"
+        path = trace_file(self._folder, kind)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             taken.export_chrome_trace(str(path))
@@ -56,6 +69,7 @@ class StepProfiler:
             self._note(f"the trace {path} cannot be written: {error}")
             return
         self._note(f"trace of {self._seen[kind] - 1} {kind} steps: {path}")
+        self._taken(path)
 
     def _start(self, kind: str) -> None:
         kinds = [ProfilerActivity.CPU]
