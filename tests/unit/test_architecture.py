@@ -56,7 +56,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "compare": {"scenarios"},
         "calibration": {"scenarios"},
         "search": {"compare", "prices", "scenarios"},
-        "pages": {"compare", "scenarios", "search"},
+        "pages": {"compare", "prices", "scenarios", "search"},
     },
 }
 """Folders and modules within a room, and which of the others each may import."""

@@ -46,6 +46,7 @@ def test_prices_show_source_age_and_saving(here: Path) -> None:
     assert "74%" in line
     assert " d " in line  # the built-in table is days old at least
     assert "arXiv 2606.19004" in result.output
+    assert "prices are older than 90 days: try --source skypilot" in result.output
 
 
 def test_prices_of_a_server_its_cheapest_zone_and_its_failure(here: Path) -> None:
@@ -66,7 +67,7 @@ def test_prices_of_a_server_its_cheapest_zone_and_its_failure(here: Path) -> Non
     ("arguments", "said"),
     [
         (["--gpu", "h100"], "Did you mean 'H100'?"),
-        (["--gpu", "L4"], "No price of L4 in this source; it has aws H100"),
+        (["--gpu", "L4"], "No price of L4 in this source; it has aws A100, aws A100-80GB, aws H100"),
         (["--source", "nosuch"], "expected builtin, skypilot, aws, azure"),
         (["--source", "aws=absent.csv"], "absent.csv: No such file"),
         (["--source", "aws=bad.csv"], "bad.csv:2: Price is '-1'; expected a number of $/h above 0"),

@@ -126,6 +126,15 @@ def test_half_of_the_groups_begin_with_random_seeds() -> None:
     assert 109 < found.target.value < 200
 
 
+@pytest.mark.parametrize(
+    ("now", "told"), [(NOW, "reserved 173 d, spot 173 d"), (datetime(2026, 7, 1, tzinfo=UTC), "")]
+)
+def test_prices_older_than_ninety_days_are_warned_of(now: datetime, told: str) -> None:
+    prep = prepare(load_scenario("paper-512"), ("spot_rollout_only",), now)
+    found = [line for note in notes_of(prep, [], now) if note.heading == "Mind" for line in note.lines]
+    assert ([told in line for line in found if "older than 90 days" in line] == [True]) is bool(told)
+
+
 def test_nothing_is_promised_where_too_few_previews_were_made() -> None:
     many = ("exploration.seeds_per_prompt=400", "exploration.steps=20")
     found = outcome("disaggregated+exploration", *many)

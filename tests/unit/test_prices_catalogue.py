@@ -118,7 +118,12 @@ def test_the_built_in_table_has_the_papers_rows_each_with_date_and_source() -> N
     for name, (cloud, on_demand, spot) in published.items():
         quote = rows[name]
         assert (quote.cloud, quote.on_demand_usd_h, quote.spot_usd_h) == (cloud, on_demand, spot)
-    assert all("arXiv" in quote.source and quote.as_of.year == 2026 for quote in rows.values())
+        assert "arXiv" in quote.source
+    assert all(quote.as_of.year == 2026 for quote in rows.values())
+    assert {"H100", "H200", "B200", "A100", "A100-80GB", "L40S"} == {quote.gpu for quote in rows.values()}
+    for quote in rows.values():  # a machine that others know too has as many GPUs here
+        known = [one for one in INSTANCE_TYPES if (one.cloud, one.name) == (quote.cloud, quote.instance_type)]
+        assert all((one.gpu, one.gpus) == (quote.gpu, quote.gpus) for one in known)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +146,8 @@ def test_prices_are_chosen_and_sorted_by_what_a_spot_gpu_costs() -> None:
     assert [quote.zone for quote in cheapest(quotes) if quote.gpu == "H100"] == ["use1-az2"]
     assert select(quotes, clouds=["gcp"]) == ()
     assert {quote.region for quote in select(quotes, regions=["us-west-2"])} == {"us-west-2"}
-    assert len(select(built_in(), regions=["us-west-2"])) == 4  # these name no region
+    anywhere = [quote for quote in built_in() if not quote.region]
+    assert len(anywhere) == len(select(built_in(), regions=["us-west-2"])) == 6
     with pytest.raises(UnknownGpuError, match="Did you mean 'H100'"):
         select(quotes, gpus=["h100"])
 

@@ -110,6 +110,8 @@ def age(old: timedelta) -> str:
 
 
 def _print(quotes: Sequence[Quote], now: datetime) -> None:
+    from spotlight.planning.prices.quotes import OLD
+
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     numeric = {"GPUs", "$/GPU-h", "spot", "saving", "age"}
@@ -129,13 +131,16 @@ def _print(quotes: Sequence[Quote], now: datetime) -> None:
             _usd(quote.on_demand_usd_gpu_h),
             _usd(quote.spot_usd_gpu_h),
             "-" if quote.saving is None else f"{quote.saving:.0%}",
-            Text(age(quote.age(now)), style="yellow" if quote.caveat else ""),
+            Text(age(quote.age(now)), style="yellow" if quote.caveat or quote.age(now) > OLD else ""),
             f"[{note}]",
         )
     console.print(table)
     console.print()
     for told, note in notes.items():
         console.print(Text(f"[{note}] {told}"), soft_wrap=True)
+    if old := sum(quote.age(now) > OLD for quote in quotes):
+        told = f"{old} of {len(quotes)} prices are older than {OLD.days} days: try --source skypilot."
+        console.print(Text(told, style="yellow"), soft_wrap=True)
 
 
 def _usd(price: float | None) -> str:

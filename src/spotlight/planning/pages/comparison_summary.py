@@ -10,6 +10,7 @@ from datetime import datetime
 from spotlight.fleet.gpus import GPU_TYPES
 from spotlight.fleet.traces.trace_statistics import statistics
 from spotlight.planning.compare import PREVIEWS_WANTED, SimulationOutcome
+from spotlight.planning.prices.quotes import OLD
 from spotlight.planning.scenarios.prepare import Prepared, bytes_of_both
 from spotlight.planning.scenarios.pricing import PriceTag
 from spotlight.planning.scenarios.profile import NamedFigure, assumptions
@@ -103,6 +104,7 @@ def notes_of(
     warnings = (
         *warnings_of(outcomes),
         *filter(None, [prepared.pricing.caveat]),
+        *_old_prices(prepared, now),
         *_too_short(prepared, outcomes),
         *_crowded(prepared, outcomes),
     )
@@ -129,6 +131,19 @@ def warnings_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
                 "divide by its learner GPUs: make prompts x group_size (or train_samples) a multiple of "
                 "their number."
             )
+
+
+def _old_prices(prepared: Prepared, now: datetime) -> Iterator[str]:
+    old = [
+        f"{name} {(now - tag.as_of).days} d"
+        for name, tag in prices_of(prepared).items()
+        if tag.as_of is not None and now - tag.as_of > OLD
+    ]
+    if old:
+        yield (
+            f"prices are older than {OLD.days} days ({', '.join(old)}): set prices.source=skypilot, or state "
+            "them in cluster."
+        )
 
 
 def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:

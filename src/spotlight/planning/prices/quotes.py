@@ -13,6 +13,8 @@ from datetime import datetime, timedelta
 from spotlight.fleet.gpus import gpu_type
 
 _PROBLEMS_SHOWN_MAX = 10
+OLD = timedelta(days=90)
+"""Prices older than this are warned of wherever they are shown."""
 
 
 class PriceError(ValueError):
