@@ -171,7 +171,7 @@ const clusterChoice = { span: "", page: 0 };
 function clusterView(place, { run }) {
   const choice = clusterChoice;
   const drawn = h("div", { class: "card wide" });
-  const [price, paid] = [h("div", { class: "chart" }), h("p", { class: "faint" })];
+  const [price, paid] = [h("div", { class: "chart", style: { minHeight: "220px" } }), h("p", { class: "faint" })];
   const pages = h("span");
   const happened = h("div", { class: "card" });
   const span = h("select", { disabled: Boolean(INLINED), on: { change: (event) => { choice.span = event.target.value; choice.page = 0; refresh(); } } },
@@ -347,8 +347,9 @@ function lifeOf(found, go) {
         h("div", {}, h("h2", {}, "Where it was"), staysOf(found)),
         h("div", {}, h("h2", {}, "Life"), table([["record", (each) => count(each.seq), "number"], ["what", (each) => words(each.what)], ["how", (each) => h("span", { class: "words" }, each.detail)], ["billed by", (each) => (each.by ? clock(each.by) : "not yet"), "time"]], found.life, "Life"),
           h("p", { class: "faint" }, "Records have no time of their own: “billed by” is the end of the next bill."))),
-      h("div", {}, table([["score", (each) => each.name], ["value", (each) => figure(each.value), "number"], ["by", (each) => h("span", { class: "words" }, each.by ?? "")]], found.scores, "Scores")),
-      h("div", {}, h("h2", {}, `Its group, best first (${found.group.length})`), table([["rollout", (each) => (isHere(each.id) ? h("a", { href: go.address("samples", each.id) }, each.id) : each.id)], ["reward", (each) => figure(each.reward), "number"], ["fate", (each) => each.kind ?? "in flight"]], found.group.slice(0, 64), "Group"))),
+      h("div", { class: "column" },
+        h("div", {}, h("h2", {}, "Its scores"), table([["score", (each) => each.name], ["value", (each) => figure(each.value), "number"], ["by", (each) => h("span", { class: "words" }, each.by ?? "")]], found.scores, "Scores")),
+        h("div", {}, h("h2", {}, `Its group, best first (${found.group.length})`), table([["rollout", (each) => (isHere(each.id) ? h("a", { href: go.address("samples", each.id) }, each.id) : each.id)], ["reward", (each) => figure(each.reward), "number"], ["fate", (each) => each.kind ?? "in flight"]], found.group.slice(0, 64), "Group")))),
   ];
 }
 
@@ -360,7 +361,7 @@ function staysOf(found) {
   const became = (each) => (each.made_it ? "finished here" : each.then.map(({ what, at }) => `${words(what)} ${clock(at)}`).join(", ") || "not finished");
   return table([
     ["given", (each) => moment(each.at), "time"], ["worker", (each) => each.worker], ["from step", (each) => `${each.from_step} of ${found.steps}`, "number"],
-    ["what became of it", (each) => became(each)], ["lease", (each) => `${each.lease}, epoch ${each.epoch}, attempt ${each.attempt}`],
+    ["what became of it", (each) => became(each)], ["lease", (each) => `${each.lease} of attempt ${each.attempt}`],
   ], found.stays, "Where it was");
 }
 
