@@ -13,7 +13,7 @@ from hypothesis import settings
 
 # No deadlines: a busy machine is slow now and then. `make test` draws the same few examples everywhere, so it
 # passes or fails for all; `make test-long` draws new ones each time, and more, to find what nobody has seen.
-settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=30)
 settings.register_profile("new", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 

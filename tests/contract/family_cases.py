@@ -107,7 +107,7 @@ class FamilyCase:
         name: in the registry.
         size: non-square, valid for every variant.
         settings: compared with the pipeline on every variant.
-        first: the two variants of the first tier; the others are slow.
+        first: the variants of the first tier; the others are slow.
         max_text_tokens: shorter than the real one where prompts are padded.
         call: runs the family's pipeline on initial latents of ours, [batch, *latent_shape].
         load: loads the family's pipeline.
@@ -125,7 +125,7 @@ class FamilyCase:
     call: Callable[[Any, ModelFamily, torch.Tensor, Setting], np.ndarray] = call_pipeline
     load: Callable[[Path], Any] = load_pipeline
     unused: str = "^$"
-    first: tuple[int, ...] = (0, 1)
+    first: tuple[int, ...] = (0,)
     wide: Mapping[str, object] = field(default_factory=dict)
     inputs: Callable[..., Sequence[ModelInput]] = texts_alone
     trained: Sequence[int] = (0,)
@@ -264,7 +264,6 @@ CASES: Mapping[str, FamilyCase] = {
             call=call_qwen_image_edit,
             load=load_qwen_image_edit,
             inputs=instructions,
-            first=(0,),
             unused=r"blocks\.1\.(txt_mlp|attn\.(add_q_proj|to_add_out|norm_added_q))",
             wide={"num_layers": 4, "axes_dims_rope": (16, 24, 24), **_WIDE},
         ),

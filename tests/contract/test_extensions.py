@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from spotlight.cli.main import app
 from spotlight.registry import CLOUDS, FAMILIES, Registry, RegistryError
 from spotlight.store.metrics import read_metrics
 
@@ -127,43 +129,37 @@ COMMANDS = {
     "broken": ("notices", "--cloud", "broken", "--once"),
 }
 
-PROGRAM = """
-import json, sys
-from typer.testing import CliRunner
-from spotlight.cli.main import app
-
-if __name__ == "__main__":
-    found = {}
-    for name, arguments in json.loads(sys.argv[1]).items():
-        result = CliRunner().invoke(app, arguments)
-        found[name] = (result.exit_code, result.stdout, result.stderr)
-    json.dump(found, open("found.json", "w"))
-"""
-
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory as ``pip install`` leaves it, a module and its metadata, in which every command has run.
 
-    One process runs them all: each start would import torch.
+    One process runs them all, in which no registry has looked for packages before.
     """
     site = tmp_path_factory.mktemp("site")
     (site / "elsewhere.py").write_text(MODULE)
-    (site / "commands.py").write_text(PROGRAM)
     info = site / "elsewhere-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: elsewhere\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
-    paths = [str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
-    done = subprocess.run(
-        [sys.executable, "commands.py", json.dumps(COMMANDS)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200"},
-        cwd=site,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    process = multiprocessing.get_context("forkserver").Process(target=run_commands, args=(site,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     return site
+
+
+def run_commands(site: Path) -> None:
+    """Write what :data:`COMMANDS` told, in a directory of modules that this process finds from now on."""
+    os.chdir(site)
+    sys.path.insert(0, str(site))
+    paths = [str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "COLUMNS": "200"}
+    found = {}
+    for name, arguments in COMMANDS.items():
+        result = CliRunner().invoke(app, arguments)
+        found[name] = (result.exit_code, result.stdout, result.stderr)
+    Path("found.json").write_text(json.dumps(found))
 
 
 def ran(installed: Path, command: str) -> tuple[int, str, str]:

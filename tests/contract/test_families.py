@@ -1,6 +1,6 @@
 """Every model family of ``family_cases.py`` against its own diffusers pipeline, on small random pipelines.
 
-The first tier takes two variants and two trainings per family, the longer one all; the tables say which.
+The first tier takes a variant and a training or two per family, the longer one all; the tables say which.
 """
 
 from __future__ import annotations

@@ -42,8 +42,10 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("mode", ["lora", "full"])
+@pytest.mark.parametrize(
+    ("mode", "world"),
+    [("lora", 2), ("full", 2), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("lora", "full"))],
+)
 def test_kept_weights_are_float32_in_the_forward_and_gradients_are_the_whole_models(
     pipeline: Path, world: int, mode: str, tmp_path: Path
 ) -> None:

@@ -92,23 +92,13 @@ def test_groups_in_parts_train_what_the_whole_batch_does_to_the_bit(
     whole, parted = alone(config), alone(config)
     for iteration in range(2):
         batch = make_batch(config, whole.learning, iteration, iteration)
+        if iteration:
+            weights = {name: 0.5 + index / 8 for index, name in enumerate(batch.rollouts)}
+            batch = replace(batch, effect=replace(batch.effect, weights=weights))
         expected = train_rank(whole, batch, batch.packed)
         assert train_parts(parted, batch, group_by_group(batch.effect), 8) == expected
         assert parted.digest() == whole.digest()
         assert without_seconds(parted.take_log()) == without_seconds(whole.take_log())
-
-
-def test_importance_weights_count_in_parts(random_pipeline: Path, tmp_path: Path) -> None:
-    config = config_in_parts(tmp_path, random_pipeline, "grpo")
-    whole, parted = alone(config), alone(config)
-    batch = make_batch(config, whole.learning, 0, 0)
-    chosen = {name: 0.5 + index / 8 for index, name in enumerate(batch.rollouts)}
-    weighted = replace(batch, effect=replace(batch.effect, weights=chosen))
-    expected = train_rank(whole, weighted, batch.packed)
-    assert train_parts(parted, batch, group_by_group(weighted.effect), 8) == expected
-    assert parted.digest() == whole.digest()
-    plain = alone(config)
-    assert train_rank(plain, batch, batch.packed) != expected
 
 
 def test_slices_train_with_the_advantages_of_their_baseline(random_pipeline: Path, tmp_path: Path) -> None:
@@ -165,8 +155,8 @@ def one_of_two(number: int, root: Path, pipeline: Path, algorithm: str, port: in
     rank.close()
 
 
-# Which of a batch's parts a rank trains does not depend on the algorithm.
-@pytest.mark.parametrize("algorithm", ["nft", pytest.param("grpo", marks=pytest.mark.slow)])
+@pytest.mark.slow  # parts are tested above on one rank, and ranks on whole batches in test_learner_ranks.py
+@pytest.mark.parametrize("algorithm", ["nft", "grpo"])
 def test_two_ranks_in_parts_equal_one_with_the_whole_batch(
     random_pipeline: Path, tmp_path: Path, algorithm: str
 ) -> None:

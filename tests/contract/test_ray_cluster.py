@@ -449,10 +449,8 @@ def test_nothing_is_left_of_an_owner_that_is_ended(end: signal.Signals) -> None:
     program = textwrap.dedent(
         """
         import signal, subprocess, time
-        from spotlight.rewards.pool.channel import Sample, Score, encode
-from spotlight.rewards.pool.reward_process import ProcessLost
-from spotlight.scheduler.types import NodeKind
         from spotlight.cluster.local.local_cluster import local_cluster
+        from spotlight.scheduler.types import NodeKind
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         with local_cluster(1) as cluster:
             print(cluster.id, cluster.session, flush=True)

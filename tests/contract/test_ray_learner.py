@@ -31,6 +31,10 @@ from spotlight.weights.bundle import WeightsManifest, read
 
 ray = pytest.importorskip("ray")
 
+# In the first tier test_ray_run.py kills the learner of a run on Ray, test_learner_ranks.py has two ranks,
+# and test_learner_group.py every order in which what a rank's death causes is heard.
+pytestmark = pytest.mark.slow
+
 ANSWER_S = 120.0
 SLICE = Comparison(Baseline.SLICE)
 
@@ -274,7 +278,6 @@ def test_ranks_without_room_are_told_and_started_again(
     assert "are the resources that they ask for free?" in detail
 
 
-@pytest.mark.slow
 def test_a_rank_that_hangs_is_killed(cluster: str, random_pipeline: Path, tmp_path: Path) -> None:
     head = Head(cluster, tmp_path, random_pipeline, "grpo", answer_s=5)
     batch = make_batch(head.config, inline_learning(head.config), 0, 0)

@@ -7,6 +7,7 @@ everything late, never another test.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -97,6 +98,13 @@ class Running:
                     os.kill(pid, signal.SIGKILL)
                     return
         raise AssertionError(f"no {name} on the first node")
+
+    def kill_learner(self) -> None:
+        """SIGKILL the first rank of the learner."""
+        told = "".join(log.read_text() for log in self.run.glob("attempts/learner-*-rank-0.log"))
+        alive = guard.marked(f"{self.owner}.0/")
+        (process,) = (pid for pid in map(int, re.findall(r"in process (\d+)", told)) if pid in alive)
+        os.kill(process, signal.SIGKILL)
 
     def kill_head(self) -> None:
         """SIGKILL the process itself; its Ray ends with it."""

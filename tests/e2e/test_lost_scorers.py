@@ -45,6 +45,7 @@ def killer(run: Path, over: threading.Event, killed: list[int]) -> None:
                     break
 
 
+@pytest.mark.slow  # what the pool does is in test_rewards_failures.py; a run sees a score or a failure
 def test_killed_processes_cost_no_sample(job: Job) -> None:
     over, killed = threading.Event(), list[int]()
     thread = threading.Thread(target=killer, args=(job.root / "killed-scorers", over, killed))

@@ -1,4 +1,4 @@
-"""``spotlight train fleet.driver=ray``: nodes come, are announced, are killed; so is the head itself.
+"""``spotlight train fleet.driver=ray``: nodes come, are announced, are killed; so are head and learner.
 
 Where work is done, and how often it had to be done again, must show in the account and in nothing else.
 """
@@ -49,9 +49,8 @@ OVERLAP = "pipeline.axis=prompt"
 TRACE = """# spotlight trace horizon_s=60.0
 time_s,event,node,gpus
 0.0,add,spot-1,1
-0.1,add,spot-2,1
-0.2,add,spot-3,1
 """
+THREE_NODES = f"{TRACE}0.1,add,spot-2,1\n0.2,add,spot-3,1\n"
 LIMITS = AuditLimits(group_size=4)
 REWARD_TOLERANCE = 1e-4
 """Of 1 + brightness, between two placements; a grey level of one pixel of 16 x 16 is 5e-6."""
@@ -74,9 +73,12 @@ class Finished:
 
 @pytest.fixture(scope="module")
 def survivor(job: Job) -> Finished:
-    """A run that lost two of its three spot nodes at work, one of them with notice, and then its head."""
+    """A run that lost two of its three spot nodes at work, one of them with notice, then its head.
+
+    The second head has one node, and loses its learner.
+    """
     trace = job.root / "spot.csv"
-    trace.write_text(TRACE)
+    trace.write_text(THREE_NODES)
     run, arguments = (
         job.root / "preempted",
         job.arguments("preempted", *SMALL, *RAY, OVERLAP, f"fleet.spot.trace={trace}"),
@@ -95,7 +97,13 @@ def survivor(job: Job) -> Finished:
         )
         it.kill_head()
     assert not (run / "summary.json").exists()
+    trace.write_text(TRACE)
     with running(run, ["--profile", "1", *arguments]) as it:
+        # The last iteration's: those before are trained and saved.
+        it.wait_for(
+            "SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE purpose = 'train' AND iteration = 3"
+        )
+        it.kill_learner()
         status = it.end(2 * PATIENCE_S)
         return Finished(run, status, it.told, it.left)
 
@@ -115,7 +123,8 @@ def test_it_finishes_and_nothing_is_left(survivor: Finished) -> None:
     assert not list(Path("/dev/shm").glob("spotlight-*-preempted-*"))
     assert not list(survivor.run.rglob(".writing-*"))
     assert (survivor.run / "images" / "before-after.png").is_file()
-    assert "Survived 2 preemptions (1 with notice)" in " ".join(survivor.told.split())
+    survived = "Survived 2 preemptions (1 with notice), 1 loss of the learner, 1 interruption in 2 attempts"
+    assert survived in " ".join(survivor.told.split())
 
 
 @pytest.mark.parametrize("kind", ["rollout", "training"])
@@ -131,10 +140,11 @@ def test_a_worker_and_the_learner_wrote_traces(survivor: Finished, kind: str) ->
 def test_the_ledger_counts_what_befell_it(survivor: Finished, report: AuditReport) -> None:
     history = read_history(survivor.run)
     assert (history.preemptions, history.noticed, history.interruptions) == (2, 1, 1)
-    assert history.incidents[Incident.NODE_JOINED, True] == 3 + 3  # the second head starts them all
+    assert history.incidents[Incident.NODE_JOINED, True] == 3 + 1
     assert history.incidents[Incident.NODE_JOINED, False] == 1 + 1
     assert history.incidents[Incident.NODE_NOTICED, True] == 1
     assert (Incident.NODE_LOST, False) not in history.incidents
+    assert sum(count for (kind, _), count in history.incidents.items() if kind is Incident.LEARNER_LOST) == 1
 
 
 def test_groups_were_trained_while_others_were_made(survivor: Finished, report: AuditReport) -> None:

@@ -14,7 +14,6 @@ import pytest
 from main_job import (
     ALGORITHMS,
     NFT,
-    ONE_AT_ONCE,
     At,
     Job,
     Straight,
@@ -41,28 +40,38 @@ STAGES = (
     At("os.rename /checkpoints/latest"),  # in its place, but not named
     At("os.rmdir /checkpoints/.writing"),  # committed, while the oldest one is being removed
 )
+FEW = (STAGES[0], STAGES[3])
+"""Enough to tell that ledger, learner and curves agree: test_store_kill.py kills at every file operation."""
 
 
-def kills(algorithm: str, moments: tuple[str, ...]) -> list[At]:
-    """One kill an attempt: at random moments, and with one algorithm at every stage of a checkpoint."""
-    labels = random.Random(SEED).sample(sorted(set(moments)), 2)
-    return [*(STAGES if ALGORITHMS[algorithm] is NFT else STAGES[2:3]), *map(At, labels)]
+def kills(stages: tuple[At, ...], moments: tuple[str, ...]) -> list[At]:
+    """One kill an attempt: at these stages of a checkpoint, and at random moments."""
+    labels = random.Random(SEED).sample(sorted(set(moments)), len(stages) // 2)
+    return [*stages, *map(At, labels)]
 
 
-@pytest.mark.parametrize("algorithm", ONE_AT_ONCE)
+@pytest.mark.parametrize(
+    ("algorithm", "stages"),
+    [
+        ("diffusion-nft with EMA", FEW),
+        pytest.param("diffusion-nft with EMA", STAGES, marks=pytest.mark.slow),
+        pytest.param("flow-grpo, 2 updates", FEW, marks=pytest.mark.slow),
+    ],
+    ids=["few", "every-stage", "flow-grpo"],
+)
 def test_killed_at_any_moment_a_resumed_run_equals_the_uninterrupted_one(
-    job: Job, straight: Straight, algorithm: str
+    job: Job, straight: Straight, algorithm: str, stages: tuple[At, ...]
 ) -> None:
     _, expected, uninterrupted = straight(algorithm)
-    name = f"killed-{list(ALGORITHMS).index(algorithm)}"
+    name = f"killed-{list(ALGORITHMS).index(algorithm)}-{len(stages)}"
     run, arguments = job.root / name, job.arguments(name, *ALGORITHMS[algorithm])
     killed = 0
-    planned = kills(algorithm, uninterrupted.moments)
+    planned = kills(stages, uninterrupted.moments)
     for kill in planned:
         ended = run_process(arguments, kill, answer=job.root / f"{name}.json")
         assert ended.exit_code == -signal.SIGKILL or ended.finished, ended
         killed += ended.exit_code == -signal.SIGKILL
-    assert killed >= len(planned) - 2  # a label drawn at random may not come up any more
+    assert killed >= len(stages)  # a label drawn at random may not come up any more
     ended = run_process(arguments, answer=job.root / f"{name}.json")
     assert ended.finished, ended
 

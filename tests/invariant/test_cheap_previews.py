@@ -33,6 +33,8 @@ GUIDED = dataclasses.replace(TRAIN, guidance_scale=3.0)
 NFT = Recipe(SIZE, FlowSDE(0.7), AllSteps(), 1.0, "final")
 EVAL = Recipe(SIZE, ODE(), None, 1.0, "final")
 EVERY_SECOND = NFT.preview(STEPS, step_cache=2)
+FIRST = ("every second", "both")
+"""Of the recipes below, in the first tier; "both" has what the others have."""
 RECIPES = {
     "every second": EVERY_SECOND,
     "every third": EVAL.preview(STEPS, step_cache=3),
@@ -89,13 +91,14 @@ def same_bits(one: FinishedRollout, other: FinishedRollout) -> bool:
 @pytest.mark.parametrize(
     ("recipe", "name"),
     [
-        *(pytest.param(TRAIN, name, id=f"train-{name}") for name in RECIPES),
-        pytest.param(GUIDED, "both", id="guided train-both"),
-        *(
-            pytest.param(GUIDED, name, id=f"guided train-{name}", marks=pytest.mark.slow)
-            for name in RECIPES
-            if name != "both"
-        ),
+        pytest.param(
+            recipe,
+            name,
+            id=f"{kind}-{name}",
+            marks=() if (kind, name) in (("train", "every second"), ("guided", "both")) else pytest.mark.slow,
+        )
+        for kind, recipe in (("train", TRAIN), ("guided", GUIDED))
+        for name in RECIPES
     ],
 )
 def test_previews_leave_no_trace_in_rollouts(family: QwenImage, recipe: Recipe, name: str) -> None:
@@ -123,7 +126,9 @@ def test_a_preview_of_all_steps_by_current_weights_is_the_rollout(family: QwenIm
         assert (preview.image == rollout.image).all()
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+)
 def test_a_preview_does_not_depend_on_company(family: QwenImage, name: str) -> None:
     recipe, seeds = RECIPES[name], list(range(6))
     # In half precision the rounding of kernels is that of 8 bits.
@@ -136,7 +141,7 @@ def test_a_preview_does_not_depend_on_company(family: QwenImage, name: str) -> N
     assert (chunked - together).abs().max() <= tolerance
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=settings.default.max_examples // 6)
 @given(joins=st.lists(st.integers(0, 3), min_size=4, max_size=4))
 def test_previews_that_join_at_any_step_are_the_same(family: QwenImage, joins: list[int]) -> None:
     expected = finals(run(family, start(family, [0, 1, 2, 3], EVERY_SECOND)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -85,7 +87,18 @@ PLAN_NAMES = {"spotlight.scheduler.exploration.bandit"}
 """The plan speaks of arms as exploration defines them."""
 
 LIGHT = ("config", "dashboard", "data", "scheduler", "fleet", "planning", "rewards", "simulation", "store")
-HEAVY = ("torch", "diffusers", "transformers", "peft", "accelerate", "ray")
+MODELS = ("diffusers", "transformers", "peft", "accelerate")
+HEAVY = ("torch", "ray", *MODELS)
+STARTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "planning a run": (
+        "from spotlight.config.load import load_config; "
+        "from spotlight.dry_run.run_plan import make_plan; make_plan(load_config(None, []))",
+        ("ray", *MODELS),
+    ),
+    "naming a family": ("import spotlight.models.family, spotlight.models", MODELS),
+    "the head of a cluster": ("import spotlight.cluster.cluster_run", MODELS),
+}
+"""Statements that must not import some heavy packages: the rest takes only who needs it seconds."""
 HOLD_MODELS = {
     f"spotlight.rewards.{module}"
     for module in (
@@ -102,10 +115,17 @@ HOLD_MODELS = {
 """Modules of light rooms that hold a reward's models: only a function of that reward imports them."""
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """What a file imports, and its classes."""
+    wanted = (ast.Import, ast.ImportFrom, ast.ClassDef)
+    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, wanted)]
+
+
 def imports_of(path: Path) -> Iterator[tuple[int, str]]:
     """Every module a file imports anywhere, functions and type checking included, with the line."""
     package = ["spotlight", *path.relative_to(SOURCE).parent.parts]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -217,28 +237,45 @@ def test_the_check_itself_sees_a_forbidden_import(room: str, module: str) -> Non
     assert not allowed(room, module)
 
 
-@pytest.mark.parametrize("room", LIGHT)
-def test_deciding_planning_and_bookkeeping_start_without_torch(room: str) -> None:
+def modules_of(room: str) -> list[str]:
+    """Those that start without a model."""
     modules = [
         ".".join(("spotlight", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
         for path in sorted((SOURCE / room).rglob("*.py"))
         if path.stem != "__main__"
     ]
-    modules = [module for module in modules if module not in HOLD_MODELS]
-    program = (
-        f"import importlib, sys\n"
-        f"for module in {modules!r}: importlib.import_module(module)\n"
-        f"print(*sorted(set({HEAVY!r}) & set(sys.modules)))"
-    )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == [], f"spotlight.{room} drags in heavy packages"
+    return [module for module in modules if module not in HOLD_MODELS]
 
 
-def test_the_head_of_a_cluster_starts_without_the_packages_that_hold_models() -> None:
-    models = ("diffusers", "transformers", "peft", "accelerate")
-    program = f"import sys, spotlight.cluster.cluster_run\nprint(*sorted(set({models!r}) & set(sys.modules)))"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == [], "the head needs seconds for what only workers and the learner use"
+@pytest.fixture(scope="module")
+def dragged_in() -> dict[str, list[str]]:
+    """Heavy packages that each light room, then each statement of :data:`STARTS` is the first to import.
+
+    In one process, the lightest first: none of them could hide in what one before it had imported.
+    """
+    lines = ["import json, sys", "found, known = {}, set()"]
+    steps = {room: "import " + ", ".join(modules_of(room)) for room in LIGHT}
+    for name, statement in (steps | {name: statement for name, (statement, _) in STARTS.items()}).items():
+        lines += [statement, f"found[{name!r}] = sorted(({set(HEAVY)!r} - known) & sys.modules.keys())"]
+        lines.append(f"known |= set(found[{name!r}])")
+    program = "\n".join([*lines, "print(json.dumps(found))"])
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("room", LIGHT)
+def test_deciding_planning_and_bookkeeping_start_without_torch(
+    dragged_in: dict[str, list[str]], room: str
+) -> None:
+    assert dragged_in[room] == [], f"spotlight.{room} drags in heavy packages"
+
+
+@pytest.mark.parametrize("what", STARTS)
+def test_it_starts_without_the_packages_that_it_does_not_need(
+    dragged_in: dict[str, list[str]], what: str
+) -> None:
+    assert not set(dragged_in[what]) & set(STARTS[what][1])
 
 
 def test_a_name_is_used_once() -> None:
@@ -248,7 +285,7 @@ def test_a_name_is_used_once() -> None:
         place = str(path.relative_to(SOURCE))
         if path.name not in {"__init__.py", "__main__.py"}:
             where.setdefault(path.name, []).append(place)
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(f"{place}:{node.lineno}")
     assert not {name: places for name, places in where.items() if len(places) > 1}

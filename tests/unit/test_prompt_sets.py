@@ -170,11 +170,15 @@ def test_the_command_writes_both_files_once(kind: str, ending: str, tmp_path: Pa
     again = CliRunner().invoke(app, command)
     assert again.exit_code == 2
     assert "is there already" in again.output
-    no_directory = CliRunner().invoke(app, ["prompts", kind, str(known), "--count", "6"])
-    assert no_directory.exit_code == 2
-    assert "expected a directory, or where one can be made" in " ".join(no_directory.output.split())
     gone = CliRunner().invoke(
         app, ["prompts", kind, str(tmp_path / "other"), "--without", str(tmp_path / "gone")]
     )
     assert gone.exit_code == 2
     assert "cannot be read" in gone.output
+
+
+def test_a_place_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = CliRunner().invoke(app, ["prompts", "ocr", str(tmp_path / "file"), "--count", "6"])
+    assert done.exit_code == 2
+    assert "expected a directory, or where one can be made" in " ".join(done.output.split())

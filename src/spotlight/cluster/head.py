@@ -211,10 +211,8 @@ class Head:
                 parts.workers.start(effect)
             case ef.PullWeights(worker):
                 parts.workers.tell(worker, effect)
-            case ef.FormGroup(leader, epoch, members) | ef.StopGroup(leader, epoch, members):
-                self._groups[leader] = epoch, members
-                for member in members:
-                    parts.workers.tell(member, effect)
+            case ef.FormGroup() | ef.StopGroup():
+                self._tell_group(effect)
             case ef.GrantLease():
                 self._grant(effect)
             case ef.AbandonLease(leader):
@@ -228,9 +226,7 @@ class Head:
             case ef.ReportEvaluation():
                 parts.conversations.start(self._report_evaluation(effect))
             case ef.ReportExploration(_, report):
-                self.log.put(report_row(report))
-                if said := report_note(report):
-                    parts.observer.note(said)
+                self._report_exploration(report)
             case ef.ReportPipeline():
                 parts.recorder.pipeline(effect)
                 self.log.put(effect.row())
@@ -246,9 +242,7 @@ class Head:
                 parts.accounts.write(parts.recorder)
                 parts.conversations.start(self._checkpoint(effect))
             case ef.RollBack(position):
-                undone = parts.recorder.undo(position, parts.attempt, parts.controller.iteration)
-                parts.learner.published.continue_in(cluster.lineage, parts.controller.version)
-                parts.observer.note(f"{undone} ledger records after the checkpoint are undone")
+                self._roll_back(position)
             case ef.PrepareLearner(number):
                 parts.conversations.start(parts.learner.prepare_second(number))
             case ef.EndLearner(detail):
@@ -257,6 +251,22 @@ class Head:
                 parts.learner.restore(iteration, lineage)
             case ef.FinishRun(error):
                 self.error, self._over = error, True
+
+    def _tell_group(self, effect: ef.FormGroup | ef.StopGroup) -> None:
+        self._groups[effect.leader] = effect.epoch, effect.members
+        for member in effect.members:
+            self.parts.workers.tell(member, effect)
+
+    def _report_exploration(self, report: Mapping[str, Any]) -> None:
+        self.log.put(report_row(report))
+        if said := report_note(report):
+            self.parts.observer.note(said)
+
+    def _roll_back(self, position: int) -> None:
+        parts, controller = self.parts, self.parts.controller
+        undone = parts.recorder.undo(position, parts.attempt, controller.iteration)
+        parts.learner.published.continue_in(controller.cluster.lineage, controller.version)
+        parts.observer.note(f"{undone} ledger records after the checkpoint are undone")
 
     def _grant(self, effect: ef.GrantLease) -> None:
         lease = effect.lease

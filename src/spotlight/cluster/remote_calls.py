@@ -1,7 +1,7 @@
 """Remote calls as awaitables with deadlines, and the tasks ("conversations") that make them.
 
 Ray references are awaitable in the driver. Assumptions beyond that, checked by
-``tests/contract/test_ray_await.py``:
+``tests/contract/test_ray_head_calls.py``:
 
 - an awaited reference raises ``RayActorError`` once its actor is dead, and the remote function's own error
   (as an instance of its class, with ``cause``) if that raised;

@@ -178,13 +178,7 @@ class Controller:
             case ev.WeightsPublished(version):
                 self._published(version)
             case ev.CheckpointCommitted():
-                behind = self.learner.saving is not None and self.stage is not Stage.COMMITTING
-                if not behind:
-                    self._stages.move(Trigger.CHECKPOINT_COMMITTED)
-                self.learner.saved()
-                self.work.discard(self.work.unsaved.take())
-                if not behind:
-                    self._start_iteration()
+                self._checkpoint_committed()
             case ev.LearnerLost():
                 self._roll_back()
             case ev.LearnerRestored() | ev.LearnerPrepared():
@@ -197,6 +191,14 @@ class Controller:
             case _:
                 self.learner.observe(event)
                 self.cluster.handle(event)
+
+    def _checkpoint_committed(self) -> None:
+        behind = self.learner.saving is not None and self.stage is not Stage.COMMITTING
+        self.learner.saved()
+        self.work.discard(self.work.unsaved.take())
+        if not behind:
+            self._stages.move(Trigger.CHECKPOINT_COMMITTED)
+            self._start_iteration()
 
     @property
     def wake_s(self) -> float | None:
@@ -271,9 +273,8 @@ class Controller:
             self.ledger.evaluate(rollout)
         rollouts = tuple(self.work.at.rollouts[rollout] for rollout in scored)
         scores = {rollout: self.work.at.scores[rollout] for rollout in scored}
-        self.work.effects.append(
-            ReportEvaluation(self.iteration, self.version, rollouts, scores, self.cluster.lineage)
-        )
+        report = ReportEvaluation(self.iteration, self.version, rollouts, scores, self.cluster.lineage)
+        self.work.effects.append(report)
 
     def _evaluation_reported(self) -> None:
         self.work.discard(rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores)
