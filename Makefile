@@ -25,8 +25,10 @@ env: $(STAMP) ## Create the environment from the lock file (nothing to do when i
 $(STAMP): requirements.lock pyproject.toml $(TESSERACT)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Spotlight needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11 or the like.")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install $(PIP_ARGS) -r requirements.lock
-	$(BIN)/pip install $(PIP_ARGS) --no-deps -e .
+	$(BIN)/pip install --no-compile $(PIP_ARGS) -r requirements.lock
+	$(BIN)/pip install --no-compile $(PIP_ARGS) --no-deps -e .
+	@# As pip would, but on all cores and without what few import; some files are templates and no Python.
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib || true
 	$(if $(TESSERACT),sh $(TESSERACT) || true)
 	@touch $@
 

@@ -283,14 +283,6 @@ def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: He
     wait_until(lambda: all(not row["Alive"] for row in ray.nodes() if row["NodeID"] == node.ray_id))
     print(f"gone from Ray's list after {since(began_s)}")
 
-    again = cluster.add_node("alpha", NodeKind.SPOT, 1)
-    assert again.ray_id != node.ray_id
-    _, told = heard.wait("joined", "alpha")
-    assert isinstance(told, tuple)
-    assert told[0].ray_id == again.ray_id
-    cluster.kill("alpha")
-    heard.wait("lost", "alpha")
-
 
 def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
     end_s = time.monotonic() + timeout_s
@@ -299,18 +291,23 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
         time.sleep(0.05)
 
 
-def test_an_agent_that_dies_on_a_living_node_comes_back(cluster: LocalCluster, heard: Heard) -> None:
-    node = cluster.add_node("beta", NodeKind.SPOT, 1)
-    _, told = heard.wait("joined", "beta")
+def test_a_killed_node_s_name_serves_again_and_an_agent_that_dies_on_a_living_node_comes_back(
+    cluster: LocalCluster, heard: Heard
+) -> None:
+    before = {row["NodeID"] for row in ray.nodes()}
+    node = cluster.add_node("alpha", NodeKind.SPOT, 1)
+    assert node.ray_id not in before
+    _, told = heard.wait("joined", "alpha")
     assert isinstance(told, tuple)
+    assert told[0].ray_id == node.ray_id
     os.kill(told[1].agent_pid, signal.SIGKILL)
     file = cluster.session / f"spotlight_agent_{node.ray_id}.pid"
     wait_until(lambda: int(file.read_text()) != told[1].agent_pid, 15.0)
-    cluster.notice("beta")
-    heard.wait("noticed", "beta")
+    cluster.notice("alpha")
+    heard.wait("noticed", "alpha")
     assert not [item for item in heard.told if item[1] == "lost"]
-    cluster.kill("beta")
-    heard.wait("lost", "beta")
+    cluster.kill("alpha")
+    heard.wait("lost", "alpha")
 
 
 def test_nodes_that_are_not_there(cluster: LocalCluster) -> None:

@@ -127,6 +127,7 @@ def test_a_second_sigint_stops_at_once_and_loses_nothing_committed(job: Job, str
     assert clean_audit(run).gpu_seconds_by_phase[Phase.LOST] > 0
 
 
+@pytest.mark.slow  # test_attempts.py, test_judging.py and test_trained_run.py go on with finished runs too
 def test_raising_the_iterations_of_a_finished_run_continues_it(job: Job, straight: Straight) -> None:
     # Its own last validation, after 3 iterations, is none of the longer run's.
     assert job.train("extended", *NFT, "iterations=3").iterations == [0, 1, 2]
@@ -154,6 +155,7 @@ def test_a_finished_run_shows_its_outcome_at_once_and_stays_as_it_is(job: Job, s
     assert outcome(run) == expected
 
 
+@pytest.mark.slow  # test_store_checkpoints.py finds every damage and takes the checkpoint before
 def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(job: Job, straight: Straight) -> None:
     arguments = job.arguments("damaged", *NFT)
     run, answer = job.root / "damaged", job.root / "damaged.json"
