@@ -7,19 +7,28 @@ import re
 import sqlite3
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config
-from spotlight.planning.calibration.measured_profile import INCLUDED, measured_profile, measured_yaml
+from spotlight.planning.calibration.measured_profile import (
+    INCLUDED,
+    measured_profile,
+    measured_yaml,
+    workload_of,
+)
 from spotlight.planning.calibration.run_prediction import predict_run
 from spotlight.planning.calibration.run_times import read_run_times
-from spotlight.planning.scenarios.profile import figures
+from spotlight.planning.scenarios.profile import Profile, figures, load_profile
+from spotlight.planning.scenarios.profile_costs import ProfileCosts
 from spotlight.runtime.build.controller_plan import cluster_plan_of
+from spotlight.scheduler.types import NodeId
 from spotlight.store.ledger.ledger_schema import SCHEMA
 
 ITERATIONS, SAMPLES, STEPS, BATCH = 4, 8, 5, 4
@@ -130,7 +139,14 @@ def test_every_figure_is_measured_and_names_its_run(tmp_path: Path) -> None:
         figure.key: figure
         for figure in figures(measured_profile([read_run_times(write_run(tmp_path / "r"))]))
     }
-    assert all(figure.source.startswith("measured: run r of 1970-01-12: ") for figure in found.values())
+    told = {figure.key: figure.source.split(": run r of 1970-01-12: ")[0] for figure in found.values()}
+    bounds = {key for key, kind in told.items() if kind == "assumed"}
+    derived = {key for key, kind in told.items() if kind == "derived"}
+    assert set(told.values()) == {"measured", "derived", "assumed"}
+    memory = {key for key in told if key.startswith("memory.")}
+    assert bounds == memory | {"pass_share", "gpus.cpu.batch_slope"}
+    assert "gpus.cpu.denoise[32x32, batch 1, sp 1].ms" in derived
+    assert all("bytes_s" in key or "batch 1" in key for key in derived)
     expected = {
         "gpus.cpu.denoise[32x32, batch 4, sp 1].ms": 1000 * BATCH * STEP_S,
         "gpus.cpu.denoise[32x32, batch 1, sp 1].ms": 1000 * STEP_S,
@@ -156,12 +172,137 @@ def test_the_simulator_predicts_the_run_that_was_measured(tmp_path: Path) -> Non
     assert abs(predicted.deviation(run)) < 0.01
 
 
+def changed(folder: Path, *statements: str) -> Path:
+    """The run with other entries in its ledger."""
+    with closing(sqlite3.connect(folder / "ledger.sqlite", isolation_level=None)) as connection:
+        for statement in statements:
+            connection.execute(statement)
+    return folder
+
+
+def value_of(profile: Profile, key: str) -> float:
+    return {figure.key: figure.value for figure in figures(profile)}[key]
+
+
 def test_several_runs_are_weighted_by_their_work(tmp_path: Path) -> None:
-    one, other = (read_run_times(write_run(tmp_path / name)) for name in ("a", "b"))
-    assert figures(measured_profile([one, other]))[-1].value == figures(measured_profile([one]))[-1].value
-    assert "run a of 1970-01-12, run b of 1970-01-12: 12.0 s for 240 steps" in " ".join(
-        measured_yaml([one, other]).split()
+    """The second has one measured iteration instead of three, twice as slow."""
+    one = read_run_times(write_run(tmp_path / "a"))
+    cut = "DELETE FROM samples WHERE rollout LIKE '{}-%'"
+    slow = "UPDATE gpu_seconds SET seconds = {} WHERE phase = 'rollout' AND position > 30"
+    seconds = 2 * BATCH * STEPS * STEP_S / 3  # in each of three iterations
+    other = read_run_times(
+        changed(write_run(tmp_path / "b"), cut.format(2), cut.format(3), slow.format(seconds))
     )
+    profile = measured_profile([one, other])
+    expected = 1000 * BATCH * STEP_S * (3 * 1 + 1 * 2) / 4
+    assert value_of(profile, "gpus.cpu.denoise[32x32, batch 4, sp 1].ms") == pytest.approx(expected)
+    told = " ".join(measured_yaml([one, other]).split())
+    assert "run a of 1970-01-12, run b of 1970-01-12: 10.0 s for 160 steps" in told
+
+
+def test_all_members_of_a_group_spend_what_its_leader_makes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "r")
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace("    degrees:\n    - 1\n", "    degrees:\n    - 2\n"))
+    changed(
+        folder,
+        "INSERT INTO gpu_seconds (attempt, worker, position, phase, seconds, price_usd_h)"
+        " SELECT attempt, replace(worker, '/0', '/1'), position, phase, seconds, price_usd_h"
+        " FROM gpu_seconds WHERE worker LIKE 'spot-%'",
+    )
+    run = read_run_times(folder)
+    assert (run.rollouts["cpu"].starts, run.rollouts["cpu"].pulls) == (4, 4 * (ITERATIONS - 1))
+    profile = measured_profile([run])
+    expected = {
+        "gpus.cpu.denoise[32x32, batch 4, sp 2].ms": 1000 * BATCH * STEP_S,
+        "infrastructure.process_start_s": START_S,
+        "infrastructure.store_bytes_s": 3e6 / ((PUBLISH_S + PULL_S) / 2),
+    }
+    assert {key: value_of(profile, key) for key in expected} == pytest.approx(expected)
+
+
+JOINED = (
+    "INSERT INTO incidents (attempt, at, kind, subject, spot, detail)"
+    f" VALUES (1, {T0} + {{}}, '{{}}', '{{}}', {{}}, '1 x cpu')"
+)
+
+
+def test_a_node_that_comes_back_under_its_name_is_another_stay(tmp_path: Path) -> None:
+    folder = changed(
+        write_run(tmp_path / "r"),
+        "UPDATE gpu_seconds SET worker = 'spot-1/0#2' WHERE worker = 'spot-1/0' AND position > 40",
+        f"INSERT INTO attempt_workers VALUES (1, 'spot-1/0#2', 0.1, {T0 + 30}, NULL)",
+        JOINED.format(25, "node_lost", "spot-1", 1),
+        JOINED.format(30, "node_joined", "spot-1", 1),
+    )
+    run = read_run_times(folder)
+    assert run.nodes[NodeId("spot-1")].usd_h == pytest.approx(0.1)
+    assert (run.rollouts["cpu"].starts, run.rollouts["cpu"].pulls) == (3, 2 * ITERATIONS - 3)
+    profile = measured_profile([run])
+    expected = pytest.approx(1000 * BATCH * STEP_S)
+    assert value_of(profile, "gpus.cpu.denoise[32x32, batch 4, sp 1].ms") == expected
+    assert predict_run(run, cluster_plan_of(run.config), profile).error is None
+
+
+def test_a_learners_node_that_comes_back_does_so_in_its_time(tmp_path: Path) -> None:
+    folder = changed(
+        write_run(tmp_path / "r"),
+        JOINED.format(25, "node_lost", "reserved-0", 0),
+        JOINED.format(27, "node_joined", "reserved-0", 0),
+    )
+    run = read_run_times(folder)
+    predicted = predict_run(run, cluster_plan_of(run.config), measured_profile([run]))
+    assert (predicted.error, predicted.preemptions) == (None, 1)
+
+
+def test_training_is_counted_up_to_the_last_checkpoint(tmp_path: Path) -> None:
+    """A run that was killed has no seconds of training after its last checkpoint."""
+    killed = "UPDATE attempts SET ended = 'killed'"
+    last = "(SELECT MAX(seq) FROM optimizer_steps)"
+    unsaved = f"DELETE FROM gpu_seconds WHERE phase = 'training' AND position >= {last}"
+    folder = changed(write_run(tmp_path / "r", "checkpoint.every=3"), killed, unsaved)
+    run = read_run_times(folder)
+    assert run.learner.checkpoints == 1
+    assert value_of(measured_profile([run]), "gpus.cpu.train[32x32].s") == pytest.approx(TRAIN_S)
+    changed(folder, "DELETE FROM gpu_seconds WHERE phase = 'training'")
+    with pytest.raises(ConfigError, match="checkpoints: found 0 of 4 iterations; expected 3 or more"):
+        read_run_times(folder)
+    finished = read_run_times(write_run(tmp_path / "f", "checkpoint.every=3"))
+    assert finished.learner.checkpoints == 2
+
+
+def test_time_and_cost_begin_where_the_simulated_run_does(tmp_path: Path) -> None:
+    run = read_run_times(write_run(tmp_path / "r"))
+    assert run.iteration_ends_s[0] == pytest.approx(20.0 - 3.0)
+    spent_s = (ITERATIONS - 1) * (2 * BATCH * STEPS * STEP_S + 2 * PULL_S)
+    learner_s = ITERATIONS * (TRAINING_S + PUBLISH_S + SAVE_S)
+    assert run.usd == pytest.approx((spent_s + learner_s) * 0.1 / 3600)
+
+
+def test_a_run_is_predicted_with_its_own_settings(tmp_path: Path) -> None:
+    """Also with a profile of another origin."""
+    recompute = ("algorithm.name=flow-grpo", "algorithm.old_log_probs=recompute", "rollout.sampler=flow-sde")
+    config = load_config(
+        None,
+        [
+            *recompute,
+            "rollout.batch_size=7",
+            "learner.updates_per_batch=2",
+            "learner.micro_batch_size=48",
+            "learner.timesteps_per_pass=2",
+        ],
+    )
+    own = workload_of(config, "cpu", load_profile("testbed-cpu"))
+    assert (own.recomputes_log_probs, own.timesteps_per_pass, own.lease_samples) == (True, 2, 7)
+    costs = ProfileCosts(load_profile("testbed-cpu"), own)
+    assert costs.lease_size("cpu", 32 * 32, 1) == 7
+    assert costs.switch_s() == config.pipeline.switch_s
+    without = costs.profile.prepare_s.value
+    assert costs.prepare_s(16, 1) > without
+    measured = costs.profile.model_copy(update={"train_has_log_probs": True})
+    assert ProfileCosts(measured, own).prepare_s(16, 1) == without
+    with pytest.raises(ConfigError, match="recomputes_log_probs: found false; expected true"):
+        ProfileCosts(measured, replace(own, recomputes_log_probs=False))
 
 
 def test_nodes_come_are_noticed_and_leave_as_they_did(tmp_path: Path) -> None:
@@ -183,6 +324,7 @@ def test_nodes_come_are_noticed_and_leave_as_they_did(tmp_path: Path) -> None:
     ("more", "told", "kwargs"),
     [
         (("fleet.driver=inline",), "fleet.driver: found 'inline'", {}),
+        (("learner.mode=full",), "learner.mode: found 'full'; expected 'lora'", {}),
         ((), "attempts: found 2; expected one", {"attempts": 2}),
         ((), "node reserved-0: found 'H1000'", {"joined": "1 x H1000"}),
         ((), "node reserved-0: found ''", {"joined": "1 x "}),
@@ -223,6 +365,49 @@ def test_the_commands_write_a_profile_and_predict_with_it(tmp_path: Path) -> Non
     assert abs(json.loads(said.read_text())["deviation"]) < 0.01
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
     assert call("calibrate", str(run)).output == profile.read_text()
+
+
+PAPER_ON_CPU = (
+    "workload.height=32",
+    "workload.width=32",
+    "cluster.reserved.gpu_type=cpu",
+    "cluster.spot.gpu_type=cpu",
+    "cluster.reserved.usd_gpu_h=0.05",
+    "cluster.spot.usd_gpu_h=0.02",
+)
+"""As docs/howto/simulate-and-plan.md has it."""
+
+
+def test_a_shipped_scenario_takes_the_profile_at_its_size(tmp_path: Path) -> None:
+    profile = tmp_path / "ours.yaml"
+    assert call("calibrate", str(write_run(tmp_path / "r")), "--out", str(profile)).exit_code == 0
+    words = (f"workload.profile={profile}", *PAPER_ON_CPU, "run.iterations=2")
+    result = call("simulate", "paper-512", *words, "--strategy", "spot_rollout_only")
+    assert result.exit_code == 0, result.output
+    assert "would hold, for both" not in result.output
+    documented = (Path(__file__).parents[2] / "docs/howto/simulate-and-plan.md").read_text()
+    assert all(word in documented for word in PAPER_ON_CPU)
+
+
+def test_a_free_run_has_no_difference_in_cost(tmp_path: Path) -> None:
+    free = [f"UPDATE {table} SET price_usd_h = 0" for table in ("gpu_seconds", "attempt_workers")]
+    result = call("simulate", "--as", str(changed(write_run(tmp_path / "r"), *free)))
+    assert result.exit_code == 0, result.output
+    (line,) = (line for line in result.output.splitlines() if line.startswith("cost"))
+    assert line.split()[-3:] == ["0", "0", "-"]
+
+
+def test_a_prediction_that_fails_is_told_in_json(tmp_path: Path) -> None:
+    run, profile, said = write_run(tmp_path / "r"), tmp_path / "p.yaml", tmp_path / "out.json"
+    tree = yaml.safe_load(measured_yaml([read_run_times(run)]))
+    for point in tree["gpus"]["cpu"]["denoise"]:
+        point["ms"] *= 1000
+    profile.write_text(yaml.safe_dump(tree))
+    result = call("simulate", "--as", str(run), "--profile", str(profile), "--json", str(said))
+    assert result.exit_code == 1, result.output
+    told = json.loads(said.read_text(), parse_constant=pytest.fail)
+    assert told["deviation"] is None
+    assert "then given up" in told["error"]
 
 
 @pytest.mark.parametrize(

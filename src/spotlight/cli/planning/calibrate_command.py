@@ -27,9 +27,10 @@ OutOption: TypeAlias = Annotated[
 def calibrate(runs: RunsArgument, out: OutOption = None) -> None:
     """Make a cost profile of what runs took, for simulate and plan.
 
-    Reads each run's ledger, metrics and checkpoints, and changes nothing. Every figure is measured, and says
-    in which runs; what they do not tell apart is in one figure, which the others name. The runs are of one
-    model, on a cluster (fleet.driver=ray), were never resumed, and have three iterations or more.
+    Reads each run's ledger, metrics and checkpoints, and changes nothing. Every figure says in which runs it
+    was measured; what they do not tell apart is in one figure, which the others name, and what they do not
+    tell is assumed, bounded by what they had. The runs are of one model, with a LoRA, on a cluster
+    (fleet.driver=ray), were never resumed, and have three iterations or more in checkpoints.
 
     [bold]Examples[/bold]
 
@@ -39,7 +40,7 @@ def calibrate(runs: RunsArgument, out: OutOption = None) -> None:
 
       spotlight simulate --as seed-2 --profile ours.yaml
 
-      spotlight simulate paper-512 workload.profile=ours.yaml
+      spotlight simulate mine.yaml workload.profile=ours.yaml
     """
     from spotlight.planning.calibration.measured_profile import measured_yaml
     from spotlight.planning.calibration.run_times import read_run_times

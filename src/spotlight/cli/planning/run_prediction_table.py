@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,7 @@ def _print(run: RunTimes, predicted: RunPrediction, durations: str) -> None:
         table.add_column(title, justify="right" if title else "left", no_wrap=True)
     ours, real = predicted, run
     table.add_row("time per iteration in s", *_pair(ours.iteration_s, real.iteration_s, real.iteration_s))
-    table.add_row("cost in $", *_pair(ours.usd, real.usd, real.usd))
+    table.add_row("cost in $, after the first iteration", *_pair(ours.usd, real.usd, real.usd))
     total_s = sum(real.phase_s.values())
     table.add_row(Text("GPU-seconds, and difference as a share of all", style="dim"))
     for phase, seconds in real.phase_s.items():
@@ -61,7 +62,8 @@ def _print(run: RunTimes, predicted: RunPrediction, durations: str) -> None:
     console.print()
     for line in (
         f"durations: {durations}",
-        f"{len(run.iteration_ends_s)} iterations; the first, which contains the start, is not in the mean",
+        f"{len(run.iteration_ends_s)} iterations; the first, in which all starts and warms up, is in no mean "
+        "and no cost, only in the GPU-seconds",
         f"replayed: the run's settings, and its {len(run.nodes)} nodes as they came, were noticed and left",
         "not replayed: crashes of workers and learner, failed rewards, and what else ran on the machines",
     ):
@@ -69,16 +71,18 @@ def _print(run: RunTimes, predicted: RunPrediction, durations: str) -> None:
 
 
 def _pair(ours: float, real: float, whole: float) -> tuple[str, str, str]:
-    return f"{ours:,.4g}", f"{real:,.4g}", f"{(ours - real) / whole:+.1%}"
+    difference = f"{(ours - real) / whole:+.1%}" if whole and math.isfinite(ours) else "-"
+    return f"{ours:,.4g}" if math.isfinite(ours) else "-", f"{real:,.4g}", difference
 
 
 def _record(run: RunTimes, predicted: RunPrediction, profile: str) -> dict[str, object]:
+    from spotlight.planning.pages.comparison_summary import finite
+
     return {
-        "run": run.label,
-        "profile": profile,
-        "deviation": predicted.deviation(run),
-        "predicted": {
-            "iteration_s": predicted.iteration_s,
+        **finite({"run": run.label, "profile": profile, "deviation": predicted.deviation(run)}),
+        "error": predicted.error,
+        "predicted": finite({"iteration_s": predicted.iteration_s})
+        | {
             "iteration_ends_s": predicted.iteration_ends_s,
             "usd": predicted.usd,
             "gpu_s": {phase.value: seconds for phase, seconds in predicted.phase_s.items()},

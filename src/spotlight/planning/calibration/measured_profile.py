@@ -1,10 +1,10 @@
 """A cost profile of what runs took. Pure.
 
-Every figure is measured. What a run cannot tell apart is in one figure, and the others of it are
-:data:`INCLUDED`: decoding and text encoding in ``denoise``, the optimizer in ``train``, imports and model
-load in ``process_start_s``. What it does not tell is bounded by what it had: memory by that of its GPUs,
-batches beyond the run's and timesteps per pass by proportion. A profile of several runs has the mean of
-theirs, weighted by work.
+What was measured says so. What a run cannot tell apart is in one figure, and the others of it are
+:data:`INCLUDED`: decoding and text encoding in ``denoise``, the optimizer and old log-probs in ``train``,
+imports and model load in ``process_start_s``. What it does not tell is assumed, bounded by what it had:
+memory by that of its GPUs, batches beyond the run's and timesteps per pass by proportion. A profile of
+several runs has the mean of theirs, weighted by work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 from spotlight.fleet.gpus import GPU_TYPES
 from spotlight.planning.calibration.run_times import RolloutTimes, RunTimes
-from spotlight.planning.scenarios.profile import Profile, parse_profile
+from spotlight.planning.scenarios.profile import Profile, parse_profile, timesteps_that_fit
 from spotlight.planning.scenarios.profile_costs import ProfiledWorkload
 
 INCLUDED = 1e-9
@@ -46,6 +46,7 @@ def measured_yaml(runs: Sequence[RunTimes]) -> str:
             math.lcm(*(_degree(run.config) for run in runs)), told, "its sequence-parallel degree"
         ),
         "frames": first.rollout.frames,
+        "train_has_log_probs": _has_log_probs(first),
         "lease_pixels": _figure(
             max(_pixels(run.config) * run.config.rollout.batch_size / _degree(run.config) for run in runs),
             told,
@@ -61,7 +62,7 @@ def measured_yaml(runs: Sequence[RunTimes]) -> str:
         },
         "optimizer_step_s": _figure(0, told, "contained in train"),
         "prepare_s": _figure(0, told, "contained in train"),
-        "pass_share": _figure(0, told, "no gain of more timesteps per pass is promised"),
+        "pass_share": _figure(0, told, "no gain of more timesteps per pass is promised", "assumed"),
         "switch_s": _figure(max(run.config.pipeline.switch_s for run in runs), told, "its pipeline.switch_s"),
         "infrastructure": _infrastructure(runs, told),
         "gpus": {gpu: _gpu(runs, gpu, told) for gpu in _gpu_types(runs)},
@@ -69,26 +70,33 @@ def measured_yaml(runs: Sequence[RunTimes]) -> str:
     return yaml.safe_dump(tree, sort_keys=False, width=110, allow_unicode=True)
 
 
-def workload_of(config: RunConfig, learner_gpu: str) -> ProfiledWorkload:
-    """A run's workload, as its measured profile counts: log-probs before a batch are part of training."""
+def workload_of(config: RunConfig, learner_gpu: str, profile: Profile) -> ProfiledWorkload:
+    """A run's workload, for a profile of this run or of another origin."""
+    timesteps, per_pass = config.trained_timesteps, config.learner.timesteps_per_pass
+    if per_pass == "auto":
+        per_pass = timesteps_that_fit(profile, learner_gpu, config.fleet.learner_ranks, timesteps, 0.0)
     return ProfiledWorkload(
         pixels=_pixels(config),
-        trained_timesteps=config.trained_timesteps,
+        trained_timesteps=timesteps,
         learner_gpu=learner_gpu,
         guidance=_forwards(config) > 1,
+        recomputes_log_probs=_has_log_probs(config),
+        timesteps_per_pass=min(per_pass, timesteps),
         resident=not config.pipeline.switch_s,
+        lease_samples=config.rollout.batch_size,
+        switch_s=config.pipeline.switch_s,
     )
 
 
 def _require_one_model(runs: Sequence[RunTimes]) -> None:
     for key, values in (
         ("model.path", [run.config.model.path for run in runs]),
-        ("learner.mode", [run.config.learner.mode for run in runs]),
         ("rollout.frames", [run.config.rollout.frames for run in runs]),
+        ("training with old log-probs", [_has_log_probs(run.config) for run in runs]),
     ):
         if len(set(values)) > 1:
             told = ", ".join(f"{run.label}: {value}" for run, value in zip(runs, values, strict=True))
-            remedy = "A profile is of one model: calibrate each of them apart."
+            remedy = "A profile is of one model, trained in one way: calibrate each of them apart."
             raise ConfigError("the runs", [Problem(key, told, "the same of all runs", remedy)])
     for run in runs:
         if not any(times.sample_steps for times in run.rollouts.values()):
@@ -97,8 +105,8 @@ def _require_one_model(runs: Sequence[RunTimes]) -> None:
             raise ConfigError(run.label, [Problem("rollouts", found, "workers that only roll out", remedy)])
 
 
-def _figure(value: float, told: str, detail: str) -> _Figure:
-    return {"value": float(value) or INCLUDED, "source": f"measured: {told}: {detail}"}
+def _figure(value: float, told: str, detail: str, kind: str = "measured") -> _Figure:
+    return {"value": float(value) or INCLUDED, "source": f"{kind}: {told}: {detail}"}
 
 
 def _mean(runs: Sequence[RunTimes], of: Callable[[RunTimes], float]) -> float:
@@ -111,24 +119,25 @@ def _ratio(seconds: float, count: float) -> float:
 
 def _weights(runs: Sequence[RunTimes], told: str) -> dict[str, _Figure]:
     size, state = max(run.weight_bytes for run in runs), max(run.state_bytes for run in runs)
-    whole = runs[0].config.learner.mode == "full"
-    contained = "contained in infrastructure.process_start_s"
     return {
-        "full_bytes": _figure(size if whole else 0, told, "its weights" if whole else contained),
-        "adapter_bytes": _figure(0 if whole else size, told, "none" if whole else "its adapter"),
+        "full_bytes": _figure(0, told, "contained in infrastructure.process_start_s"),
+        "adapter_bytes": _figure(size, told, "its adapter"),
         "learner_state_bytes": _figure(state, told, "its newest checkpoint"),
     }
 
 
-def _memory(runs: Sequence[RunTimes], told: str) -> dict[str, _Figure]:
+def _memory(runs: Sequence[RunTimes], told: str) -> dict[str, object]:
     """Bounds: smaller GPUs than a run had, and more timesteps per pass, are refused."""
     rolling = min(GPU_TYPES[gpu].vram_bytes for run in runs for gpu in run.rollouts)
     training = min(GPU_TYPES[run.learner.gpu_type].vram_bytes for run in runs)
+    fitted = "it fitted its GPUs; less is not known to do"
+    more = "no more timesteps per pass are known to fit"
     return {
-        "rollout_bytes": _figure(rolling, told, "it fitted its GPUs; less is not known to do"),
-        "learner_bytes_per_rank": _figure(training - 1, told, "it fitted its GPUs; less is not known to do"),
-        "learner_bytes_sharded": _figure(1, told, "contained in learner_bytes_per_rank"),
-        "pass_bytes": _figure(training, told, "no more timesteps per pass are known to fit"),
+        "bounds": True,
+        "rollout_bytes": _figure(rolling, told, fitted, "assumed"),
+        "learner_bytes_per_rank": _figure(training - 1, told, fitted, "assumed"),
+        "learner_bytes_sharded": _figure(1, told, "contained in learner_bytes_per_rank", "assumed"),
+        "pass_bytes": _figure(training, told, more, "assumed"),
     }
 
 
@@ -145,12 +154,15 @@ def _infrastructure(runs: Sequence[RunTimes], told: str) -> dict[str, _Figure]:
         size / max(INCLUDED, (publish_s + pull_s) / 2),
         told,
         f"weights published in {publish_s:.3g} s and pulled in {pull_s:.3g} s, latency included",
+        "derived",
     )
     return {
         "intra_node_bytes_s": rate,
         "network_bytes_s": dict(rate),
         "store_bytes_s": dict(rate),
-        "disk_bytes_s": _figure(state / max(INCLUDED, save_s), told, f"a checkpoint takes {save_s:.3g} s"),
+        "disk_bytes_s": _figure(
+            state / max(INCLUDED, save_s), told, f"a checkpoint takes {save_s:.3g} s", "derived"
+        ),
         "process_start_s": _figure(start_s, told, "from a worker's start until it could work"),
         "imports_s": _figure(0, told, "contained in process_start_s"),
         "model_load_s": _figure(0, told, "contained in process_start_s"),
@@ -168,7 +180,7 @@ def _gpu(runs: Sequence[RunTimes], gpu: str, told: str) -> dict[str, object]:
     shapes = {(_degree(run.config), _pixels(run.config)) for run in denoised}
     return {
         "denoise": [point for shape in sorted(shapes) for point in _step_points(denoised, shape, gpu)],
-        "batch_slope": _figure(1, told, "larger batches in proportion"),
+        "batch_slope": _figure(1, told, "larger batches in proportion", "assumed"),
         "train": [
             _train_point(trained, pixels) for pixels in sorted({_pixels(run.config) for run in trained})
         ],
@@ -193,7 +205,7 @@ def _step_points(runs: Sequence[RunTimes], shape: tuple[int, int], gpu: str) -> 
             "batch": batch,
             "sp": shape[0],
             "ms": 1000 * batch * seconds / sample_steps,
-            "source": f"measured: {_labels(of)}: {detail}",
+            "source": f"{'measured' if same else 'derived'}: {_labels(of)}: {detail}",
         }
 
 
@@ -213,6 +225,11 @@ def _train_point(runs: Sequence[RunTimes], pixels: int) -> _Figure:
 
 def _labels(runs: Sequence[RunTimes]) -> str:
     return ", ".join(run.label for run in runs)
+
+
+def _has_log_probs(config: RunConfig) -> bool:
+    """Whether old log-probs are evaluated again: a batch's first update needs none."""
+    return config.algorithm.recomputes_log_probs and config.learner.updates_per_batch > 1
 
 
 def _pixels(config: RunConfig) -> int:

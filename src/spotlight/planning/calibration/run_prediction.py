@@ -1,11 +1,13 @@
 """Predict a run that was made, with its own nodes, and compare it with what it took. Pure.
 
-Replayed are the run's settings, and its nodes as they joined, were noticed and left. Not replayed are crashes
-of workers and learner, and rewards that failed.
+Replayed are the run's settings, and its nodes as they joined, were noticed and left; as the simulator has no
+warming up, times after the first iteration are counted from its end. Not replayed are crashes of workers and
+learner, and rewards that failed.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from spotlight.simulation.virtual_driver import Simulation
 from spotlight.store.ledger.ledger_schema import Incident
 
 _LEAD = re.compile(r"([\d.]+) s before")
+_SHORT_S = 1e-3
 _PATIENCE = 5
 """The simulation is given up after this many times the run's seconds."""
 
@@ -32,7 +35,7 @@ class RunPrediction:
 
     Attributes:
         iteration_s: mean of the iterations after the first.
-        usd: of the whole run.
+        usd: after the first iteration.
         phase_s: GPU-seconds of the whole run.
         error: why the simulated run did not finish; None: it did.
     """
@@ -59,7 +62,10 @@ def predict_run(run: RunTimes, plan: Plan, profile: Profile) -> RunPrediction:
     Raises:
         ConfigError: the profile lacks a figure.
     """
-    result = _simulated(replayed(run, plan, profile), len(run.iteration_ends_s))
+    wanted = len(run.iteration_ends_s)
+    result = _simulated(replayed(run, plan, profile), wanted)
+    if result.iterations:
+        result = _simulated(replayed(run, plan, profile, result.iterations[0].end_s), wanted)
     ends = tuple(one.end_s for one in result.iterations)
     later = len(ends) - 1
     phase_s = dict.fromkeys(Phase, 0.0)
@@ -68,10 +74,10 @@ def predict_run(run: RunTimes, plan: Plan, profile: Profile) -> RunPrediction:
     return RunPrediction(
         iteration_ends_s=ends,
         iteration_s=(ends[-1] - ends[0]) / later if later > 0 else float("nan"),
-        usd=sum(result.cost_usd.values()),
+        usd=sum(one.cost_usd for one in result.iterations[1:]),
         phase_s=phase_s,
         preemptions=result.preemptions,
-        error=_problem(result, len(run.iteration_ends_s)),
+        error=_problem(result, wanted),
     )
 
 
@@ -85,13 +91,17 @@ def _simulated(scenario: Scenario, iterations: int) -> SimulationResult:
     return simulation.result()
 
 
-def replayed(run: RunTimes, plan: Plan, profile: Profile) -> Scenario:
-    """A run as a scenario of the simulator, which begins when the learner's first node joins."""
+def replayed(run: RunTimes, plan: Plan, profile: Profile, first_s: float | None = None) -> Scenario:
+    """A run as a scenario of the simulator, which begins when the learner's first node joins.
+
+    Args:
+        first_s: simulated length of the first iteration, which was longer; None: as it was.
+    """
     train, test = run.prompts
     return Scenario(
         plan=plan,
-        costs=ProfileCosts(profile, workload_of(run.config, run.learner.gpu_type)),
-        nodes=tuple(sorted(_events(run), key=lambda item: item[0])),
+        costs=ProfileCosts(profile, workload_of(run.config, run.learner.gpu_type, profile)),
+        nodes=tuple(sorted(_events(run, first_s), key=lambda item: item[0])),
         train_prompts=train,
         test_prompts=test,
         seed=run.config.run_seed,
@@ -100,12 +110,24 @@ def replayed(run: RunTimes, plan: Plan, profile: Profile) -> Scenario:
     )
 
 
-def _events(run: RunTimes) -> Iterator[tuple[float, NodeEvent]]:
-    began = min(one.at for one in run.incidents if run.nodes[one.node].trained)
+def _events(run: RunTimes, first_s: float | None) -> Iterator[tuple[float, NodeEvent]]:
+    trained = [one for one in run.incidents if one.node in run.nodes and run.nodes[one.node].trained]
+    began = trained[0].at  # the nodes of its ranks joined, or there would be none
+    whole = next((one.at for one in trained if one.kind is Incident.NODE_LOST), math.inf)
+    measured_s = max(run.iteration_ends_s[0], _SHORT_S)
+    simulated_s = measured_s if first_s is None else first_s
+
+    def simulated(at: float) -> float:
+        at_s = max(0.0, at - began)
+        within = min(at_s, measured_s)
+        return within * simulated_s / measured_s + at_s - within
+
     for one in run.incidents:
-        # The learner starts when all its nodes are there.
-        joins_first = one.kind is Incident.NODE_JOINED and run.nodes[one.node].trained
-        at_s = 0.0 if joins_first else max(0.0, one.at - began)
+        if one.node not in run.nodes:
+            continue  # it was noticed or lost before it joined
+        # The learner starts when all its nodes are there; one that comes back later does so in its time.
+        joins_first = one.kind is Incident.NODE_JOINED and run.nodes[one.node].trained and one.at < whole
+        at_s = 0.0 if joins_first else simulated(one.at)
         yield at_s, _event(run, one, at_s)
 
 

@@ -16,13 +16,15 @@ from spotlight.config.schema import RunConfig
 from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
 from spotlight.scheduler.types import NodeId, NodeKind, Phase
 from spotlight.store.ledger import ledger_queries as queries
-from spotlight.store.ledger.ledger_schema import Incident
+from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.metrics import MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
 
 _DENOISING = (Phase.ROLLOUT, Phase.EVALUATION, Phase.EXPLORATION)
 _JOINED = re.compile(r"(\d+) x (.*)")
+_AGAIN = re.compile(r"#\d+$")
+"""A node that came back under its old name is billed as ``spot-0/0#2``."""
 _SHORTEST = 3
 """Iterations of a run that tells anything: the first contains the start, and two more show a spread."""
 
@@ -44,7 +46,12 @@ class NodeIncident:
 
 @dataclass(frozen=True, slots=True)
 class SeenNode:
-    """A node as it joined. ``usd_h``: of all of it; ``trained``: learner ranks were there."""
+    """A node as it joined.
+
+    Attributes:
+        usd_h: of all of it, on average of its stays.
+        trained: it had learner ranks.
+    """
 
     kind: NodeKind
     gpus: int
@@ -58,12 +65,12 @@ class RolloutTimes:
     """Work of the workers on one GPU type.
 
     Attributes:
-        denoise_s: GPU-seconds of accepted rollouts, evaluations and previews.
+        denoise_s: GPU-seconds of accepted rollouts, evaluations and previews, of all members of a group.
         sample_steps: samples times their denoising steps, in these seconds.
         setup_s: GPU-seconds from a worker's start until it could work.
-        starts: workers that came to work.
+        starts: workers that came to work; one that came back counts again.
         pull_s: GPU-seconds in which workers waited for new weights.
-        pulls: versions that they waited for.
+        pulls: versions that they waited for, counted for each worker.
     """
 
     denoise_s: float = 0.0
@@ -79,9 +86,9 @@ class LearnerTimes:
     """Work of the learner: seconds of all ranks together, as wall time.
 
     Attributes:
-        train_s, samples: of the iterations after the first, in which everything warms up.
+        train_s, samples: of the iterations after the first, in which everything warms up, up to the last
+            that a checkpoint holds. Includes advantages and old log-probs.
         versions: published.
-        prepare_s: advantages of a batch, on average.
     """
 
     gpu_type: str
@@ -91,7 +98,6 @@ class LearnerTimes:
     versions: int
     checkpoint_s: float
     checkpoints: int
-    prepare_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +110,9 @@ class RunTimes:
         reward_wait_s: in which an iteration waited for rewards alone, on average.
         weight_bytes: of the exported adapter or model; the checkpoint's if there is none.
         state_bytes: of the newest checkpoint.
-        iteration_ends_s: seconds of work at the end of each iteration.
-        usd: of all GPU-seconds.
+        iteration_ends_s: end of each iteration, from when the learner's first node had joined.
+        usd: of the GPU-seconds after the first iteration.
         phase_s: GPU-seconds by phase.
-        began_s: seconds of work when the learner's first node had joined.
         incidents: of the nodes, in order.
         prompts: training and held-out prompts used.
     """
@@ -122,7 +127,6 @@ class RunTimes:
     iteration_ends_s: tuple[float, ...]
     usd: float
     phase_s: Mapping[Phase, float]
-    began_s: float
     nodes: Mapping[NodeId, SeenNode]
     incidents: tuple[NodeIncident, ...]
     prompts: tuple[int, int]
@@ -164,6 +168,9 @@ def _require_telling(name: str, config: RunConfig, iterations: int) -> None:
         found = repr(config.fleet.learner_placement)
         remedy = "The nodes of a learner that moves are not told apart: calibrate with one that stays."
         problems.append(Problem("fleet.learner_placement", found, "'reserved'", remedy))
+    if config.learner.mode != "lora":
+        remedy = "Whole weights are pulled in what is recorded as set-up: calibrate with a run with a LoRA."
+        problems.append(Problem("learner.mode", repr(config.learner.mode), "'lora'", remedy))
     if len(degrees) > 1:
         found, remedy = str(list(degrees)), "Seconds of different degrees are not told apart."
         problems.append(Problem("fleet.sequence_parallel.degrees", found, "one degree", remedy))
@@ -175,39 +182,41 @@ def _require_telling(name: str, config: RunConfig, iterations: int) -> None:
 
 
 def _read(directory: Path, config: RunConfig, rows: Sequence[MetricsRow], connection: Connection) -> RunTimes:
-    started_at = _started_at(connection, directory.name)
+    started_at, finished = _attempt(connection, directory.name)
     ranks = _learner_slots(connection)
+    saved = _saved_iterations(connection, directory.name, config, len(rows), finished=finished)
+    warm = _warm(connection)
     nodes = _nodes(connection, directory.name, ranks)
     incidents = tuple(_incidents(connection))
     learner_at = [one.at for one in incidents if one.node in nodes and nodes[one.node].trained]
-    finished = datetime.fromtimestamp(started_at, UTC).date()
+    began_s = max(0.0, min(learner_at, default=started_at) - started_at)
     lora, merged = directory / "lora", directory / "merged"
     state_bytes = max((_size(folder) for folder in (directory / "checkpoints").glob("*")), default=0)
     return RunTimes(
-        label=f"run {directory.name} of {finished.isoformat()}",
+        label=f"run {directory.name} of {datetime.fromtimestamp(started_at, UTC).date().isoformat()}",
         config=config,
-        rollouts=_rollouts(connection, nodes, ranks),
-        learner=_learner(connection, config, nodes, ranks, rows),
+        rollouts=_rollouts(connection, nodes, ranks, warm),
+        learner=_learner(connection, config, nodes, ranks, rows, saved, finished=finished),
         reward_wait_s=_mean(rows[1:], "rewards/wait_s"),
         weight_bytes=_size(lora) or _size(merged) or state_bytes,
         state_bytes=state_bytes,
-        iteration_ends_s=tuple(row.wall_s for row in rows),
-        usd=queries.cost_usd(connection),
+        iteration_ends_s=tuple(row.wall_s - began_s for row in rows),
+        usd=_usd(connection, warm),
         phase_s=queries.gpu_seconds_by_phase(connection),
-        began_s=max(0.0, min(learner_at, default=started_at) - started_at),
         nodes=nodes,
         incidents=incidents,
         prompts=(_prompts(connection, "train"), _prompts(connection, "eval")),
     )
 
 
-def _started_at(connection: Connection, name: str) -> float:
-    attempts = connection.execute("SELECT started_at FROM attempts").fetchall()
+def _attempt(connection: Connection, name: str) -> tuple[float, bool]:
+    """When the run started, and whether it came to its end."""
+    attempts = connection.execute("SELECT started_at, ended FROM attempts").fetchall()
     if len(attempts) != 1:
         remedy = "Nodes of different attempts have the same names: take a run that was never resumed."
         problem = Problem("attempts", str(len(attempts)), "one", remedy)
         raise ConfigError(f"the run {name}", [problem])
-    return float(attempts[0][0])
+    return float(attempts[0][0]), attempts[0][1] == Ending.FINISHED
 
 
 def _learner_slots(connection: Connection) -> set[str]:
@@ -215,11 +224,43 @@ def _learner_slots(connection: Connection) -> set[str]:
     return {worker for (worker,) in connection.execute(query)}
 
 
+def _saved_iterations(
+    connection: Connection, name: str, config: RunConfig, iterations: int, *, finished: bool
+) -> int:
+    """Iterations up to the last checkpoint: seconds of training are in the ledger once one holds them."""
+    query = (
+        "SELECT COUNT(DISTINCT iteration) FROM optimizer_steps"
+        " WHERE seq <= (SELECT MAX(position) FROM gpu_seconds WHERE phase = 'training')"
+    )
+    every = config.checkpoint.every
+    done = min(iterations, int(connection.execute(query).fetchone()[0]))
+    saved = done if finished else done // every * every
+    if saved < _SHORTEST:
+        found, expected = f"{saved} of {iterations} iterations", f"{_SHORTEST} or more"
+        remedy = (
+            f"What training took is known up to a checkpoint, and checkpoint.every is {every}: let it train "
+            "longer, or save more often."
+        )
+        raise ConfigError(f"the run {name}", [Problem("checkpoints", found, expected, remedy)])
+    return saved
+
+
+def _warm(connection: Connection) -> int:
+    """Number of the record that ended the training of the first iteration."""
+    query = "SELECT MAX(seq) FROM optimizer_steps WHERE iteration = 0"
+    return int(connection.execute(query).fetchone()[0] or 0)
+
+
+def _usd(connection: Connection, warm: int) -> float:
+    query = "SELECT TOTAL(seconds * price_usd_h) / 3600 FROM gpu_seconds WHERE position >= ?"
+    return float(connection.execute(query, (warm,)).fetchone()[0])
+
+
 def _nodes(connection: Connection, name: str, ranks: set[str]) -> dict[NodeId, SeenNode]:
     """Every node that ever joined. Raises :class:`ConfigError` for an unknown GPU type."""
-    usd_h: dict[NodeId, float] = {}
+    slot_usd_h: dict[NodeId, list[float]] = {}
     for worker, price_usd_h in connection.execute("SELECT worker, price_usd_h FROM attempt_workers"):
-        usd_h[_node_of(worker)] = usd_h.get(_node_of(worker), 0.0) + price_usd_h
+        slot_usd_h.setdefault(_node_of(worker), []).append(price_usd_h)
     training = {_node_of(worker) for worker in ranks}
     found: dict[NodeId, SeenNode] = {}
     for subject, spot, detail in connection.execute(
@@ -232,7 +273,13 @@ def _nodes(connection: Connection, name: str, ranks: set[str]) -> dict[NodeId, S
             problem = Problem(f"node {node}", repr(gpu_type), "a known GPU type", remedy)
             raise ConfigError(f"the run {name}", [problem])
         kind = NodeKind.SPOT if spot else NodeKind.RESERVED
-        found[node] = SeenNode(kind, gpus, gpu_type, usd_h.get(node, 0.0), node in training)
+        prices = slot_usd_h.get(node, [0.0])
+        seen = SeenNode(kind, gpus, gpu_type, gpus * sum(prices) / len(prices), node in training)
+        if found.setdefault(node, seen) != seen:
+            told_all = f"{found[node].gpus} x {found[node].gpu_type}, then {detail}"
+            remedy = "Seconds of both are not told apart: take a run in which a name is always the same kind."
+            problem = Problem(f"node {node}", told_all, "the same GPUs each time", remedy)
+            raise ConfigError(f"the run {name}", [problem])
     return found
 
 
@@ -246,34 +293,54 @@ def _incidents(connection: Connection) -> Iterator[NodeIncident]:
 
 
 def _rollouts(
-    connection: Connection, nodes: Mapping[NodeId, SeenNode], ranks: set[str]
+    connection: Connection, nodes: Mapping[NodeId, SeenNode], ranks: set[str], warm: int
 ) -> dict[str, RolloutTimes]:
-    """The denoising after the first iteration, in which everything warms up; other work of the whole run."""
-    query = "SELECT MAX(seq) FROM optimizer_steps WHERE iteration = 0"
-    warm = int(connection.execute(query).fetchone()[0] or 0)
-    made = {
-        worker: (int(steps), versions)
-        for worker, steps, versions in connection.execute(
-            "SELECT worker, TOTAL(rollouts.steps * (samples.seq > ?)), COUNT(DISTINCT samples.version)"
-            " FROM samples JOIN rollouts ON rollouts.id = samples.rollout GROUP BY worker",
-            (warm,),
-        )
+    """The denoising after the first iteration, in which everything warms up; other work of the whole run.
+
+    Of a sequence-parallel group every member spends seconds, and the leader alone makes samples.
+    """
+    spent = {
+        slot: seconds
+        for slot, seconds in _spent(connection, warm).items()
+        if slot not in ranks and any(_both(seconds, phase) for phase in _DENOISING)
     }
+    made = _made(connection, warm)
+    versions: dict[str, set[int]] = {}  # by node and stay
+    for slot, (_, used) in made.items():
+        versions.setdefault(_stay_of(slot), set()).update(used)
     found: dict[str, RolloutTimes] = {}
-    for worker, spent in _spent(connection, warm).items():
-        if worker in ranks or worker not in made:
-            continue
-        sample_steps, versions = made[worker]
-        gpu_type = nodes[_node_of(worker)].gpu_type
+    for slot, seconds in spent.items():
+        sample_steps, used = made.get(slot, (0, versions.get(_stay_of(slot), set())))
+        gpu_type = nodes[_node_of(slot)].gpu_type
         before = found.get(gpu_type, RolloutTimes())
         found[gpu_type] = RolloutTimes(
-            before.denoise_s + sum(spent.get((phase, True), 0.0) for phase in _DENOISING),
+            before.denoise_s + sum(seconds.get((phase, True), 0.0) for phase in _DENOISING),
             before.sample_steps + sample_steps,
-            before.setup_s + _both(spent, Phase.SETUP),
+            before.setup_s + _both(seconds, Phase.SETUP),
             before.starts + 1,
-            before.pull_s + _both(spent, Phase.WEIGHT_SYNC),
-            before.pulls + versions - 1,  # the first comes with the start
+            before.pull_s + _both(seconds, Phase.WEIGHT_SYNC),
+            before.pulls + max(0, len(used) - 1),  # the first comes with the start
         )
+    return found
+
+
+def _made(connection: Connection, warm: int) -> dict[str, tuple[int, set[int]]]:
+    """By slot as it is billed: steps of its samples after the record ``warm``, and versions that it used."""
+    stays: dict[str, list[tuple[int, str]]] = {}
+    for slot, last in connection.execute(
+        "SELECT worker, MAX(position) FROM gpu_seconds GROUP BY worker ORDER BY MAX(position)"
+    ):
+        stays.setdefault(_AGAIN.sub("", slot), []).append((last, slot))
+    found: dict[str, tuple[int, set[int]]] = {}
+    for seq, worker, version, steps in connection.execute(
+        "SELECT samples.seq, worker, samples.version, rollouts.steps"
+        " FROM samples JOIN rollouts ON rollouts.id = samples.rollout"
+    ):
+        billed = stays.get(worker, [(seq, worker)])
+        slot = next((slot for last, slot in billed if seq <= last), billed[-1][1])
+        sample_steps, versions = found.setdefault(slot, (0, set()))
+        versions.add(version)
+        found[slot] = sample_steps + steps * (seq > warm), versions
     return found
 
 
@@ -297,16 +364,20 @@ def _learner(
     nodes: Mapping[NodeId, SeenNode],
     ranks: set[str],
     rows: Sequence[MetricsRow],
+    saved: int,
+    *,
+    finished: bool,
 ) -> LearnerTimes:
     spent = [seconds for worker, seconds in _spent(connection, 0).items() if worker in ranks]
 
     def wall_s(phase: Phase) -> float:
         return sum(_both(seconds, phase) for seconds in spent) / config.fleet.learner_ranks
 
-    later = "SELECT TOTAL(samples) FROM optimizer_steps WHERE iteration > 0"
-    samples = connection.execute(later).fetchone()[0]
+    later = "SELECT TOTAL(samples) FROM optimizer_steps WHERE iteration BETWEEN 1 AND ?"
+    samples = connection.execute(later, (saved - 1,)).fetchone()[0]
     # The ledger has seconds by checkpoint, the metrics the learner's own by iteration.
-    steps_s = [row.values["train/step_s"] for row in rows]
+    steps_s = [row.values["train/step_s"] for row in rows[:saved]]
+    whole, rest = divmod(saved, config.checkpoint.every)
     versions = connection.execute("SELECT COUNT(*) FROM versions WHERE version > 0").fetchone()[0]
     return LearnerTimes(
         gpu_type=nodes[_node_of(min(ranks))].gpu_type,
@@ -315,8 +386,7 @@ def _learner(
         publish_s=wall_s(Phase.WEIGHT_SYNC),
         versions=versions,
         checkpoint_s=wall_s(Phase.CHECKPOINT),
-        checkpoints=max(1, len(rows) // config.checkpoint.every),
-        prepare_s=_mean(rows[1:], "train/prepare_s"),
+        checkpoints=whole + (finished and rest > 0),
     )
 
 
@@ -327,6 +397,12 @@ def _prompts(connection: Connection, purpose: str) -> int:
 
 def _node_of(worker: str) -> NodeId:
     return NodeId(worker.rpartition("/")[0])
+
+
+def _stay_of(slot: str) -> str:
+    """``spot-0/3#2`` is of ``spot-0#2``."""
+    again = _AGAIN.search(slot)
+    return _node_of(slot) + (again[0] if again else "")
 
 
 def _mean(rows: Sequence[MetricsRow], name: str) -> float:

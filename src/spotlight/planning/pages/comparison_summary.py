@@ -147,6 +147,8 @@ def _old_prices(prepared: Prepared, now: datetime) -> Iterator[str]:
 
 
 def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
+    if prepared.profile.memory.bounds:
+        return  # twice what a GPU has, whatever it needs
     gpu = prepared.file.cluster.reserved.gpu_type
     has = GPU_TYPES[gpu].vram_bytes
     needs = {one.strategy: bytes_of_both(prepared, strategy_named(one.strategy)) for one in outcomes}
@@ -310,7 +312,7 @@ def record_of(prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: da
             }
             for name, tag in prices_of(prepared).items()
         },
-        "trace": {"source": trace.source} | _finite(asdict(statistics(trace))),
+        "trace": {"source": trace.source} | finite(asdict(statistics(trace))),
         "assumed": [asdict(figure) for figure in assumed_of(prepared)],
         "strategies": [outcome_record(outcome) for outcome in outcomes],
     }
@@ -319,7 +321,7 @@ def record_of(prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: da
 def outcome_record(outcome: SimulationOutcome) -> dict[str, object]:
     """One strategy's metrics; unknown values are null."""
     names = set(SimulationOutcome.__slots__) - {"gpu_s", "target", "filled_s"}
-    record = _finite({name: getattr(outcome, name) for name in SimulationOutcome.__slots__ if name in names})
+    record = finite({name: getattr(outcome, name) for name in SimulationOutcome.__slots__ if name in names})
     target = outcome.target
     record["iterations_to_target"] = target.model_dump() if target is not None else None
     record["gpu_s"] = {
@@ -330,7 +332,7 @@ def outcome_record(outcome: SimulationOutcome) -> dict[str, object]:
     return record
 
 
-def _finite(numbers: dict[str, object]) -> dict[str, object]:
+def finite(numbers: dict[str, object]) -> dict[str, object]:
     """JSON has no NaN: replace it by null."""
     return {
         key: None if isinstance(value, float) and not math.isfinite(value) else value

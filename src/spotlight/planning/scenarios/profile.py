@@ -108,6 +108,8 @@ class ProfileWeights(_ProfileSection):
 class ProfileMemory(_ProfileSection):
     """GPU memory requirements."""
 
+    bounds: bool = False
+    """The figures are what GPUs had on which the model is known to fit, not what it needs."""
     rollout_bytes: Figure
     """Rollout GPU: weights, activations of one lease, decoder."""
     learner_bytes_per_rank: Figure
@@ -157,6 +159,8 @@ class Profile(_ProfileSection):
     """Attention heads; SP degrees divide them."""
     frames: PositiveInt = 1
     """Frames per sample, above 1 for video; applies to all points."""
+    train_has_log_probs: bool = False
+    """``train`` includes old log-probs, evaluated again; then only such workloads can be simulated."""
     lease_pixels: Figure
     """Height times width times samples beyond which a larger forward saves no time."""
     weights: ProfileWeights

@@ -29,6 +29,8 @@ class ProfiledWorkload:
         recomputes_log_probs: one more evaluation of every trained timestep before the first update.
         timesteps_per_pass: trained in one forward and backward, which share its fixed cost.
         resident: GPUs that train and roll out keep both working sets in memory and switch for free.
+        lease_samples: samples per lease; None: as many as fill the profile's ``lease_pixels``.
+        switch_s: of a GPU between training and rollouts; None: the profile's, unless ``resident``.
     """
 
     pixels: int
@@ -38,6 +40,8 @@ class ProfiledWorkload:
     recomputes_log_probs: bool = False
     timesteps_per_pass: int = 1
     resident: bool = True
+    lease_samples: int | None = None
+    switch_s: float | None = None
 
     @property
     def forwards(self) -> int:
@@ -50,11 +54,23 @@ class ProfileCosts:
     """Durations of a workload.
 
     Methods that take a size, degree or GPU type raise :class:`ConfigError` if the profile lacks a figure.
+
+    Raises:
+        ConfigError: the profile's training includes old log-probs, which the workload does not evaluate.
     """
 
     profile: Profile
     workload: ProfiledWorkload
     _known: dict[tuple[str, int, int, int], float] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.profile.train_has_log_probs and not self.workload.recomputes_log_probs:
+            remedy = (
+                "Its seconds of training include old log-probs, which cannot be taken out: recompute them "
+                "(in a run: algorithm.old_log_probs=recompute), or calibrate with a run that does not."
+            )
+            problem = Problem("workload.recomputes_log_probs", "false", "true", remedy)
+            raise ConfigError(f"the profile {self.profile.name}", [problem])
 
     def denoise_step_s(self, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
         """See :class:`CostModel`."""
@@ -69,7 +85,9 @@ class ProfileCosts:
         return ms / 1000 * pixels / 1e6 * batch
 
     def lease_size(self, gpu_type: str, pixels: int, sp_degree: int) -> int:
-        """Samples that fill ``lease_pixels`` on every GPU of the group, at least one."""
+        """The workload's, else samples that fill ``lease_pixels`` on every GPU of the group, at least one."""
+        if self.workload.lease_samples is not None:
+            return self.workload.lease_samples
         filling = _gpu(self.profile, gpu_type).lease_pixels or self.profile.lease_pixels
         return max(1, int(filling.value * sp_degree // pixels))
 
@@ -81,7 +99,7 @@ class ProfileCosts:
     def prepare_s(self, samples: int, ranks: int) -> float:
         """See :class:`CostModel`."""
         work = self.workload
-        if not work.recomputes_log_probs:
+        if not work.recomputes_log_probs or self.profile.train_has_log_probs:
             return self.profile.prepare_s.value
         one_s = work.forwards * forward_s(self.profile, work.learner_gpu, work.pixels, 1, 1)
         return self.profile.prepare_s.value + math.ceil(samples / ranks) * work.trained_timesteps * one_s
@@ -97,6 +115,8 @@ class ProfileCosts:
 
     def switch_s(self) -> float:
         """See :class:`CostModel`."""
+        if self.workload.switch_s is not None:
+            return self.workload.switch_s
         return 0.0 if self.workload.resident else self.profile.switch_s.value
 
     def optimizer_s(self) -> float:
