@@ -87,8 +87,9 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
     samples = AcceptedSamples(BlobClient(room.store))
     incidents = IncidentRecorder(room.accounts.clock, note, room.attempt.recorder.ledger, controller.cluster)
     nodes = ClusterNodes(config, room.site, inbox.put, conversations.fail, note, room.accounts.clock)
+    traces = TraceCollector(samples.store, room.directory.profile, note, materials.profiled_steps)
     async with AsyncExitStack() as stack:
-        workers = _workers(materials, room, nodes, conversations, inbox, incidents, stack)
+        workers = _workers(materials, room, nodes, conversations, inbox, incidents, traces, stack)
         learner, places = await _learner(materials, room, nodes, incidents, stack)
         driver = LearnerDriver(
             controller,
@@ -118,7 +119,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             observer=materials.observer,
             attempt=room.attempt.number,
             grid=config.evaluation.grid,
-            traces=TraceCollector(samples.store, room.directory.profile, note, materials.profiled_steps),
+            traces=traces,
         )
         stack.enter_context(nodes.membership)
         yield Head(parts)
@@ -139,6 +140,7 @@ def _workers(
     conversations: Conversations,
     inbox: Inbox,
     incidents: IncidentRecorder,
+    traces: TraceCollector,
     stack: AsyncExitStack,
 ) -> WorkerPool:
     config, note = materials.config, materials.observer.note
@@ -150,7 +152,7 @@ def _workers(
         shared,
         nodes.placements,
         nodes.log_tail,
-        materials.profiled_steps,
+        traces.steps_of,
     )
     fleet = config.fleet
     pool = WorkerPool(

@@ -118,6 +118,7 @@ class Head:
                 self._handle(*told)
                 await asyncio.sleep(0)  # invariant 4
         self.parts.accounts.write(self.parts.recorder)
+        await self.parts.traces.finish()
         if self.error is not None or self.stopped:
             return None
         self.parts.workers.close()  # a learner that is formed again may need their slots

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from torch import nn
 
 from spotlight.models.slots import Slot
-from spotlight.rollout.state import Recipe
+from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.effects import AbandonLease, FormGroup, GrantLease, PullWeights, StopGroup
 from spotlight.scheduler.types import LeaseId, Purpose, WorkerId
 from spotlight.worker.reports import Report
@@ -83,7 +83,8 @@ class WorkerDependencies:
 
     Attributes:
         membership: called once, when the first group of several members forms.
-        around: a context for each denoising step of a group that this worker leads.
+        around: a context for each denoising step that this worker leads, given the states it advances.
+        rested: called when this worker has no steps to take, and when it leaves a group; often in vain.
     """
 
     engine: Engine
@@ -91,7 +92,8 @@ class WorkerDependencies:
     recipes: Mapping[Purpose, Recipe]
     slot_of: Mapping[Purpose, Slot]
     membership: Callable[[], SpMembership]
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    around: Callable[[Sequence[RolloutState]], AbstractContextManager[object]] = nullcontext
+    rested: Callable[[], None] = lambda: None
 
     def known_slot(self, name: str) -> Slot:
         """The slot of that name. Raises ValueError when no purpose uses it."""

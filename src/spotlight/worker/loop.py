@@ -325,6 +325,7 @@ class WorkerLoop:
             self._release(role)
         if self._membership is not None:
             self._membership.part()
+        self._dependencies.rested()
 
     def _release(self, role: GroupRole) -> None:
         """Let followers return to their inboxes; failing that, the group is lost."""
@@ -361,7 +362,7 @@ class WorkerLoop:
         due: list[LeaseId] = []
         if running:
             try:
-                with self._dependencies.around():
+                with self._dependencies.around(running):
                     self._advance(role, running)
             except GroupLostError:
                 role.lose()
@@ -492,3 +493,4 @@ class WorkerLoop:
             self._model.close()
             if role.others_follow:
                 self._release(role)
+            self._dependencies.rested()

@@ -98,7 +98,8 @@ class LearnerRank:
 
     Args:
         config: the resolved configuration as YAML (``dump_config``).
-        profiled_steps: micro-batches of an iteration that are traced, into the run directory.
+        profiled_steps: micro-batches traced at most, into the run directory: from the second that this
+            process trains to the end of that one's iteration.
 
     Raises:
         ConfigError: invalid configuration, batches that do not fit the rank count, or CUDA is missing.

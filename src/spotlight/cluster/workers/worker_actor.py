@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -189,8 +189,8 @@ class ActorStarter:
     Attributes:
         config: the resolved configuration as YAML.
         tail: fetches the last log lines of a named actor on a node.
-        profiled_steps: denoising steps that one worker traces: the first, or once its node is gone the next
-            to be started.
+        profiled_steps: denoising steps that a worker which starts is to trace, by the worker, Ray's id of its
+            node, and those of all nodes.
     """
 
     config: str
@@ -199,12 +199,12 @@ class ActorStarter:
     run: str
     placements: dict[NodeId, WorkerPlacement]
     tail: Callable[[NodeId, str], Awaitable[str]]
-    profiled_steps: int = 0
-    _traced: StartWorker | None = None
+    profiled_steps: Callable[[WorkerId, str, Collection[str]], int]
 
     def start(self, order: StartWorker) -> WorkerHandle:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
         placement = self.placements[order.node]
+        nodes = {each.ray_id for each in self.placements.values()}
         told = WorkerOrder(
             self.config,
             order.worker,
@@ -215,7 +215,7 @@ class ActorStarter:
             self.run,
             str(Path.cwd()),
             placement.threads,
-            self._steps_to_trace(order),
+            self.profiled_steps(order.worker, placement.ray_id, nodes),
         )
         make = ray.remote(concurrency_groups=_GROUPS)(WorkerActor).options(
             name=self._name(order),
@@ -237,11 +237,6 @@ class ActorStarter:
     async def log_tail(self, order: StartWorker) -> str:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
         return await self.tail(order.node, self._name(order))
-
-    def _steps_to_trace(self, order: StartWorker) -> int:
-        if self._traced is None or self._traced.node not in self.placements:
-            self._traced = order
-        return self.profiled_steps if self._traced.worker == order.worker else 0
 
     def _name(self, order: StartWorker) -> str:
         return f"{self.run}:{order.worker}:{order.epoch}"

@@ -10,14 +10,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import queue
-import shutil
-import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,6 +30,7 @@ from spotlight.rollout.sequence_parallel.membership import SpMembership
 from spotlight.rollout.sequence_parallel.rendezvous import Address, connect
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.serialization import unpack_condition
+from spotlight.rollout.state import RolloutState
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import rollout_slots
 from spotlight.scheduler.effects import PullWeights
@@ -43,7 +40,7 @@ from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.peers import WeightServer, fetch_from_peer
 from spotlight.weights.served_weights import ServedWeights
 from spotlight.weights.weight_errors import PeerLostError
-from spotlight.worker.interfaces import Command, HeadClient, Leave, WorkerDependencies
+from spotlight.worker.interfaces import Command, HeadClient, HeadLostError, Leave, WorkerDependencies
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report, ReportedValue
 
@@ -72,7 +69,8 @@ class WorkerProcess:
     """Accepts commands from any thread; :meth:`run` belongs to the thread that owns the model.
 
     Args:
-        profiled_steps: to be traced; the trace is stored as blob ``TRACE``, named by the phase.
+        profiled_steps: of training rollouts, to be traced where this worker leads; the trace is stored as
+            blob ``TRACE``, named by the phase.
     """
 
     def __init__(
@@ -177,29 +175,36 @@ class WorkerProcess:
             link = communicator(place.device, fleet.collective_s)
             return SpMembership(place.worker, store, link, parallel, fleet.answer_s / 2)
 
+        profiler = self._profiler()
         dependencies = WorkerDependencies(
             engine=engine,
             slots=slots,
             recipes=build.make_recipes(config, algorithm).by_purpose(),
             slot_of={Purpose.TRAIN: train, Purpose.EXPLORE: train, Purpose.EVAL: judged},
             membership=membership,
-            around=self._profiled(),
+            around=lambda states: profiler.step(kind_of(states)),
+            rested=profiler.close,
         )
         dtype = build.torch_dtype(fleet.published_dtype(config))
         loader = BundleLoader(self._home, self._cache, slots, rollout_slots(config, algorithm), dtype)
         return WorkerLoop(place.worker, place.epoch, self._home, loader, dependencies, fleet.commit_every)
 
-    def _profiled(self) -> Callable[[], AbstractContextManager[object]]:
-        if not self._profiled_steps:
-            return nullcontext
-        folder = Path(tempfile.mkdtemp(prefix="spotlight-trace-"))
-        profiler = StepProfiler(folder, (Phase.ROLLOUT,), self._profiled_steps, log.warning, self._send_trace)
-        return partial(profiler.step, Phase.ROLLOUT)
+    def _profiler(self) -> StepProfiler:
+        kinds = (Phase.ROLLOUT,) if self._profiled_steps else ()
+        return StepProfiler(None, kinds, self._profiled_steps, log.warning, self._send_trace)
 
     def _send_trace(self, path: Path) -> None:
         trace = ReportedValue(TRACE, Phase.ROLLOUT, path.read_bytes())
-        shutil.rmtree(path.parent)
-        self._home.deliver(Report(self._place.worker, "", (trace,), ()))
+        try:
+            self._home.deliver(Report(self._place.worker, "", (trace,), ()))
+        except HeadLostError as error:  # the loop's next report ends it, where that is the cause
+            log.warning("the trace is not delivered: %s", error)
+
+
+def kind_of(states: Sequence[RolloutState]) -> str:
+    """Of a denoising step, as the profiler tells them apart."""
+    purposes = {state.rollout.purpose for state in states}
+    return Phase.ROLLOUT if purposes == {Purpose.TRAIN} else " and ".join(sorted(purposes))
 
 
 def _file_name(worker: WorkerId) -> str:

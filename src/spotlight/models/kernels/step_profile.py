@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -22,6 +23,7 @@ class StepProfiler:
     steps, or when one of another kind begins.
 
     Args:
+        folder: None: a temporary one, which is there for ``taken`` alone.
         kinds: that are traced.
         note: is told of each trace.
         taken: is given the file of each trace.
@@ -29,7 +31,7 @@ class StepProfiler:
 
     def __init__(
         self,
-        folder: Path,
+        folder: Path | None,
         kinds: Collection[str],
         steps: int,
         note: Callable[[str], None],
@@ -58,18 +60,22 @@ class StepProfiler:
         if self._active is None:
             return
         (kind, taken), self._active = self._active, None
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        taken.stop()
-        path = trace_file(self._folder, kind)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            taken.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:
-            self._note(f"the trace {path} cannot be written: {error}")
-            return
-        self._note(f"trace of {self._seen[kind] - 1} {kind} steps: {path}")
-        self._taken(path)
+        with ExitStack() as stack:
+            try:
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()
+                taken.stop()
+                folder = self._folder or Path(
+                    stack.enter_context(TemporaryDirectory(prefix="spotlight-trace-"))
+                )
+                folder.mkdir(parents=True, exist_ok=True)
+                path = trace_file(folder, kind)
+                taken.export_chrome_trace(str(path))
+            except (OSError, RuntimeError) as error:
+                self._note(f"the trace of {kind} steps cannot be written: {error}")
+                return
+            self._note(f"trace of {self._seen[kind] - 1} {kind} steps: {path}")
+            self._taken(path)
 
     def _start(self, kind: str) -> None:
         kinds = [ProfilerActivity.CPU]
