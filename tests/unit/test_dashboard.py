@@ -36,6 +36,7 @@ from spotlight.dashboard.dashboard_app import dashboard_app
 from spotlight.dashboard.figures import Json, thinned
 from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.findings import findings
+from spotlight.dashboard.views.sample_nodes import nodes_of
 from spotlight.scheduler.types import Phase, WorkerId
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_schema import Ending, Incident
@@ -167,6 +168,18 @@ def test_every_node_that_a_sample_was_on_is_told(client: TestClient) -> None:
     for worker in ("spot-0", "spot-0/0"):
         held = ask(client, "samples", worker=worker, moved=1)["samples"]
         assert {each["iteration"] for each in held} == {4}
+
+
+def test_nodes_are_in_the_order_of_leases_where_the_clock_was_set_back(tmp_path: Path) -> None:
+    SqliteLedger(tmp_path / "ledger.sqlite").close()
+    with closing(sqlite3.connect(tmp_path / "ledger.sqlite")) as connection:
+        rows = [
+            ("r", 1, 1, 0, 9.0, "a/0", 0, 0),
+            ("r", 1, 2, 0, 8.0, "b/0", 1, 4),
+            ("r", 2, 1, 0, 7.0, "c/1", 2, 5),
+        ]
+        connection.executemany("INSERT INTO leases VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)
+        assert nodes_of(connection, ["r"]) == {"r": ["a", "b", "c"]}
 
 
 def test_a_ledger_without_leases_tells_who_finished_a_sample(empty_place: Path) -> None:

@@ -107,6 +107,33 @@ def test_unlawful_records_are_refused_whole(ledger: SqliteLedger, unlawful: list
     assert ledger.counts().trained == 1
 
 
+def test_pages_need_no_scan_also_of_a_ledger_from_before_its_indexes(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.sqlite"
+    SqliteLedger(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        named = connection.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'index' AND name LIKE '%/_by/_%' ESCAPE '/'"
+        )
+        for (name,) in named.fetchall():
+            connection.execute(f"DROP INDEX {name}")
+        connection.commit()
+    with closing(sqlite3.connect(path)) as connection:
+        assert "_by_" not in _plan(connection, "SELECT MIN(position) FROM leases")
+    SqliteLedger(path).close()
+    with closing(sqlite3.connect(path)) as connection:
+        for query in (
+            "SELECT MAX(lease) FROM leases WHERE attempt = (SELECT MAX(attempt) FROM leases)",
+            "SELECT MIN(position) FROM leases",
+            "SELECT MIN(position) FROM gpu_seconds WHERE phase = 'training' AND position >= 7",
+            "SELECT worker FROM gpu_seconds WHERE phase = 'training' AND position = 7",
+        ):
+            assert "_by_" in _plan(connection, query), query
+
+
+def _plan(connection: sqlite3.Connection, query: str) -> str:
+    return "\n".join(row[3] for row in connection.execute(f"EXPLAIN QUERY PLAN {query}"))
+
+
 def test_an_older_ledger_keeps_its_outcomes_and_takes_samples_left_out_by_choice(tmp_path: Path) -> None:
     path = tmp_path / "ledger.sqlite"
     with SqliteLedger(path) as ledger:

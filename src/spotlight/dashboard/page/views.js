@@ -219,7 +219,8 @@ function pricesTold(prices) {
     if (!met.length) return kind === "spot" ? "No spot worker was there in this time: no spot price is known." : null;
     const [least, most] = [Math.min(...met), Math.max(...met)];
     const name = `A ${kind} worker costs`;
-    return least === most ? `${name} ${dollars(least)} an hour throughout.` : `${name} ${dollars(least)} to ${dollars(most)} an hour, ${dollars(met.at(-1))} last.`;
+    const always = met.length === steps.length ? " throughout" : "";
+    return least === most ? `${name} ${dollars(least)} an hour${always}.` : `${name} ${dollars(least)} to ${dollars(most)} an hour, ${dollars(met.at(-1))} last.`;
   });
   return [...told, "The newest worker's price, which is that at which its node joined; gaps are without workers."].filter(Boolean).join(" ");
 }

@@ -34,7 +34,7 @@ def stays(
         return None
     rows = connection.execute(
         "SELECT attempt, lease, worker, epoch, from_step, at, ended, ended_at"
-        " FROM leases JOIN attempts ON number = attempt WHERE rollout = ? ORDER BY at, attempt, lease",
+        " FROM leases JOIN attempts ON number = attempt WHERE rollout = ? ORDER BY attempt, lease",
         (rollout,),
     ).fetchall()
     makers = [at for at, row in enumerate(rows) if (row["worker"], row["epoch"]) == maker]
@@ -89,7 +89,7 @@ def nodes_of(connection: Connection, rollouts: Sequence[str]) -> dict[str, list[
     found: dict[str, list[str]] = {}
     rows = connection.execute(
         f"SELECT rollout, worker FROM leases WHERE rollout IN ({', '.join('?' * len(rollouts))})"
-        " ORDER BY at, attempt, lease",
+        " ORDER BY attempt, lease",
         rollouts,
     )
     for rollout, worker in rows:

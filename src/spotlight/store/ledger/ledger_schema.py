@@ -288,6 +288,13 @@ CREATE TABLE leases (
 ) STRICT, WITHOUT ROWID;
 """
 
+INDEXES = """
+CREATE INDEX IF NOT EXISTS gpu_seconds_by_position ON gpu_seconds (position);
+CREATE INDEX IF NOT EXISTS leases_by_number ON leases (attempt, lease);
+CREATE INDEX IF NOT EXISTS leases_by_position ON leases (position);
+"""
+"""Of what pages ask while a run writes. Made when a ledger is opened for writing: older ones lack them."""
+
 
 def _insert_only(table: str) -> str:
     return (

@@ -38,6 +38,7 @@ from spotlight.scheduler.records import (
 from spotlight.scheduler.types import Filler, Lease, Phase, RolloutId, WorkerId
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import (
+    INDEXES,
     RECORD_TABLES,
     SCHEMA,
     SCHEMA_VERSION,
@@ -122,6 +123,7 @@ class SqliteLedger:
             self._connection.executescript(
                 f"BEGIN IMMEDIATE;\nDROP VIEW IF EXISTS scores;\n{SCORES_VIEW};\nCOMMIT;"
             )
+        self._connection.executescript(INDEXES)
 
     def append(self, records: Sequence[tuple[int, Record]], granted: Sequence[GrantedLease] = ()) -> None:
         """Write numbered records, and leases granted meanwhile, in one transaction.
