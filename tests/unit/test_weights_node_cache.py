@@ -77,6 +77,29 @@ def test_a_node_hashes_a_version_once_and_again_if_its_file_was_written(
         assert "is damaged and is fetched again" in caplog.text
 
 
+def test_what_is_written_while_it_is_hashed_is_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, data = version(1)
+    hashed: list[int] = []
+
+    def slow(tensors: Mapping[str, torch.Tensor]) -> str:
+        hashed.append(len(tensors))
+        if path.exists():
+            os.utime(path, ns=(len(hashed), len(hashed)))  # as whoever writes it meanwhile does
+        return content_digest(tensors)
+
+    monkeypatch.setattr(bundles_module, "content_digest", slow)
+    with NodeCache("run", parent=tmp_path) as cache:
+        path = cache.directory / f"{manifest.digest}.safetensors"
+        cache.get(manifest, lambda: data)
+        os.utime(path, ns=(0, 0))
+        for _ in range(2):
+            before = len(hashed)
+            cache.get(manifest, never)
+            assert len(hashed) > before
+
+
 def test_few_versions_are_kept_and_what_is_mapped_stays(tmp_path: Path) -> None:
     with NodeCache("run", parent=tmp_path, keep=2) as cache:
         bundles = []
@@ -84,9 +107,11 @@ def test_few_versions_are_kept_and_what_is_mapped_stays(tmp_path: Path) -> None:
             manifest, data = version(number)
             bundles.append(cache.get(manifest, lambda data=data: data))
             os.utime(cache.directory / f"{manifest.digest}.safetensors", ns=(number, number))
+            (cache.directory / f"{manifest.digest}.hashed-1").touch()  # of a process that died meanwhile
         there = {path.name.partition(".")[0] for path in cache.directory.glob("*.safetensors")}
         assert there == {version(3)[0].digest, version(4)[0].digest}
         assert len(list(cache.directory.glob("*.hashed"))) == 2
+        assert len(list(cache.directory.glob("*.hashed-*"))) == 2
         assert [value(bundle) for bundle in bundles] == [0, 1, 2, 3, 4]
     with pytest.raises(WeightsError, match="keep is 0"):
         NodeCache("run", parent=tmp_path, keep=0)

@@ -114,10 +114,11 @@ class NodeCache:
     def _look(self, manifest: WeightsManifest) -> Bundle | None:
         path = self._path(manifest)
         try:
+            writing = _writing(path)
             hashed = _is_hashed(path)
             bundle = open_bundle(manifest, path, hashed=hashed)
             if not hashed:
-                _mark_hashed(path)
+                _mark_hashed(path, writing)
             return bundle
         except FileNotFoundError:
             return None
@@ -130,7 +131,8 @@ class NodeCache:
         there = [path for path in self.directory.glob(f"*{_ENDING}") if path != self._path(coming)]
         for path in sorted(there, key=_time_made)[: max(0, len(there) - self.keep + 1)]:
             path.unlink(missing_ok=True)
-            path.with_suffix(_HASHED).unlink(missing_ok=True)
+            for mark in self.directory.glob(f"{path.stem}{_HASHED}*"):  # also one that was never renamed
+                mark.unlink(missing_ok=True)
 
     def _write(self, manifest: WeightsManifest, data: bytes) -> Bundle:
         part = self.directory / f"{manifest.digest}.part"
@@ -143,8 +145,9 @@ class NodeCache:
                     rest = rest[os.write(descriptor, rest) :]
             finally:
                 os.close(descriptor)
+            writing = _writing(part)
             bundle = open_bundle(manifest, part)  # checked before it becomes visible
-            _mark_hashed(part.rename(self._path(manifest)))
+            _mark_hashed(part.rename(self._path(manifest)), writing)
         except WeightsError:
             part.unlink(missing_ok=True)
             raise
@@ -171,11 +174,11 @@ def _is_hashed(path: Path) -> bool:
     return told == _writing(path) and marked_ns - path.stat().st_mtime_ns > _CLOCK_NS
 
 
-def _mark_hashed(path: Path) -> None:
-    """Call it after the content was hashed: what is written later gets a later time."""
+def _mark_hashed(path: Path, writing: str) -> None:
+    """Call it after the content was hashed, with what was last written before: later writing differs."""
     with suppress(OSError):  # of no consequence: others hash it themselves
         own = path.with_suffix(f"{_HASHED}-{os.getpid()}")
-        own.write_text(_writing(path))
+        own.write_text(writing)
         own.rename(path.with_suffix(_HASHED))
 
 
