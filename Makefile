@@ -27,7 +27,7 @@ $(STAMP): requirements.lock pyproject.toml $(TESSERACT)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --no-compile $(PIP_ARGS) -r requirements.lock
 	$(BIN)/pip install --no-compile $(PIP_ARGS) --no-deps -e .
-	@# As pip would, but on all cores and without what few import; some files are templates and no Python.
+	@# pip compiles on one core. Left out: tests and model files that few import. A template that is no Python may fail.
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib || true
 	$(if $(TESSERACT),sh $(TESSERACT) || true)
 	@touch $@

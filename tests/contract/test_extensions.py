@@ -129,6 +129,9 @@ COMMANDS = {
     "broken": ("notices", "--cloud", "broken", "--once"),
 }
 
+ENDS_S = 120.0
+"""Far more than they take together."""
+
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -144,6 +147,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     process = multiprocessing.get_context("forkserver").Process(target=run_commands, args=(site,))
     process.start()
+    process.join(ENDS_S)
+    process.kill()  # nothing, if it has ended
     process.join()
     assert process.exitcode == 0
     return site

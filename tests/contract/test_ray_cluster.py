@@ -294,6 +294,7 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
 def test_a_killed_node_s_name_serves_again_and_an_agent_that_dies_on_a_living_node_comes_back(
     cluster: LocalCluster, heard: Heard
 ) -> None:
+    """``alpha`` was started and killed by :func:`test_a_node_comes_gets_notice_and_is_killed`."""
     before = {row["NodeID"] for row in ray.nodes()}
     node = cluster.add_node("alpha", NodeKind.SPOT, 1)
     assert node.ray_id not in before

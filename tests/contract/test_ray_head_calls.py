@@ -153,7 +153,7 @@ def test_the_head_hears_at_once(store: Any) -> None:
         waits.append(now - ray.get(answer, timeout=ANSWER_S))
     median, most = (1000 * wait for wait in (statistics.median(waits), max(waits)))
     print(f"\nfrom delivery to the head: median {median:.1f} ms, max {most:.1f} ms")
-    assert statistics.median(waits) < 1.0  # a few ms on an idle machine
+    assert statistics.median(waits) < 0.3  # a few ms on an idle machine
 
 
 def test_a_full_disk_is_the_senders_error_as_it_is(store: Any, directory: Path) -> None:

@@ -9,7 +9,7 @@ import gzip
 import json
 import signal
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -99,9 +99,10 @@ def survivor(job: Job) -> Finished:
     assert not (run / "summary.json").exists()
     trace.write_text(TRACE)
     with running(run, ["--profile", "1", *arguments]) as it:
-        # The last iteration's: those before are trained and saved.
+        # Not the last iteration's: on a busy machine it may end before we look again.
         it.wait_for(
-            "SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE purpose = 'train' AND iteration = 3"
+            "SELECT 1 FROM samples JOIN leases USING (rollout, worker, epoch) JOIN rollouts ON id = rollout"
+            " WHERE attempt = 2 AND purpose = 'train' AND iteration >= 2"
         )
         it.kill_learner()
         status = it.end(2 * PATIENCE_S)
@@ -169,7 +170,8 @@ def test_where_it_ran_changes_rounding_only(job: Job, survivor: Finished, report
         assert value == pytest.approx(theirs[key], abs=REWARD_TOLERANCE), key
     assert validations(survivor.run) == pytest.approx(validations(job.root / "inline"), abs=REWARD_TOLERANCE)
     assert trained(survivor.run) == trained(job.root / "inline")
-    assert report.counts == clean_audit(job.root / "inline", LIMITS).counts
+    accepted = replace(report.counts, rejected=0)  # what was made under a lease that the learner's loss ended
+    assert accepted == clean_audit(job.root / "inline", LIMITS).counts
 
 
 LOCAL = ("fleet.spot.nodes=0", "fleet.local.rollout_slots=1")

@@ -24,16 +24,18 @@ RECIPES = sorted(
     path.name for path in EXAMPLES.glob("*.yaml") if load_config(path, []).model.path not in TESTBEDS
 )
 FIRST = "flux2-klein-nft.yaml"
-"""Runs in the first tier, the others in the long one: they take the same way, with more steps."""
+"""Runs in the first tier too, with short texts; the others take the same way, with more steps."""
 SHORT_TEXTS = "model.max_text_tokens=32"
 """Of the first tier: a small model spends two thirds of its time on a text's padding."""
 
 
 @pytest.mark.parametrize(
-    "recipe", [name if name == FIRST else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+    ("recipe", "texts"),
+    [(FIRST, [SHORT_TEXTS]), *(pytest.param(name, [], marks=pytest.mark.slow) for name in RECIPES)],
 )
 def test_a_recipe_runs_on_a_small_random_pipeline(
     recipe: str,
+    texts: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, float], None],
@@ -41,7 +43,7 @@ def test_a_recipe_runs_on_a_small_random_pipeline(
     monkeypatch.chdir(EXAMPLES.parent)
     before = load_config(EXAMPLES / recipe, [])
     settings = [f"runs_dir={tmp_path / 'runs'}", f"cache_dir={tmp_path / 'cache'}"]
-    settings += [SHORT_TEXTS] if recipe == FIRST else []
+    settings += texts
     begun_s = time.monotonic()
     done = CliRunner().invoke(app, ["train", f"examples/{recipe}", "--smoke", *settings])
     record_property(f"{before.model.family}/smoke_s", time.monotonic() - begun_s)
