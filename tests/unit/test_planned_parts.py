@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
 
 import pytest
 
 from spotlight.config.errors import ConfigError
+from spotlight.planning import search as planning_search
 from spotlight.planning.compare import (
     PREVIEWS_WANTED,
+    ComparedStrategy,
     SimulationOutcome,
     SimulationTask,
     honest_target,
@@ -23,7 +26,17 @@ from spotlight.planning.scenarios.prepare import Prepared, prepare
 from spotlight.planning.scenarios.scenario_file import ScenarioFile, Target
 from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.scenarios.strategies import PipelinePart, variants
-from spotlight.planning.search import GAIN_MIN, Candidate, Goal, grid, prepared_for, search
+from spotlight.planning.search import (
+    CONFIRMED,
+    GAIN_MIN,
+    Candidate,
+    Goal,
+    grid,
+    prepared_for,
+    search,
+    shortens,
+    useless,
+)
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 TINY = ("workload.prompts=2", "run.iterations=4", "run.until_h=1000", "run.noise=0")
@@ -45,11 +58,11 @@ def outcome(strategy: str, *overrides: str) -> SimulationOutcome:
     return run_task(SimulationTask(prep, strategy)).outcome
 
 
-def few_clusters(most: int) -> ScenarioFile:
+def few_clusters(most: int, *overrides: str) -> ScenarioFile:
     where = "gpu_types: [H100], reserved_nodes: [2, 3], spot_nodes: [2], parts: [gap, tag, tcss]"
     wish = f"plan={{iterations: 3, strategies: [disaggregated], {where}, candidates_max: {most}}}"
     target = "iterations_to_target.disaggregated.value=3"
-    return load_scenario("pipeline-wan", [*TINY, wish, target, "workload.trained_timesteps=2"])
+    return load_scenario("pipeline-wan", [*TINY, wish, target, "workload.trained_timesteps=2", *overrides])
 
 
 @cache
@@ -78,6 +91,59 @@ def test_the_answer_is_not_beaten_by_a_strategy_named_by_hand(most: int) -> None
     assert found.answer.outcome.target_usd <= noise * min(one.target_usd for one in meeting)
 
 
+def test_every_strategy_has_its_share_of_the_candidates() -> None:
+    """Two clusters without parts leave one: none for the first strategy, and one for the second."""
+    both = "plan.strategies=[disaggregated, spot_rollout_only]"
+    target = "iterations_to_target.spot_rollout_only={value: 3, source: 'assumed: for a test'}"
+    found = search(few_clusters(3, both, target, "plan.reserved_nodes=[2]"), Goal(deadline_h=1000), NOW)
+    tried = {one.candidate.strategy for one in found.evaluated if "+" in one.candidate.strategy}
+    assert {name.split("+")[0] for name in tried} == {"spot_rollout_only"}
+    assert found.parts[0].endswith("nothing was tried; not tried: +gap, +tag, +tcss")
+
+
+def test_parts_are_tried_where_the_strategy_alone_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone(outcome: SimulationOutcome) -> str | None:
+        return "alone" if "+" not in outcome.strategy else useless(outcome)
+
+    monkeypatch.setattr(planning_search, "useless", alone)
+    file = few_clusters(80, "plan.reserved_nodes=[2]", "plan.parts=[gap]")
+    found = search(file, Goal(deadline_h=1000), NOW)
+    assert found.answer is not None
+    assert "+" in found.answer.candidate.strategy
+
+
+def test_the_best_of_those_simulated_whole_is_recommended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where whole runs cost the more the less short ones promised."""
+
+    def reversed_costs(tasks: Sequence[SimulationTask], *others: object) -> list[ComparedStrategy]:
+        found = [run_task(task) for task in tasks]
+        whole = tasks and tasks[0].prepared.file.run.iterations == 4
+        return [
+            dataclasses.replace(
+                one, outcome=dataclasses.replace(one.outcome, target_usd=1e6 - one.outcome.target_usd)
+            )
+            if whole
+            else one
+            for one in found
+        ]
+
+    monkeypatch.setattr(planning_search, "run_tasks", reversed_costs)
+    file = few_clusters(80, "iterations_to_target.disaggregated.value=4", "plan.parts=[gap]")
+    found = search(file, Goal(deadline_h=1000), NOW)
+    assert found.answer is not None
+    short = {one.candidate: one.outcome.target_usd for one in found.evaluated}
+    dearest = max(sorted(short.values())[:CONFIRMED])
+    assert found.answer.outcome.target_usd < 1e6 - min(short.values())
+    assert short[found.answer.candidate] == dearest
+
+
+def test_a_part_is_judged_by_differences_of_the_same_iterations() -> None:
+    without_s = (100.0, 60.0, 140.0)
+    assert shortens([one - 3 for one in without_s], without_s)
+    assert not shortens([one - 0.5 for one in without_s], without_s)
+    assert not shortens((60.0, 140.0, 90.0), without_s)
+
+
 def test_what_the_learner_refuses_is_refused() -> None:
     fresh = "workload.recomputes_log_probs=false"
     for overrides, told in (
@@ -104,7 +170,8 @@ def stated(value: int) -> Target:
         (stated(200), 0.79, 0.0, None),
         (stated(200), 1.0, 0.5, 142),  # 1 / (0.5 / 200 + 0.5 / 109) = 141.1
         (stated(200), math.nan, 0.5, 109),
-        (None, 1.0, 0.5, 109),
+        (None, 1.0, 0.5, None),
+        (None, 1.0, 0.0, 109),
     ],
 )
 def test_targets_of_explored_seeds_hold_only_for_groups_that_have_them(

@@ -338,8 +338,8 @@ QUICK = (
     *SMALL,
     "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}",
     "run.until_h=4",
-    "iterations_to_target.spotlight.value=8",
-    "iterations_to_target.reserved_only.value=10",
+    "iterations_to_target.spotlight.value=3",
+    "iterations_to_target.reserved_only.value=4",
     "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6], parts: []}",
 )
 

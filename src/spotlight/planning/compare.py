@@ -91,15 +91,18 @@ def outcome_of(
     result: SimulationResult,
     stated: Target | None,
     random: Target | None = None,
+    *,
+    exact: bool = False,
 ) -> SimulationOutcome:
     """Compute a result's metrics.
 
     Args:
         stated: iterations to target with the seeds that the strategy wants for all groups.
-        random: with random seeds, which groups have that begin early; None: ``stated`` counts them already.
+        random: with random seeds, which groups have that begin early; None: not stated.
+        exact: ``stated`` counts those groups already.
     """
     previews, early = _preview_share(scenario, result), _early_share(scenario, result)
-    target, no_target = honest_target(stated, random, previews, early)
+    target, no_target = honest_target(stated, random, previews, 0.0 if exact else early)
     durations = [one.end_s - one.start_s for one in result.iterations]
     costs = [one.cost_usd for one in result.iterations]
     iteration_s, iteration_usd = _mean(durations[1:]), _mean(costs[1:])
@@ -115,7 +118,7 @@ def outcome_of(
         problem=_problem(scenario, result),
         iterations=len(durations),
         iteration_s=iteration_s,
-        iteration_error_s=_standard_error(durations[1:]),
+        iteration_error_s=standard_error(durations[1:]),
         iteration_usd=iteration_usd,
         target=target,
         target_h=target_s / 3600,
@@ -147,7 +150,7 @@ def honest_target(
     the target what it does where all are alike: 1 / (early / random + (1 - early) / explored).
 
     Args:
-        random: None: ``stated`` holds as it is.
+        random: None: not stated, so that nothing can be promised where groups begin early.
         previews: share that was made; NaN: the strategy does not explore.
     """
     if stated is None:
@@ -155,7 +158,12 @@ def honest_target(
     if previews < PREVIEWS_WANTED:
         told = f"{previews:.0%} of the previews could be used: too little idle time for them"
         return None, f"only {told}; its iterations to target are of at least {PREVIEWS_WANTED:.0%}"
-    if math.isnan(previews) or not early or random is None or random.value <= stated.value:
+    if math.isnan(previews) or not early:
+        return stated, ""
+    if random is None:
+        told = f"{early:.0%} of the groups begin early, with random seeds"
+        return None, f"{told}, and iterations_to_target has no strategy without exploration: state one"
+    if random.value <= stated.value:
         return stated, ""
     value = math.ceil(1 / (early / random.value + (1 - early) / stated.value))
     source = (
@@ -209,7 +217,8 @@ def _to(iterations: int, first: float, later: float) -> float:
     return first if iterations == 1 else first + (iterations - 1) * later
 
 
-def _standard_error(values: list[float]) -> float:
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean; 0 with fewer than two values."""
     return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
@@ -242,11 +251,12 @@ def run_task(task: SimulationTask) -> ComparedStrategy:
     result = simulate(scenario)
     file = task.prepared.file
     # What is stated for a strategy with this very name holds for it as it is.
-    random = None if task.strategy in file.iterations_to_target else file.random_target
+    exact = task.strategy in file.iterations_to_target
     ends_s = tuple(one.end_s for one in result.iterations)
-    return ComparedStrategy(
-        outcome_of(task.strategy, scenario, result, file.target_of(strategy), random), result.gpus, ends_s
+    outcome = outcome_of(
+        task.strategy, scenario, result, file.target_of(strategy), file.random_target, exact=exact
     )
+    return ComparedStrategy(outcome, result.gpus, ends_s)
 
 
 def run_tasks(

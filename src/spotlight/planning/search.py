@@ -6,12 +6,14 @@
 2. Up to :data:`ROUNDS` refinements: midpoints between the best candidate and its neighbours.
 3. Pipeline parts: on every cluster of a strategy every combination of ``plan.parts``; where these are too
    many, all and none, then single parts more or fewer around the :data:`SETTLED` best, then what pays
-   there on every cluster. A part that gains less than the noise is not recommended. Refined again.
-4. The best candidate that meets the goal is simulated to its target, else the next, up to :data:`CHECKS_MAX`.
-   Only candidates simulated to their target are recommended.
+   there on every cluster. A part that gains less than the noise is not recommended. Refined again, and single
+   parts tried there.
+4. The best :data:`CONFIRMED` candidates that meet the goal are simulated to their targets, else the next as
+   many. The best of those that still meet it is recommended.
 
-At most ``plan.candidates_max`` candidates are simulated. Those that cannot be simulated (memory, prices,
-figures, divisibility) or explore too little are left out, with the reason. The search is deterministic.
+At most ``plan.candidates_max`` candidates are simulated, shared evenly by the strategies that try parts.
+Those that cannot be simulated (memory, prices, figures, divisibility) or explore too little are left out,
+with the reason. The search is deterministic.
 """
 
 from __future__ import annotations
@@ -21,15 +23,23 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import pairwise
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.planning.compare import PREVIEWS_WANTED, SimulationOutcome, SimulationTask, run_task, run_tasks
+from spotlight.planning.compare import (
+    PREVIEWS_WANTED,
+    SimulationOutcome,
+    SimulationTask,
+    run_tasks,
+    standard_error,
+)
 from spotlight.planning.prices.quotes import PriceError
 from spotlight.planning.scenarios.prepare import Prepared, prepare
 from spotlight.planning.scenarios.profile import load_profile
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import build_scenario
 from spotlight.planning.scenarios.strategies import (
+    PipelinePart,
     SpotPlaces,
     strategy_named,
     variants,
@@ -40,9 +50,10 @@ from spotlight.planning.scenarios.strategies import (
 ROUNDS = 3
 SETTLED = 3
 """Clusters of a strategy of which single parts are tried."""
-CHECKS_MAX = 4
+CONFIRMED = 5
+"""Candidates simulated to their target at a time."""
 GAIN_MIN = 0.01
-"""A pipeline part must shorten an iteration by this share, and by two standard errors."""
+"""A pipeline part must shorten an iteration by this share, and by two standard errors of the differences."""
 DROPPED_MAX = 0.05
 """Largest share of samples dropped because learner GPUs do not divide them."""
 
@@ -110,7 +121,7 @@ class SearchResult:
         front: Pareto front in time and cost, fastest first.
         answer: simulated to its target; None if nothing meets the goal.
         rejected: met the goal by extrapolation, but not when simulated to their target.
-        parts: pipeline parts removed and retained, per strategy.
+        parts: pipeline parts removed, retained and not tried, per strategy.
         left_out: candidates that could not be simulated, and why.
     """
 
@@ -137,7 +148,14 @@ class _SearchState:
     progress: Callable[[str], None]
     done: dict[Candidate, EvaluatedCandidate] = field(default_factory=dict)
     tried: set[Candidate] = field(default_factory=set)
+    lengths_s: dict[Candidate, tuple[float, ...]] = field(default_factory=dict)
+    """Of the iterations after the first, of all that was simulated, useless or not."""
     left_out: dict[str, list[str]] = field(default_factory=dict)
+    limit: int = 0
+    """Candidates up to which may be simulated now."""
+
+    def __post_init__(self) -> None:
+        self.limit = self.file.plan.candidates_max
 
     def simulate(self, candidates: Sequence[Candidate]) -> None:
         """Simulate new, feasible candidates, up to the limit."""
@@ -145,7 +163,7 @@ class _SearchState:
         for candidate in candidates:
             if candidate in self.tried:
                 continue
-            if len(self.done) + len(tasks) >= self.file.plan.candidates_max:
+            if len(self.done) + len(tasks) >= self.limit:
                 self._leave_out(candidate, "plan.candidates_max is reached")
                 continue
             self.tried.add(candidate)
@@ -157,6 +175,8 @@ class _SearchState:
             tasks[candidate] = SimulationTask(prepared, candidate.strategy)
         results = run_tasks(list(tasks.values()), self.jobs, lambda task: self.progress(task.strategy))
         for candidate, compared in zip(tasks, results, strict=True):
+            ends_s = compared.iteration_ends_s
+            self.lengths_s[candidate] = tuple(after - before for before, after in pairwise(ends_s))
             if (reason := useless(compared.outcome)) is not None:
                 self._leave_out(candidate, reason)
             else:
@@ -199,12 +219,9 @@ class _SearchState:
         """Whether each part shortens iterations by more than the noise, as far as that was tried."""
         parts = strategy_named(one.strategy).parts
         others = [_as(one, without_part(one.strategy, part)) for part in parts]
-        return all(self._gains(one, other) for other in others if other in self.done)
-
-    def _gains(self, one: Candidate, other: Candidate) -> bool:
-        with_it, without = self.done[one].outcome, self.done[other].outcome
-        noise_s = 2 * math.hypot(with_it.iteration_error_s, without.iteration_error_s)
-        return without.iteration_s - with_it.iteration_s > max(noise_s, GAIN_MIN * without.iteration_s)
+        return all(
+            shortens(self.lengths_s[one], self.lengths_s[other]) for other in others if other in self.done
+        )
 
     def refinements(self) -> Iterator[Candidate]:
         """Midpoints between the best candidate and its neighbours on both axes."""
@@ -236,13 +253,15 @@ def search(
     _require_targets(file)
     state = _SearchState(file, goal, now, jobs, progress)
     state.simulate(grid(file))
+    _refine(state)
+    parts_found = _every_part(state)
     if not state.done:
         reasons = "; ".join(state.reasons()) or "an empty grid"
         problem = Problem("plan", reasons, "a candidate that can be simulated", "Change the scenario.")
         raise ConfigError(file.name, [problem])
     _refine(state)
-    parts_found = [_parts(state, strategy) for strategy in file.plan.strategies]
-    _refine(state)
+    for strategy in file.plan.strategies:
+        state.settle(strategy)
     answer, rejected = _checked(state)
     everything = tuple(state.done[candidate] for candidate in sorted(state.done))
     parts = tuple(filter(None, parts_found))
@@ -250,11 +269,22 @@ def search(
 
 
 def _refine(state: _SearchState) -> None:
-    for _ in range(ROUNDS):
+    for _ in range(ROUNDS if state.done else 0):
         before = len(state.tried)
         state.simulate(list(state.refinements()))
         if len(state.tried) == before:
             break
+
+
+def _every_part(state: _SearchState) -> list[str]:
+    """Try parts of every strategy, each with its share of what may still be simulated."""
+    wish, found = state.file.plan, []
+    for number, strategy in enumerate(wish.strategies):
+        left = wish.candidates_max - len(state.done)
+        state.limit = len(state.done) + left // (len(wish.strategies) - number)
+        found.append(_parts(state, strategy))
+    state.limit = wish.candidates_max
+    return found
 
 
 def _parts(state: _SearchState, strategy: str) -> str:
@@ -263,23 +293,45 @@ def _parts(state: _SearchState, strategy: str) -> str:
     Every combination, if that many may be simulated; else all parts and none on every cluster, single parts
     more and fewer around the best ones, and what pays there on every cluster.
     """
-    everything = with_parts(strategy, state.file.usable_parts)
-    clusters = [one for one in state.done if one.strategy == strategy]
-    if not clusters or everything == strategy:
-        return ""
     names = variants(strategy, state.file.usable_parts)
-    if len(state.done) + len(clusters) * (len(names) - 1) <= state.file.plan.candidates_max:
+    everything = with_parts(strategy, state.file.usable_parts)
+    clusters = sorted(one for one in state.lengths_s if one.strategy == strategy)
+    if not clusters or len(names) == 1:
+        return ""
+    if len(state.done) + len(clusters) * (len(names) - 1) <= state.limit:
         state.simulate([_as(one, name) for name in names for one in clusters])
     else:
         state.simulate([_as(one, everything) for one in clusters])
         state.settle(strategy)
-        state.simulate([_as(one, state.best(strategy)[0].candidate.strategy) for one in clusters])
+        for best in state.best(strategy)[:1]:
+            state.simulate([_as(one, best.candidate.strategy) for one in clusters])
     state.settle(strategy)
-    best = state.best(strategy)[0].candidate
-    kept, has = best.strategy, best.strategy.split("+")
-    off = ", ".join(f"+{part}" for part in everything.split("+") if part not in has)
-    pays = f"{kept} pays" if kept != strategy else "nothing pays"
-    return f"{shape_of(state.file, _as(best, strategy))}: {pays}" + (f"; left off: {off}" if off else "")
+    return _told(state, strategy, {part for name in names for part in strategy_named(name).parts})
+
+
+def _told(state: _SearchState, strategy: str, parts: set[PipelinePart]) -> str:
+    """What pays on the best cluster of a strategy, what of it does not, and what was not tried there."""
+    ranked = state.best(strategy)
+    if not ranked:
+        return ""
+    best = ranked[0].candidate
+    has = strategy_named(best.strategy).parts
+    tried = {
+        part
+        for one in state.lengths_s
+        if _is_of(one.strategy, strategy) and _as(one, strategy) == _as(best, strategy)
+        for part in strategy_named(one.strategy).parts
+    }
+    off, left = (parts & tried) - has, parts - tried
+    if best.strategy != strategy:
+        pays = f"{best.strategy} pays"
+    else:
+        pays = "nothing pays" if off else "nothing was tried"
+    told = [f"{shape_of(state.file, _as(best, strategy))}: {pays}"]
+    for heading, some in (("left off", off), ("not tried", left)):
+        if some:
+            told.append(f"{heading}: {', '.join(f'+{part}' for part in PipelinePart if part in some)}")
+    return "; ".join(told)
 
 
 def grid(file: ScenarioFile) -> list[Candidate]:
@@ -339,9 +391,21 @@ def useless(outcome: SimulationOutcome) -> str | None:
         return outcome.problem
     if outcome.preview_share < PREVIEWS_WANTED:
         return f"less than {PREVIEWS_WANTED:.0%} of the previews could be used: too little idle time for them"
+    if outcome.no_target:
+        return outcome.no_target
     if math.isnan(outcome.target_h):
         return "too few iterations were done"
     return None
+
+
+def shortens(with_part_s: Sequence[float], without_s: Sequence[float]) -> bool:
+    """Whether a part shortens iterations, of the same seed and trace, by more than their noise.
+
+    They are compared one by one, because they share most of it.
+    """
+    gains_s = [before - after for before, after in zip(without_s, with_part_s, strict=False)]
+    least_s = max(2 * standard_error(gains_s), GAIN_MIN * sum(without_s) / len(without_s))
+    return sum(gains_s) / len(gains_s) > least_s
 
 
 def pareto(evaluated: Sequence[EvaluatedCandidate]) -> tuple[EvaluatedCandidate, ...]:
@@ -380,19 +444,31 @@ def _as(candidate: Candidate, strategy: str) -> Candidate:
 
 def _checked(state: _SearchState) -> tuple[EvaluatedCandidate | None, tuple[EvaluatedCandidate, ...]]:
     rejected: list[EvaluatedCandidate] = []
-    meeting = [one for one in state.best() if state.goal.met_by(one.outcome)]
-    for one in meeting[:CHECKS_MAX]:
-        target = one.outcome.target
-        assert target is not None, "every strategy has a target"
-        prepared = prepared_for(state.file, one.candidate, target.value, state.now)
-        whole = EvaluatedCandidate(
-            one.candidate, run_task(SimulationTask(prepared, one.candidate.strategy)).outcome, True
-        )
-        state.progress(one.candidate.strategy)
-        if useless(whole.outcome) is None and state.goal.met_by(whole.outcome):
-            return whole, tuple(rejected)
-        rejected.append(whole)
+    meeting = [one.candidate for one in state.best() if state.goal.met_by(one.outcome)]
+    for first in range(0, len(meeting), CONFIRMED):
+        wholes = _whole(state, meeting[first : first + CONFIRMED])
+        passed = [one for one in wholes if useless(one.outcome) is None and state.goal.met_by(one.outcome)]
+        rejected += [one for one in wholes if one not in passed]
+        if passed:
+            return min(passed, key=lambda one: (*state.goal.rank(one.outcome), one.candidate)), tuple(
+                rejected
+            )
     return None, tuple(rejected)
+
+
+def _whole(state: _SearchState, candidates: Sequence[Candidate]) -> list[EvaluatedCandidate]:
+    """Simulate candidates to their targets."""
+    tasks = []
+    for candidate in candidates:
+        target = state.done[candidate].outcome.target
+        assert target is not None, "every strategy has a target"
+        prepared = prepared_for(state.file, candidate, target.value, state.now)
+        tasks.append(SimulationTask(prepared, candidate.strategy))
+    results = run_tasks(tasks, state.jobs, lambda task: state.progress(task.strategy))
+    return [
+        EvaluatedCandidate(candidate, result.outcome, whole=True)
+        for candidate, result in zip(candidates, results, strict=True)
+    ]
 
 
 def _require_targets(file: ScenarioFile) -> None:

@@ -118,7 +118,7 @@ def warnings_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
     for one in outcomes:
         if one.problem is not None:
             yield f"{one.strategy} did not come to its end: {one.problem}"
-        if one.no_target or one.preview_share < PREVIEWS_WANTED:
+        if one.preview_share < PREVIEWS_WANTED:
             yield (
                 f"{one.strategy} chose among {percent(one.preview_share)} of the previews it was to make "
                 "(others came too late, or were too few for their prompt): below "

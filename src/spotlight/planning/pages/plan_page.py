@@ -20,7 +20,7 @@ from spotlight.planning.pages.comparison_summary import (
 )
 from spotlight.planning.scenarios.prepare import Prepared
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
-from spotlight.planning.search import GAIN_MIN, EvaluatedCandidate, Goal, SearchResult, shape_of
+from spotlight.planning.search import CONFIRMED, GAIN_MIN, EvaluatedCandidate, Goal, SearchResult, shape_of
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -84,7 +84,7 @@ def plan_notes(
     one = found.answer or found.nearest
     searched = [
         f"{len(found.evaluated)} candidates, {file.plan.iterations} iterations each, extrapolated; "
-        f"the recommended one is simulated whole",
+        f"the best {CONFIRMED} that met the goal are simulated whole, and the best of these is recommended",
         *(
             f"{shape_of(file, missed.candidate)} seemed to meet the goal; simulated whole it took "
             f"{hours(missed.outcome.target_h)} and {usd(missed.outcome.target_usd)}, with "
