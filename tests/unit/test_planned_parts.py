@@ -202,6 +202,15 @@ def test_prices_older_than_ninety_days_are_warned_of(now: datetime, told: str) -
     assert ([told in line for line in found if "older than 90 days" in line] == [True]) is bool(told)
 
 
+def test_an_old_source_is_not_its_own_remedy_and_no_price_is_of_the_future() -> None:
+    prep = prepare(load_scenario("paper-512"), ("spot_rollout_only",), NOW)
+    same = dataclasses.replace(prep, file=load_scenario("paper-512", ["prices.source=skypilot"]))
+    told = [[line for note in notes_of(one, [], NOW) for line in note.lines] for one in (prep, same)]
+    assert [any("prices.source=skypilot" in line for line in lines) for lines in told] == [True, False]
+    before = datetime(2026, 1, 1, tzinfo=UTC)
+    assert any(", 0 d old" in line for note in notes_of(prep, [], before) for line in note.lines)
+
+
 def test_nothing_is_promised_where_too_few_previews_were_made() -> None:
     many = ("exploration.seeds_per_prompt=400", "exploration.steps=20")
     found = outcome("disaggregated+exploration", *many)

@@ -7,12 +7,13 @@ from datetime import UTC, datetime
 
 import pytest
 
-from spotlight.planning.scenarios.prepare import latent_frames, prepare, scenario_of
+from spotlight.planning.scenarios.prepare import prepare, scenario_of
 from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.scenarios.strategies import STRATEGIES
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.placement import choose_degree
+from spotlight.scheduler.plan import latent_frames
 from spotlight.simulation.scenario import Scenario
 from spotlight.simulation.virtual_driver import Simulation
 from spotlight.simulation.virtual_workers import Receipt

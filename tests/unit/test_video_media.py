@@ -15,11 +15,13 @@ from PIL import Image
 
 from spotlight.config.load import load_config
 from spotlight.config.sections.rewards import RewardConfig
+from spotlight.registry import FAMILIES
 from spotlight.rewards import reward_registry
 from spotlight.rewards.frames import FrameRule, OverFrames
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import ScoredSample
 from spotlight.runtime.build.components import cluster_plan_of
+from spotlight.runtime.build.controller_plan import FRAMES_PER_LATENT
 from spotlight.store.images import Tile, drop_pictures, read_tiles, write_comparison, write_grid
 from spotlight.store.media_files import encode_video
 from spotlight.store.run_directory import RunPaths
@@ -139,3 +141,5 @@ def test_groups_pay_for_videos_of_many_latent_frames() -> None:
     settings += ["fleet.spot.nodes=1", "rollout.frames=81"]
     cluster = cluster_plan_of(load_config(None, settings)).cluster
     assert (cluster.latent_frames, cluster.pixels) == (21, 480 * 832)
+    loaded = {name: FAMILIES.load(name).usual_frames_per_latent for name in FRAMES_PER_LATENT}
+    assert loaded == FRAMES_PER_LATENT

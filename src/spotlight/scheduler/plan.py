@@ -55,6 +55,14 @@ class ClusterPlan:
         return self.pixels * self.latent_frames >= self.sp_pays_from_pixels
 
 
+def latent_frames(frames: int, per_latent: int = 4) -> int:
+    """Latent frames of a video: the first alone, then one per ``per_latent`` frames.
+
+    Four in the causal VAEs of HunyuanVideo and Wan 2.1 (technical reports: temporal compression 4).
+    """
+    return 1 + (frames - 1) // per_latent
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingChoice:
     """What of the generated samples is trained.

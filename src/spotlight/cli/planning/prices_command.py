@@ -97,7 +97,7 @@ def prices(
     if as_json:
         typer.echo(json.dumps([_record(quote, question.now) for quote in shown], indent=2))
     else:
-        _print(shown, question.now)
+        _print(shown, question.now, source or [])
 
 
 def age(old: timedelta) -> str:
@@ -109,7 +109,7 @@ def age(old: timedelta) -> str:
     return f"{old.days} d"
 
 
-def _print(quotes: Sequence[Quote], now: datetime) -> None:
+def _print(quotes: Sequence[Quote], now: datetime, sources: Sequence[str]) -> None:
     from spotlight.planning.prices.quotes import OLD
 
     console = Console(highlight=False)
@@ -139,7 +139,8 @@ def _print(quotes: Sequence[Quote], now: datetime) -> None:
     for told, note in notes.items():
         console.print(Text(f"[{note}] {told}"), soft_wrap=True)
     if old := sum(quote.age(now) > OLD for quote in quotes):
-        told = f"{old} of {len(quotes)} prices are older than {OLD.days} days: try --source skypilot."
+        newer = "skypilot" if "skypilot" not in sources else "azure or --source aws"
+        told = f"{old} of {len(quotes)} prices are older than {OLD.days} days: try --source {newer}."
         console.print(Text(told, style="yellow"), soft_wrap=True)
 
 

@@ -10,7 +10,7 @@ from datetime import datetime
 from spotlight.fleet.gpus import GPU_TYPES
 from spotlight.fleet.traces.trace_statistics import statistics
 from spotlight.planning.compare import PREVIEWS_WANTED, SimulationOutcome
-from spotlight.planning.prices.quotes import OLD
+from spotlight.planning.prices.quotes import OLD, age_of
 from spotlight.planning.scenarios.prepare import Prepared, bytes_of_both
 from spotlight.planning.scenarios.pricing import PriceTag
 from spotlight.planning.scenarios.profile import NamedFigure, assumptions
@@ -135,15 +135,13 @@ def warnings_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
 
 def _old_prices(prepared: Prepared, now: datetime) -> Iterator[str]:
     old = [
-        f"{name} {(now - tag.as_of).days} d"
+        f"{name} {age_of(tag.as_of, now).days} d"
         for name, tag in prices_of(prepared).items()
-        if tag.as_of is not None and now - tag.as_of > OLD
+        if tag.as_of is not None and age_of(tag.as_of, now) > OLD
     ]
     if old:
-        yield (
-            f"prices are older than {OLD.days} days ({', '.join(old)}): set prices.source=skypilot, or state "
-            "them in cluster."
-        )
+        newer = "" if prepared.file.prices.source == "skypilot" else "set prices.source=skypilot, or "
+        yield f"prices are older than {OLD.days} days ({', '.join(old)}): {newer}state them in cluster."
 
 
 def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
@@ -192,7 +190,7 @@ def _targets(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
 
 def _prices(prepared: Prepared, now: datetime) -> Iterator[str]:
     for name, tag in prices_of(prepared).items():
-        age = f", {(now - tag.as_of).days} d old" if tag.as_of else ""
+        age = f", {age_of(tag.as_of, now).days} d old" if tag.as_of else ""
         yield f"{name}: ${tag.usd_gpu_h:.2f}{age}, {tag.source}"
     if prepared.pricing.spot is None and prepared.trace.prices:
         yield "spot: as the trace says, over time"
@@ -308,7 +306,7 @@ def record_of(prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: da
                 "usd_gpu_h": tag.usd_gpu_h,
                 "source": tag.source,
                 "as_of": tag.as_of.isoformat() if tag.as_of else None,
-                "age_days": (now - tag.as_of).days if tag.as_of else None,
+                "age_days": age_of(tag.as_of, now).days if tag.as_of else None,
             }
             for name, tag in prices_of(prepared).items()
         },

@@ -17,6 +17,11 @@ OLD = timedelta(days=90)
 """Prices older than this are warned of wherever they are shown."""
 
 
+def age_of(as_of: datetime, now: datetime) -> timedelta:
+    """Age of a price, at least 0 since clocks differ."""
+    return max(now - as_of, timedelta())
+
+
 class PriceError(ValueError):
     """Missing or unusable prices; names the source, position, value and expectation."""
 
@@ -77,8 +82,8 @@ class Quote:
         return 1 - self.spot_usd_h / self.on_demand_usd_h
 
     def age(self, now: datetime) -> timedelta:
-        """Age of the price, at least 0 since clocks differ."""
-        return max(now - self.as_of, timedelta())
+        """See :func:`age_of`."""
+        return age_of(self.as_of, now)
 
 
 def with_caveat(quotes: Iterable[Quote], caveat: str) -> tuple[Quote, ...]:

@@ -42,7 +42,7 @@ from spotlight.planning.scenarios.strategies import (
     strategy_named,
 )
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice
+from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice, latent_frames
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.scenario import NodeEvent, Scenario
 from spotlight.simulation.virtual_rewards import RewardModel
@@ -317,14 +317,6 @@ def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]
         drain_margin_s=max(10.0, 2 * step_s + decode_s),
         publishes=publishes,
     )
-
-
-def latent_frames(frames: int) -> int:
-    """Latent frames of a video: the first alone, then one per four frames.
-
-    As in the causal VAEs of HunyuanVideo and Wan 2.1 (technical reports: temporal compression 4).
-    """
-    return 1 + (frames - 1) // 4
 
 
 def degrees(profile: Profile, gpus: tuple[str, ...], pixels: int, widest: int) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The controller's plan, from the configuration. No torch, unless a video's family is looked up."""
+"""The controller's plan, from the configuration. No torch, unless an added video family is looked up."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import math
 
 from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
-from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice
+from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice, latent_frames
 from spotlight.scheduler.types import WeightKind
+
+FRAMES_PER_LATENT = {"hunyuan-video": 4, "wan": 4}
+"""``usual_frames_per_latent`` of the shipped families of videos, whose modules need torch."""
 
 
 def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
@@ -67,4 +70,6 @@ def cluster_plan_of(config: RunConfig) -> Plan:
 def _latent_frames(config: RunConfig) -> int:
     if config.rollout.frames == 1:
         return 1
-    return 1 + (config.rollout.frames - 1) // FAMILIES.load(config.model.family).usual_frames_per_latent
+    family = config.model.family
+    per_latent = FRAMES_PER_LATENT.get(family) or FAMILIES.load(family).usual_frames_per_latent
+    return latent_frames(config.rollout.frames, per_latent)
