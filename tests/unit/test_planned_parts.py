@@ -25,7 +25,7 @@ from spotlight.planning.pages.comparison_summary import notes_of, table_of
 from spotlight.planning.scenarios.prepare import Prepared, prepare
 from spotlight.planning.scenarios.scenario_file import ScenarioFile, Target
 from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import PipelinePart, variants
+from spotlight.planning.scenarios.strategies import PipelinePart, strategy_named, variants
 from spotlight.planning.search import (
     CONFIRMED,
     GAIN_MIN,
@@ -99,6 +99,15 @@ def test_every_strategy_has_its_share_of_the_candidates() -> None:
     tried = {one.candidate.strategy for one in found.evaluated if "+" in one.candidate.strategy}
     assert {name.split("+")[0] for name in tried} == {"spot_rollout_only"}
     assert found.parts[0].endswith("nothing was tried; not tried: +gap, +tag, +tcss")
+
+
+def test_parts_that_exclude_each_other_are_tried_apart() -> None:
+    names = variants("disaggregated", (PipelinePart.GAP, PipelinePart.SLICES, PipelinePart.TSP))
+    assert {len(strategy_named(name).parts & {PipelinePart.GAP, PipelinePart.SLICES}) for name in names} == {
+        0,
+        1,
+    }
+    assert len(names) == 6
 
 
 def test_parts_are_tried_where_the_strategy_alone_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,20 +315,17 @@ def _told(state: _SearchState, strategy: str, parts: set[PipelinePart]) -> str:
     if not ranked:
         return ""
     best = ranked[0].candidate
-    has = strategy_named(best.strategy).parts
     tried = {
         part
         for one in state.lengths_s
         if _is_of(one.strategy, strategy) and _as(one, strategy) == _as(best, strategy)
         for part in strategy_named(one.strategy).parts
     }
-    off, left = (parts & tried) - has, parts - tried
-    if best.strategy != strategy:
-        pays = f"{best.strategy} pays"
-    else:
-        pays = "nothing pays" if off else "nothing was tried"
+    off = {part for part in parts & tried if with_parts(best.strategy, (part,)) != best.strategy}
+    alone = "nothing pays" if off else "nothing was tried"
+    pays = alone if best.strategy == strategy else f"{best.strategy} pays"
     told = [f"{shape_of(state.file, _as(best, strategy))}: {pays}"]
-    for heading, some in (("left off", off), ("not tried", left)):
+    for heading, some in (("left off", off), ("not tried", parts - tried)):
         if some:
             told.append(f"{heading}: {', '.join(f'+{part}' for part in PipelinePart if part in some)}")
     return "; ".join(told)

@@ -183,8 +183,15 @@ def strategy_named(name: str) -> Strategy:
 
 
 def with_parts(name: str, parts: Iterable[PipelinePart]) -> str:
-    """Name of the strategy with those parts that it allows, in :class:`PipelinePart`'s order."""
-    added = {part for part in parts if _allows(name, part)} | strategy_named(name).parts
+    """Name of the strategy with those parts that it allows, in :class:`PipelinePart`'s order.
+
+    Of two that exclude each other, the first.
+    """
+    wanted = set(parts)
+    for part in PipelinePart:
+        if part in wanted and _allows(name, part):
+            name = f"{name}+{part}"
+    added = strategy_named(name).parts
     return "+".join([name.split("+")[0], *(part for part in PipelinePart if part in added)])
 
 
