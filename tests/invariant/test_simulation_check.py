@@ -32,6 +32,7 @@ def test_a_seed_fixes_everything(seed: int) -> None:
 MANY_SEEDS = {
     "a repeated grant counts steps from now",
     "leases never expire",
+    "leases expire late",
     "the learner is restored before its loss is reported",
     "unanswered commands are not repeated",
     "the best are trained, not the extremes",

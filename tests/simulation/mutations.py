@@ -16,6 +16,7 @@ from unittest.mock import patch
 from spotlight.config.sections.algorithm import TrainPolicy
 from spotlight.scheduler import iteration as issue_module
 from spotlight.scheduler import rollouts as rollouts_module
+from spotlight.scheduler.cluster.answer_limits import AnswerLimits
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.commands import CommandEffect, Commands
 from spotlight.scheduler.cluster.dispatch import Dispatcher
@@ -84,7 +85,7 @@ _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueu
 _choose_seeds, _micro_batches = choose_seeds, micro_batches
 _load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
 _add, _confirm = GpuAccounts.add, GpuAccounts.confirm
-_place_learner = Controller._place_learner
+_place_learner, _limit_s = Controller._place_learner, AnswerLimits.limit_s
 
 
 def _completes_twice(self: PullQueue, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
@@ -126,6 +127,10 @@ def _lags_a_version(
 
 def _never_expires(self: PullQueue, now: float) -> list[Lease]:
     return []
+
+
+def _waits_longer(self: AnswerLimits, leader: WorkerId | None, least_s: float = 0.0) -> float:
+    return 50 * _limit_s(self, leader, least_s)
 
 
 def _skips_a_step(self: PullQueue, worker: WorkerId, capacity: int, now: float) -> Granted | None:
@@ -291,6 +296,7 @@ MUTATIONS = (
     ),
     Mutation("samples are one version too old", ((rollouts_module, "train_rollouts", _lags_a_version),)),
     Mutation("leases never expire", ((PullQueue, "expire", _never_expires),)),
+    Mutation("leases expire late", ((AnswerLimits, "limit_s", _waits_longer),)),
     Mutation("a resumed rollout skips a step", ((PullQueue, "pull", _skips_a_step),)),
     Mutation("committed progress is thrown away", ((PullQueue, "_revoke", _discards_progress),)),
     Mutation("a repeated grant counts steps from now", ((PullQueue, "granted", _grants_again_from_now),)),

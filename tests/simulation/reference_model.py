@@ -14,7 +14,7 @@ from statistics import pvariance
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.cluster.answer_limits import SLOWER_MAX
+from spotlight.scheduler.cluster.answer_limits import MORE_MAX, SLOWER_MAX
 from spotlight.scheduler.cluster.members import GroupState
 from spotlight.scheduler.exploration.window import Window
 from spotlight.scheduler.records import (
@@ -32,6 +32,7 @@ from spotlight.scheduler.records import (
 )
 from spotlight.scheduler.types import (
     Group,
+    GroupKind,
     Lease,
     LeaseId,
     MicroBatch,
@@ -139,9 +140,14 @@ class LedgerModel:
 
 @dataclass(slots=True)
 class HeldLease:
-    """A lease granted at ``news_s``; believed since at ``heard_s``, with more steps at ``news_s``."""
+    """A lease granted at ``news_s``; believed since at ``heard_s``, with more steps at ``news_s``.
+
+    ``limit_s``: longest silence after which it may still be believed.
+    """
 
     lease: Lease
+    kind: tuple[GroupKind, bool]
+    limit_s: float
     heard_s: float
     news_s: float
     steps: int = 0
@@ -157,8 +163,7 @@ class ReferenceModel:
         intended: the group of processes that each lease was granted to.
         holder: the lease and epoch under which each rollout was last granted.
         undone: trained samples whose training was undone, by a head that still runs.
-        silent_s: longest time between two believed messages about a lease.
-        most: rollouts of the largest lease.
+        silences_s: the two longest times between believed messages, of each kind of groups.
     """
 
     simulation: Simulation
@@ -172,8 +177,7 @@ class ReferenceModel:
     undone: set[Rollout] = field(default_factory=set)
     window: Window | None = None
     over: bool = False
-    silent_s: float = 0.0
-    most: int = 1
+    silences_s: dict[tuple[GroupKind, bool], list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Start from an empty ledger."""
@@ -235,6 +239,7 @@ class ReferenceModel:
         self.made.clear()
         self.undone.clear()
         self.leases.clear()
+        self.silences_s.clear()
         self.intended.clear()
         self.holder.clear()
 
@@ -303,16 +308,24 @@ class ReferenceModel:
         )
 
     def _in_time(self, event: ev.LeaseProgressed | ev.LeaseCompleted, held: HeldLease, now: float) -> None:
-        """Limits follow the slowest step, and no step was slower than the longest silence."""
-        plan = self.simulation.scenario.plan
-        limit_s = max(plan.lease_s, plan.cluster.start_s, SLOWER_MAX * self.silent_s * self.most)
-        assert now - held.heard_s < limit_s, f"believed {now - held.heard_s} s after the last news: {event}"
+        """A lease is believed within the limit that it had at its last news."""
+        silent_s = now - held.heard_s
+        assert silent_s < held.limit_s, f"believed {silent_s} s after the last news: {event}"
         held.heard_s = now
         if isinstance(event, ev.LeaseProgressed):
             if event.steps <= held.steps:
                 return  # a duplicate, which measures nothing
             held.steps = event.steps
-        self.silent_s, held.news_s = max(self.silent_s, now - held.news_s), now
+        longest = self.silences_s.setdefault(held.kind, [])
+        self.silences_s[held.kind] = sorted([*longest, now - held.news_s])[-2:]
+        held.news_s, held.limit_s = now, self._limit_s(held.kind)
+
+    def _limit_s(self, kind: tuple[GroupKind, bool]) -> float:
+        """Bound of limits: a median is at most the second longest interval, and here at most ``start_s``."""
+        plan, longest = self.simulation.scenario.plan, self.silences_s.get(kind, ())
+        given_s, times = max(plan.lease_s, plan.cluster.start_s), SLOWER_MAX * MORE_MAX
+        measured_s = times * min(longest) if len(longest) == 2 else 0.0
+        return max(given_s, min(measured_s, times * given_s))
 
     def _trained_after(self, position: int) -> set[Rollout]:
         """Samples whose training is undone, and that are kept because of it."""
@@ -346,8 +359,10 @@ class ReferenceModel:
                 )
             self.holder[rollout.id] = lease.id, lease.epoch
         if not again:
-            self.leases[lease.id] = HeldLease(lease, simulation.now, simulation.now)
-            self.most = max(self.most, len(lease.rollouts))
+            granted = simulation.controller.cluster.groups[lease.worker]
+            kind = granted.kind, granted.trains
+            held = HeldLease(lease, kind, self._limit_s(kind), simulation.now, simulation.now)
+            self.leases[lease.id] = held
         process = simulation.workers.processes.get(lease.worker)
         group = process.group if process is not None else None
         if group is not None and group.epoch == lease.epoch and not group.broken:

@@ -237,23 +237,68 @@ def test_a_lease_not_renewed_expires_and_its_group_is_suspected() -> None:
     assert room.controller.ledger.rejected == {"stale_epoch": 1}
 
 
-def test_a_command_waits_for_a_step_that_takes_as_long_as_those_before() -> None:
-    room = Room(dataclasses.replace(PLAN, prompts_per_iteration=8, lease_s=1.0))
+def warmed_up(step_s: float, lease_s: float) -> tuple[Room, ef.FormGroup, LeaseId]:
+    """A group that made three rollouts, in ``step_s`` each, and has the lease of a fourth."""
+    room = Room(dataclasses.replace(PLAN, prompts_per_iteration=8, lease_s=lease_s))
     one, _ = room.bring_up()
-    first = only(room.pull(one), ef.GrantLease).lease
-    assert not of(room.wait(START_S - 1.0), ef.StopGroup), "a first step may compile"
-    done = ev.LeaseCompleted(one.leader, first.id, one.epoch, first.rollouts, V0)
-    assert of(room.feed(done), ef.ScoreSamples)
-    room.pull(one, seen=first.id)
+    lease = only(room.pull(one), ef.GrantLease).lease
+    for _ in range(3):
+        assert not of(room.wait(step_s), ef.StopGroup)
+        done = ev.LeaseCompleted(one.leader, lease.id, one.epoch, lease.rollouts, V0)
+        assert of(room.feed(done), ef.ScoreSamples)
+        lease = only(room.pull(one, seen=lease.id), ef.GrantLease).lease
+    return room, one, lease.id
+
+
+def restarted_after(room: Room, leader: WorkerId) -> float:
+    """Seconds until a worker that never answers is restarted."""
+    began_s = room.now
+    while not any(start.worker == leader for start in of(room.wait(1.0), ef.StartWorker)):
+        assert room.now - began_s < 100 * START_S, "it is never restarted"
+    return room.now - began_s
+
+
+def test_a_command_waits_for_a_step_that_takes_as_long_as_those_before() -> None:
+    room, one, _ = warmed_up(START_S - 1.0, lease_s=1.0)
     room.wait(30.0)
     room.feed(ev.NodeNoticed(SPOT.id, 0.0))
-    restarted: list[ef.StartWorker] = []
-    began_s, limit_s = room.now, SLOWER_MAX * (START_S - 1.0)
-    while not any(start.worker == one.leader for start in restarted):
-        asked = room.wait(ANSWER_S)
-        restarted += of(asked, ef.StartWorker)
-    assert limit_s <= room.now - began_s <= limit_s + ANSWER_S
-    assert restarted[0].worker != one.leader, "its neighbour was in no step"
+    # Its lease expires so long after the last news; it was asked for longer than three times by then.
+    limit_s = SLOWER_MAX * (START_S - 1.0) - 30.0
+    assert limit_s <= restarted_after(room, one.leader) <= limit_s + ANSWER_S
+
+
+def test_a_group_that_hangs_is_restarted_soon_after_its_lease_expired() -> None:
+    room, one, _ = warmed_up(1.0, LEASE_S)
+    assert restarted_after(room, one.leader) == LEASE_S + (1 + REPEATS) * ANSWER_S
+    first = Room(dataclasses.replace(PLAN, lease_s=1.0))
+    one, _ = first.bring_up()
+    first.pull(one)
+    assert restarted_after(first, one.leader) == START_S + (1 + REPEATS) * ANSWER_S, "it may compile"
+
+
+@pytest.mark.parametrize("pause_s", [1.0, ANSWER_S - 1.0, ANSWER_S + 1.0])
+def test_a_worker_that_hangs_while_versions_follow_each_other_is_restarted(pause_s: float) -> None:
+    room = Room()
+    one, other = room.bring_up()
+    cluster = room.controller.cluster
+    restarted: list[WorkerId] = []
+    for version in range(1, 3 + int(3 * ANSWER_S / pause_s)):
+        cluster.publish(PolicyVersion(version))
+        effects = room.feed(ev.TimePassed())
+        pulled = {pull.worker: pull for pull in of(effects, ef.PullWeights)}
+        for _ in range(int(pause_s)):
+            restarted += [start.worker for start in of(room.wait(1.0), ef.StartWorker)]
+        pull = pulled[other.leader]  # the neighbour answers late, when there is a newer version
+        room.feed(ev.WeightsPulled(pull.worker, pull.epoch, PolicyVersion(version - 1), pull.lineage))
+    assert restarted == [one.leader]
+
+
+def test_a_group_without_work_is_asked_three_times() -> None:
+    room, one, lease = warmed_up(50.0, LEASE_S)
+    rollouts = room.controller.queue.granted(lease)[0].rollouts
+    room.feed(ev.LeaseCompleted(one.leader, lease, one.epoch, rollouts, V0))
+    room.feed(ev.NodeNoticed(SPOT.id, 0.0))
+    assert restarted_after(room, one.leader) == (1 + REPEATS) * ANSWER_S
 
 
 def test_the_tail_of_a_batch_is_shared_by_the_node() -> None:

@@ -116,7 +116,7 @@ class Controller:
         Raises:
             RuntimeError: the event is illegal in this stage: drivers must answer effects in order.
         """
-        self._now = now
+        self._now = self.cluster.now = now
         for lease in self.queue.expire(now):
             self.dispatcher.suspect(lease)
         self.cluster.ring(now)

@@ -109,15 +109,16 @@ class FleetConfig(Section):
     commit_every: PositiveInt = 1
     """Denoising steps between commits of rollouts in flight: the most that a loss without notice costs."""
     lease_s: PositiveFloat = 120.0
-    """Work of a group that commits nothing for this long goes to another group; for four times its kind's
-    slowest step, or end of a rollout, so far, if that is longer; and for ``start_s``, if longer, until its
-    workers have finished a first rollout.
+    """Work of a group that commits nothing for this long goes to another group; for four times what the last
+    steps, or ends of rollouts, of its kind took, if longer (up to twice that with more rollouts); and for
+    ``start_s``, if longer, until its workers have finished a first rollout.
     """
     heartbeat_s: PositiveFloat = 5.0
     """Seconds between heartbeats; a worker that misses three in a row is restarted."""
     answer_s: PositiveFloat = 30.0
     """A command without a reply for this long is sent again; after three times the worker is restarted. A
-    worker replies between two denoising steps; one with work gets as long as ``lease_s`` says, if longer.
+    worker replies between two denoising steps; one with work gets as long as ``lease_s`` says, if longer,
+    but no more once its lease has expired.
     """
     collective_s: PositiveFloat = 30.0
     """A member that keeps its group waiting within a step for this long is given up by the others; for four

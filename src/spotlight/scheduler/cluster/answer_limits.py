@@ -3,21 +3,30 @@
 A worker commits rollouts and obeys commands only between two denoising steps. A limit that a healthy step
 exceeds would take its work away and then end its process, and every one after it.
 
-Invariants: a limit derived here only lengthens a configured one; it never exceeds the larger of ``first_s``
-and ``SLOWER_MAX`` times what was measured.
+Invariants: a limit derived here only lengthens a configured one. It never exceeds the largest of that,
+``first_s``, and ``SLOWER_MAX * MORE_MAX`` times the median of the last intervals of the group's kind; so
+silences that were waited for lengthen the next limits no further, unless most intervals are as long.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import TypeAlias
 
 from spotlight.scheduler.types import GroupKind, WorkerId
 
 SLOWER_MAX = 4.0
-"""A step may take so many times as long as the slowest of the last did, for as many rollouts."""
-_FADES = 0.9
-"""Weight of the slowest step so far once a faster one is measured."""
+"""An interval may be so many times as long as the median of the last; as the third longest up to ``first_s``,
+since some intervals contain more steps than others."""
+MORE_MAX = 2.0
+"""An interval counts up to so many times if more rollouts are held than were then."""
+REMEMBERED = 15
+"""Intervals of a kind from which the median is taken."""
+_AGREE = 2
+"""Fewer intervals tell nothing."""
 
 _Measure: TypeAlias = tuple[GroupKind, bool, bool]
 """Of which groups, on GPUs that train or not; and whether with the decoding that ends a rollout."""
@@ -25,7 +34,7 @@ _Measure: TypeAlias = tuple[GroupKind, bool, bool]
 
 @dataclass(slots=True)
 class _MeasuredGroup:
-    """``rollouts``: held after its last grant; 0: it never had any, so that it is in no step."""
+    """``rollouts``: that it works on; 0: it has no work, so it answers at once."""
 
     members: tuple[WorkerId, ...]
     kind: GroupKind
@@ -38,52 +47,70 @@ class AnswerLimits:
     """See the module's docstring.
 
     Attributes:
-        first_s: limit until a process has finished a rollout, with each degree: its first steps compile.
+        first_s: limit until the group's processes are warmed up: each has finished a rollout with this degree
+            (their first steps compile), and so have others of their kind, twice.
     """
 
     first_s: float = 0.0
-    _each_s: dict[_Measure, float] = field(default_factory=dict)
+    _intervals: dict[_Measure, deque[tuple[int, float]]] = field(default_factory=dict)
     _groups: dict[WorkerId, _MeasuredGroup] = field(default_factory=dict)
-    _proven: dict[WorkerId, set[int]] = field(default_factory=dict)
+    _first: dict[WorkerId, dict[tuple[int, bool], float]] = field(default_factory=dict)
+    """When a process first answered and first finished a rollout, with each degree."""
 
     def started(self, worker: WorkerId) -> None:
         """A worker gets a new process."""
-        self._proven.pop(worker, None)
+        self._first.pop(worker, None)
 
     def formed(self, members: tuple[WorkerId, ...], kind: GroupKind, *, trains: bool) -> None:
         """Workers, the leader first, become a group."""
         self._groups[members[0]] = _MeasuredGroup(members, kind, trains)
 
-    def granted(self, leader: WorkerId, rollouts: int) -> None:
-        """A group got work and now holds ``rollouts``."""
+    def works_on(self, leader: WorkerId, rollouts: int) -> None:
+        """A group got work, finished some, or has none."""
         if (group := self._groups.get(leader)) is not None:
             group.rollouts = rollouts
 
-    def took(self, leader: WorkerId, rollouts: int, seconds: float, *, ends: bool) -> None:
-        """A group that holds ``rollouts`` was heard ``seconds`` after the time before.
+    def answered(self, leader: WorkerId, rollouts: int, since_s: float, now: float, *, ends: bool) -> None:
+        """A group that held ``rollouts`` answered, and before that at ``since_s``: the interval is measured.
+
+        An interval may contain compiling, and is left out, if it began before the processes had answered
+        like this once.
 
         Args:
             ends: it finished rollouts.
         """
         if (group := self._groups.get(leader)) is None:
             return
-        of, each_s = (group.kind, group.trains, ends), seconds / max(1, rollouts)
-        self._each_s[of] = max(each_s, _FADES * self._each_s.get(of, 0.0))
-        if ends:
-            for name in group.members:
-                self._proven.setdefault(name, set()).add(group.kind.degree)
+        like = group.kind.degree, ends
+        if all(since_s >= self._first.get(name, {}).get(like, math.inf) for name in group.members):
+            measure = group.kind, group.trains, ends
+            recent = self._intervals.setdefault(measure, deque(maxlen=REMEMBERED))
+            recent.append((max(1, rollouts), now - since_s))
+        for name in group.members:
+            self._first.setdefault(name, {}).setdefault(like, now)
 
-    def ran_out(self, leader: WorkerId) -> None:
-        """A limit passed: what was measured no longer tells how long this group's steps take."""
+    def expired(self, leader: WorkerId) -> None:
+        """A limit passed: what was measured does not tell how long this group's steps take."""
         if (group := self._groups.get(leader)) is not None:
             for name in group.members:
                 self.started(name)
 
     def limit_s(self, leader: WorkerId | None, least_s: float = 0.0) -> float:
-        """Longest time to the next answer of a group; ``least_s`` if it is in no step."""
+        """Longest time to the next answer of a group; ``least_s`` if it works on nothing."""
         group = None if leader is None else self._groups.get(leader)
         if group is None or not group.rollouts:
             return least_s
-        slowest_s = max(self._each_s.get((group.kind, group.trains, ends), 0.0) for ends in (False, True))
-        proven = all(group.kind.degree in self._proven.get(name, ()) for name in group.members)
-        return max(least_s, 0.0 if proven else self.first_s, SLOWER_MAX * slowest_s * group.rollouts)
+        steps_s, ends_s = self._scaled_s(group, ends=False), self._scaled_s(group, ends=True)
+        ended = group.kind.degree, True
+        warm = bool(ends_s) and all(ended in self._first.get(name, ()) for name in group.members)
+        most_s = max(median_low(each) if each else 0.0 for each in (steps_s, ends_s))
+        some_s = max(sorted(each)[-3] if len(each) > 2 else 0.0 for each in (steps_s, ends_s))
+        first_s = min(self.first_s, SLOWER_MAX * some_s) if warm else self.first_s
+        return max(least_s, first_s, SLOWER_MAX * most_s)
+
+    def _scaled_s(self, group: _MeasuredGroup, *, ends: bool) -> list[float]:
+        """Intervals of its kind, as long as they may be with the rollouts it has; empty if too few."""
+        recent = self._intervals.get((group.kind, group.trains, ends), ())
+        if len(recent) < _AGREE:
+            return []
+        return [seconds * min(MORE_MAX, max(1.0, group.rollouts / held)) for held, seconds in recent]

@@ -25,7 +25,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.cluster.commands import Alarms, CommandEffect, Commands, Key
+from spotlight.scheduler.cluster.commands import Alarms, CommandEffect, Commands, Key, OpenCommand
 from spotlight.scheduler.cluster.members import (
     ABLE,
     GroupState,
@@ -68,7 +68,7 @@ class Cluster:
         target: the published policy version.
         lineage: increases with each restart of the learner.
         effects: taken by the controller after each event.
-        now: time of the last :meth:`ring`, which precedes every event.
+        now: of the event being processed.
         noticed: nodes with a preemption notice.
         helpers: nodes whose GPUs both train and roll out.
         serving: divides work among groups.
@@ -152,9 +152,8 @@ class Cluster:
         self.target = version
         self.serving.idle.clear()
         for worker in self.workers.values():
-            if worker.pull is not None and worker.pull.kind is WeightKind.ADAPTER:
-                self._forget_pull(worker)
-            self._load(worker)
+            adapter = worker.pull is not None and worker.pull.kind is WeightKind.ADAPTER
+            self._load(worker, self._forget_pull(worker) if adapter else None)
 
     def roll_back(self, version: PolicyVersion) -> None:
         """The learner returned to ``version``: later versions and pulls under way are void."""
@@ -171,7 +170,7 @@ class Cluster:
         for group in self.groups.values():
             self.consider(group)
 
-    def _load(self, worker: Worker) -> None:
+    def _load(self, worker: Worker, earlier: OpenCommand | None = None) -> None:
         if worker.state is WorkerState.STARTING or worker.version == self.target or worker.pull is not None:
             return
         if worker.leader is not None and self.queue.holds(worker.leader):
@@ -184,14 +183,16 @@ class Cluster:
         worker.pull = pull
         patience_s = self.plan.start_s if source.kind is WeightKind.FULL else self.plan.answer_s
         self._send(("pull", worker.id), pull, patience_s, worker.leader)
+        if earlier is not None and earlier.patience_s == patience_s:
+            self._commands.inherit(("pull", worker.id), earlier)
 
     def _load_node(self, node: NodeId) -> None:
         for name in self.hosts[node].workers:
             self._load(self.workers[name])
 
-    def _forget_pull(self, worker: Worker) -> None:
+    def _forget_pull(self, worker: Worker) -> OpenCommand | None:
         worker.pull = None
-        self._commands.done(("pull", worker.id))
+        return self._commands.done(("pull", worker.id))
 
     def _pulled(self, worker: Worker, event: ev.WeightsPulled | ev.PullFailed) -> None:
         pull = worker.pull
@@ -200,6 +201,7 @@ class Cluster:
             return
         if pull is None or pull.version != event.version:
             self.count(Recovery.ANSWER_STALE)
+            self._commands.heard(("pull", worker.id))
             return
         self._forget_pull(worker)
         if isinstance(event, ev.PullFailed):
@@ -383,15 +385,17 @@ class Cluster:
         self._commands.done(("form", group.leader))
         group.state = GroupState.READY
 
-    def stop(self, group: WorkerGroup) -> None:
-        """Have a group commit what it holds and dissolve."""
+    def stop(self, group: WorkerGroup, *, silent: bool = False) -> None:
+        """Have a group commit what it holds and dissolve; ``silent``: it had its time to finish a step."""
         if group.state is GroupState.STOPPING:
+            if silent:
+                self._commands.hurry(("stop", group.leader))
             return
         self._commands.done(("form", group.leader))
         self.serving.parts(group)
         group.state, group.capacity = GroupState.STOPPING, 0
         stop = StopGroup(group.leader, group.epoch, group.members)
-        self._send(("stop", group.leader), stop, self.plan.answer_s, group.leader)
+        self._send(("stop", group.leader), stop, self.plan.answer_s, None if silent else group.leader)
 
     def _leave(self, worker: Worker) -> None:
         """Remove a dead worker from its group and stop the rest."""

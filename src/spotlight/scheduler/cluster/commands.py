@@ -6,6 +6,7 @@ Invariant: every open command has an alarm, so no wait is unbounded.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
@@ -85,9 +86,12 @@ CommandEffect: TypeAlias = StartWorker | PullWeights | FormGroup | StopGroup
 
 
 @dataclass(slots=True)
-class _OpenCommand:
+class OpenCommand:
+    """An unanswered command, resent at ``due_s``, and not given up before ``until_s``."""
+
     effect: CommandEffect
     patience_s: float
+    due_s: float
     until_s: float
     repeats: int = 0
 
@@ -96,7 +100,7 @@ class _OpenCommand:
 class Commands:
     """Unanswered commands, at most one per key."""
 
-    _open: dict[Key, _OpenCommand] = field(default_factory=dict)
+    _open: dict[Key, OpenCommand] = field(default_factory=dict)
     _alarms: Alarms[Key] = field(default_factory=Alarms)
 
     def send(
@@ -108,17 +112,34 @@ class Commands:
             patience_s: until it is resent.
             busy_s: it is not given up before, however often it was resent.
         """
-        self._open[key] = _OpenCommand(effect, patience_s, now + busy_s)
+        self._open[key] = OpenCommand(effect, patience_s, now + patience_s, now + busy_s)
         self._alarms.set(key, now + patience_s)
 
     def amend(self, key: Key, effect: CommandEffect) -> None:
         """Resend ``effect`` instead of the original from now on."""
         self._open[key].effect = effect
 
-    def done(self, key: Key) -> None:
-        """Close a command that was answered or no longer matters."""
-        if self._open.pop(key, None) is not None:
+    def inherit(self, key: Key, earlier: OpenCommand) -> None:
+        """A command took the place of ``earlier``: the time that went by without an answer counts."""
+        command = self._open[key]
+        command.repeats, command.due_s = earlier.repeats, min(command.due_s, earlier.due_s)
+        command.until_s = min(command.until_s, earlier.until_s)
+        self._alarms.set(key, command.due_s)
+
+    def heard(self, key: Key) -> None:
+        """The worker answered an earlier command, if this one is open: count what is resent anew."""
+        if (command := self._open.get(key)) is not None:
+            command.repeats = 0
+
+    def hurry(self, key: Key) -> None:
+        """Give a command up once it was resent often enough."""
+        self._open[key].until_s = -math.inf
+
+    def done(self, key: Key) -> OpenCommand | None:
+        """Close and return a command that was answered or no longer matters."""
+        if (command := self._open.pop(key, None)) is not None:
             self._alarms.cancel(key)
+        return command
 
     def overdue(self, now: float) -> Iterator[tuple[CommandEffect, bool]]:
         """Timed-out commands, each with whether it is given up (closed) rather than to be resent."""
@@ -129,7 +150,8 @@ class Commands:
                 del self._open[key]
                 yield command.effect, True
             else:
-                self._alarms.set(key, now + command.patience_s)
+                command.due_s = now + command.patience_s
+                self._alarms.set(key, command.due_s)
                 yield command.effect, False
 
     def __contains__(self, key: Key) -> bool:

@@ -44,6 +44,8 @@ class Dispatcher:
             self.cluster.count(Recovery.LEASE_RENOUNCED)
             self.queue.renounce(lease.id)
             self.pace.cut(lease.id, self.cluster.now)
+        if not event.holds:
+            self.queue.limits.works_on(group.leader, 0)
         group.capacity = event.capacity
         self.spare.pulled(group.leader)
         self.cluster.load_group(group)
@@ -59,6 +61,7 @@ class Dispatcher:
 
     def finished(self, leader: WorkerId, lease: LeaseId) -> None:
         """A group finished rollouts of a lease."""
+        self.queue.limits.works_on(leader, self.queue.count_held_by(leader))
         if not self.queue.is_open(lease):
             self.pace.end(lease, self.cluster.now)
             if (group := self.cluster.groups.get(leader)) is not None:
@@ -154,7 +157,7 @@ class Dispatcher:
         group = self.cluster.groups.get(lease.worker)
         if group is not None and group.epoch == lease.epoch:
             self.cluster.count(Recovery.LEASE_EXPIRED)
-            self.cluster.stop(group)
+            self.cluster.stop(group, silent=True)
 
     def revoked(self, lease: Lease) -> None:
         """Tell the holder of a revoked lease, if it is in this cluster."""

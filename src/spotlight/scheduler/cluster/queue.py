@@ -187,7 +187,7 @@ class PullQueue:
         expired: list[_OpenLease] = []
         while (lease := self._deadlines.pop(now)) is not None:
             expired.append(self._held[lease])
-            self.limits.ran_out(expired[-1].lease.worker)
+            self.limits.expired(expired[-1].lease.worker)
         self._revoke(expired)
         return [held.lease for held in expired]
 
@@ -221,7 +221,7 @@ class PullQueue:
         self.leases_granted += 1
         rollouts = tuple(entry.rollout for entry in taken)
         ids = tuple(rollout.id for rollout in rollouts)
-        self.limits.granted(worker, self.count_held_by(worker) + len(ids))
+        self.limits.works_on(worker, self.count_held_by(worker) + len(ids))
         deadline_s = now + self.limits.limit_s(worker, self.lease_s)
         lease = Lease(LeaseId(self.leases_granted), worker, self._epochs[worker], ids, deadline_s)
         for entry in taken:
@@ -425,7 +425,7 @@ class PullQueue:
 
     def _heard(self, held: _OpenLease, now: float, *, ends: bool) -> None:
         worker = held.lease.worker
-        self.limits.took(worker, self.count_held_by(worker), now - held.heard_s, ends=ends)
+        self.limits.answered(worker, self.count_held_by(worker), held.heard_s, now, ends=ends)
         held.heard_s = now
         self._deadlines.set(held.lease.id, now + self.limits.limit_s(worker, self.lease_s))
 
