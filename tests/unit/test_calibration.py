@@ -23,11 +23,12 @@ from spotlight.planning.calibration.measured_profile import (
     measured_yaml,
     workload_of,
 )
-from spotlight.planning.calibration.run_prediction import predict_run
+from spotlight.planning.calibration.run_prediction import predict_run, replayed
 from spotlight.planning.calibration.run_times import read_run_times
 from spotlight.planning.scenarios.profile import Profile, figures, load_profile
 from spotlight.planning.scenarios.profile_costs import ProfileCosts
 from spotlight.runtime.build.controller_plan import cluster_plan_of
+from spotlight.scheduler.events import NodeLost
 from spotlight.scheduler.types import NodeId
 from spotlight.store.ledger.ledger_schema import SCHEMA
 
@@ -316,6 +317,9 @@ def test_nodes_come_are_noticed_and_leave_as_they_did(tmp_path: Path) -> None:
     run = read_run_times(folder)
     predicted = predict_run(run, cluster_plan_of(run.config), measured_profile([run]))
     assert predicted.preemptions == 1
+    # 17 s after the learner's node, as the first iteration; simulated, that takes 10 s
+    shifted = replayed(run, cluster_plan_of(run.config), measured_profile([run]), 10.0).nodes
+    assert [at_s for at_s, event in shifted if isinstance(event, NodeLost)] == [pytest.approx(19 - 17 + 10)]
     ends_s = predicted.iteration_ends_s
     assert ends_s[-1] - ends_s[-2] == pytest.approx(ITERATION_S + BATCH * STEPS * STEP_S, rel=0.05)
 
