@@ -447,9 +447,8 @@ def _checked(state: _SearchState) -> tuple[EvaluatedCandidate | None, tuple[Eval
         passed = [one for one in wholes if useless(one.outcome) is None and state.goal.met_by(one.outcome)]
         rejected += [one for one in wholes if one not in passed]
         if passed:
-            return min(passed, key=lambda one: (*state.goal.rank(one.outcome), one.candidate)), tuple(
-                rejected
-            )
+            best = min(passed, key=lambda one: (*state.goal.rank(one.outcome), one.candidate))
+            return best, tuple(rejected)
     return None, tuple(rejected)
 
 

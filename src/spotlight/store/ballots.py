@@ -4,9 +4,9 @@
     votes/ID.json               the vote, for good
 
 The reward ``vote`` opens and closes ballots, the dashboard writes votes. Names are digests of the pictures,
-and an id is the digest of prompt and names: whoever asks again after a restart finds the vote. Each file, and
-each open ballot with its pictures, appears whole. Times are those of the file system, which whoever asks and
-whoever votes share: the clocks of their machines may differ.
+and an id is the digest of prompt and names: a reward that asks again after a restart finds the vote. Each
+file, and each open ballot with its pictures, appears whole. Times are those of the file system, which reward
+and dashboard share: the clocks of their machines may differ.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spotlight.store.store_errors import StoreError
 VOTES_FOLDER = "votes"
 TOUCHED_EVERY_S = 2.0
 AWAITED_FOR_S = 15.0
-"""Since it was touched: then whoever asked has gone, or asks about something else."""
+"""Since it was touched: then the reward that asked has gone, or asks about something else."""
 VOTER_MAX = 200
 _STALE_S = 60.0
 _ID = re.compile(r"[0-9a-f]{32}")

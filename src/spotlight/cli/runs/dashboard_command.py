@@ -82,19 +82,10 @@ def dashboard(
     token, webhook = token_of(host, token_env), _webhook(webhook_env)
     shown = places if descriptor >= 0 and places else [_place(place) for place in places or [RUNS]]
     with errors_without_traceback():
-        try:
-            import uvicorn
-
-            from spotlight.dashboard.dashboard_app import dashboard_app
-        except ImportError as error:
-            raise failure(f"dashboard: {error.name!r} is missing. Install it: {_INSTALL}") from error
-        from spotlight.dashboard.page_files import plotly_file
-        from spotlight.dashboard.views.findings import RunLimits
-
-        plotly_file()
+        app = _app(shown, token, budget_usd, deadline_h)
         listening = socket.socket(fileno=descriptor) if descriptor >= 0 else _listen(host, port)
-        limits = RunLimits(budget_usd, deadline_h)
-        app = dashboard_app(shown, token, None if limits == RunLimits() else limits)
+    import uvicorn
+
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
     app.state.ends = lambda: server.should_exit  # or an open page would hold it up
     if ends_with:
@@ -103,6 +94,22 @@ def dashboard(
         _tell(host, listening.getsockname()[1], bool(token))
         _start_alerts(app, webhook)
     server.run(sockets=[listening])
+
+
+def _app(shown: Sequence[Path], token: str, budget_usd: float | None, deadline_h: float | None) -> FastAPI:
+    """The page's server. Exits if a package or a file of the page is missing."""
+    try:
+        import uvicorn as uvicorn
+
+        from spotlight.dashboard.dashboard_app import dashboard_app
+    except ImportError as error:
+        raise failure(f"dashboard: {error.name!r} is missing. Install it: {_INSTALL}") from error
+    from spotlight.dashboard.page_files import plotly_file
+    from spotlight.dashboard.views.findings import RunLimits
+
+    plotly_file()
+    limits = RunLimits(budget_usd, deadline_h)
+    return dashboard_app(shown, token, None if limits == RunLimits() else limits)
 
 
 def start_beside(runs_dir: Path, run: str, *, stays: bool, tell: Callable[[str], None]) -> None:

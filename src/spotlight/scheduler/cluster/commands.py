@@ -127,7 +127,7 @@ class Commands:
         self._alarms.set(key, command.due_s)
 
     def heard(self, key: Key) -> None:
-        """The worker answered an earlier command, if this one is open: count what is resent anew."""
+        """The worker answered an earlier command, if this one is open: its resends count from 0 again."""
         if (command := self._open.get(key)) is not None:
             command.repeats = 0
 
