@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from own_ray import own_ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from spotlight.cluster.blobs.blob_server import start_blob_store
@@ -40,18 +39,8 @@ ANSWER_S = 30.0
 @pytest.fixture(scope="module")
 def node() -> Iterator[str]:
     """A local Ray of this test's own; its node's id."""
-    directory = mkdtemp(prefix="rk", dir="/tmp")
-    ray.init(
-        num_cpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="WARNING",
-        _temp_dir=directory,
-        _node_ip_address="127.0.0.1",
-    )
-    yield ray.get_runtime_context().get_node_id()
-    ray.shutdown()
-    shutil.rmtree(directory, ignore_errors=True)
+    with own_ray(1) as node_id:
+        yield node_id
 
 
 @pytest.fixture(scope="module")

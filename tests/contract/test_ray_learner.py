@@ -5,17 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 from learner_job import Batch, config_of, inline_learning, make_batch, prompts_of
+from own_ray import own_ray
 
 from spotlight.cluster.blobs.blob_server import start_blob_store
 from spotlight.cluster.learner.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
@@ -42,19 +41,8 @@ SLICE = Comparison(Baseline.SLICE)
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """A local Ray of this test's own; its node's id."""
-    directory = mkdtemp(prefix="rl", dir="/tmp")
-    ray.init(
-        num_cpus=2,
-        resources={"spotlight_reserved": 2},
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="WARNING",
-        _temp_dir=directory,
-        _node_ip_address="127.0.0.1",
-    )
-    yield ray.get_runtime_context().get_node_id()
-    ray.shutdown()
-    shutil.rmtree(directory, ignore_errors=True)
+    with own_ray(2, {"spotlight_reserved": 2}) as node_id:
+        yield node_id
 
 
 class Head:

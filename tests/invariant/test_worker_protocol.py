@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,8 +30,6 @@ from worker_world import (
     work_off,
 )
 
-from spotlight.cluster.workers.worker_process import kind_of
-from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rollout.sequence_parallel.lockstep import Claim, Follower, LockstepOrder
 from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpMembership
 from spotlight.rollout.serialization import pack_state, unpack_state
@@ -48,7 +44,7 @@ from spotlight.scheduler.events import (
     RolloutFailed,
     WeightsPulled,
 )
-from spotlight.scheduler.types import LeaseId, Phase, PolicyVersion, Purpose, WorkerId
+from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, WorkerId
 from spotlight.worker.group_role import GroupRole
 from spotlight.worker.interfaces import HeadLostError, Leave, LoadError, Patience
 
@@ -230,32 +226,6 @@ def test_a_failed_pull_is_told_after_a_pause_and_never_ends_the_worker(
     worker.tell(pull(1))
     worker.turn()
     assert home.of(WeightsPulled) == [WeightsPulled(W0, EPOCH, PolicyVersion(1), 0)]
-
-
-def test_a_trace_is_of_training_rollouts_and_ends_with_them(body: Body, home: MemoryHome) -> None:
-    worker, _ = loop(body, home)
-    taken: list[list[str]] = []
-    notes: list[str] = []
-
-    def take(path: Path) -> None:
-        with gzip.open(path, "rt") as file:
-            events = json.load(file)["traceEvents"]
-        taken.append([event["name"] for event in events if event["name"].endswith(" step")])
-
-    profiler = StepProfiler(None, (Phase.ROLLOUT,), 10, notes.append, take)
-    worker._dependencies = dataclasses.replace(
-        worker._dependencies, around=lambda states: profiler.step(kind_of(states)), rested=profiler.close
-    )
-    ready(worker, home)
-    worker.tell(grant(1, [rollout(3, STEPS, Purpose.EVAL)]))
-    work_off(worker)
-    assert not taken
-    worker.tell(grant(2, PAIR))
-    work_off(worker)
-    assert taken == [["rollout step"] * (STEPS - 1)], notes
-    worker.tell(stop())
-    turns(worker, 1)
-    assert len(taken) == 1
 
 
 def test_the_controller_never_believes_more_than_is_safe(body: Body, home: MemoryHome) -> None:

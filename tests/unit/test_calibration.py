@@ -147,7 +147,10 @@ def test_every_figure_is_measured_and_names_its_run(tmp_path: Path) -> None:
     memory = {key for key in told if key.startswith("memory.")}
     assert bounds == memory | {"pass_share", "gpus.cpu.batch_slope"}
     assert "gpus.cpu.denoise[32x32, batch 1, sp 1].ms" in derived
-    assert all("bytes_s" in key or "batch 1" in key for key in derived)
+    contained = {key for key, figure in found.items() if figure.value <= INCLUDED and key not in bounds}
+    configured = {"heads", "lease_pixels", "switch_s"}
+    assert contained | configured <= derived
+    assert all("bytes_s" in key or "batch 1" in key for key in derived - contained - configured)
     expected = {
         "gpus.cpu.denoise[32x32, batch 4, sp 1].ms": 1000 * BATCH * STEP_S,
         "gpus.cpu.denoise[32x32, batch 1, sp 1].ms": 1000 * STEP_S,

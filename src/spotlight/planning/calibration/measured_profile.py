@@ -1,10 +1,10 @@
 """A cost profile of what runs took. Pure.
 
-What was measured says so. What a run cannot tell apart is in one figure, and the others of it are
-:data:`INCLUDED`: decoding and text encoding in ``denoise``, the optimizer and old log-probs in ``train``,
-imports and model load in ``process_start_s``. What it does not tell is assumed, bounded by what it had:
-memory by that of its GPUs, batches beyond the run's and timesteps per pass by proportion. A profile of
-several runs has the mean of theirs, weighted by work.
+What was measured says so; what the run was configured with is derived. What a run cannot tell apart is in one
+figure, and the others of it are :data:`INCLUDED`: decoding and text encoding in ``denoise``, the optimizer
+and old log-probs in ``train``, imports and model load in ``process_start_s``. What it does not tell is
+assumed, bounded by what it had: memory by that of its GPUs, batches beyond the run's and timesteps per pass
+by proportion. A profile of several runs has the mean of theirs, weighted by work.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def measured_yaml(runs: Sequence[RunTimes]) -> str:
     tree = {
         "name": f"{first.model.path}, measured",
         "heads": _figure(
-            math.lcm(*(_degree(run.config) for run in runs)), told, "its sequence-parallel degree"
+            math.lcm(*(_degree(run.config) for run in runs)), told, "its sequence-parallel degree", "derived"
         ),
         "frames": first.rollout.frames,
         "train_has_log_probs": _has_log_probs(first),
@@ -51,6 +51,7 @@ def measured_yaml(runs: Sequence[RunTimes]) -> str:
             max(_pixels(run.config) * run.config.rollout.batch_size / _degree(run.config) for run in runs),
             told,
             "its rollout.batch_size",
+            "derived",
         ),
         "weights": _weights(runs, told),
         "memory": _memory(runs, told),
@@ -63,7 +64,9 @@ def measured_yaml(runs: Sequence[RunTimes]) -> str:
         "optimizer_step_s": _figure(0, told, "contained in train"),
         "prepare_s": _figure(0, told, "contained in train"),
         "pass_share": _figure(0, told, "no gain of more timesteps per pass is promised", "assumed"),
-        "switch_s": _figure(max(run.config.pipeline.switch_s for run in runs), told, "its pipeline.switch_s"),
+        "switch_s": _figure(
+            max(run.config.pipeline.switch_s for run in runs), told, "its pipeline.switch_s", "derived"
+        ),
         "infrastructure": _infrastructure(runs, told),
         "gpus": {gpu: _gpu(runs, gpu, told) for gpu in _gpu_types(runs)},
     }
@@ -106,6 +109,7 @@ def _require_one_model(runs: Sequence[RunTimes]) -> None:
 
 
 def _figure(value: float, told: str, detail: str, kind: str = "measured") -> _Figure:
+    kind = kind if value or kind == "assumed" else "derived"  # 0: another figure contains it
     return {"value": float(value) or INCLUDED, "source": f"{kind}: {told}: {detail}"}
 
 

@@ -108,7 +108,7 @@ class RunTimes:
         label: name and day, for sources.
         rollouts: by GPU type.
         reward_wait_s: in which an iteration waited for rewards alone, on average.
-        weight_bytes: of the exported adapter or model; the checkpoint's if there is none.
+        weight_bytes: of the exported adapter; the checkpoint's if there is none.
         state_bytes: of the newest checkpoint.
         iteration_ends_s: end of each iteration, from when the learner's first node had joined.
         usd: of the GPU-seconds after the first iteration.
@@ -190,7 +190,6 @@ def _read(directory: Path, config: RunConfig, rows: Sequence[MetricsRow], connec
     incidents = tuple(_incidents(connection))
     learner_at = [one.at for one in incidents if one.node in nodes and nodes[one.node].trained]
     began_s = max(0.0, min(learner_at, default=started_at) - started_at)
-    lora, merged = directory / "lora", directory / "merged"
     state_bytes = max((_size(folder) for folder in (directory / "checkpoints").glob("*")), default=0)
     return RunTimes(
         label=f"run {directory.name} of {datetime.fromtimestamp(started_at, UTC).date().isoformat()}",
@@ -198,7 +197,7 @@ def _read(directory: Path, config: RunConfig, rows: Sequence[MetricsRow], connec
         rollouts=_rollouts(connection, nodes, ranks, warm),
         learner=_learner(connection, config, nodes, ranks, rows, saved, finished=finished),
         reward_wait_s=_mean(rows[1:], "rewards/wait_s"),
-        weight_bytes=_size(lora) or _size(merged) or state_bytes,
+        weight_bytes=_size(directory / "lora") or state_bytes,
         state_bytes=state_bytes,
         iteration_ends_s=tuple(row.wall_s - began_s for row in rows),
         usd=_usd(connection, warm),
