@@ -357,7 +357,7 @@ function lifeOf(found, go) {
 /** Every worker that had the sample, and what became of it there. */
 function staysOf(found) {
   if (!found.stays?.length) {
-    return h("p", { class: "faint" }, found.stays && !found.life.some((each) => each.what === "finished") ? "It was given to no worker yet." : "The ledger is older than its leases: it knows only the worker that finished a sample.");
+    return h("p", { class: "faint" }, found.stays && !found.life.some((each) => each.what === "finished") ? "It was given to no worker yet." : "This run was made before leases were recorded: its ledger knows only the worker that finished a sample.");
   }
   const became = (each) => (each.made_it ? "finished here" : each.then.map(({ what, at }) => `${words(what)} ${clock(at)}`).join(", ") || "not finished");
   return table([

@@ -28,7 +28,7 @@ def stays(
         over_by: when the rollout had its outcome at the latest; None before that is known.
 
     Returns:
-        None of a ledger that is older than its leases.
+        None if the run was made before leases were recorded.
     """
     if not queries.has_table(connection, "leases"):
         return None
