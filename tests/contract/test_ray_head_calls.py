@@ -131,8 +131,11 @@ def test_the_head_hears_at_once(store: Any) -> None:
     take(store, 0)
     ray.get(sender.deliver.remote(store, committed(0, 1)), timeout=ANSWER_S)  # its process is up
     take(store)
-    waits = []
+    waits, calls = [], []
     for step in range(1, 21):
+        asked = time.monotonic()
+        ray.get(store.take.remote(0.0), timeout=ANSWER_S)
+        calls.append(time.monotonic() - asked)
         question = store.take.remote(ANSWER_S)
         time.sleep(0.01)  # so that it waits there before there is something to hear
         answer = sender.deliver.remote(store, committed(step, 1))
@@ -142,7 +145,8 @@ def test_the_head_hears_at_once(store: Any) -> None:
         waits.append(now - ray.get(answer, timeout=ANSWER_S))
     median, most = (1000 * wait for wait in (statistics.median(waits), max(waits)))
     print(f"\nfrom delivery to the head: median {median:.1f} ms, max {most:.1f} ms")
-    assert statistics.median(waits) < 0.3  # a few ms on an idle machine
+    # A few ms on an idle machine; on one that is busy, plain calls take longer, too.
+    assert statistics.median(waits) < max(0.1, 3 * statistics.median(calls))
 
 
 def test_a_full_disk_is_the_senders_error_as_it_is(store: Any, directory: Path) -> None:
