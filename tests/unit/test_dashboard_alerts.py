@@ -189,7 +189,8 @@ def test_an_ending_is_told_also_where_answers_are_slow(place: Path, monkeypatch:
 
 
 def test_a_run_without_its_spot_nodes_and_beyond_its_limits_is_told(place: Path) -> None:
-    watch = AlertWatch(RunAnswers(RunLimits(budget_usd=0.1, deadline_h=0.1)))
+    limits = RunLimits(budget_usd=0.1, deadline_h=0.1, no_spot_min=19)
+    watch, patient = (AlertWatch(RunAnswers(each)) for each in (limits, RunLimits(no_spot_min=21)))
     with live(place) as (ledger, runs):
         at_s = time.time() - 1200
         for kind in (Incident.NODE_JOINED, Incident.NODE_LOST):
@@ -201,6 +202,7 @@ def test_a_run_without_its_spot_nodes_and_beyond_its_limits_is_told(place: Path)
             "no_spot_node",
             "unnoticed",
         }
+        assert names(patient.look(runs)) == [("unnoticed", True)]
         ledger.start_billing({WorkerId("spot-2/0"): 0.2}, time.time())
         ledger.record_incident(Incident.NODE_JOINED, "spot-2", spot=True, detail="", now_s=time.time())
         assert names(watch.look(runs)) == [("no_spot_node", False)]

@@ -89,7 +89,7 @@ class RunAnswers:
         limits: of every run; findings tell of those that will not keep within them.
     """
 
-    limits: RunLimits | None = None
+    limits: RunLimits = field(default_factory=RunLimits)
     _kept: OrderedDict[tuple[object, ...], _Kept[Json | None]] = field(default_factory=OrderedDict)
     _headlines: dict[RunFolder, _Kept[Json]] = field(default_factory=dict)
     _figures: dict[RunFolder, _Kept[tuple[RunFigure, ...]]] = field(default_factory=dict)

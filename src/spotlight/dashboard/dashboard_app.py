@@ -151,7 +151,7 @@ def dashboard_app(places: Sequence[Path], token: str = "", limits: RunLimits | N
     app.add_middleware(GZipMiddleware, minimum_size=2000)
     app.add_middleware(Gate, token=token)
     app.state.ends = lambda: False
-    shown, answers = ShownRuns(places), RunAnswers(limits)
+    shown, answers = ShownRuns(places), RunAnswers(limits or RunLimits())
     app.state.shown, app.state.answers = shown, answers
     _add_page(app)
     _add_answers(app, shown, answers)

@@ -58,6 +58,9 @@ def dashboard(
         float | None,
         typer.Option(min=0.0, help="Alert if a run is to take more hours of work.", show_default=False),
     ] = None,
+    no_spot_min: Annotated[
+        float, typer.Option(min=0.0, help="Alert if a run has been without spot nodes for so many minutes.")
+    ] = 15.0,
     descriptor: Annotated[int, typer.Option("--fd", hidden=True, help="A socket that listens already.")] = -1,
     ends_with: Annotated[int, typer.Option(hidden=True, help="Process after which this one ends.")] = 0,
 ) -> None:
@@ -82,7 +85,7 @@ def dashboard(
     token, webhook = token_of(host, token_env), _webhook(webhook_env)
     shown = places if descriptor >= 0 and places else [_place(place) for place in places or [RUNS]]
     with errors_without_traceback():
-        app = _app(shown, token, budget_usd, deadline_h)
+        app = _app(shown, token, (budget_usd, deadline_h, no_spot_min))
         listening = socket.socket(fileno=descriptor) if descriptor >= 0 else _listen(host, port)
     import uvicorn
 
@@ -96,7 +99,7 @@ def dashboard(
     server.run(sockets=[listening])
 
 
-def _app(shown: Sequence[Path], token: str, budget_usd: float | None, deadline_h: float | None) -> FastAPI:
+def _app(shown: Sequence[Path], token: str, limits: tuple[float | None, float | None, float]) -> FastAPI:
     """The page's server. Exits if a package or a file of the page is missing."""
     try:
         import uvicorn as uvicorn
@@ -108,8 +111,7 @@ def _app(shown: Sequence[Path], token: str, budget_usd: float | None, deadline_h
     from spotlight.dashboard.views.findings import RunLimits
 
     plotly_file()
-    limits = RunLimits(budget_usd, deadline_h)
-    return dashboard_app(shown, token, None if limits == RunLimits() else limits)
+    return dashboard_app(shown, token, RunLimits(*limits))
 
 
 def start_beside(runs_dir: Path, run: str, *, stays: bool, tell: Callable[[str], None]) -> None:

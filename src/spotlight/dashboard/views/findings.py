@@ -16,7 +16,6 @@ DROPPED_SHARE_MAX = 0.05
 UNSEEN_S_MAX = 300.0
 UNSEEN_AT_FIRST_S_MAX = 3600.0
 """While it is not known how long an iteration takes."""
-NO_SPOT_S_MAX = 900.0
 COLLAPSED_SHARE = 0.5
 CLIPPED_SHARE_MAX = 0.5
 _REWARD, _MEAN_OF = "rollout/reward", 5
@@ -40,10 +39,21 @@ class RunFinding:
 
 @dataclass(frozen=True, slots=True)
 class RunLimits:
-    """What a run may take: dollars, and hours of work; None: anything."""
+    """What a run may take; None: anything.
+
+    Attributes:
+        deadline_h: of work.
+        no_spot_min: it may be without spot nodes that it had, or waits for, in a row.
+    """
 
     budget_usd: float | None = None
     deadline_h: float | None = None
+    no_spot_min: float = 15.0
+
+    @property
+    def look_ahead(self) -> bool:
+        """Whether they need an outlook."""
+        return self.budget_usd is not None or self.deadline_h is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,7 @@ def findings(
     now_s: float,
     spot_gone_at: float | None = None,
     outlook: RunOutlook | None = None,
-    limits: RunLimits | None = None,
+    limits: RunLimits = RunLimits(),
 ) -> list[RunFinding]:
     """The findings, serious ones first.
 
@@ -76,10 +86,10 @@ def findings(
         *_about_seconds(seconds),
         *_about_samples(history),
         *_about_notices(history),
-        *_about_spot(spot_gone_at, now_s),
+        *_about_spot(spot_gone_at, now_s, limits),
         *_about_learning(rows),
         *_about_rewards(_known(rows, _REWARD)),
-        *_about_limits(outlook or RunOutlook(None, None), limits or RunLimits()),
+        *_about_limits(outlook or RunOutlook(None, None), limits),
     ]
     return sorted(found, key=lambda each: not each.serious)
 
@@ -170,8 +180,8 @@ def _about_notices(history: History) -> Iterator[RunFinding]:
         )
 
 
-def _about_spot(gone_at: float | None, now_s: float) -> Iterator[RunFinding]:
-    if gone_at is not None and now_s - gone_at > NO_SPOT_S_MAX:
+def _about_spot(gone_at: float | None, now_s: float, limits: RunLimits) -> Iterator[RunFinding]:
+    if gone_at is not None and now_s - gone_at > 60 * limits.no_spot_min:
         yield RunFinding(
             "no_spot_node",
             f"There has been no spot node for {(now_s - gone_at) / 60:.0f} minutes.",

@@ -107,7 +107,7 @@ def headline(run: RunFolder) -> Json:
         return {**begun, "state": "unreadable"}
 
 
-def accounting(run: RunFolder, limits: RunLimits | None = None) -> Json:
+def accounting(run: RunFolder, limits: RunLimits) -> Json:
     """Samples by fate, and findings with remedies. Reads the whole ledger.
 
     Raises:
@@ -119,7 +119,7 @@ def accounting(run: RunFolder, limits: RunLimits | None = None) -> Json:
     with closing(queries.open_readonly(run.ledger())) as connection:
         seconds = queries.gpu_seconds_by_phase(connection)
         gone_at = spot_gone_at(connection) if history.state == "running" else None
-        ahead = outlook(run, connection) if limits is not None else None
+        ahead = outlook(run, connection) if limits.look_ahead else None
     rows = [row for row in recent_rows(run, _REMEMBERED) if "train/loss" in row]
     found = findings(history, seconds, rows, time.time(), gone_at, ahead, limits)
     return {
