@@ -1,7 +1,7 @@
 """What clients of the dashboard cost a run beside it: an iteration with 20 of them over one with none.
 
     python -m benchmarks.dashboard_clients
-    python -m benchmarks.dashboard_clients --blocks 60 --json build/clients.json
+    python -m benchmarks.dashboard_clients --blocks 60 --pin --json build/clients.json
 
 A real run (`spotlight train`, the testbed, one thread) and a real dashboard beside it, as `--dashboard`
 starts it. Clients come and go every few iterations of the same run, so that each block with them has a
@@ -12,7 +12,9 @@ watch each of four views.
 Two ratios, each the median of the pairs with a 95 % bootstrap interval: of seconds on the wall, and of those
 that the run's process computed, which other load on the machine disturbs less. On a machine without an idle
 core the dashboard takes its seconds from the run besides: at most the share of a core that is printed, of all
-cores. The clients run here, too, which real ones do not: their share is printed.
+cores. The clients run here, too, which real ones do not: their share is printed. With ``--pin`` the run has
+the first core and the others are for dashboard and clients, as on a machine with idle cores; what is left is
+what they cost the run besides processor time, with less noise.
 """
 
 from __future__ import annotations
@@ -66,10 +68,16 @@ def main(
     clients: Annotated[int, typer.Option(min=1)] = 20,
     blocks: Annotated[int, typer.Option(min=4, help="With and without clients, together.")] = 40,
     iterations: Annotated[int, typer.Option(min=1, help="Counted per block.")] = 3,
+    pin: Annotated[bool, typer.Option(help="Give the run a core of its own.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
 ) -> None:
     """Measure what clients of the dashboard cost the run that they watch."""
-    with tempfile.TemporaryDirectory() as place, started(Path(place)) as (run, dashboard, address):
+    cores = sorted(os.sched_getaffinity(0))
+    if pin and len(cores) < 2:
+        raise typer.BadParameter("this process may use one core; expected two or more", param_hint="--pin")
+    mine, theirs = (cores[:1], cores[1:]) if pin else (cores, cores)
+    os.sched_setaffinity(0, theirs)  # of what is started from here: the clients and, first, the dashboard
+    with tempfile.TemporaryDirectory() as place, started(Path(place), mine) as (run, dashboard, address):
         done = list(alternate(Path(place), run, dashboard, address, clients, blocks, iterations))
     pairs = list(zip(done[::2], done[1::2], strict=False))
     ratios = {
@@ -80,6 +88,7 @@ def main(
     if json is not None:
         told = {
             "clients": clients,
+            "pinned": pin,
             "machine": machine(torch.device("cpu")),
             "blocks": [{name: getattr(block, name) for name in Block.__slots__} for block in done],
             "ratios": {clock: [each.low, each.median, each.high] for clock, each in ratios.items()},
@@ -89,13 +98,16 @@ def main(
 
 
 @contextmanager
-def started(place: Path) -> Iterator[tuple[int, int, tuple[str, int]]]:
-    """A run and a dashboard; process ids, and where the dashboard listens."""
+def started(place: Path, cores: Sequence[int]) -> Iterator[tuple[int, int, tuple[str, int]]]:
+    """A run on those cores and a dashboard; process ids, and where the dashboard listens."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     spotlight = (sys.executable, "-m", "spotlight.cli")
     with (place / "output").open("wb") as output:
         run = subprocess.Popen(
-            [*spotlight, "train", *RUN, f"runs_dir={place}", f"cache_dir={place}/cache"],
+            [
+                "taskset", "-c", ",".join(map(str, cores)),
+                *spotlight, "train", *RUN, f"runs_dir={place}", f"cache_dir={place}/cache",
+            ],
             stdout=output, stderr=output, env=environment,
         )  # fmt: skip
         dashboard = subprocess.Popen(
