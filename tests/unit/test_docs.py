@@ -60,7 +60,7 @@ def command_lines(page: Path) -> Iterator[list[str]]:
     text = page.read_text()
     for language, block in FENCE.findall(text):
         if language == "sh":
-            for line in block.splitlines():
+            for line in block.replace("\\\n", " ").splitlines():
                 yield from calls(line)
     for code in INLINE.findall(FENCE.sub("", text)):
         if code.startswith(("spotlight ", "torchrun ")):
