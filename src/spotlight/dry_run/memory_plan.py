@@ -177,12 +177,10 @@ def _activations(
     yield Estimate("activations", per_layer * values, formula, "training")
     batch, rollout = config.rollout.batch_size, config.rollout
     decoded = decode_batch(media_size(rollout), batch)
-    yield Estimate(
-        "denoising forward",
-        batch * tokens * model.dimensions.width * size * costs.forward,
-        f"{costs.forward:g} x batch n D b",
-        "rollout",
-    )
+    forward = batch * tokens * model.dimensions.width * size * costs.forward
+    yield Estimate("denoising forward", forward, f"{costs.forward:g} x batch n D b", "rollout")
+    if config.model.cuda_graphs:
+        yield Estimate("captured forwards", forward, "they keep the memory of the largest")
     yield Estimate(
         "decoding",
         decoded * family.decoded_pixels(media_size(rollout)) * model.dimensions.vae_width * 4 * costs.decode,

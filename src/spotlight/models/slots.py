@@ -40,10 +40,12 @@ class WeightSlots(ABC):
 
     Attributes:
         slots: ``policy`` first.
+        active: the slot in use.
         modules_bound: number of modules with replaced weights (> 0); verified when weights are pulled.
     """
 
     slots: tuple[Slot, ...]
+    active: Slot = "policy"
     modules_bound: int
 
     @abstractmethod
@@ -170,6 +172,7 @@ class LoraSlots(WeightSlots):
         While merged, a second copy of the adapted layers' weights is held in memory.
         """
         self._check_slot(slot)
+        self.active = slot
         try:
             if slot not in self._adapters:
                 peft_layers.activate(self._layers, None)
@@ -181,6 +184,7 @@ class LoraSlots(WeightSlots):
                 peft_layers.activate(self._layers, slot)
                 yield self._module
         finally:
+            self.active = "policy"
             peft_layers.activate(self._layers, "policy")
 
     def _mergeable(self) -> bool:

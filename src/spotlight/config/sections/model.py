@@ -51,6 +51,10 @@ class ModelConfig(Section):
     """``regional``: compile the transformer's repeated blocks (torch.compile); faster after the minutes that
     the first forwards take. Results change by rounding.
     """
+    cuda_graphs: bool = False
+    """Capture each kind of forward without gradient (slot, batch size, text length) as a CUDA graph, when it
+    comes the second time: faster where small batches wait for the host. LoRA on bfloat16 weights only.
+    """
     max_text_tokens: Annotated[int, Field(ge=1, le=1024)] = 512
     """Longer prompts are truncated as in the pipeline, or refused if it truncates none. Models that see the
     padding (FLUX.1, SD3.5) draw other pictures with another limit.
@@ -59,6 +63,8 @@ class ModelConfig(Section):
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """A LoRA to start from where every weight is trained, and kernels that do not go together."""
         yield from self._kernel_problems(run)
+        if self.cuda_graphs:
+            yield from self._graph_problems(run)
         if self.lora is not None and run.learner.mode != "lora":
             yield Problem(
                 "model.lora", repr(self.lora), f"nothing with learner.mode={run.learner.mode}",
@@ -87,6 +93,24 @@ class ModelConfig(Section):
                 "model.compile", repr(self.compile), "none with exploration.step_cache",
                 f"{hooks}: leave one of them out.",
             )  # fmt: skip
+
+    def _graph_problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Whatever replaces weights, or does between kernels what a graph does not repeat."""
+        degrees = run.fleet.sequence_parallel.degrees
+        cached = None if run.exploration is None else run.exploration.step_cache
+        for key, found, wanted, fits in (
+            ("device", run.device, "a CUDA device", run.device != "cpu"),
+            ("model.dtype", self.dtype, "bfloat16", self.dtype == "bfloat16"),
+            ("model.compile", self.compile, "none", self.compile == "none"),
+            ("learner.mode", run.learner.mode, "lora", run.learner.mode == "lora"),
+            ("fleet.sequence_parallel.degrees", list(degrees), "[1]", degrees == (1,)),
+            ("exploration.step_cache", cached, "nothing", cached is None),
+        ):
+            if not fits:
+                yield Problem(
+                    key, str(found), f"{wanted} with model.cuda_graphs",
+                    "Change it, or leave model.cuda_graphs out.",
+                )  # fmt: skip
 
 
 class DataConfig(Section):

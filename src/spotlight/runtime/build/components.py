@@ -28,6 +28,7 @@ from spotlight.models.condition import Condition
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.attention import use_attention
+from spotlight.models.kernels.cuda_graphs import capture_forwards
 from spotlight.models.kernels.regional import compile_blocks
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec, check_targets
@@ -148,6 +149,8 @@ def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> 
     if config.model.compile == "regional":
         for module in slots.modules().values():
             compile_blocks(module, family.device)
+    if config.model.cuda_graphs:
+        capture_forwards(slots, family.device)
     return slots
 
 

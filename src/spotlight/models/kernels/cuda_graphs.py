@@ -1,0 +1,148 @@
+"""CUDA graphs of forwards without gradient (``model.cuda_graphs``): a replay launches all kernels at once,
+where small batches otherwise wait for the host.
+
+A forward is captured the second time that its kind comes: weight slot, autocast, shapes, and every argument
+that is no tensor. The first time runs eagerly and fills the model's caches.
+
+Invariants:
+- A replay reads weights where they lay at capture, so slots are written in place, and never merged.
+- Outputs are copies: graphs share their memory, and the next replay overwrites it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_flatten, tree_map
+
+from spotlight.models.experts import denoisers
+from spotlight.models.model_errors import ModelError
+from spotlight.models.slots import WeightSlots
+
+KINDS_MAX = 64
+"""Kinds of forwards that a transformer remembers; then it forgets the one that was not used for longest."""
+
+
+Capture: TypeAlias = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+"""Runs a function once and returns its output, and what repeats it on the same memory."""
+
+
+def capture_forwards(slots: WeightSlots, device: torch.device, capture: Capture | None = None) -> None:
+    """Capture the forwards of all slots from now on, in place. Sharded ones run eagerly.
+
+    Args:
+        capture: default: a CUDA graph.
+
+    Raises:
+        ModelError: the device has no CUDA graphs.
+    """
+    if capture is None:
+        if device.type != "cuda":
+            raise ModelError(
+                f"model.cuda_graphs is true, and the device is {device.type}; expected a CUDA device: set "
+                "the key to false"
+            )
+        capture = _cuda_graphs()
+    for module in slots.modules().values():
+        for part in denoisers(module).values():
+            part.forward = CapturedForward(part, lambda: slots.active, capture)
+
+
+class CapturedForward:
+    """In place of a transformer's ``forward``.
+
+    Args:
+        slot: the weights that are in use.
+        kinds_max: see :data:`KINDS_MAX`.
+    """
+
+    def __init__(
+        self, module: nn.Module, slot: Callable[[], Hashable], capture: Capture, kinds_max: int = KINDS_MAX
+    ) -> None:
+        self._module, self._forward = module, module.forward
+        self._slot, self._capture, self._kinds_max = slot, capture, kinds_max
+        self._seen: OrderedDict[Hashable, _Captured | None] = OrderedDict()
+
+    @property
+    def captured(self) -> int:
+        """Forwards that are replayed now."""
+        return sum(each is not None for each in self._seen.values())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See the module's docstring. Raises :class:`ModelError` if the forward cannot be captured."""
+        if torch.is_grad_enabled() or isinstance(self._module, FSDPModule):
+            return self._forward(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        kind = (self._slot(), _precision(tensors), repr(structure), *map(_told, leaves))
+        if kind not in self._seen:
+            self._seen[kind] = None
+            while len(self._seen) > self._kinds_max:
+                self._seen.popitem(last=False)
+            return self._forward(*args, **kwargs)
+        self._seen.move_to_end(kind)
+        if (found := self._seen[kind]) is None:
+            found = self._seen[kind] = self._captured(leaves, structure.unflatten)
+        return found.replayed(tensors)
+
+    def _captured(self, leaves: list[Any], structured: Callable[[list[Any]], Any]) -> _Captured:
+        own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        args, kwargs = structured(own)
+        cached = torch.is_autocast_cache_enabled()
+        # What autocast has cached is freed with its context, and a replay would still read it.
+        torch.set_autocast_cache_enabled(False)
+        try:
+            output, replay = self._capture(lambda: self._forward(*args, **kwargs))
+        except torch.OutOfMemoryError:
+            self._seen.clear()
+            raise
+        except RuntimeError as error:
+            raise ModelError(
+                f"model.cuda_graphs is true, and a forward of {type(self._module).__name__} cannot be "
+                f"captured: {error}: set the key to false"
+            ) from error
+        finally:
+            torch.set_autocast_cache_enabled(cached)
+        return _Captured([leaf for leaf in own if isinstance(leaf, Tensor)], output, replay)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Captured:
+    inputs: list[Tensor]
+    output: Any
+    replay: Callable[[], None]
+
+    def replayed(self, tensors: list[Tensor]) -> Any:
+        for own, given in zip(self.inputs, tensors, strict=True):
+            own.copy_(given)
+        self.replay()
+        return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.output)
+
+
+def _told(leaf: Any) -> Hashable:
+    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+
+
+def _precision(tensors: list[Tensor]) -> torch.dtype | None:
+    """Autocast's type for these tensors' device; None: off."""
+    kind = tensors[0].device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+def _cuda_graphs() -> Capture:
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process, such as scorers, use the device meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            output = run()
+        return output, graph.replay
+
+    return capture
