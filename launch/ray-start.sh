@@ -4,6 +4,7 @@
 #   launch/ray-start.sh head                        the first reserved node; `spotlight train` runs on it
 #   launch/ray-start.sh reserved HEAD:6379          further reserved nodes: learner ranks
 #   launch/ray-start.sh spot HEAD:6379 --block      nodes that may be preempted
+#   launch/ray-start.sh on-demand HEAD:6379 --node-name=$SPOTLIGHT_NODE   nodes that a run takes (fleet.on_demand)
 #
 # Further arguments go to `ray start`. Ray detects GPUs; --num-gpus=N overrides it.
 #
@@ -36,12 +37,12 @@ own_address() {
   done
 }
 
-usage='expected: head | reserved HEAD:PORT | spot HEAD:PORT, then options of ray start'
+usage='expected: head | reserved HEAD:PORT | spot HEAD:PORT | on-demand HEAD:PORT, then options of ray start'
 kind=${1:-}
 case $kind in
   head) resource=spotlight_reserved && shift ;;
-  reserved | spot)
-    resource=spotlight_$kind
+  reserved | spot | on-demand)
+    resource=spotlight_${kind/-/_}
     address=${2:-}
     [[ $address == *:* ]] || fail "no address of the head; $usage"
     shift 2

@@ -1,4 +1,6 @@
-"""A learner on spot nodes, on real processes: one of them is killed, another noticed, in a single attempt."""
+"""A learner on spot nodes, on real processes: one of them is killed, another noticed, in a single attempt; or
+there is none for a while, and it takes a node on demand.
+"""
 
 from __future__ import annotations
 
@@ -73,16 +75,55 @@ def test_it_trains_to_the_end_in_one_attempt_without_reserved_slots(
     assert (Incident.NODE_LOST, False) not in incidents
 
 
-def test_where_the_learner_was_changes_rounding_only(
-    job: Job, moved: tuple[Path, str], report: AuditReport
-) -> None:
+@pytest.fixture(scope="module")
+def inline(job: Job) -> Path:
     job.train("inline-all-spot", *SMALL, f"iterations={ITERATIONS}")
-    other = job.root / "inline-all-spot"
-    ours, theirs = scores(moved[0]), scores(other)
+    return job.root / "inline-all-spot"
+
+
+def require_same(run: Path, other: Path, report: AuditReport) -> None:
+    ours, theirs = scores(run), scores(other)
     assert ours.keys() == theirs.keys()
     for key, value in ours.items():
         assert value == pytest.approx(theirs[key], abs=REWARD_TOLERANCE), key
-    assert validations(moved[0]) == pytest.approx(validations(other), abs=REWARD_TOLERANCE)
-    assert trained(moved[0]) == trained(other)
+    assert validations(run) == pytest.approx(validations(other), abs=REWARD_TOLERANCE)
+    assert trained(run) == trained(other)
     expected = clean_audit(other, LIMITS).counts
     assert replace(report.counts, rejected=0) == expected, "what is undone is rejected if it comes late"
+
+
+def test_where_the_learner_was_changes_rounding_only(
+    inline: Path, moved: tuple[Path, str], report: AuditReport
+) -> None:
+    require_same(moved[0], inline, report)
+
+
+def test_without_spot_nodes_it_takes_one_on_demand_and_gives_it_back(job: Job, inline: Path) -> None:
+    trace = job.root / "gap.csv"
+    trace.write_text(
+        "# spotlight trace horizon_s=400.0\ntime_s,event,node,gpus\n"
+        + "".join(f"0.{number},add,spot-{number},1\n" for number in (1, 2))
+        + "".join(f"180.{number},add,spot-{number},1\n" for number in (3, 4))
+    )
+    run = job.root / "gap"
+    settings = (
+        *("fleet.learner_placement=spot_then_on_demand", f"iterations={ITERATIONS}"),
+        *("fleet.on_demand.after_s=25", "fleet.on_demand.back_after_s=3", f"fleet.spot.trace={trace}"),
+        *("fleet.spot.notice_s=0", "fleet.drain_margin_s=2", "fleet.price_usd_h=4"),
+    )
+    with running(run, job.arguments("gap", *SMALL, *RAY, *settings)) as it:
+        it.wait_for("SELECT 1 FROM optimizer_steps", 2)
+        for number in (1, 2):
+            it.kill(number)
+        decided = it.wait_for("SELECT detail FROM incidents WHERE kind = 'on_demand' ORDER BY id", 3)
+        assert it.end(2 * PATIENCE_S) == 0, it.told
+        it.require_nothing_left()
+    assert [str(row[0]).partition(":")[0] for row in decided] == ["take", "leave", "empty"], it.told
+    assert all(str(row[0]).endswith("; $4/h") for row in decided)
+    report = clean_audit(run, LIMITS)
+    assert [bill.ended for bill in report.attempts] == [Ending.FINISHED]
+    incidents = read_history(run).incidents
+    assert incidents[Incident.LEARNER_LOST, False] == 1, it.told
+    assert incidents[Incident.LEARNER_PLACED, True] == 3, "spot, on demand, spot"
+    assert incidents[Incident.NODE_LOST, False] == 1, "the node on demand was stopped"
+    require_same(run, inline, report)

@@ -295,7 +295,8 @@ def test_reserved_and_spot_machines_find_each_other() -> None:
     assert reserved["resources"]["accelerators"] == spot["resources"]["accelerators"]
     assert "num_nodes" not in spot, "a preemption would take all machines of the cluster"
     assert "launch/ray-start.sh head" in reserved["run"]
-    assert 'launch/ray-start.sh spot "$SPOTLIGHT_HEAD:6379"' in spot["run"]
+    assert spot["envs"]["SPOTLIGHT_KIND"] == "spot"
+    assert 'launch/ray-start.sh "$SPOTLIGHT_KIND" "$SPOTLIGHT_HEAD:6379"' in spot["run"]
     for task in (reserved, spot):
         assert task["secrets"] == {"SPOTLIGHT_TOKEN": None}
 

@@ -53,18 +53,19 @@ def test_ray_start_marks_nodes_and_keeps_a_token(fake_ray: Mapping[str, str]) ->
     assert token.stat().st_mode & 0o077 == 0
     for kind, arguments in (
         ("head", "head"), ("reserved", "reserved 10.1.2.3:6379"), ("spot", "spot 10.1.2.3:6379 --block"),
+        ("on-demand", "on-demand 10.1.2.3:6379 --node-name=on-demand-1"),
     ):  # fmt: skip
         told = ray_start(arguments, fake_ray).stdout.splitlines()
         assert told[0] == "start"
         assert "--node-ip-address=10.1.2.3" in told, "the private one of two addresses"
         (resources,) = (word.partition("=")[2] for word in told if word.startswith("--resources="))
         node = ray_node({}, json.loads(resources), 8)
-        assert node.kind is (NodeKind.SPOT if kind == "spot" else NodeKind.RESERVED)
+        assert node.kind is (NodeKind.RESERVED if kind == "head" else NodeKind(kind))
         assert ("--head" in told) == (kind == "head")
         assert ("--address=10.1.2.3:6379" in told) == (kind != "head")
         assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}", "NCCL_CUMEM_ENABLE=0"} <= set(told)
         assert ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0" in told) == (kind == "spot")
-    assert set(KIND_RESOURCES.values()) == {"spotlight_reserved", "spotlight_spot"}
+    assert set(KIND_RESOURCES.values()) == {"spotlight_reserved", "spotlight_spot", "spotlight_on_demand"}
 
 
 @pytest.mark.parametrize(

@@ -94,12 +94,17 @@ def test_kind_and_slots_by_resource_or_label(
         (
             {"spotlight_spot": 1, "spotlight_reserved": 1},
             {},
-            "both kinds (reserved, spot)",
+            "several kinds (reserved, spot)",
             "one of the resources",
         ),
-        ({"spotlight_spot": 1}, {"spotlight.io/kind": "reserved"}, "both kinds", "a label spotlight.io/kind"),
+        (
+            {"spotlight_spot": 1},
+            {"spotlight.io/kind": "reserved"},
+            "several kinds",
+            "a label spotlight.io/kind",
+        ),
         ({}, {"spotlight.io/kind": "spto"}, "spotlight.io/kind=spto", "--labels=spotlight.io/kind=spot"),
-        ({"GPU": 2}, {}, "neither reserved nor spot", "--resources='{\"spotlight_spot\": 1}'"),
+        ({"GPU": 2}, {}, "slots, but no kind", "--resources='{\"spotlight_spot\": 1}'"),
         (
             {"spotlight_spot": 1, "GPU": 1, "spotlight_slot": 2},
             {},

@@ -21,6 +21,12 @@ from spotlight.cluster.learner.learner_actor import RayLauncher
 from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
 from spotlight.cluster.learner.learner_rank import write_token
 from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
+from spotlight.cluster.nodes.on_demand import (
+    CommandMachines,
+    EmulatedMachines,
+    OnDemandMachines,
+    OnDemandNodes,
+)
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
 from spotlight.cluster.trace_collector import TraceCollector
@@ -35,6 +41,7 @@ from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import CONTROLLER_FILE
 from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.learner.on_demand import OnDemandPolicy
 from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.store.run_directory import RunDirectory
 from spotlight.weights.node_cache import cache_directory
@@ -91,6 +98,9 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
     async with AsyncExitStack() as stack:
         workers = _workers(materials, room, nodes, conversations, inbox, incidents, traces, stack)
         learner, places = await _learner(materials, room, nodes, incidents, stack)
+        if config.fleet.learner_placement == "spot_then_on_demand":
+            nodes.on_demand = _on_demand(config, room, nodes, incidents)
+            conversations.start(nodes.on_demand.run())
         driver = LearnerDriver(
             controller,
             learner,
@@ -174,7 +184,7 @@ async def _learner(
     config, fleet, token = materials.config, materials.config.fleet, secrets.token_hex(16)
     token_file = write_token(config, token)
     stack.callback(token_file.unlink, missing_ok=True)
-    moves = fleet.learner_placement == "spot"
+    moves = fleet.learner_moves
 
     async def wait_for_room() -> None:
         if nodes.learner_waits:
@@ -200,6 +210,29 @@ async def _learner(
     stack.push_async_callback(asyncio.to_thread, launcher.close)
     stack.push_async_callback(learner.stop)
     return learner, _MovingPlaces(nodes, launcher, learner, incidents) if moves else None
+
+
+def _on_demand(
+    config: RunConfig, room: AttemptRoom, nodes: ClusterNodes, incidents: IncidentRecorder
+) -> OnDemandNodes:
+    fleet, settings, emulated = config.fleet, config.fleet.on_demand, room.site.emulated
+    machines: OnDemandMachines
+    if emulated is not None:
+        machines = EmulatedMachines(emulated)
+    else:
+        assert settings.start is not None
+        assert settings.stop is not None
+        machines = CommandMachines(settings.start, settings.stop, fleet.start_s)
+    return OnDemandNodes(
+        OnDemandPolicy(settings.after_s, settings.back_after_s, fleet.start_s),
+        machines,
+        nodes,
+        room.accounts.clock,
+        slots=fleet.learner_ranks,
+        price_usd_h=fleet.learner_ranks * fleet.price_usd_h,
+        move_s=fleet.start_s + fleet.learner_s,
+        record=incidents.on_demand,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,11 +26,13 @@ from spotlight.cluster.nodes.listing import (
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
 from spotlight.cluster.nodes.node_prices import Fleet, LearnerSlots, Prices
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
+from spotlight.cluster.nodes.on_demand import OnDemandNodes
 from spotlight.cluster.remote_calls import Clock, Notify, RayLostError
 from spotlight.cluster.workers.worker_actor import WorkerPlacement
 from spotlight.config.errors import Problem
 from spotlight.config.schema import RunConfig
 from spotlight.scheduler import events as ev
+from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.types import NodeId, NodeKind
 
 LOOPBACK = "127.0.0.1"
@@ -78,7 +80,7 @@ class ClusterNodes:
         self._loop = asyncio.get_running_loop()
         ranks, prices = fleet.learner_ranks, Prices(fleet.price_usd_h, fleet.spot.price_usd_h)
         beside = config.pipeline.trainers_generate
-        if fleet.learner_placement == "spot":
+        if fleet.learner_moves:
             even = config.learner.shard == "node"
             self._fleet = Fleet.on_spot(ranks, prices, ranks_roll_out=beside, even=even)
         else:
@@ -92,6 +94,7 @@ class ClusterNodes:
         self._mixed: set[str] = set()
         self._rolling_out: set[NodeId] = set()
         self._stands = False
+        self.on_demand: OnDemandNodes | None = None
         self._first_gpu: Gpu | None = None
         self.placements: dict[NodeId, WorkerPlacement] = {}
         self.membership = NodeMembership(self, gather(), MembershipSettings(_notice_settings(config)))
@@ -136,6 +139,8 @@ class ClusterNodes:
         self._note_type(node, facts)
         for part in self._used(node, self._fleet.join(node)):
             self._put_event(ev.NodeJoined(part.node))
+        if self.on_demand is not None and node.kind is NodeKind.ON_DEMAND:
+            self.on_demand.joined(node)
         self._change_roles()
 
     def _used(self, node: RayNode, parts: tuple[Part, ...]) -> tuple[Part, ...]:
@@ -188,6 +193,8 @@ class ClusterNodes:
         names = self._fleet.lose(node.ray_id)
         self._unused(names)
         self._mixed.discard(node.ray_id)
+        if self.on_demand is not None:
+            self.on_demand.lost(node)
         for name in names:
             self._put_event(ev.NodeLost(name))
         self._change_roles()
@@ -213,8 +220,11 @@ class ClusterNodes:
 
     def acknowledge(self, node: NodeId) -> None:
         """Tell the cloud that a noticed node has no work left."""
-        if (host := self._fleet.host_of(node)) is not None:
-            self.membership.acknowledge(host)
+        if (host := self._fleet.host_of(node)) is None:
+            return
+        if self.on_demand is not None and host.kind is NodeKind.ON_DEMAND:
+            self.on_demand.emptied(host)
+        self.membership.acknowledge(host)
 
     def parts(self, node: NodeId) -> list[NodeId]:
         """The controller's nodes on the same machine, itself included."""
@@ -238,20 +248,31 @@ class ClusterNodes:
         """Whether there is none now."""
         return not self._room.is_set()
 
+    @property
+    def places(self) -> LearnerPlaces:
+        """Where a learner that moves may be."""
+        assert self._fleet.places is not None
+        return self._fleet.places
+
+    def announce_end(self, node: RayNode, remaining_s: float) -> None:
+        """Treat a node as one that will be taken in so many seconds."""
+        self._notice(node, self._clock() + remaining_s)
+
+    def cancel_end(self, node: RayNode) -> None:
+        """It stays after all."""
+        self._cancel_notice(node)
+
     def learner_lost(self) -> None:
         """The learner's processes have ended; their nodes may live."""
-        assert self._fleet.places is not None
-        self._fleet.places.lost()
+        self.places.lost()
         self._change_roles()
 
     def learner_started(self, at: Mapping[str, int]) -> list[tuple[str, float]]:
         """The learner is up on these Ray nodes; returns their names, and USD per hour of its slots there."""
-        assert self._fleet.places is not None
-        self._fleet.places.started(at)
+        self.places.started(at)
         self._change_roles()
-        price = self._fleet.prices.of(NodeKind.SPOT)
         return [
-            (node.name, count * price)
+            (node.name, count * self._fleet.prices.of(node.kind))
             for ray_id, count in at.items()
             if (node := self._fleet.ray_node(ray_id)) is not None
         ]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from spotlight.cluster.remote_calls import Clock, Notify
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
+from spotlight.scheduler.learner.on_demand import Decision
 from spotlight.scheduler.types import NodeId, NodeKind, WorkerId
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
@@ -45,18 +46,24 @@ class IncidentRecorder:
                 self.record(Incident.LEARNER_LOST, "learner", detail)
 
     def learner_waits(self, ranks: int, *, even: bool) -> None:
-        """No spot nodes have room for the learner; ``even``: equally many ranks on each node."""
+        """No nodes have room for the learner; ``even``: equally many ranks on each node."""
         detail = f"for {ranks} slots of spot nodes" + (", equally many on each" if even and ranks > 1 else "")
         self._write(Incident.LEARNER_WAITS, "learner", True, detail)
         self.note(f"the learner waits {detail}")
 
     def learner_placed(self, places: Sequence[tuple[str, float]]) -> None:
-        """The learner is up on these spot nodes, at these USD per hour."""
+        """The learner is up on these nodes, at these USD per hour."""
         if not places:
             return  # its nodes are gone again
         detail = ", ".join(f"{name} at ${price_usd_h:g}/h" for name, price_usd_h in places)
         self._write(Incident.LEARNER_PLACED, "learner", True, detail)
         self.note(f"the learner is on {detail}")
+
+    def on_demand(self, decision: Decision | None, node: str, detail: str) -> None:
+        """A node on demand is taken, left or given back for this reason; None: a command failed."""
+        told = detail if decision is None else f"{decision.value}: {detail}"
+        self._write(Incident.ON_DEMAND, node, False, told)
+        self.note(f"{node}: {told}")
 
     def worker_crashed(self, worker: WorkerId, why: str) -> None:
         """A worker process died on a living node."""

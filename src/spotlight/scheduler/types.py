@@ -97,10 +97,11 @@ class DropReason(StrEnum):
 
 
 class NodeKind(StrEnum):
-    """Whether the cloud may preempt a node."""
+    """Whether the cloud may preempt a node; one on demand is there as long as the learner needs it."""
 
     RESERVED = "reserved"
     SPOT = "spot"
+    ON_DEMAND = "on-demand"
 
 
 class WeightKind(StrEnum):

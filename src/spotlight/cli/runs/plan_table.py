@@ -166,9 +166,12 @@ def _sides(size: MediaSize | None) -> str:
 def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]]:
     spot, ranks = config.fleet.spot, config.fleet.learner_ranks
     beside = " and roll out" if config.pipeline.trainers_generate else ""
-    trains, moves = f"{ranks} of them train{beside}", config.fleet.learner_placement == "spot"
+    trains, moves = f"{ranks} of them train{beside}", config.fleet.learner_moves
     head = "for the controller alone" if fleet.reserved_slots == 0 else "they roll out"
     yield "reserved slots", count(fleet.reserved_slots), head if moves else trains
+    if config.fleet.learner_placement == "spot_then_on_demand":
+        after = f"when the learner has waited {config.fleet.on_demand.after_s:g} s"
+        yield "slots on demand", count(ranks), f"{after}, {money(ranks * config.fleet.price_usd_h)} an hour"
     source = "at most" if spot.trace is not None else "from the beginning"
     yield "spot slots", count(fleet.spot_slots), f"{source}; {trains}, and move" if moves else source
     if spot.trace is not None:

@@ -56,7 +56,7 @@ def spot_slots(fleet: FleetConfig) -> int:
 def require_learner_room(config: RunConfig) -> None:
     """Check that a learner on spot nodes can train at some time. ConfigError: there is never room for it."""
     fleet, even = config.fleet, config.learner.shard == "node"
-    if fleet.learner_placement != "spot" or fleet.address is not None:
+    if fleet.learner_placement != "spot" or fleet.address is not None:  # else it takes a node on demand
         return
     elsewhere = config.pipeline.trainers_generate or fleet.local.rollout_slots > 0
     slots: dict[str, int] = {}

@@ -1,8 +1,8 @@
 """Translate Ray's node list into the controller's nodes. Pure.
 
-A node is reserved or spot by a custom resource of any amount (``spotlight_reserved``, ``spotlight_spot``) or
-the label ``spotlight.io/kind``. Its slots are its GPUs, or the custom resource ``spotlight_slot`` on CPU
-nodes.
+A node is reserved, spot or on demand by a custom resource of any amount (``spotlight_reserved``,
+``spotlight_spot``, ``spotlight_on_demand``) or the label ``spotlight.io/kind``. Its slots are its GPUs, or
+the custom resource ``spotlight_slot`` on CPU nodes.
 
 A returning node gets a new Ray id and may appear before Ray has noticed its earlier death, so names are
 unique among living nodes and fixed for a node's life (:func:`unique_name`).
@@ -28,7 +28,11 @@ SHARE = 0.5
 ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 """Runtime environment of a process that sees all GPUs of its node and picks one by index."""
 KIND_RESOURCES: Mapping[NodeKind, str] = MappingProxyType(
-    {NodeKind.RESERVED: "spotlight_reserved", NodeKind.SPOT: "spotlight_spot"}
+    {
+        NodeKind.RESERVED: "spotlight_reserved",
+        NodeKind.SPOT: "spotlight_spot",
+        NodeKind.ON_DEMAND: "spotlight_on_demand",
+    }
 )
 KIND_LABEL = "spotlight.io/kind"
 GPU_LABEL = "spotlight.io/gpu-type"
@@ -113,8 +117,8 @@ def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
         kinds.add(NodeKind(label))
     if len(kinds) > 1:
         return Problem(
-            place, f"both kinds ({', '.join(sorted(kinds))})", "one",
-            f"Start it with one of the resources {' and '.join(KIND_RESOURCES.values())}, "
+            place, f"several kinds ({', '.join(sorted(kinds))})", "one",
+            f"Start it with one of the resources {', '.join(KIND_RESOURCES.values())}, "
             f"and a label {KIND_LABEL} that says the same or none.",
         )  # fmt: skip
     gpus, slots = resources.get("GPU", 0.0), resources.get(SLOT, 0.0)
@@ -129,7 +133,7 @@ def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
         if not (gpus or slots) or resources.get(REWARD_NODE, 0) > 0:
             return None
         return Problem(
-            place, "slots, but neither reserved nor spot", "one of them",
+            place, "slots, but no kind", "reserved, spot or on-demand",
             f"Start it with {_START % KIND_RESOURCES[NodeKind.SPOT]} "
             f"(or {KIND_RESOURCES[NodeKind.RESERVED]}), or --labels={KIND_LABEL}=spot.",
         )  # fmt: skip

@@ -71,8 +71,8 @@ class Fleet:
     def join(self, node: RayNode) -> tuple[Part, ...]:
         """Add a Ray node; returns the controller's nodes on it. :meth:`changes` may follow."""
         if self.places is not None:
-            if node.kind is NodeKind.SPOT:
-                self.places.join(node.ray_id, node.slots)
+            if node.kind is not NodeKind.RESERVED:
+                self.places.join(node.ray_id, node.slots, on_demand=node.kind is NodeKind.ON_DEMAND)
             held = self.places.held(node.ray_id)
         else:
             held = self._held(node)

@@ -81,6 +81,21 @@ class NoticesConfig(Section):
     """
 
 
+class OnDemandConfig(Section):
+    """A node at the full price (``fleet.price_usd_h``) for a learner that finds no spot node."""
+
+    after_s: Annotated[float, Field(ge=0)] = 300.0
+    """It is taken when the learner has waited this long."""
+    back_after_s: Annotated[float, Field(ge=0)] = 60.0
+    """The learner leaves it when spot nodes have had room for this long; then it is given back."""
+    start: str | None = None
+    """Shell command that starts a node and makes it join the cluster as ``$SPOTLIGHT_NODE``, with
+    ``$SPOTLIGHT_SLOTS`` GPUs. Only with ``fleet.address``: a cluster on this machine emulates the node.
+    """
+    stop: str | None = None
+    """Shell command that ends the node ``$SPOTLIGHT_NODE``; also called when the run ends."""
+
+
 class FleetConfig(Section):
     """Where the run executes, and what that costs."""
 
@@ -92,12 +107,15 @@ class FleetConfig(Section):
     """Dollars per hour per worker (a reserved GPU, or this machine's CPU). Every billed second is charged."""
     learner_ranks: PositiveInt = 1
     """Slots that train together (FSDP2)."""
-    learner_placement: Literal["reserved", "spot"] = "reserved"
+    learner_placement: Literal["reserved", "spot", "spot_then_on_demand"] = "reserved"
     """Nodes that the learner is on. ``spot``: it moves to another spot node when its own is noticed or lost,
     and waits for one where there is none. Its state is then saved after every iteration, behind the rollouts
     of the next, into ``runs_dir``, which spot nodes must share with the head; a loss costs at most the
     training of one iteration. Only the head needs a reserved node, without GPUs. LoRA only.
+    ``spot_then_on_demand``: instead of waiting on, it takes a node on demand (``fleet.on_demand``).
     """
+    on_demand: OnDemandConfig = OnDemandConfig()
+    """When a learner on spot nodes takes a node on demand, and how."""
     local: LocalNodesConfig = LocalNodesConfig()
     """Reserved nodes of a cluster on this machine."""
     spot: SpotConfig = SpotConfig()
@@ -147,9 +165,14 @@ class FleetConfig(Section):
         return "bfloat16" if rounds else "float32"
 
     @property
+    def learner_moves(self) -> bool:
+        """Whether the learner is on spot nodes."""
+        return self.learner_placement != "reserved"
+
+    @property
     def reserved_ranks(self) -> int:
         """Learner ranks on reserved nodes."""
-        return 0 if self.learner_placement == "spot" else self.learner_ranks
+        return 0 if self.learner_moves else self.learner_ranks
 
     @property
     def only_learner_slots(self) -> bool:
@@ -180,8 +203,9 @@ class FleetConfig(Section):
                 f"Set fleet.spot.nodes to at least {self._spot_nodes_min} or fleet.local.rollout_slots to at "
                 "least 1, or name a fleet.spot.trace.",
             )  # fmt: skip
-        if self.learner_placement == "spot":
+        if self.learner_moves:
             yield from self._moving_problems(run)
+        yield from self._on_demand_problems()
         degrees = list(self.sequence_parallel.degrees)
         if degrees != (ascending := sorted(set(degrees))):
             yield Problem(
@@ -209,23 +233,45 @@ class FleetConfig(Section):
 
     def _moving_problems(self, run: RunConfig) -> Iterator[Problem]:
         """Keys that a learner on spot nodes cannot follow."""
+        placement = f"fleet.learner_placement={self.learner_placement}"
         for index, reward in enumerate(run.rewards):
             if reward.device == "learner":
                 yield Problem(
-                    f"rewards[{index}].device", "learner", "another with fleet.learner_placement=spot",
+                    f"rewards[{index}].device", "learner", f"another with {placement}",
                     "Its process cannot move with the learner: set cpu, spot or cuda, or leave it out.",
                 )  # fmt: skip
         if run.checkpoint.every != 1:
             yield Problem(
-                "checkpoint.every", str(run.checkpoint.every), "1 with fleet.learner_placement=spot",
+                "checkpoint.every", str(run.checkpoint.every), f"1 with {placement}",
                 "The learner's state is saved after every iteration there: leave it out.",
             )  # fmt: skip
         if run.learner.mode != "lora":
             yield Problem(
-                "learner.mode", run.learner.mode, "lora with fleet.learner_placement=spot",
+                "learner.mode", run.learner.mode, f"lora with {placement}",
                 "All weights would be saved after every iteration: set learner.mode=lora, or leave "
                 "fleet.learner_placement out.",
             )  # fmt: skip
+
+    def _on_demand_problems(self) -> Iterator[Problem]:
+        """Keys that nothing reads, and commands that are missing."""
+        takes = self.learner_placement == "spot_then_on_demand"
+        if not takes and self.on_demand != OnDemandConfig():
+            yield Problem(
+                "fleet.on_demand", "set", f"nothing with fleet.learner_placement={self.learner_placement}",
+                "Set fleet.learner_placement=spot_then_on_demand, or leave it out.",
+            )  # fmt: skip
+            return
+        for key, command in (("start", self.on_demand.start), ("stop", self.on_demand.stop)):
+            if takes and self.address is not None and command is None:
+                yield Problem(
+                    f"fleet.on_demand.{key}", "nothing", "a shell command with fleet.address",
+                    "Give the command of your cloud (docs/howto/train-on-spot.md has some).",
+                )  # fmt: skip
+            if takes and self.address is None and command is not None:
+                yield Problem(
+                    f"fleet.on_demand.{key}", repr(command), "nothing without fleet.address",
+                    "A cluster on this machine emulates the node: leave it out.",
+                )  # fmt: skip
 
     def _publish_problems(self, run: RunConfig) -> Iterator[Problem]:
         learner = run.learner
@@ -254,7 +300,7 @@ class FleetConfig(Section):
                     "fleet.learner_ranks", str(self.learner_ranks), "1 with fleet.driver=inline",
                     "Start so many ranks with torchrun, or set fleet.driver=ray.",
                 )  # fmt: skip
-            if self.learner_placement != "reserved":
+            if self.learner_moves:
                 yield Problem(
                     "fleet.learner_placement", self.learner_placement, "reserved with fleet.driver=inline",
                     "Set fleet.driver=ray, or leave it out.",

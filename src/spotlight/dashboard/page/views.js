@@ -199,7 +199,7 @@ function laneLegend(found) {
   const met = new Set(found.lanes.flatMap((lane) => lane.stretches.map(([, , phase]) => phase)));
   return h("div", { class: "legend" }, found.phases.map((phase, index) => met.has(index) && h("span", {}, h("span", { class: "swatch", style: { background: phaseColour(phase) } }), words(phase))),
     ["node_noticed", "node_drained", "node_lost", "worker_crashed"].map((kind) => h("span", {}, `${MARKS[kind]} ${words(kind)}`)),
-    ["learner_lost", "learner_waits", "learner_placed"].map((kind) => happened.has(kind) && h("span", {}, `${MARKS[kind]} ${words(kind)}`)));
+    ["learner_lost", "learner_waits", "learner_placed", "on_demand"].map((kind) => happened.has(kind) && h("span", {}, `${MARKS[kind]} ${words(kind)}`)));
 }
 
 /** A time as Plotly takes it: on this machine's clock, like the lanes. */

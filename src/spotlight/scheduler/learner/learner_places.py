@@ -1,4 +1,5 @@
-"""Chooses the spot nodes that hold the learner's ranks. Pure; used by drivers.
+"""Chooses the nodes that hold the learner's ranks: spot nodes, or else those taken on demand. Pure; used by
+drivers.
 
     a node joins, is noticed or is lost ─► places, once enough slots are free ─► the learner starts there
                                                                                             │
@@ -52,8 +53,9 @@ class LearnerPlaces:
 
     Attributes:
         even: equally many ranks on each node.
-        slots: of each spot node that is there.
-        leaving: those with a preemption notice.
+        slots: of each node that is there.
+        on_demand: those of them that are used where spot nodes have no room.
+        leaving: those with a preemption notice, or that are to be given back.
         target: ranks by node where the learner starts next, or runs.
         running: where it runs; empty while it does not.
     """
@@ -61,6 +63,7 @@ class LearnerPlaces:
     ranks: int
     even: bool = False
     slots: dict[str, int] = field(default_factory=dict)
+    on_demand: set[str] = field(default_factory=set)
     leaving: set[str] = field(default_factory=set)
     target: Mapping[str, int] = field(default_factory=dict)
     running: Mapping[str, int] = field(default_factory=dict)
@@ -69,14 +72,23 @@ class LearnerPlaces:
         """Slots of a node that belong to the learner."""
         return max(self.target.get(node, 0), self.running.get(node, 0))
 
-    def join(self, node: str, slots: int) -> None:
+    @property
+    def spot_room(self) -> bool:
+        """Whether spot nodes have room for all ranks, or hold them."""
+        spot = {name: count for name, count in self._free(self.leaving).items() if name not in self.on_demand}
+        return bool(choose_places(spot, self.ranks, even=self.even))
+
+    def join(self, node: str, slots: int, *, on_demand: bool = False) -> None:
         """A node is there."""
         self.slots[node] = slots
+        if on_demand:
+            self.on_demand.add(node)
         self._choose()
 
     def lose(self, node: str) -> None:
         """A node is gone, and with it a learner that ran there."""
         self.slots.pop(node, None)
+        self.on_demand.discard(node)
         self.leaving.discard(node)
         if node in self.running:
             self.running = {}
@@ -111,8 +123,11 @@ class LearnerPlaces:
         if self._stays(self.target):
             return
         free = self._free(self.leaving | set(self.running))
-        if chosen := choose_places(free, self.ranks, even=self.even):
-            self.target = chosen
+        spot = {name: count for name, count in free.items() if name not in self.on_demand}
+        for slots in (spot, free):
+            if chosen := choose_places(slots, self.ranks, even=self.even):
+                self.target = chosen
+                return
 
     def _stays(self, places: Mapping[str, int]) -> bool:
         return bool(places) and self.leaving.isdisjoint(places)

@@ -20,7 +20,7 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 UPGRADABLE_VERSION = 2
 """Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``, ``scorers`` and
 ``leases``, and ``outcomes`` refuses samples left out by choice.
@@ -50,6 +50,8 @@ class Incident(StrEnum):
     LEARNER_LOST = "learner_lost"
     LEARNER_WAITS = "learner_waits"
     LEARNER_PLACED = "learner_placed"
+    ON_DEMAND = "on_demand"
+    """A node on demand is taken for the learner, left or given back: the detail says which."""
 
 
 class RolloutOutcome(StrEnum):
@@ -334,7 +336,14 @@ INSERT INTO incidents (id, attempt, at, kind, subject, spot, detail)
     SELECT id, attempt, at, kind, subject, spot, detail FROM incidents_before;
 DROP TABLE incidents_before;
 """
-_ADDED = {3: _FILLED, 4: _SCORERS, 5: _OUTCOMES_AGAIN, 6: _INCIDENTS_AGAIN, 7: _INCIDENTS_AGAIN + _LEASES}
+_ADDED = {
+    3: _FILLED,
+    4: _SCORERS,
+    5: _OUTCOMES_AGAIN,
+    6: _INCIDENTS_AGAIN,
+    7: _INCIDENTS_AGAIN + _LEASES,
+    8: _INCIDENTS_AGAIN,
+}
 """What each version added."""
 
 

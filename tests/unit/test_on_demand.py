@@ -1,0 +1,157 @@
+"""When a learner on spot nodes takes a node on demand and gives it back; the commands that do it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.cluster.nodes.on_demand import CommandMachines, OnDemandError
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import build_config
+from spotlight.scheduler.learner.learner_places import LearnerPlaces
+from spotlight.scheduler.learner.on_demand import Decision, OnDemandPolicy
+
+AFTER_S, BACK_AFTER_S, START_S = 5.0, 4.0, 8.0
+DAYS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=8)
+"""So many spot nodes for so many seconds, again and again."""
+
+
+class World:
+    """One rank, spot nodes that come and go, and machines on demand; a step is a second."""
+
+    def __init__(self, delay_s: int | None) -> None:
+        self.places = LearnerPlaces(1)
+        self.policy = OnDemandPolicy(AFTER_S, BACK_AFTER_S, START_S)
+        self.delay_s, self.now_s, self.made = delay_s, 0, 0
+        self.coming: tuple[str, int] | None = None
+        self.there: str | None = None
+        self.decisions: list[Decision] = []
+        self.waited_s = self.roomy_s = 0
+
+    def step(self, spot: int) -> None:
+        places, have = self.places, [name for name in self.places.slots if name.startswith("spot")]
+        for name in have[spot:]:
+            places.lose(name)
+        for _ in range(spot - len(have)):
+            self.made += 1
+            places.join(f"spot-{self.made}", 1)
+        if self.coming is not None and self.delay_s is not None:
+            name, ordered_s = self.coming
+            if self.now_s >= ordered_s + self.delay_s:
+                self.there, self.coming = name, None
+                places.join(name, 1, on_demand=True)
+        self.decide()
+        places.started(places.target)
+        self.waited_s = 0 if places.target else self.waited_s + 1
+        self.roomy_s = self.roomy_s + 1 if spot else 0
+        self.now_s += 1
+
+    def decide(self) -> None:
+        places, there = self.places, self.there
+        decision = self.policy.decide(
+            self.now_s,
+            waits=not places.target,
+            spot_room=places.spot_room,
+            is_there=there is not None,
+            holds=there is not None and places.held(there) > 0,
+        )
+        if decision is not None:
+            self.decisions.append(decision)
+        match decision:
+            case Decision.TAKE:
+                assert self.coming is None
+                assert self.there is None
+                self.coming = f"on-demand-{self.now_s}", self.now_s
+            case Decision.CANCEL:
+                self.coming = None
+            case Decision.LEAVE if there is not None:
+                places.notice(there)
+            case Decision.STAY if there is not None:
+                places.cancel(there)
+            case Decision.EMPTY if there is not None:
+                assert not places.held(there)
+                places.lose(there)
+                self.there = None
+
+
+@given(days=DAYS, delay_s=st.sampled_from([0, 1, 3, 7, None]))
+def test_it_neither_waits_nor_pays_for_long(days: list[tuple[int, int]], delay_s: int | None) -> None:
+    world = World(delay_s)
+    for spot, seconds in days:
+        for _ in range(seconds):
+            world.step(spot)
+            if delay_s is not None:
+                assert world.waited_s <= AFTER_S + delay_s + 1
+            if world.roomy_s > BACK_AFTER_S + START_S + 3:
+                assert (world.coming, world.there) == (None, None)
+    taken = world.decisions.count(Decision.TAKE)
+    ended = world.decisions.count(Decision.EMPTY) + world.decisions.count(Decision.CANCEL)
+    assert taken - ended == (world.coming is not None or world.there is not None)
+
+
+def test_spot_nodes_come_first_and_short_waits_cost_nothing() -> None:
+    places = LearnerPlaces(1)
+    places.join("dear", 1, on_demand=True)
+    assert places.target == {"dear": 1}
+    places.started(places.target)
+    places.join("spot", 1)
+    assert places.target == {"dear": 1}, "a learner that runs does not move by itself"
+    assert places.spot_room
+    places.notice("dear")
+    assert places.target == {"spot": 1}
+    world = World(delay_s=1)
+    for _ in range(20):
+        for spot in (1, 0, 0, 0):
+            world.step(spot)
+    assert world.decisions == []
+
+
+def test_a_learner_whose_spot_nodes_are_gone_again_stays() -> None:
+    world = World(delay_s=0)
+    while world.there is None:
+        world.step(0)
+    places, policy, there = world.places, world.policy, world.there
+    places.join("spot", 1)
+    decisions = [
+        policy.decide(100.0 + second, waits=False, spot_room=places.spot_room, is_there=True, holds=True)
+        for second in range(6)
+    ]
+    assert decisions == [None] * 4 + [Decision.LEAVE, None]
+    places.notice(there)
+    places.lose("spot")
+    state = {"waits": False, "spot_room": places.spot_room, "is_there": True, "holds": True}
+    assert policy.decide(107.0, **state) is Decision.STAY
+    assert policy.decide(108.0, **state) is None
+
+
+def test_commands_are_told_the_node_and_their_failure_is_told(tmp_path: Path) -> None:
+    note = f"{sys.executable} -c \"import os; print(os.environ['SPOTLIGHT_NODE'])\" >> {tmp_path}/log"
+    machines = CommandMachines(f"echo $SPOTLIGHT_SLOTS >> {tmp_path}/log; {note}", note, timeout_s=30)
+    machines.start("on-demand-1", 4)
+    machines.stop("on-demand-1")
+    assert (tmp_path / "log").read_text().split() == ["4", "on-demand-1", "on-demand-1"]
+    failing = CommandMachines("echo no quota; exit 3", "sleep 30", timeout_s=0.2)
+    with pytest.raises(OnDemandError, match=r"fleet\.on_demand\.start ended with status 3: no quota"):
+        failing.start("on-demand-2", 1)
+    with pytest.raises(OnDemandError, match=r"fleet\.on_demand\.stop.*timed out"):
+        failing.stop("on-demand-2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "remedy"),
+    [
+        ({"on_demand": {"after_s": 9}}, "fleet.on_demand", "Set fleet.learner_placement=spot_then_on_demand"),
+        ({"learner_placement": "spot_then_on_demand", "on_demand": {"stop": "true"}}, "fleet.on_demand.stop",
+         "leave it out"),
+        ({"learner_placement": "spot_then_on_demand", "address": "auto"}, "fleet.on_demand.start",
+         "Give the command of your cloud"),
+    ],
+)  # fmt: skip
+def test_keys_that_do_not_go_together_are_refused(changes: dict[str, object], key: str, remedy: str) -> None:
+    fleet = {"driver": "ray"} | ({} if "address" in changes else {"spot": {"nodes": 3}}) | changes
+    with pytest.raises(ConfigError, match=rf"{key}: found.*{remedy}"):
+        build_config({"fleet": fleet, "learner": {"mode": "lora"}}, "the test")
