@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.cluster.nodes.on_demand import CommandMachines, OnDemandError
+from spotlight.cluster.nodes.on_demand_nodes import CommandMachines, OnDemandError
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
-from spotlight.scheduler.learner.on_demand import Decision, OnDemandPolicy
+from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy, OnDemandStep
 
 AFTER_S, BACK_AFTER_S, START_S = 5.0, 4.0, 8.0
 DAYS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=8)
@@ -29,7 +29,7 @@ class World:
         self.delay_s, self.now_s, self.made = delay_s, 0, 0
         self.coming: tuple[str, int] | None = None
         self.there: str | None = None
-        self.decisions: list[Decision] = []
+        self.decisions: list[OnDemandStep] = []
         self.waited_s = self.roomy_s = 0
 
     def step(self, spot: int) -> None:
@@ -62,17 +62,17 @@ class World:
         if decision is not None:
             self.decisions.append(decision)
         match decision:
-            case Decision.TAKE:
+            case OnDemandStep.TAKE:
                 assert self.coming is None
                 assert self.there is None
                 self.coming = f"on-demand-{self.now_s}", self.now_s
-            case Decision.CANCEL:
+            case OnDemandStep.CANCEL:
                 self.coming = None
-            case Decision.LEAVE if there is not None:
+            case OnDemandStep.LEAVE if there is not None:
                 places.notice(there)
-            case Decision.STAY if there is not None:
+            case OnDemandStep.STAY if there is not None:
                 places.cancel(there)
-            case Decision.EMPTY if there is not None:
+            case OnDemandStep.EMPTY if there is not None:
                 assert not places.held(there)
                 places.lose(there)
                 self.there = None
@@ -88,8 +88,8 @@ def test_it_neither_waits_nor_pays_for_long(days: list[tuple[int, int]], delay_s
                 assert world.waited_s <= AFTER_S + delay_s + 1
             if world.roomy_s > BACK_AFTER_S + START_S + 3:
                 assert (world.coming, world.there) == (None, None)
-    taken = world.decisions.count(Decision.TAKE)
-    ended = world.decisions.count(Decision.EMPTY) + world.decisions.count(Decision.CANCEL)
+    taken = world.decisions.count(OnDemandStep.TAKE)
+    ended = world.decisions.count(OnDemandStep.EMPTY) + world.decisions.count(OnDemandStep.CANCEL)
     assert taken - ended == (world.coming is not None or world.there is not None)
 
 
@@ -120,11 +120,11 @@ def test_a_learner_whose_spot_nodes_are_gone_again_stays() -> None:
         policy.decide(100.0 + second, waits=False, spot_room=places.spot_room, is_there=True, holds=True)
         for second in range(6)
     ]
-    assert decisions == [None] * 4 + [Decision.LEAVE, None]
+    assert decisions == [None] * 4 + [OnDemandStep.LEAVE, None]
     places.notice(there)
     places.lose("spot")
     state = {"waits": False, "spot_room": places.spot_room, "is_there": True, "holds": True}
-    assert policy.decide(107.0, **state) is Decision.STAY
+    assert policy.decide(107.0, **state) is OnDemandStep.STAY
     assert policy.decide(108.0, **state) is None
 
 

@@ -21,7 +21,7 @@ from spotlight.cluster.learner.learner_actor import RayLauncher
 from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
 from spotlight.cluster.learner.learner_rank import write_token
 from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
-from spotlight.cluster.nodes.on_demand import (
+from spotlight.cluster.nodes.on_demand_nodes import (
     CommandMachines,
     EmulatedMachines,
     OnDemandMachines,
@@ -41,7 +41,7 @@ from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import CONTROLLER_FILE
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.learner.on_demand import OnDemandPolicy
+from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy
 from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.store.run_directory import RunDirectory
 from spotlight.weights.node_cache import cache_directory

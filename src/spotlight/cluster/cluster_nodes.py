@@ -26,7 +26,7 @@ from spotlight.cluster.nodes.listing import (
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
 from spotlight.cluster.nodes.node_prices import Fleet, LearnerSlots, Prices
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
-from spotlight.cluster.nodes.on_demand import OnDemandNodes
+from spotlight.cluster.nodes.on_demand_nodes import OnDemandNodes
 from spotlight.cluster.remote_calls import Clock, Notify, RayLostError
 from spotlight.cluster.workers.worker_actor import WorkerPlacement
 from spotlight.config.errors import Problem

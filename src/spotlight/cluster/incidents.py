@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from spotlight.cluster.remote_calls import Clock, Notify
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
-from spotlight.scheduler.learner.on_demand import Decision
+from spotlight.scheduler.learner.on_demand_policy import OnDemandStep
 from spotlight.scheduler.types import NodeId, NodeKind, WorkerId
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
@@ -59,7 +59,7 @@ class IncidentRecorder:
         self._write(Incident.LEARNER_PLACED, "learner", True, detail)
         self.note(f"the learner is on {detail}")
 
-    def on_demand(self, decision: Decision | None, node: str, detail: str) -> None:
+    def on_demand(self, decision: OnDemandStep | None, node: str, detail: str) -> None:
         """A node on demand is taken, left or given back for this reason; None: a command failed."""
         told = detail if decision is None else f"{decision.value}: {detail}"
         self._write(Incident.ON_DEMAND, node, False, told)

@@ -1,7 +1,7 @@
 """Nodes on demand for a learner that no spot node has room for: taken, emptied and given back.
 
-:class:`spotlight.scheduler.learner.on_demand.OnDemandPolicy` decides. A node that is given back is treated
-as one with a preemption notice; it is stopped once nothing works on it.
+:class:`spotlight.scheduler.learner.on_demand_policy.OnDemandPolicy` decides. A node that is given back is
+treated as one with a preemption notice; it is stopped once nothing works on it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterErro
 from spotlight.cluster.nodes.listing import RayNode
 from spotlight.cluster.remote_calls import Clock
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
-from spotlight.scheduler.learner.on_demand import Decision, OnDemandPolicy
+from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy, OnDemandStep
 from spotlight.scheduler.types import NodeKind
 
 LOOK_S = 1.0
@@ -134,7 +134,7 @@ class OnDemandNodes:
     slots: int
     price_usd_h: float
     move_s: float
-    record: Callable[[Decision | None, str, str], None]
+    record: Callable[[OnDemandStep | None, str, str], None]
     _coming: str | None = None
     _there: RayNode | None = None
     _empty: bool = False
@@ -177,24 +177,24 @@ class OnDemandNodes:
             holds=there is not None and places.held(there.ray_id) > 0,
         )
         match decision:
-            case Decision.TAKE:
+            case OnDemandStep.TAKE:
                 self._coming = name = f"on-demand-{secrets.token_hex(3)}"
                 self._tell(decision, name, "no spot node has room for the learner")
                 await self._attempt(self.machines.start, name, self.slots)
-            case Decision.CANCEL if self._coming is not None:
+            case OnDemandStep.CANCEL if self._coming is not None:
                 self._tell(decision, self._coming, "it has not joined in time")
                 await self._stop(self._coming)
-            case Decision.LEAVE if there is not None:
+            case OnDemandStep.LEAVE if there is not None:
                 self._tell(decision, there.name, "spot nodes have room for the learner")
                 self.owner.announce_end(there, self.move_s)
-            case Decision.STAY if there is not None:
+            case OnDemandStep.STAY if there is not None:
                 self._tell(decision, there.name, "spot nodes have no room any more")
                 self.owner.cancel_end(there)
-            case Decision.EMPTY if there is not None:
+            case OnDemandStep.EMPTY if there is not None:
                 self._tell(decision, there.name, "the learner is on spot nodes")
                 self.owner.announce_end(there, 0.0)
 
-    def _tell(self, decision: Decision, name: str, why: str) -> None:
+    def _tell(self, decision: OnDemandStep, name: str, why: str) -> None:
         self.record(decision, name, f"{why}; ${self.price_usd_h:g}/h")
 
     async def _stop(self, name: str) -> None:

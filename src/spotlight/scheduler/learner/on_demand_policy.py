@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Decision(StrEnum):
+class OnDemandStep(StrEnum):
     """What to do about a node on demand."""
 
     TAKE = "take"
@@ -53,7 +53,7 @@ class OnDemandPolicy:
 
     def decide(
         self, now_s: float, *, waits: bool, spot_room: bool, is_there: bool, holds: bool
-    ) -> Decision | None:
+    ) -> OnDemandStep | None:
         """Call it often; times are those of one clock.
 
         Args:
@@ -72,24 +72,24 @@ class OnDemandPolicy:
             if now_s - self._taken_s < self.start_s:
                 return None
             self._taken_s = None
-            return Decision.CANCEL
+            return OnDemandStep.CANCEL
         if self._waits_since_s is None or now_s - self._waits_since_s < self.after_s:
             return None
         self._taken_s = now_s
-        return Decision.TAKE
+        return OnDemandStep.TAKE
 
-    def _give_back(self, now_s: float, holds: bool) -> Decision | None:
+    def _give_back(self, now_s: float, holds: bool) -> OnDemandStep | None:
         if not holds:
             told, self._empties = self._empties, True
-            return None if told else Decision.EMPTY
+            return None if told else OnDemandStep.EMPTY
         lasts = self._room_since_s is not None and now_s - self._room_since_s >= self.back_after_s
         if self._leaves and self._room_since_s is None:
             self._leaves = False
-            return Decision.STAY
+            return OnDemandStep.STAY
         if self._leaves or not lasts:
             return None
         self._leaves = True
-        return Decision.LEAVE
+        return OnDemandStep.LEAVE
 
 
 def _since(before_s: float | None, holds: bool, now_s: float) -> float | None:
