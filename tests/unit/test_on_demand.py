@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.cluster.nodes.on_demand_nodes import CommandMachines, OnDemandError
+from spotlight.cluster.nodes import on_demand_nodes
+from spotlight.cluster.nodes.listing import RayNode
+from spotlight.cluster.nodes.on_demand_nodes import CommandMachines, OnDemandError, OnDemandNodes
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy, OnDemandStep
+from spotlight.scheduler.types import NodeKind
 
 AFTER_S, BACK_AFTER_S, START_S = 5.0, 4.0, 8.0
 DAYS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=8)
@@ -139,6 +146,87 @@ def test_commands_are_told_the_node_and_their_failure_is_told(tmp_path: Path) ->
         failing.start("on-demand-2", 1)
     with pytest.raises(OnDemandError, match=r"fleet\.on_demand\.stop.*timed out"):
         failing.stop("on-demand-2")
+
+
+@dataclass
+class Waiting:
+    """A learner without a place."""
+
+    places: LearnerPlaces = field(default_factory=lambda: LearnerPlaces(2))
+    learner_waits: bool = True
+    ends: list[str] = field(default_factory=list)
+
+    def announce_end(self, node: RayNode, remaining_s: float) -> None:
+        self.ends.append(node.name)
+
+    def cancel_end(self, node: RayNode) -> None:
+        self.ends.remove(node.name)
+
+
+def looking_after(owner: Waiting, machines: CommandMachines) -> tuple[OnDemandNodes, list[str]]:
+    told: list[str] = []
+    nodes = OnDemandNodes(
+        OnDemandPolicy(0.0, 0.0, 60.0), machines, owner, time.monotonic, slots=2, price_usd_h=8.0, move_s=9.0,
+        record=lambda step, _, detail: told.append(f"{step and step.value}: {detail}"),
+    )  # fmt: skip
+    return nodes, told
+
+
+def a_node(name: str) -> RayNode:
+    return RayNode(f"ray-{name}", name, NodeKind.ON_DEMAND, 2, False, "cpu", "10.0.0.1", 1, "")
+
+
+def test_a_run_that_ends_meanwhile_stops_what_was_being_started(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    machines = CommandMachines(
+        f"sleep .5; echo up $SPOTLIGHT_SLOTS $SPOTLIGHT_NODE >> {log}",
+        f"echo down $SPOTLIGHT_NODE >> {log}",
+        30,
+    )
+    nodes, told = looking_after(Waiting(), machines)
+
+    async def run() -> None:
+        task = asyncio.create_task(nodes.run())
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    up, down = (line.split() for line in log.read_text().splitlines())
+    assert up[:2] == ["up", "2"]
+    assert down == ["down", up[2]]
+    assert told == ["take: no spot node has room for the learner; $8/h"]
+
+
+def test_a_node_is_stopped_once_empty_and_again_if_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_demand_nodes, "LOOK_S", 0.01)
+    monkeypatch.setattr(on_demand_nodes, "RETRY_S", 0.05)
+    log, owner, node = tmp_path / "log", Waiting(learner_waits=False), a_node("on-demand-1")
+    fails_once = f"echo $SPOTLIGHT_NODE >> {log}; test $(wc -l < {log}) -ge 2"
+    nodes, told = looking_after(owner, CommandMachines("true", fails_once, 30))
+
+    async def run() -> None:
+        task = asyncio.create_task(nodes.run())
+        nodes.joined(node)  # one that an earlier attempt took
+        while not owner.ends:
+            await asyncio.sleep(0.01)
+        nodes.emptied(node)
+        while log.read_text().split() != [node.name] * 2 if log.exists() else True:
+            await asyncio.sleep(0.01)
+        nodes.lost(node)
+        await asyncio.sleep(0.1)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert log.read_text().split() == [node.name] * 2, "not a third time"
+    assert told[0] == "empty: the learner is on spot nodes; $8/h"
+    assert "fleet.on_demand.stop ended with status 1" in told[1]
+    assert len(told) == 2
 
 
 @pytest.mark.parametrize(

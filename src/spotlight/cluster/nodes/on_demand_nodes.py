@@ -11,7 +11,7 @@ import os
 import secrets
 import subprocess
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError
@@ -22,6 +22,7 @@ from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy, OnDeman
 from spotlight.scheduler.types import NodeKind
 
 LOOK_S = 1.0
+RETRY_S = 60.0
 _OUTPUT = 500
 """Characters of a failed command that are shown."""
 
@@ -120,6 +121,9 @@ class Owner(Protocol):
 class OnDemandNodes:
     """Looks after them. Head's event loop only.
 
+    A node whose stop fails is stopped again every ``RETRY_S``; a node that is lost is stopped, too, since its
+    machine may live and cost.
+
     Attributes:
         slots: of each: all learner ranks.
         price_usd_h: of these.
@@ -137,38 +141,44 @@ class OnDemandNodes:
     record: Callable[[OnDemandStep | None, str, str], None]
     _coming: str | None = None
     _there: RayNode | None = None
-    _empty: bool = False
+    _ending: dict[str, float] = field(default_factory=dict)
+    """Nodes to stop, and when."""
+    _ended: set[str] = field(default_factory=set)
+    _starting: asyncio.Task[bool] | None = None
 
     async def run(self) -> None:
-        """Look after them until cancelled; then the one that is there, or coming, is stopped."""
+        """Look after them until cancelled; then those that are there, or coming, are stopped."""
         try:
             while True:
                 await self._look()
                 await asyncio.sleep(LOOK_S)
         finally:
-            name = self._coming if self._there is None else self._there.name
-            if name is not None:
-                await asyncio.shield(self._stop(name))
+            await asyncio.shield(self._end_all())
 
     def joined(self, node: RayNode) -> None:
         """A node on demand is there; perhaps one that an earlier attempt took."""
-        self._coming, self._there, self._empty = None, node, False
+        if self._there is None:
+            self._coming, self._there = None, node
+        else:
+            self._ending[node.name] = self.clock()
 
     def lost(self, node: RayNode) -> None:
         """A node is gone, of any kind."""
         if self._there is not None and self._there.ray_id == node.ray_id:
             self._there = None
+            if node.name not in self._ended:
+                self._ending[node.name] = self.clock()
 
     def emptied(self, node: RayNode) -> None:
         """Nothing works any more on a node whose end was announced."""
-        self._empty = self._there is not None and self._there.ray_id == node.ray_id
+        if self._there is not None and self._there.ray_id == node.ray_id:
+            self._ending[node.name] = self.clock()
 
     async def _look(self) -> None:
         there, places = self._there, self.owner.places
-        if there is not None and self._empty:
-            self._empty = False
-            await self._stop(there.name)
-            return
+        for name, at_s in list(self._ending.items()):
+            if at_s <= self.clock():
+                await self._stop(name)
         decision = self.policy.decide(
             self.clock(),
             waits=self.owner.learner_waits,
@@ -180,10 +190,11 @@ class OnDemandNodes:
             case OnDemandStep.TAKE:
                 self._coming = name = f"on-demand-{secrets.token_hex(3)}"
                 self._tell(decision, name, "no spot node has room for the learner")
-                await self._attempt(self.machines.start, name, self.slots)
+                self._starting = asyncio.create_task(self._attempt(self.machines.start, name, self.slots))
             case OnDemandStep.CANCEL if self._coming is not None:
                 self._tell(decision, self._coming, "it has not joined in time")
-                await self._stop(self._coming)
+                self._ending[self._coming] = self.clock()
+                self._coming = None
             case OnDemandStep.LEAVE if there is not None:
                 self._tell(decision, there.name, "spot nodes have room for the learner")
                 self.owner.announce_end(there, self.move_s)
@@ -197,12 +208,25 @@ class OnDemandNodes:
     def _tell(self, decision: OnDemandStep, name: str, why: str) -> None:
         self.record(decision, name, f"{why}; ${self.price_usd_h:g}/h")
 
-    async def _stop(self, name: str) -> None:
-        self._coming = None
-        await self._attempt(self.machines.stop, name)
+    async def _end_all(self) -> None:
+        if self._starting is not None:
+            await self._starting  # stopped before it is there, it would come afterwards
+        there = None if self._there is None else self._there.name
+        up = [self._coming, there, *self._ending]
+        for name in dict.fromkeys(name for name in up if name is not None and name not in self._ended):
+            await self._stop(name)
 
-    async def _attempt(self, call: Callable[..., None], *args: object) -> None:
+    async def _stop(self, name: str) -> None:
+        if await self._attempt(self.machines.stop, name):
+            self._ending.pop(name, None)
+            self._ended.add(name)
+        else:
+            self._ending[name] = self.clock() + RETRY_S
+
+    async def _attempt(self, call: Callable[..., None], *args: object) -> bool:
         try:
             await asyncio.to_thread(call, *args)
         except OnDemandError as error:
             self.record(None, str(args[0]), str(error))
+            return False
+        return True

@@ -47,10 +47,6 @@ class OnDemandPolicy:
     _leaves: bool = False
     _empties: bool = False
 
-    def taken(self, now_s: float) -> None:
-        """One is coming, or there, that an earlier attempt took."""
-        self._taken_s = now_s
-
     def decide(
         self, now_s: float, *, waits: bool, spot_room: bool, is_there: bool, holds: bool
     ) -> OnDemandStep | None:
