@@ -57,8 +57,19 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "scenarios": {"prices"},
         "compare": {"scenarios"},
         "calibration": {"scenarios"},
-        "search": {"compare", "prices", "scenarios"},
-        "pages": {"compare", "prices", "scenarios", "search"},
+        "strategy_runs": {"compare", "scenarios"},
+        "candidates": {"scenarios"},
+        "search": {"candidates", "compare", "prices", "scenarios", "strategy_runs"},
+        "explanation": {"candidates", "compare", "prices", "scenarios", "search", "strategy_runs"},
+        "pages": {
+            "candidates",
+            "compare",
+            "explanation",
+            "prices",
+            "scenarios",
+            "search",
+            "strategy_runs",
+        },
     },
 }
 """Folders and modules within a room, and which of the others each may import."""

@@ -20,6 +20,7 @@ SMALL = (
     "exploration.steps=4",
     "run.iterations=5",
     "run.until_h=4",
+    "run.starts=1",
     "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60, notice_lead_s: 20}",
     "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 4]}",
     "iterations_to_target.spotlight.value=8",
@@ -66,11 +67,24 @@ def test_simulating_writes_table_page_and_figures(tmp_path: Path) -> None:
         assert sum(sum(by_phase.values()) for by_phase in one["gpu_s"].values()) > 0
     html = page.read_text()
     require_self_contained(html)
+    assert html.index("times as fast as reserved_only") < html.index("time per iteration")
     for strategy in content["scenario"]["strategies"]:
         assert f"{strategy}: what every GPU did" in html
         assert f"{strategy}: iterations 2 to 4" in html
     assert "GPU-hours per iteration by phase" in html
     assert "Spot GPUs to be had" in html
+
+
+def test_several_starts_are_simulated(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    only = ("--strategy", "reserved_only", "--jobs", "1", "--starts", "2", "--json", str(figures))
+    result = call("simulate", "paper-512", *SMALL, *only)
+    assert result.exit_code == 0, result.output
+    for part in ("time to target, p50", "p90", "range", "the first of 2 starts", "seeds 0 to 1"):
+        assert part in flat(result.output)
+    (one,) = json.loads(figures.read_text())["strategies"]
+    assert len(one["starts"]) == 2
+    assert one["ranges"]["target_h"]["p50"] <= one["ranges"]["target_h"]["p90"]
 
 
 def require_self_contained(html: str) -> None:
@@ -117,6 +131,8 @@ def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
     assert content["answer"]["simulated_whole"]
     assert content["answer"]["outcome"]["target_h"] <= 1
     assert any(one["pareto"] for one in content["candidates"])
+    assert content["verdict"].startswith("The planner's cluster")
+    assert {"levers", "sensitivity"} <= set(content)
     html = page.read_text()
     require_self_contained(html)
     for part in ("Pareto front", "deadline", "Time and cost to target", "answer, simulated whole"):

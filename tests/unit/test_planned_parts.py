@@ -13,6 +13,7 @@ import pytest
 
 from spotlight.config.errors import ConfigError
 from spotlight.planning import search as planning_search
+from spotlight.planning.candidates import Candidate, grid, prepared_for
 from spotlight.planning.compare import (
     PREVIEWS_WANTED,
     ComparedStrategy,
@@ -26,20 +27,11 @@ from spotlight.planning.scenarios.prepare import Prepared, prepare
 from spotlight.planning.scenarios.scenario_file import ScenarioFile, Target
 from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.scenarios.strategies import PipelinePart, strategy_named, variants
-from spotlight.planning.search import (
-    CONFIRMED,
-    GAIN_MIN,
-    Candidate,
-    Goal,
-    grid,
-    prepared_for,
-    search,
-    shortens,
-    useless,
-)
+from spotlight.planning.search import CONFIRMED, GAIN_MIN, Goal, search, shortens, useless
+from spotlight.planning.strategy_runs import StrategyRuns
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
-TINY = ("workload.prompts=2", "run.iterations=4", "run.until_h=1000", "run.noise=0")
+TINY = ("workload.prompts=2", "run.iterations=4", "run.until_h=1000", "run.noise=0", "run.starts=1")
 """48 videos: a simulation takes some hundredths of a second."""
 EXPLORES = "exploration={seeds_per_prompt: 30, steps: 4}"
 TARGET = (
@@ -86,7 +78,11 @@ def test_the_answer_is_not_beaten_by_a_strategy_named_by_hand(most: int) -> None
     assert (set(by_hand()) <= {one.candidate for one in found.evaluated}) is (most == 80)
     assert found.answer is not None
     passed = {one.candidate for one in found.rejected}
-    meeting = [one for name, one in by_hand().items() if found.goal.met_by(one) and name not in passed]
+    meeting = [
+        one
+        for name, one in by_hand().items()
+        if found.goal.met_by(StrategyRuns((one,))) and name not in passed
+    ]
     noise = 1 + 3 * GAIN_MIN  # each of three parts may be left off for a gain of less
     assert found.answer.outcome.target_usd <= noise * min(one.target_usd for one in meeting)
 
@@ -187,7 +183,7 @@ def test_targets_of_explored_seeds_hold_only_for_groups_that_have_them(
     random: Target | None, previews: float, early: float, value: int | None
 ) -> None:
     target, why = honest_target(stated(109), random, previews, early)
-    assert (target.value if target else None) == value
+    assert (target.iterations if target else None) == value
     assert bool(why) is (target is None)
     assert target is None or target.source.startswith("derived: 50% of" if value == 142 else "assumed: ")
 
@@ -199,7 +195,7 @@ def test_half_of_the_groups_begin_with_random_seeds() -> None:
     found = run_task(SimulationTask(prep, "spotlight+tcss")).outcome
     assert found.target is not None, found.no_target
     assert 0 < found.early_share <= 0.5
-    assert 109 < found.target.value < 200
+    assert 109 < found.target.iterations < 200
 
 
 @pytest.mark.parametrize(
@@ -225,9 +221,11 @@ def test_nothing_is_promised_where_too_few_previews_were_made() -> None:
     found = outcome("disaggregated+exploration", *many)
     assert found.preview_share < PREVIEWS_WANTED
     assert math.isnan(found.target_h)
-    cells = {line.label: line.cells for line in table_of([found])}
+    cells = {line.label: line.cells for line in table_of([StrategyRuns((found,))])}
     assert [cells[f"{what} to target"] for what in ("iterations", "time", "cost")] == [("-",)] * 3
     notes = notes_of(
-        prepared("disaggregated+exploration", "exploration={seeds_per_prompt: 30, steps: 4}"), [found], NOW
+        prepared("disaggregated+exploration", "exploration={seeds_per_prompt: 30, steps: 4}"),
+        [StrategyRuns((found,))],
+        NOW,
     )
     assert any("nothing is promised for its target" in line for note in notes for line in note.lines)

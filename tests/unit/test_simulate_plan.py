@@ -20,6 +20,7 @@ from spotlight.config.errors import ConfigError
 from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import PricePoint
 from spotlight.fleet.traces.trace_files import parse_trace
+from spotlight.planning.candidates import Candidate, grid, prepared_for, shape_of
 from spotlight.planning.compare import SimulationOutcome, SimulationTask, outcome_of, run_task, run_tasks
 from spotlight.planning.pages.comparison_summary import notes_of
 from spotlight.planning.pages.timeline_chart import CELLS_MAX, ROWS_MAX, timeline_chart
@@ -28,16 +29,8 @@ from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.scenarios.strategies import STRATEGIES
-from spotlight.planning.search import (
-    Candidate,
-    Goal,
-    SearchResult,
-    grid,
-    pareto,
-    prepared_for,
-    search,
-    shape_of,
-)
+from spotlight.planning.search import Goal, SearchResult, pareto, search
+from spotlight.planning.strategy_runs import StrategyRuns
 from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed
 from spotlight.scheduler.types import NodeId, NodeKind, Phase
 from spotlight.simulation.scenario import GpuTimeline, PriceChanged, Segment, SimulationResult
@@ -109,7 +102,7 @@ def test_the_target_is_the_first_iteration_and_so_many_more(strategy: str) -> No
     assert outcome.iterations == 6
     first = result.iterations[0]
     assert outcome.target is not None
-    further = outcome.target.value - 1
+    further = outcome.target.iterations - 1
     assert outcome.target_h * 3600 == pytest.approx(first.end_s + further * outcome.iteration_s)
     assert outcome.target_usd == pytest.approx(first.cost_usd + further * outcome.iteration_usd)
 
@@ -169,7 +162,12 @@ def test_a_run_that_is_cut_off_says_so() -> None:
 def test_too_short_a_span_for_preemptions_is_warned_of(strategy: str, uptime_h: float, warned: bool) -> None:
     prep = prepared(f"trace.mean_uptime_h={uptime_h}", "trace.bursts_per_h=0", "run.until_h=300")
     _, outcome = ran(prep, strategy)
-    told = [line for note in notes_of(prep, [outcome], NOW) for line in note.lines if "hardly show" in line]
+    told = [
+        line
+        for note in notes_of(prep, [StrategyRuns((outcome,))], NOW)
+        for line in note.lines
+        if "hardly show" in line
+    ]
     assert len(told) == warned
     if warned:
         assert told[0].endswith("hardly show: set run.iterations=109 to simulate to the target.")
@@ -338,6 +336,7 @@ QUICK = (
     *SMALL,
     "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}",
     "run.until_h=4",
+    "run.starts=1",
     "iterations_to_target.spotlight.value=3",
     "iterations_to_target.reserved_only.value=4",
     "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6], parts: []}",
@@ -362,7 +361,7 @@ def test_the_answer_simulated_again_meets_the_deadline_and_is_the_cheapest() -> 
     assert answer is not None
     assert answer.whole
     assert answer.outcome.target is not None
-    again = prepared_for(file, answer.candidate, answer.outcome.target.value, NOW)
+    again = prepared_for(file, answer.candidate, answer.outcome.target.iterations, NOW)
     result = simulate(scenario_of(again, STRATEGIES[answer.candidate.strategy]))
     assert result.finished
     assert result.iterations[-1].end_s <= deadline_h * 3600

@@ -12,6 +12,7 @@ import pytest
 from spotlight.config.errors import ConfigError
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.pipeline import PipelineConfig
+from spotlight.planning.candidates import grid
 from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_task
 from spotlight.planning.pages.comparison_summary import notes_of, outcome_record, table_of
 from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
@@ -29,7 +30,8 @@ from spotlight.planning.scenarios.strategies import (
     strategy_named,
     without_part,
 )
-from spotlight.planning.search import GAIN_MIN, Goal, SearchResult, grid, search
+from spotlight.planning.search import GAIN_MIN, Goal, SearchResult, search
+from spotlight.planning.strategy_runs import StrategyRuns
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.types import Filler, Node, NodeId, NodeKind, Phase
@@ -138,7 +140,7 @@ def test_targets_are_of_what_changes_seeds() -> None:
     file = load_scenario("pipeline-qwen-image", ["iterations_to_target.disaggregated+tcss={value: 7, "
                          "source: 'assumed: more'}"])  # fmt: skip
     targets = {name: file.target_of(strategy_named(name)) for name in file.strategies}
-    values = {name: target.value for name, target in targets.items() if target is not None}
+    values = {name: target.iterations for name, target in targets.items() if target is not None}
     assert set(values) == set(file.strategies)
     assert {name for name, value in values.items() if value == 109} == {file.strategies[-1]}
     own = file.target_of(strategy_named("disaggregated+tcss"))
@@ -327,7 +329,7 @@ def test_every_part_shortens_an_iteration_that_waits_for_rollouts() -> None:
 )
 def test_gpus_that_cannot_hold_both_of_their_tasks_are_told(name: str, strategy: str, crowded: bool) -> None:
     one = dataclasses.replace(outcome("disaggregated"), strategy=strategy)
-    notes = notes_of(prepared(strategy, name=name), [one], NOW)
+    notes = notes_of(prepared(strategy, name=name), [StrategyRuns((one,))], NOW)
     told = [line for note in notes if note.heading == "Mind" for line in note.lines if strategy in line]
     assert any("would hold, for both" in line for line in told) is crowded
 
@@ -335,7 +337,8 @@ def test_gpus_that_cannot_hold_both_of_their_tasks_are_told(name: str, strategy:
 def test_the_table_says_what_filled_idle_time() -> None:
     names = ("", "+gap+tag", "+tcss", "+exploration", "+gap")
     found = [outcome(f"disaggregated{name}") for name in names]
-    cells = {line.label.strip(): line.cells for line in table_of(found)}
+    runs = [StrategyRuns((one,)) for one in found]
+    cells = {line.label.strip(): line.cells for line in table_of(runs)}
     filled = [
         [cell != "-" for cell in cells[label]]
         for label in ("rollouts by trainers", "next iteration's rollouts", "previews")
@@ -344,7 +347,7 @@ def test_the_table_says_what_filled_idle_time() -> None:
     assert cells["training beside rollouts"][4] != "-"
     assert cells["trained before all were there"][1] != "0 %"
     assert cells["begun an iteration early"][2] != "0 %"
-    plain = {line.label.strip() for line in table_of(found[:1])}
+    plain = {line.label.strip() for line in table_of(runs[:1])}
     assert plain.isdisjoint({"GPU-hours that would have been idle", "trained before all were there"})
     record = outcome_record(found[1])
     assert record["filled_s"] == {"trainers": found[1].filled_s[Filler.TRAINERS]}

@@ -34,6 +34,7 @@ class SimulationOutcome:
         iteration_error_s: standard error of that mean time; 0 with fewer than two.
         target: iterations to target; None if not stated, or if ``no_target`` says why it cannot hold.
         target_h, target_usd: time and cost to target; NaN if unknown.
+        first_h, first_usd: of the first iteration; NaN without any.
         simulated_h, simulated_usd: of the whole simulation.
         gpu_s: GPU-seconds by kind of node and phase.
         spot_idle_share: of the GPU-seconds of spot nodes; NaN without any.
@@ -67,7 +68,17 @@ class SimulationOutcome:
     notices: int
     trained: int
     events: int
+    first_h: float = math.nan
+    first_usd: float = math.nan
     no_target: str = ""
+
+    def hours_after(self, iterations: int) -> float:
+        """Time of so many iterations: the first one's, and the mean of the later ones' for each further."""
+        return _to(iterations, self.first_h, self.iteration_s / 3600)
+
+    def usd_after(self, iterations: int) -> float:
+        """Cost of so many iterations, likewise."""
+        return _to(iterations, self.first_usd, self.iteration_usd)
 
     def seconds(self, phases: Iterable[Phase], kinds: Iterable[NodeKind] = tuple(NodeKind)) -> float:
         """GPU-seconds of these phases on these kinds of nodes."""
@@ -108,8 +119,8 @@ def outcome_of(
     iteration_s, iteration_usd = _mean(durations[1:]), _mean(costs[1:])
     target_s = target_usd = math.nan
     if target is not None and durations:
-        target_s = _to(target.value, durations[0], iteration_s)
-        target_usd = _to(target.value, costs[0], iteration_usd)
+        target_s = _to(target.iterations, durations[0], iteration_s)
+        target_usd = _to(target.iterations, costs[0], iteration_usd)
     spot = {phase: s for (kind, phase), s in result.phase_s.items() if kind is NodeKind.SPOT}
     plan = scenario.plan
     made = len(result.iterations) * plan.prompts_per_iteration * plan.choice.of_group(plan.group_size)
@@ -136,6 +147,8 @@ def outcome_of(
         notices=result.notices,
         trained=result.trained,
         events=result.events,
+        first_h=durations[0] / 3600 if durations else math.nan,
+        first_usd=costs[0] if costs else math.nan,
         no_target=no_target,
     )
 
@@ -163,14 +176,19 @@ def honest_target(
     if random is None:
         told = f"{early:.0%} of the groups begin early, with random seeds"
         return None, f"{told}, and iterations_to_target has no strategy without exploration: state one"
-    if random.value <= stated.value:
+    if random.iterations <= stated.iterations:
         return stated, ""
-    value = math.ceil(1 / (early / random.value + (1 - early) / stated.value))
+
+    def mixed(explored: int) -> int:
+        return math.ceil(1 / (early / random.iterations + (1 - early) / explored))
+
+    fewest, most = map(mixed, stated.ends)
+    value = mixed(stated.iterations)
     source = (
         f"derived: {early:.0%} of the groups begin early, with random seeds: 1 / ({early:.2f} / "
-        f"{random.value} + {1 - early:.2f} / {stated.value}); explored seeds: {stated.source}"
+        f"{random.iterations} + {1 - early:.2f} / {stated.iterations}); explored seeds: {stated.source}"
     )
-    return Target(value=value, source=source), ""
+    return Target(value=value if fewest == most else (fewest, value, most), source=source), ""
 
 
 def _early_share(scenario: Scenario, result: SimulationResult) -> float:

@@ -8,8 +8,9 @@
    many, all and none, then single parts more or fewer around the :data:`SETTLED` best, then what pays
    there on every cluster. A part that gains less than the noise is not recommended. Refined again, and single
    parts tried there.
-4. The best :data:`CONFIRMED` candidates that meet the goal are simulated to their targets, else the next as
-   many. The best of those that still meet it is recommended.
+4. The best :data:`CONFIRMED` candidates that meet the goal are simulated to their targets from every start,
+   else the next as many. The best of those that still meet it is recommended: a goal must hold at p90,
+   because it is a promise; what is left open is ranked by p50, because p90 of a few starts is one bad start.
 
 At most ``plan.candidates_max`` candidates are simulated, shared evenly by the strategies that try parts.
 Those that cannot be simulated (memory, prices, figures, divisibility) or explore too little are left out,
@@ -26,6 +27,7 @@ from datetime import datetime
 from itertools import pairwise
 
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.planning.candidates import Candidate, grid, prepared_for, shape_of
 from spotlight.planning.compare import (
     PREVIEWS_WANTED,
     SimulationOutcome,
@@ -34,18 +36,15 @@ from spotlight.planning.compare import (
     standard_error,
 )
 from spotlight.planning.prices.quotes import PriceError
-from spotlight.planning.scenarios.prepare import Prepared, prepare
-from spotlight.planning.scenarios.profile import load_profile
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
-from spotlight.planning.scenarios.scenario_load import build_scenario
 from spotlight.planning.scenarios.strategies import (
     PipelinePart,
-    SpotPlaces,
     strategy_named,
     variants,
     with_parts,
     without_part,
 )
+from spotlight.planning.strategy_runs import StrategyRuns, grouped, tasks_from_starts
 
 ROUNDS = 3
 SETTLED = 3
@@ -54,24 +53,6 @@ CONFIRMED = 5
 """Candidates simulated to their target at a time."""
 GAIN_MIN = 0.01
 """A pipeline part must shorten an iteration by this share, and by two standard errors of the differences."""
-DROPPED_MAX = 0.05
-"""Largest share of samples dropped because learner GPUs do not divide them."""
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Candidate:
-    """A cluster and a strategy.
-
-    Attributes:
-        gpu_type: of reserved nodes.
-        spot_gpu_type: of spot nodes or their replacements; without any, that of reserved nodes.
-    """
-
-    strategy: str
-    gpu_type: str
-    spot_gpu_type: str
-    reserved_nodes: int
-    spot_nodes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,27 +70,32 @@ class Goal:
             problem = Problem("--deadline-h, --budget-usd", found, "exactly one, above 0", remedy)
             raise ConfigError("the goal", [problem])
 
-    def met_by(self, outcome: SimulationOutcome) -> bool:
-        """Whether time or cost to target is within the goal."""
+    def met_by(self, runs: StrategyRuns) -> bool:
+        """Whether p90 of time or cost to target is within the goal."""
         if self.deadline_h is not None:
-            return outcome.target_h <= self.deadline_h
+            return runs.target_h.p90 <= self.deadline_h
         assert self.budget_usd is not None
-        return outcome.target_usd <= self.budget_usd
+        return runs.target_usd.p90 <= self.budget_usd
 
-    def rank(self, outcome: SimulationOutcome) -> tuple[bool, float, float]:
-        """Sort key: goals met first, by the quantity left open; else the distance to the goal."""
-        time, cost = outcome.target_h, outcome.target_usd
+    def rank(self, runs: StrategyRuns) -> tuple[bool, float, float]:
+        """Sort key: goals met first, by p50 of the quantity left open; else p90's distance to it."""
+        time, cost = runs.target_h, runs.target_usd
         bound, free = (time, cost) if self.deadline_h is not None else (cost, time)
-        return (False, free, bound) if self.met_by(outcome) else (True, bound, free)
+        return (False, free.p50, bound.p50) if self.met_by(runs) else (True, bound.p90, free.p50)
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedCandidate:
-    """A candidate and its metrics; ``whole`` if simulated to its target."""
+    """A candidate and its metrics; ``whole`` if simulated to its target, from every start."""
 
     candidate: Candidate
-    outcome: SimulationOutcome
+    runs: StrategyRuns
     whole: bool = False
+
+    @property
+    def outcome(self) -> SimulationOutcome:
+        """From the scenario's own start."""
+        return self.runs.first
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +122,7 @@ class SearchResult:
     @property
     def nearest(self) -> EvaluatedCandidate:
         """The best candidate when none meets the goal."""
-        return min(self.evaluated, key=lambda one: self.goal.rank(one.outcome))
+        return min(self.evaluated, key=lambda one: self.goal.rank(one.runs))
 
 
 @dataclass(slots=True)
@@ -180,7 +166,7 @@ class _SearchState:
             if (reason := useless(compared.outcome)) is not None:
                 self._leave_out(candidate, reason)
             else:
-                self.done[candidate] = EvaluatedCandidate(candidate, compared.outcome)
+                self.done[candidate] = EvaluatedCandidate(candidate, StrategyRuns((compared.outcome,)))
 
     def _leave_out(self, candidate: Candidate, reason: str) -> None:
         self.left_out.setdefault(reason, []).append(shape_of(self.file, candidate))
@@ -199,7 +185,7 @@ class _SearchState:
             for one in self.done.values()
             if (strategy is None or _is_of(one.candidate.strategy, strategy)) and self._pays(one.candidate)
         )
-        return sorted(able, key=lambda one: (*self.goal.rank(one.outcome), one.candidate))
+        return sorted(able, key=lambda one: (*self.goal.rank(one.runs), one.candidate))
 
     def settle(self, strategy: str) -> None:
         """Try single parts more and fewer, until those of the best clusters are the best there."""
@@ -331,54 +317,6 @@ def _told(state: _SearchState, strategy: str, parts: set[PipelinePart]) -> str:
     return "; ".join(told)
 
 
-def grid(file: ScenarioFile) -> list[Candidate]:
-    """Initial candidates: each GPU type alone, and the scenario's pair if its types differ."""
-    wish, cluster = file.plan, file.cluster
-    own = cluster.reserved.gpu_type, cluster.spot.gpu_type
-    types = wish.gpu_types or tuple(load_profile(file.workload.profile).gpus)
-    pairs = [(name, other) for name in types for other in wish.spot_gpu_types or (name,)]
-    if own[0] != own[1] and own not in pairs:
-        pairs.append(own)
-    reserved = wish.reserved_nodes or _around(cluster.reserved.nodes)
-    spot = [nodes for nodes in wish.spot_nodes or _around(cluster.spot.nodes) if nodes > 0]
-    found: dict[Candidate, None] = {}
-    for strategy in wish.strategies:
-        alone = strategy_named(strategy).places is SpotPlaces.NOTHING
-        for fixed_type, coming_type in pairs:
-            for fixed in reserved:
-                sizes = [(fixed_type, 0)] if alone else [(coming_type, coming) for coming in spot]
-                found |= {Candidate(strategy, fixed_type, kind, fixed, n): None for kind, n in sizes}
-    return list(found)
-
-
-def prepared_for(file: ScenarioFile, candidate: Candidate, iterations: int, now: datetime) -> Prepared:
-    """The scenario with a candidate's cluster; stated prices apply only to their own GPU types.
-
-    Raises:
-        ConfigError, PriceError: it cannot be simulated, or would drop too many samples.
-    """
-    tree = file.model_dump(mode="json")
-    for pool, gpu_type, nodes in (
-        ("reserved", candidate.gpu_type, candidate.reserved_nodes),
-        ("spot", candidate.spot_gpu_type, candidate.spot_nodes),
-    ):
-        section = tree["cluster"][pool]
-        if section["gpu_type"] != gpu_type:
-            section.update({key: None for key in section if key.startswith("usd_gpu_h")})
-        section["gpu_type"], section["nodes"] = gpu_type, nodes
-    tree["run"]["iterations"] = iterations
-    changed = build_scenario(tree, shape_of(file, candidate))
-    ranks = candidate.reserved_nodes * changed.cluster.reserved.gpus_per_node
-    alike = candidate.gpu_type == candidate.spot_gpu_type  # spot nodes of another type only denoise
-    if strategy_named(candidate.strategy).places is SpotPlaces.ON_DEMAND and alike:
-        ranks += candidate.spot_nodes * changed.cluster.spot.gpus_per_node
-    if changed.samples % ranks > DROPPED_MAX * changed.samples:
-        found = f"{changed.samples} samples, which {ranks} learner GPUs do not divide"
-        remedy = f"More than {DROPPED_MAX:.0%} would be left out."
-        raise ConfigError(changed.name, [Problem("workload.prompts", found, "a multiple", remedy)])
-    return prepare(changed, (candidate.strategy,), now)
-
-
 def useless(outcome: SimulationOutcome) -> str | None:
     """Why an outcome says nothing about the target, or None.
 
@@ -414,17 +352,6 @@ def pareto(evaluated: Sequence[EvaluatedCandidate]) -> tuple[EvaluatedCandidate,
     return tuple(front)
 
 
-def shape_of(file: ScenarioFile, candidate: Candidate) -> str:
-    """``4 reserved + 8 spot H100, spotlight``; ``4 reserved H100 + 8 spot L40S, spotlight``."""
-    reserved = candidate.reserved_nodes * file.cluster.reserved.gpus_per_node
-    others = candidate.spot_nodes * file.cluster.spot.gpus_per_node
-    kind = "on-demand" if strategy_named(candidate.strategy).places.stays else "spot"
-    more = f" + {others} {kind}" if others else ""
-    if others and candidate.gpu_type != candidate.spot_gpu_type:
-        more = f" {candidate.gpu_type}{more}"
-    return f"{reserved} reserved{more} {candidate.spot_gpu_type}, {candidate.strategy}"
-
-
 def _is_of(name: str, strategy: str) -> bool:
     """Whether ``name`` is the strategy with any further parts."""
     base, *parts = strategy.split("+")
@@ -441,30 +368,32 @@ def _as(candidate: Candidate, strategy: str) -> Candidate:
 
 def _checked(state: _SearchState) -> tuple[EvaluatedCandidate | None, tuple[EvaluatedCandidate, ...]]:
     rejected: list[EvaluatedCandidate] = []
-    meeting = [one.candidate for one in state.best() if state.goal.met_by(one.outcome)]
+    meeting = [one.candidate for one in state.best() if state.goal.met_by(one.runs)]
     for first in range(0, len(meeting), CONFIRMED):
         wholes = _whole(state, meeting[first : first + CONFIRMED])
-        passed = [one for one in wholes if useless(one.outcome) is None and state.goal.met_by(one.outcome)]
+        passed = [one for one in wholes if _finished(one.runs) and state.goal.met_by(one.runs)]
         rejected += [one for one in wholes if one not in passed]
         if passed:
-            best = min(passed, key=lambda one: (*state.goal.rank(one.outcome), one.candidate))
+            best = min(passed, key=lambda one: (*state.goal.rank(one.runs), one.candidate))
             return best, tuple(rejected)
     return None, tuple(rejected)
 
 
+def _finished(runs: StrategyRuns) -> bool:
+    return all(one.problem is None for one in runs.outcomes)
+
+
 def _whole(state: _SearchState, candidates: Sequence[Candidate]) -> list[EvaluatedCandidate]:
-    """Simulate candidates to their targets."""
-    tasks = []
+    """Simulate candidates to their targets, from every start."""
+    tasks: list[SimulationTask] = []
     for candidate in candidates:
         target = state.done[candidate].outcome.target
         assert target is not None, "every strategy has a target"
-        prepared = prepared_for(state.file, candidate, target.value, state.now)
-        tasks.append(SimulationTask(prepared, candidate.strategy))
+        prepared = prepared_for(state.file, candidate, target.iterations, state.now)
+        tasks += tasks_from_starts(prepared, (candidate.strategy,))
     results = run_tasks(tasks, state.jobs, lambda task: state.progress(task.strategy))
-    return [
-        EvaluatedCandidate(candidate, result.outcome, whole=True)
-        for candidate, result in zip(candidates, results, strict=True)
-    ]
+    found = grouped([result.outcome for result in results], state.file.run.starts)
+    return [EvaluatedCandidate(one, runs, whole=True) for one, runs in zip(candidates, found, strict=True)]
 
 
 def _require_targets(file: ScenarioFile) -> None:
@@ -481,11 +410,6 @@ def _require_targets(file: ScenarioFile) -> None:
         ]
     if problems:
         raise ConfigError(file.name, problems)
-
-
-def _around(nodes: int) -> list[int]:
-    doublings = [2**power for power in range(max(1, nodes).bit_length() + 2) if 2**power <= 4 * max(1, nodes)]
-    return sorted({*doublings, max(1, nodes)})
 
 
 def _midpoints(values: Sequence[int], around: int) -> Iterator[int]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from spotlight.planning.pages.comparison_summary import PageNote, TableLine
     from spotlight.planning.scenarios.prepare import Prepared
     from spotlight.planning.scenarios.scenario_file import ScenarioFile
+    from spotlight.planning.strategy_runs import StrategyRuns
 
 
 ScenarioArgument: TypeAlias = Annotated[
@@ -56,6 +57,10 @@ ProfileOption: TypeAlias = Annotated[
         "--profile", help="With --as: a cost profile [default: measured in RUN itself].", show_default=False
     ),
 ]
+StartsOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--starts", min=1, help="In place of run.starts [default: 5].", show_default=False),
+]
 JobsOption: TypeAlias = Annotated[
     int | None, typer.Option("--jobs", min=1, help="Processes [default: the cores].", show_default=False)
 ]
@@ -67,16 +72,18 @@ def simulate(
     strategy: StrategyOption = None,
     trace: TraceOption = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="In place of run.seed.")] = None,
+    starts: StartsOption = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
     page: PageOption = None,
     jobs: JobsOption = None,
     as_run: AsOption = None,
     profile: ProfileOption = None,
 ) -> None:
-    """Compare time and cost of strategies on the same spot trace and seed.
+    """Compare time and cost of strategies on the same spot traces and seeds.
 
     Runs the production controller in virtual time, with durations from a cost profile and prices from a dated
-    source, both named below the table. Without SCENARIO, lists the shipped scenarios.
+    source, both named below the table. Every strategy runs from several starts, for p50, p90 and ranges.
+    Without SCENARIO, lists the shipped scenarios.
 
     [bold]Examples[/bold]
 
@@ -86,6 +93,8 @@ def simulate(
 
       spotlight simulate paper-512 --trace bamboo.csv run.iterations=150 --json out.json
 
+      spotlight simulate paper-512 --starts 20 --strategy spotlight
+
       spotlight simulate mine.yaml cluster.spot.nodes=16 --strategy spotlight --strategy reserved_only
 
       spotlight simulate --as demo
@@ -93,14 +102,17 @@ def simulate(
       spotlight simulate --as seed-1 --profile seed-0.yaml --json prediction.json
     """
     if as_run is not None or profile is not None:
-        _predict(as_run, profile, as_json, others=(scenario, overrides, strategy, trace, seed, page, jobs))
+        _predict(
+            as_run, profile, as_json, others=(scenario, overrides, strategy, trace, seed, starts, page, jobs)
+        )
         return
     if scenario is None:
         _list()
         return
-    from spotlight.planning.compare import SimulationTask, run_tasks
+    from spotlight.planning.compare import run_tasks
     from spotlight.planning.pages.comparison_page import require_place, require_plotly
     from spotlight.planning.scenarios.prepare import prepare
+    from spotlight.planning.strategy_runs import grouped, tasks_from_starts
 
     now = datetime.now(UTC)
     with errors_without_traceback():
@@ -108,14 +120,15 @@ def simulate(
             require_plotly()
         for wanted in filter(None, (as_json, page)):
             require_place(wanted)
-        file = read_scenario(scenario, overrides or [], trace, seed)
+        file = read_scenario(scenario, overrides or [], trace, seed, starts)
         names = chosen_strategies(file, strategy or [])
         prepared = prepare(file, names, now)
-    tasks = [SimulationTask(prepared, name, page is not None) for name in names]
+        tasks = tasks_from_starts(prepared, names, timelines=page is not None)
     with errors_without_traceback(), Bar(len(tasks)) as bar:
         compared = run_tasks(tasks, jobs or os.cpu_count() or 1, lambda task: bar.done(task.strategy))
-    _print(prepared, compared, now)
-    _write(prepared, compared, now, as_json, page)
+    runs = grouped([one.outcome for one in compared], file.run.starts)
+    _print(prepared, runs, now)
+    _write(prepared, runs, compared[:: file.run.starts], now, as_json, page)
     if all(one.outcome.iterations == 0 for one in compared):
         raise failure("no strategy finished an iteration; see above.", 1)
 
@@ -132,6 +145,7 @@ def _predict(run: str | None, profile: str | None, as_json: Path | None, others:
 
 def _write(
     prepared: Prepared,
+    runs: Sequence[StrategyRuns],
     compared: Sequence[ComparedStrategy],
     now: datetime,
     as_json: Path | None,
@@ -142,16 +156,18 @@ def _write(
 
     with errors_without_traceback():
         if as_json is not None:
-            record = record_of(prepared, [one.outcome for one in compared], now)
+            record = record_of(prepared, runs, now)
             write_file(as_json, json.dumps(record, indent=2) + "\n")
         if page is not None:
-            write_file(page, comparison_page(prepared, compared, now))
+            write_file(page, comparison_page(prepared, runs, compared, now))
     for path in (as_json, page):
         if path is not None:
             Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
 
 
-def read_scenario(name: str, overrides: Sequence[str], trace: Path | None, seed: int | None) -> ScenarioFile:
+def read_scenario(
+    name: str, overrides: Sequence[str], trace: Path | None, seed: int | None, starts: int | None
+) -> ScenarioFile:
     """The scenario given on the command line. Raises :class:`ConfigError`."""
     from spotlight.config.errors import ConfigError, Problem
     from spotlight.planning.scenarios.scenario_load import load_scenario
@@ -160,7 +176,7 @@ def read_scenario(name: str, overrides: Sequence[str], trace: Path | None, seed:
         expected = "the name of a scenario, or a file, before any key=value"
         problem = Problem("SCENARIO", repr(name), expected, "For example: spotlight simulate paper-512.")
         raise ConfigError("the command line", [problem])
-    return load_scenario(name, overrides, trace=trace, seed=seed)
+    return load_scenario(name, overrides, trace=trace, seed=seed, starts=starts)
 
 
 def chosen_strategies(file: ScenarioFile, wanted: Sequence[str]) -> tuple[str, ...]:
@@ -212,21 +228,21 @@ def _list() -> None:
     console.print("\nsimulate one: spotlight simulate paper-512. Your own: docs/howto/simulate-and-plan.md")
 
 
-def _print(prepared: Prepared, compared: Sequence[ComparedStrategy], now: datetime) -> None:
+def _print(prepared: Prepared, runs: Sequence[StrategyRuns], now: datetime) -> None:
     from spotlight.fleet.traces.picture import sparkline
     from spotlight.fleet.traces.transforms import cut
     from spotlight.planning.pages.comparison_summary import notes_of, table_of
 
     console = wide_console()
-    outcomes = [one.outcome for one in compared]
     console.print(Text(prepared.file.name, style="bold"), soft_wrap=True)
-    print_table(console, ["", *(one.strategy for one in outcomes)], table_of(outcomes))
-    shown_s = min(prepared.trace.horizon_s, 3600 * max((one.simulated_h for one in outcomes), default=0.0))
+    print_table(console, ["", *(one.strategy for one in runs)], table_of(runs))
+    shown_s = min(prepared.trace.horizon_s, 3600 * max((one.first.simulated_h for one in runs), default=0.0))
     if shown_s > 0:
         part = cut(prepared.trace, 0.0, shown_s)
-        console.print(f"\nSpot nodes over the {shown_s / 3600:.1f} h simulated:")
+        which = " from the first start" if prepared.file.run.starts > 1 else ""
+        console.print(f"\nSpot nodes over the {shown_s / 3600:.1f} h simulated{which}:")
         console.print(Text(f"  {sparkline(part)}", style="cyan"), soft_wrap=True)
-    print_notes(console, notes_of(prepared, outcomes, now))
+    print_notes(console, notes_of(prepared, runs, now))
 
 
 def wide_console() -> Console:

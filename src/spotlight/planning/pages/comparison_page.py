@@ -24,7 +24,9 @@ from spotlight.planning.pages.comparison_summary import (
     table_of,
 )
 from spotlight.planning.pages.timeline_chart import TimelineChart, timeline_chart
+from spotlight.planning.pages.verdict import comparison_verdict
 from spotlight.planning.scenarios.prepare import Prepared
+from spotlight.planning.strategy_runs import StrategyRuns
 from spotlight.scheduler.types import NodeKind, Phase
 
 if TYPE_CHECKING:
@@ -70,16 +72,22 @@ def _no_place(path: Path, error: OSError) -> ConfigError:
     return ConfigError(str(path), [Problem("FILE", str(path), "a place for it", f"{error.strerror}.")])
 
 
-def comparison_page(prepared: Prepared, compared: Sequence[ComparedStrategy], now: datetime) -> str:
-    """Page with the table, GPU-seconds by phase, availability, and GPU timelines per strategy."""
-    outcomes = [one.outcome for one in compared]
+def comparison_page(
+    prepared: Prepared, runs: Sequence[StrategyRuns], compared: Sequence[ComparedStrategy], now: datetime
+) -> str:
+    """Page with the verdict, the table, GPU-seconds by phase, availability, and GPU timelines per strategy.
+
+    Args:
+        compared: each strategy's first start, which the pictures show.
+    """
     figures = [_phases_figure(compared), _availability_figure(prepared, compared)]
     for one in compared:
         figures += _gantt_figures(one)
     parts = [
-        table_html(["", *(one.strategy for one in outcomes)], table_of(outcomes)),
+        f"<p><b>{escape(comparison_verdict(runs))}</b></p>",
+        table_html(["", *(one.strategy for one in runs)], table_of(runs)),
         *(div_html(figure) for figure in figures),
-        notes_html(notes_of(prepared, outcomes, now)),
+        notes_html(notes_of(prepared, runs, now)),
     ]
     return page_html(prepared.file.name, parts)
 
@@ -168,12 +176,17 @@ def _availability_figure(prepared: Prepared, compared: Sequence[ComparedStrategy
     hours = [part.start_s / 3600 for part in parts] + [last_h]
     gpus = [part.gpus for part in parts] + [parts[-1].gpus if parts else 0]
     figure.add_scatter(
-        x=hours, y=gpus, mode="lines", line={"shape": "hv", "color": "#2563c9"}, fill="tozeroy"
-    )
-    for one in compared:
-        label = one.outcome.strategy
-        figure.add_vline(x=one.outcome.simulated_h, line_dash="dot", annotation_text=f"end of {label}",
-                         annotation_textangle=90)  # fmt: skip
+        x=hours, y=gpus, mode="lines", line={"shape": "hv", "color": "#2563c9"}, fill="tozeroy",
+        name="GPUs",
+    )  # fmt: skip
+    for one in compared:  # told in the legend, because labels of equal ends would overlap
+        figure.add_scatter(
+            x=[one.outcome.simulated_h] * 2,
+            y=[0, max(gpus)],
+            mode="lines",
+            line_dash="dot",
+            name=f"end of {one.outcome.strategy}",
+        )
     figure.update_yaxes(rangemode="tozero")
     return figure
 

@@ -14,7 +14,9 @@ from spotlight.planning.prices.quotes import OLD, age_of
 from spotlight.planning.scenarios.prepare import Prepared, bytes_of_both
 from spotlight.planning.scenarios.pricing import PriceTag
 from spotlight.planning.scenarios.profile import NamedFigure, assumptions
+from spotlight.planning.scenarios.scenario_file import Target
 from spotlight.planning.scenarios.strategies import SpotPlaces, strategy_named
+from spotlight.planning.strategy_runs import FigureRange, StrategyRuns
 from spotlight.scheduler.types import Filler, NodeKind, Phase
 
 _DROPPED_TOLD = 0.01
@@ -36,20 +38,40 @@ class PageNote:
     lines: tuple[str, ...]
 
 
-def table_of(outcomes: Sequence[SimulationOutcome]) -> tuple[TableLine, ...]:
-    """The table, one line per metric."""
-    return tuple(_lines(outcomes))
+def table_of(runs: Sequence[StrategyRuns]) -> tuple[TableLine, ...]:
+    """The table: p50, p90 and range of times and costs, and one line per other metric of the first start."""
+    starts = max((len(one.outcomes) for one in runs), default=1)
+    rest = tuple(_lines([one.first for one in runs]))
+    heading = (TableLine(f"the first of {starts} starts"),) if starts > 1 else ()
+    return (*_ranged(runs), *heading, *rest)
+
+
+def _ranged(runs: Sequence[StrategyRuns]) -> Iterator[TableLine]:
+    def lines(
+        label: str, show: Callable[[float], str], figures: Sequence[FigureRange], *ends: tuple[float, float]
+    ) -> Iterator[TableLine]:
+        several = any(len(one.outcomes) > 1 for one in runs)
+        yield TableLine(f"{label}, p50" if several else label, tuple(show(one.p50) for one in figures))
+        if several:
+            yield TableLine("  p90", tuple(show(one.p90) for one in figures))
+        ranges = ends or tuple((one.least, one.most) for one in figures)
+        if several or any(least < most for least, most in ranges):
+            yield TableLine("  range", tuple(between(show, *each) for each in ranges))
+
+    yield from lines("time per iteration", seconds, [one.figure(lambda o: o.iteration_s) for one in runs])
+    yield from lines("cost per iteration", usd, [one.figure(lambda o: o.iteration_usd) for one in runs])
+    wanted = [one.iterations_to_target for one in runs]
+    yield TableLine("iterations to target", tuple(_count(one.p50) for one in wanted))
+    if any(one.least < one.most for one in wanted):
+        yield TableLine("  range", tuple(between(_count, one.least, one.most) for one in wanted))
+    yield from lines("time to target", hours, [one.target_h for one in runs], *(one.ends_h for one in runs))
+    yield from lines("cost to target", usd, [one.target_usd for one in runs], *(one.ends_usd for one in runs))
 
 
 def _lines(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
     def line(label: str, cell: Callable[[SimulationOutcome], str]) -> TableLine:
         return TableLine(label, tuple(cell(one) for one in outcomes))
 
-    yield line("time per iteration", lambda one: seconds(one.iteration_s))
-    yield line("cost per iteration", lambda one: usd(one.iteration_usd))
-    yield line("iterations to target", lambda one: str(one.target.value) if one.target else "-")
-    yield line("time to target", lambda one: hours(one.target_h))
-    yield line("cost to target", lambda one: usd(one.target_usd))
     if any(not math.isnan(one.spot_idle_share) for one in outcomes):
         yield line("spot GPUs idle", lambda one: percent(one.spot_idle_share))
     yield line("preemptions", lambda one: str(one.preemptions))
@@ -89,23 +111,24 @@ def _spent(one: SimulationOutcome, phase: Phase) -> str:
     return f"{_three(spent / 3600)} {spent / one.total_s:>6.1%}" if spent else "-"
 
 
-def notes_of(
-    prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: datetime
-) -> tuple[PageNote, ...]:
+def notes_of(prepared: Prepared, runs: Sequence[StrategyRuns], now: datetime) -> tuple[PageNote, ...]:
     """Assumptions and sources behind the table."""
+    outcomes = [one.first for one in runs]
     notes = [
         PageNote("Strategies", tuple(_abouts(outcomes))),
-        PageNote("Iterations to target: an input, not a result", tuple(_targets(outcomes))),
+        PageNote("Iterations to target: an input, not a result", tuple(_targets(runs))),
         PageNote("Prices of a GPU-hour", tuple(_prices(prepared, now))),
         PageNote("Spot nodes", tuple(_trace(prepared))),
         PageNote("Assumed in the cost profile", tuple(_assumed(prepared))),
-        PageNote("How to read it", tuple(_reading(prepared))),
+        PageNote(
+            "How to read it", tuple(_reading(prepared, max((len(one.outcomes) for one in runs), default=1)))
+        ),
     ]
     warnings = (
-        *warnings_of(outcomes),
+        *warnings_of(runs),
         *filter(None, [prepared.pricing.caveat]),
         *_old_prices(prepared, now),
-        *_too_short(prepared, outcomes),
+        *_too_short(prepared, runs),
         *_crowded(prepared, outcomes),
     )
     if warnings:
@@ -113,18 +136,29 @@ def notes_of(
     return tuple(notes)
 
 
-def warnings_of(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
-    """Caveats about single columns."""
-    for one in outcomes:
-        if one.problem is not None:
-            yield f"{one.strategy} did not come to its end: {one.problem}"
-        if one.preview_share < PREVIEWS_WANTED:
+def warnings_of(runs: Sequence[StrategyRuns]) -> Iterator[str]:
+    """Caveats about single columns, each of the first start that it holds for."""
+
+    def warned(
+        one: StrategyRuns, of: Callable[[SimulationOutcome], bool]
+    ) -> tuple[SimulationOutcome | None, str]:
+        found = [outcome for outcome in one.outcomes if of(outcome)]
+        several = f" from {len(found)} of {len(one.outcomes)} starts" if len(one.outcomes) > 1 else ""
+        return (found[0] if found else None), one.strategy + several
+
+    for each in runs:
+        one, name = warned(each, lambda outcome: outcome.problem is not None)
+        if one is not None:
+            yield f"{name} did not come to its end: {one.problem}"
+        one, name = warned(each, lambda outcome: outcome.preview_share < PREVIEWS_WANTED)
+        if one is not None:
             yield (
-                f"{one.strategy} chose among {percent(one.preview_share)} of the previews it was to make "
+                f"{name} chose among {percent(one.preview_share)} of the previews it was to make "
                 "(others came too late, or were too few for their prompt): below "
                 f"{PREVIEWS_WANTED:.0%}, nothing is promised for its target. Set fewer exploration.steps or "
                 "seeds_per_prompt, or take more spot nodes."
             )
+        one = each.first  # alike from all starts
         if one.dropped_share > _DROPPED_TOLD:
             yield (
                 f"{one.strategy} left out {percent(one.dropped_share)} of its samples, because they do not "
@@ -161,11 +195,16 @@ def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Itera
         )
 
 
-def _too_short(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
-    spans = [one.simulated_h for one in outcomes if strategy_named(one.strategy).places is SpotPlaces.SPOT]
+def _too_short(prepared: Prepared, runs: Sequence[StrategyRuns]) -> Iterator[str]:
+    spans = [
+        sum(outcome.simulated_h for outcome in one.outcomes)
+        for one in runs
+        if strategy_named(one.strategy).places is SpotPlaces.SPOT
+    ]
     stay_h = statistics(prepared.trace).uptime_mean_s / 3600  # NaN if no node ever leaves
     if spans and max(spans) < stay_h:
-        whole = max((one.target.value for one in outcomes if one.target), default=0)
+        stated = [one.first.target for one in runs if one.first.target]
+        whole = max((target.iterations for target in stated), default=0)
         remedy = f"set run.iterations={whole} to simulate to the target" if whole else "raise run.iterations"
         yield (
             f"{hours(max(spans))} of spot nodes were simulated, and one stays {hours(stay_h)} on average, so "
@@ -178,12 +217,14 @@ def _abouts(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
         yield f"{one.strategy}: {strategy_named(one.strategy).about}"
 
 
-def _targets(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
+def _targets(runs: Sequence[StrategyRuns]) -> Iterator[str]:
     by_source: dict[str, list[str]] = {}
-    for one in outcomes:
+    for one in (outcome for each in runs for outcome in each.outcomes):
         missing = one.no_target or "not given in iterations_to_target"
-        chosen = f"{one.target.value}, {one.target.source}" if one.target else missing
-        by_source.setdefault(chosen, []).append(one.strategy)
+        chosen = f"{_iterations(one.target)}, {one.target.source}" if one.target else missing
+        names = by_source.setdefault(chosen, [])
+        if one.strategy not in names:
+            names.append(one.strategy)
     for chosen, names in by_source.items():
         yield f"{', '.join(names)}: {chosen}"
 
@@ -219,18 +260,45 @@ def _assumed(prepared: Prepared) -> Iterator[str]:
         yield f"{figure.key} = {figure.value:g}: {figure.source.removeprefix('assumed: ')}"
 
 
-def _reading(prepared: Prepared) -> Iterator[str]:
+def _reading(prepared: Prepared, starts: int) -> Iterator[str]:
     run = prepared.file.run
+    seeds = f"seed {run.seed}" if starts == 1 else f"seeds {run.seed} to {run.seed + starts - 1}"
     yield (
-        f"{run.iterations} iterations simulated with seed {run.seed} by the production controller; per "
+        f"{run.iterations} iterations simulated with {seeds} by the production controller; per "
         "iteration: mean without the first, which contains the start; to target: the first, plus that mean "
         "for each further one"
     )
+    if starts > 1:
+        yield (
+            f"p50, p90: of {starts} starts, each with its own seed (noise, generated trace) or part of a "
+            "trace file; one without the figure counts as the largest"
+        )
+    yield "range: of all starts; to target, also of the interval of the iterations"
     yield "prices are per GPU; what is rented comes in whole machines"
     yield "idle: rented and waiting; lost: work done again, or cut off when an exploration window closed"
 
 
 # -- numbers -------------------------------------------------------------------------------------------------
+
+
+def between(show: Callable[[float], str], least: float, most: float) -> str:
+    """``2.15-4.90 h``, ``$96-141``; one number if both look alike."""
+    low, high = show(least), show(most)
+    if low == high or "-" in (low, high):
+        return low if low == high else f"{low} or more"
+    value, _, unit = low.partition(" ")
+    low = value if high.endswith(f" {unit}") else low
+    return f"{low}-{high.removeprefix('$')}"
+
+
+def _count(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:,.0f}"
+
+
+def _iterations(target: Target) -> str:
+    least, most = target.ends
+    interval = f" ({least} to {most})" if least < most else ""
+    return f"{target.iterations}{interval}"
 
 
 def _three(value: float) -> str:
@@ -295,7 +363,7 @@ def prices_of(prepared: Prepared) -> dict[str, PriceTag]:
     return {name: tag for name, tag in tags.items() if tag is not None}
 
 
-def record_of(prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: datetime) -> dict[str, object]:
+def record_of(prepared: Prepared, runs: Sequence[StrategyRuns], now: datetime) -> dict[str, object]:
     """The ``--json`` output."""
     trace = prepared.trace
     return {
@@ -312,8 +380,24 @@ def record_of(prepared: Prepared, outcomes: Sequence[SimulationOutcome], now: da
         },
         "trace": {"source": trace.source} | finite(asdict(statistics(trace))),
         "assumed": [asdict(figure) for figure in assumed_of(prepared)],
-        "strategies": [outcome_record(outcome) for outcome in outcomes],
+        "strategies": [runs_record(one) for one in runs],
     }
+
+
+def runs_record(runs: StrategyRuns) -> dict[str, object]:
+    """The first start's metrics, with the ranges over all starts and each start's metrics."""
+    wanted = {
+        "iteration_s": runs.figure(lambda one: one.iteration_s),
+        "iteration_usd": runs.figure(lambda one: one.iteration_usd),
+        "iterations_to_target": runs.iterations_to_target,
+        "target_h": runs.target_h,
+        "target_usd": runs.target_usd,
+    }
+    ranges: dict[str, dict[str, object]] = {name: finite(asdict(one)) for name, one in wanted.items()}
+    for name, (least, most) in (("target_h", runs.ends_h), ("target_usd", runs.ends_usd)):
+        ranges[name] |= finite({"least_of_interval": least, "most_of_interval": most})
+    starts = [outcome_record(one) for one in runs.outcomes]
+    return outcome_record(runs.first) | {"ranges": ranges, "starts": starts}
 
 
 def outcome_record(outcome: SimulationOutcome) -> dict[str, object]:
@@ -321,7 +405,10 @@ def outcome_record(outcome: SimulationOutcome) -> dict[str, object]:
     names = set(SimulationOutcome.__slots__) - {"gpu_s", "target", "filled_s"}
     record = finite({name: getattr(outcome, name) for name in SimulationOutcome.__slots__ if name in names})
     target = outcome.target
-    record["iterations_to_target"] = target.model_dump() if target is not None else None
+    record["iterations_to_target"] = None
+    if target is not None:
+        ends = dict(zip(("fewest", "most"), target.ends, strict=True))
+        record["iterations_to_target"] = {"value": target.iterations, **ends, "source": target.source}
     record["gpu_s"] = {
         kind.value: {phase.value: outcome.gpu_s.get((kind, phase), 0.0) for phase in Phase}
         for kind in NodeKind

@@ -7,20 +7,31 @@ from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING
 
+from spotlight.planning.candidates import shape_of
 from spotlight.planning.compare import SimulationOutcome
+from spotlight.planning.explanation.plan_explanation import PlanExplanation
 from spotlight.planning.pages.comparison_page import div_html, new_figure, notes_html, page_html, table_html
 from spotlight.planning.pages.comparison_summary import (
     PageNote,
     TableLine,
+    between,
     hours,
     notes_of,
     outcome_record,
     percent,
+    runs_record,
     usd,
 )
+from spotlight.planning.pages.explanation_charts import (
+    explanation_html,
+    explanation_notes,
+    explanation_record,
+)
+from spotlight.planning.pages.verdict import verdict_text
 from spotlight.planning.scenarios.prepare import Prepared
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
-from spotlight.planning.search import CONFIRMED, GAIN_MIN, EvaluatedCandidate, Goal, SearchResult, shape_of
+from spotlight.planning.search import CONFIRMED, GAIN_MIN, EvaluatedCandidate, Goal, SearchResult
+from spotlight.planning.strategy_runs import StrategyRuns
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -40,21 +51,34 @@ def answer_text(file: ScenarioFile, found: SearchResult) -> str:
     """The recommendation, or why there is none, in one or two sentences."""
     one = found.answer
     if one is not None:
-        iterations = one.outcome.target.value if one.outcome.target else 0
+        iterations = one.outcome.target.iterations if one.outcome.target else 0
+        starts = len(one.runs.outcomes)
         kind = "cheapest" if found.goal.deadline_h is not None else "fastest"
         return (
             f"Rent {shape_of(file, one.candidate)}: {iterations} iterations in "
-            f"{hours(one.outcome.target_h)} for {usd(one.outcome.target_usd)}, simulated whole; "
-            f"the {kind} of {len(found.evaluated)} candidates within {goal_text(found.goal)}."
+            f"{_p50_p90(one.runs)}, simulated whole{f' from {starts} starts' if starts > 1 else ''}; the "
+            f"{kind} of {len(found.evaluated)} candidates within {goal_text(found.goal)}."
         )
     near = found.rejected[0] if found.rejected else found.nearest
     whole = ", which simulated whole misses it" if near.whole else ""
     return (
         f"Nothing meets {goal_text(found.goal)}. Nearest of {len(found.evaluated)} candidates: "
-        f"{shape_of(file, near.candidate)} with {hours(near.outcome.target_h)} and "
-        f"{usd(near.outcome.target_usd)}{whole}. Relax the goal, or widen the search: plan.reserved_nodes, "
-        "plan.spot_nodes, plan.gpu_types, plan.strategies."
+        f"{shape_of(file, near.candidate)} with {_p50_p90(near.runs)}{whole}. "
+        "Relax the goal, or widen the search: plan.reserved_nodes, plan.spot_nodes, plan.gpu_types, "
+        "plan.strategies."
     )
+
+
+def _p50_p90(runs: StrategyRuns) -> str:
+    """``2.03 h for $109 (p90: 2.10 h, $112)``."""
+    time, cost = runs.target_h, runs.target_usd
+    worse = f" (p90: {hours(time.p90)}, {usd(cost.p90)})" if len(runs.outcomes) > 1 else ""
+    return f"{hours(time.p50)} for {usd(cost.p50)}{worse}"
+
+
+def _previews(runs: StrategyRuns) -> str:
+    share = runs.figure(lambda one: one.preview_share)
+    return between(percent, share.least, share.most)
 
 
 def lines_of(file: ScenarioFile, found: SearchResult, *, every: bool) -> tuple[TableLine, ...]:
@@ -81,14 +105,14 @@ def plan_notes(
     file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime
 ) -> tuple[PageNote, ...]:
     """Assumptions behind the answer; ``prepared`` is the answer's, or the nearest's."""
-    one = found.answer or found.nearest
+    one, starts = found.answer or found.nearest, file.run.starts
     searched = [
         f"{len(found.evaluated)} candidates, {file.plan.iterations} iterations each, extrapolated; "
-        f"the best {CONFIRMED} that met the goal are simulated whole, and the best of these is recommended",
+        f"the best {CONFIRMED} that met the goal are simulated whole from "
+        f"{starts} start{'s' * (starts > 1)}; of those that then meet it at p90, the best at p50 is taken",
         *(
             f"{shape_of(file, missed.candidate)} seemed to meet the goal; simulated whole it took "
-            f"{hours(missed.outcome.target_h)} and {usd(missed.outcome.target_usd)}, with "
-            f"{percent(missed.outcome.preview_share)} of its previews"
+            f"{_p50_p90(missed.runs)}, with {_previews(missed.runs)} of its previews"
             for missed in found.rejected
         ),
     ]
@@ -98,22 +122,25 @@ def plan_notes(
         notes.append(PageNote("Parts of the pipeline", (*found.parts, gain)))
     if found.left_out:
         notes.append(PageNote("Left out", found.left_out))
-    return (*notes, *notes_of(prepared, [one.outcome], now))
+    return (*notes, *notes_of(prepared, [one.runs], now))
 
 
-def plan_record(file: ScenarioFile, found: SearchResult) -> dict[str, object]:
-    """The ``--json`` output."""
+def plan_record(
+    file: ScenarioFile, found: SearchResult, explained: PlanExplanation | None
+) -> dict[str, object]:
+    """The ``--json`` output; explained: why the answer is what it is, if there is one."""
     front = {one.candidate for one in found.front}
     return {
         "scenario": file.model_dump(mode="json"),
         "goal": {"deadline_h": found.goal.deadline_h, "budget_usd": found.goal.budget_usd},
         "answer": _record(file, found.answer) if found.answer else None,
         "text": answer_text(file, found),
+        "verdict": plan_verdict(file, found, explained),
         "candidates": [_record(file, one) | {"pareto": one.candidate in front} for one in found.evaluated],
         "rejected": [_record(file, one) for one in found.rejected],
         "parts": list(found.parts),
         "left_out": list(found.left_out),
-    }
+    } | (explanation_record(explained) if explained else {})
 
 
 def _record(file: ScenarioFile, one: EvaluatedCandidate) -> dict[str, object]:
@@ -126,18 +153,40 @@ def _record(file: ScenarioFile, one: EvaluatedCandidate) -> dict[str, object]:
         "spot_nodes": candidate.spot_nodes,
         "cluster": shape_of(file, candidate),
         "simulated_whole": one.whole,
-        "outcome": outcome_record(one.outcome),
+        "outcome": runs_record(one.runs) if one.whole else outcome_record(one.outcome),
     }
 
 
-def plan_page(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime) -> str:
-    """Page with the answer, trade-off curve, all candidates, and assumptions."""
+def plan_verdict(file: ScenarioFile, found: SearchResult, explained: PlanExplanation | None) -> str:
+    """The answer against the scenario's reserved GPUs alone, in one sentence; without an answer, why not."""
+    if found.answer is None or explained is None:
+        return answer_text(file, found)
+    base = explained.levers[0]
+    name = f"The planner's cluster, {shape_of(file, found.answer.candidate)},"
+    return verdict_text(
+        name, found.answer.runs, f"the scenario's {shape_of(file, base.candidate)}", base.runs
+    )
+
+
+def plan_page(
+    file: ScenarioFile,
+    found: SearchResult,
+    explained: PlanExplanation | None,
+    prepared: Prepared,
+    now: datetime,
+) -> str:
+    """Page with the verdict, trade-off curve, levers, sensitivity, all candidates, and assumptions."""
+    notes = plan_notes(file, found, prepared, now)
     parts = [
-        f"<p><b>{escape(answer_text(file, found))}</b></p>",
+        f"<p><b>{escape(plan_verdict(file, found, explained))}</b></p>",
         div_html(_curve(file, found)),
         table_html(COLUMNS, lines_of(file, found, every=True)),
-        notes_html(plan_notes(file, found, prepared, now)),
+        notes_html(notes),
     ]
+    if explained is not None:
+        parts.insert(1, f"<p>{escape(answer_text(file, found))}</p>")
+        parts[3:3] = explanation_html(file, explained, by_time=found.goal.deadline_h is None)
+        parts.insert(-1, notes_html(explanation_notes(explained)))
     return page_html(f"{file.name}: {goal_text(found.goal)}", parts)
 
 
@@ -147,8 +196,8 @@ def _curve(file: ScenarioFile, found: SearchResult) -> Figure:
 
     def add(shown: Sequence[EvaluatedCandidate], name: str, mode: str, **marker: object) -> None:
         figure.add_scatter(
-            x=[one.outcome.target_h for one in shown],
-            y=[one.outcome.target_usd for one in shown],
+            x=[one.runs.target_h.p50 for one in shown],
+            y=[one.runs.target_usd.p50 for one in shown],
             text=[shape_of(file, one.candidate) for one in shown],
             name=name,
             mode=mode,

@@ -91,6 +91,25 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
     return prepared
 
 
+def at_starts(prepared: Prepared) -> tuple[Prepared, ...]:
+    """The scenario from each of its ``run.starts`` starts, its own first.
+
+    Start k has the seed + k, so that generated traces are others, and a trace file begins k / starts later.
+    """
+    run = prepared.file.run
+    return (prepared, *(_at_start(prepared, turn) for turn in range(1, run.starts)))
+
+
+def _at_start(prepared: Prepared, turn: int) -> Prepared:
+    run = prepared.file.run.model_copy(update={"seed": prepared.file.run.seed + turn})
+    return with_file(prepared, prepared.file.model_copy(update={"run": run}), turn / run.starts)
+
+
+def with_file(prepared: Prepared, file: ScenarioFile, later: float = 0.0) -> Prepared:
+    """Another file with the profile and prices of this one; a trace file begins this share of it later."""
+    return replace(prepared, file=file, trace=_trace(file, later))
+
+
 def _require_fresh(file: ScenarioFile, chosen: Sequence[Strategy]) -> None:
     """Refuse what the learner would: see ``config/sections/pipeline.py``."""
     early = [one for one in chosen if PipelinePart.TCSS in one.parts]
@@ -229,7 +248,8 @@ def _standing(name: str, pool: Pool, tag: PriceTag, *, trains: bool, rolls_out: 
     return Node(NodeId(name), NodeKind.RESERVED, gpus, pool.gpu_type, price, trains, rolls_out)
 
 
-def _trace(file: ScenarioFile) -> Trace:
+def _trace(file: ScenarioFile, later: float = 0.0) -> Trace:
+    """The scenario's trace; one of a file begins this share of its length later."""
     spot, section, horizon_s = file.cluster.spot, file.trace, file.run.until_h * 3600
     if spot.nodes == 0 or isinstance(section, AlwaysOn):
         gpus = spot.gpus_per_node
@@ -251,11 +271,11 @@ def _trace(file: ScenarioFile) -> Trace:
         )
     source = str(section.path)
     trace = limit(read_trace(section.path, gpus_per_node=spot.gpus_per_node), spot.nodes)
-    start_s = section.start_h * 3600
+    start_s = section.start_h * 3600 + later * trace.horizon_s
     trace = repeat(trace, start_s + horizon_s)
     if start_s:
         trace = cut(trace, start_s, start_s + horizon_s)
-        source += f" from {section.start_h:g} h"
+        source += f" from {start_s / 3600:g} h"
     if section.notice_lead_s is not None:
         trace = with_notices(trace, section.notice_lead_s)
         source += f", notices {section.notice_lead_s:g} s ahead"

@@ -226,10 +226,20 @@ class PipelineSection(_ScenarioSection):
 class Target(_ScenarioSection):
     """Iterations to target: an assumption, not a result."""
 
-    value: PositiveInt
-    """Iterations until the policy is good enough."""
+    value: PositiveInt | tuple[PositiveInt, PositiveInt, PositiveInt]
+    """Iterations until the policy is good enough: a number, or ``[fewest, likely, most]``."""
     source: Source
     """``published:``, ``measured:``, ``derived:`` or ``assumed:``, and what or why."""
+
+    @property
+    def iterations(self) -> int:
+        """The number, without its interval."""
+        return self.value if isinstance(self.value, int) else self.value[1]
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Fewest and most iterations."""
+        return (self.value, self.value) if isinstance(self.value, int) else (self.value[0], self.value[2])
 
 
 class SimulationRunSection(_ScenarioSection):
@@ -237,6 +247,9 @@ class SimulationRunSection(_ScenarioSection):
 
     iterations: PositiveInt = 30
     """Iterations to simulate; time and cost to target are extrapolated from these."""
+    starts: PositiveInt = 5
+    """Starts to simulate each strategy from. Start k has the seed + k, and begins later in a trace file: by
+    that share of its length."""
     until_h: PositiveFloat = 336.0
     """Time limit in simulated hours."""
     seed: NonNegativeInt = 0
@@ -313,7 +326,7 @@ class ScenarioFile(_ScenarioSection):
             for name, target in self.iterations_to_target.items()
             if strategy_named(name).explore is None and PipelinePart.TCSS not in strategy_named(name).parts
         )
-        return max(stated, key=lambda target: target.value, default=None)
+        return max(stated, key=lambda target: target.iterations, default=None)
 
     @property
     def usable_parts(self) -> tuple[PipelinePart, ...]:

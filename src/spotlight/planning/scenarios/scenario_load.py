@@ -39,7 +39,12 @@ def scenario_names() -> tuple[str, ...]:
 
 
 def load_scenario(
-    name: str, overrides: Sequence[str] = (), *, trace: Path | None = None, seed: int | None = None
+    name: str,
+    overrides: Sequence[str] = (),
+    *,
+    trace: Path | None = None,
+    seed: int | None = None,
+    starts: int | None = None,
 ) -> ScenarioFile:
     """Read a shipped scenario by name, or a file by path.
 
@@ -48,6 +53,7 @@ def load_scenario(
             kind replaces the scenario's.
         trace: trace file that replaces the scenario's trace; the notice settings stay.
         seed: replaces ``run.seed``.
+        starts: replaces ``run.starts``.
 
     Raises:
         ConfigError: every problem found, each with key, value, expectation and remedy.
@@ -58,8 +64,9 @@ def load_scenario(
         tree["trace"] = {"kind": "file", "path": str(trace), **lead}
     for override in overrides:
         apply_override(_without_another_kind(tree, override), override)
-    if seed is not None:
-        apply_override(tree, f"run.seed={seed}")
+    for key, value in (("run.seed", seed), ("run.starts", starts)):
+        if value is not None:
+            apply_override(tree, f"{key}={value}")
     where = f"the scenario {name}" + (f" with {' '.join(overrides)}" if overrides else "")
     return build_scenario(tree, where)
 
@@ -70,9 +77,13 @@ def build_scenario(tree: Mapping[str, Any], where: str) -> ScenarioFile:
         # JSON strict mode accepts lists for tuples and strings for paths, and nothing looser.
         scenario = ScenarioFile.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        raise ConfigError(where, [_explain(tree, detail) for detail in error.errors()]) from None
-    if problems := list(_contradictions(scenario)):
-        raise ConfigError(where, problems)
+        problems: dict[str, Problem] = {}  # by key, because each kind of a union has one of its own
+        for detail in error.errors():
+            problem = _explain(tree, detail)
+            problems.setdefault(problem.key, problem)
+        raise ConfigError(where, list(problems.values())) from None
+    if contradictions := list(_contradictions(scenario)):
+        raise ConfigError(where, contradictions)
     return scenario
 
 
@@ -128,6 +139,8 @@ def _explain(tree: Mapping[str, Any], detail: ErrorDetails) -> Problem:
     parts = [str(part) for part in detail["loc"]]
     if len(parts) > 1 and parts[0] == "trace" and parts[1] == _section(tree, "trace").get("kind"):
         del parts[1]  # the union's tag is not a key in the file
+    if parts[:1] == ["iterations_to_target"]:
+        del parts[3:]
     key = ".".join(parts) or "SCENARIO"
     if detail["type"] == "extra_forbidden":
         known = sorted(_fields_at(ScenarioFile, parts[:-1], tree))
@@ -196,6 +209,10 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
                 strategies[name] = strategy
         if len(set(names)) < len(names):
             yield Problem(key, ", ".join(names), "every strategy once", "Remove the second.")
+    for name, target in scenario.iterations_to_target.items():
+        if not target.ends[0] <= target.iterations <= target.ends[1]:
+            key, expected = f"iterations_to_target.{name}.value", "[fewest, likely, most]"
+            yield Problem(key, str(target.value), expected, "Put them in ascending order.")
     yield from dict.fromkeys(
         problem
         for strategy in strategies.values()

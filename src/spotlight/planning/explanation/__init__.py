@@ -1,0 +1,1 @@
+"""Why a plan is what it is: the levers that lead to it, and the assumptions that move it."""

@@ -1,0 +1,104 @@
+"""From the reserved GPUs alone to the recommendation: what each lever brings, one after the other.
+
+The levers are pulled on the scenario's own cluster: spot (or on-demand) GPUs, exploration, each part of the
+pipeline; the last one is the search, which leaves that cluster. The recommendation was simulated to its
+target, the others are for ``run.iterations``, all from every start. A lever's part depends on the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from spotlight.config.errors import ConfigError
+from spotlight.planning.candidates import Candidate, prepared_for
+from spotlight.planning.compare import SimulationTask, run_tasks
+from spotlight.planning.prices.quotes import PriceError
+from spotlight.planning.scenarios.scenario_file import ScenarioFile
+from spotlight.planning.scenarios.strategies import (
+    STRATEGIES,
+    PipelinePart,
+    SpotPlaces,
+    strategy_named,
+    with_parts,
+)
+from spotlight.planning.search import EvaluatedCandidate, useless
+from spotlight.planning.strategy_runs import StrategyRuns, grouped, tasks_from_starts
+
+ALONE = "reserved_only"
+_PLACES = {
+    SpotPlaces.SPOT: ("spot GPUs", "spot_rollout_only"),
+    SpotPlaces.ON_DEMAND: ("on-demand GPUs", "all_on_demand"),
+    SpotPlaces.ROLLOUT: ("on-demand GPUs", "disaggregated"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lever:
+    """A step, with the candidate that it leads to.
+
+    Attributes:
+        runs: None: it has no time to target, and its part is in the next lever's.
+        problem: why; empty if it has.
+    """
+
+    name: str
+    candidate: Candidate
+    runs: StrategyRuns | None
+    problem: str = ""
+
+
+def levers_of(
+    file: ScenarioFile,
+    answer: EvaluatedCandidate,
+    now: datetime,
+    *,
+    jobs: int = 1,
+    progress: Callable[[str], None] = lambda strategy: None,
+) -> tuple[Lever, ...]:
+    """The steps to the answer, the reserved GPUs alone first and the answer last."""
+    *steps, (last, _) = lever_steps(file, answer.candidate)
+    problems: dict[Candidate, str] = {}
+    tasks: list[SimulationTask] = []
+    for _, candidate in steps:
+        try:
+            prepared = prepared_for(file, candidate, file.run.iterations, now)
+        except (ConfigError, PriceError) as error:
+            problems[candidate] = str(error).splitlines()[-1].strip(" -")
+            continue
+        tasks += tasks_from_starts(prepared, (candidate.strategy,))
+    results = run_tasks(tasks, jobs, lambda task: progress(task.strategy))
+    found = iter(grouped([one.outcome for one in results], file.run.starts))
+    levers = []
+    for name, candidate in steps:
+        runs = None if candidate in problems else next(found)
+        why = problems.get(candidate) or next(filter(None, map(useless, runs.outcomes if runs else ())), "")
+        levers.append(Lever(name, candidate, None if why else runs, why))
+    return (*levers, Lever(last, answer.candidate, answer.runs))
+
+
+def lever_steps(file: ScenarioFile, answer: Candidate) -> tuple[tuple[str, Candidate], ...]:
+    """Names of the levers and the candidates that they lead to; the first has none pulled."""
+    return tuple(_steps(file, answer))
+
+
+def _steps(file: ScenarioFile, answer: Candidate) -> Iterator[tuple[str, Candidate]]:
+    fixed, coming, strategy = file.cluster.reserved, file.cluster.spot, strategy_named(answer.strategy)
+    alone = Candidate(ALONE, fixed.gpu_type, fixed.gpu_type, fixed.nodes, 0)
+    steps = [("reserved GPUs alone", alone)]
+    if strategy.places in _PLACES:
+        added, name = _PLACES[strategy.places]
+        own = Candidate(name, fixed.gpu_type, coming.gpu_type, fixed.nodes, coming.nodes)
+        steps.append((added, own))
+        if strategy.explore is not None:
+            base = answer.strategy.split("+")[0]
+            name = base if STRATEGIES[base].explore else with_parts(name, (PipelinePart.EXPLORATION,))
+            steps.append(("exploration", replace(own, strategy=name)))
+        for part in PipelinePart:
+            if part in strategy.parts and part is not PipelinePart.EXPLORATION:
+                name = with_parts(name, (part,))
+                steps.append((f"+{part}", replace(own, strategy=name)))
+    *before, (last, own) = steps
+    yield from before if own == answer else steps
+    yield (last if own == answer else "search"), answer
