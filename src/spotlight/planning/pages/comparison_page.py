@@ -154,15 +154,17 @@ def _phases_figure(compared: Sequence[ComparedStrategy]) -> Figure:
     )
     figure = new_figure(title, "", "GPU-hours", barmode="stack")
     figure.update_layout(legend={"y": 1, "orientation": "v"})  # below, it would overlap the labels
-    labels = [
-        [one.outcome.strategy for one in compared for _ in NodeKind],
-        [kind.value for _ in compared for kind in NodeKind],
+    rented = [
+        (one.outcome, kind)
+        for one in compared
+        for kind in NodeKind
+        if any(one.outcome.gpu_s.get((kind, phase)) for phase in Phase)
     ]
+    labels = [[outcome.strategy for outcome, _ in rented], [kind.value for _, kind in rented]]
     for phase in Phase:
         spent = [
-            one.outcome.gpu_s.get((kind, phase), 0.0) / 3600 / max(1, one.outcome.iterations)
-            for one in compared
-            for kind in NodeKind
+            outcome.gpu_s.get((kind, phase), 0.0) / 3600 / max(1, outcome.iterations)
+            for outcome, kind in rented
         ]
         if any(spent):
             figure.add_bar(x=labels, y=spent, name=phase.value, marker_color=PHASE_COLOURS[phase])
@@ -208,7 +210,7 @@ def _gantt_figure(title: str, content: TimelineChart) -> Figure:
     about = f"; up to {gathered} GPUs a line" if gathered > 1 else ""
     cell = f"each cell of {content.cell_s:.3g} s shows its longest phase"
     labels = [row.label for row in content.rows]
-    height = 180 + 14 * len(labels)
+    height = 200 + 14 * len(labels)
     figure = new_figure(f"{title}<br><sub>{cell}{about}</sub>", "hours", "", barmode="overlay", height=height)
     for phase in Phase:
         shown = [stretch for stretch in content.stretches if stretch.phase is phase]
@@ -222,6 +224,8 @@ def _gantt_figure(title: str, content: TimelineChart) -> Figure:
                 marker={"color": PHASE_COLOURS[phase], "line": {"width": 0}},
                 hovertemplate=f"%{{y}}: {phase.value}, %{{x:.4f}} h<extra></extra>",
             )
-    figure.update_layout(bargap=0.1)
+    # At the bottom edge, because a share of so low a figure would put it onto the axis title.
+    legend = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom"}
+    figure.update_layout(bargap=0.1, legend=legend, margin={"b": 90})
     figure.update_yaxes(autorange="reversed", categoryorder="array", categoryarray=labels, type="category")
     return figure

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spotlight.planning.candidates import shape_of
 from spotlight.planning.explanation.levers import Lever
 from spotlight.planning.explanation.plan_explanation import PlanExplanation
-from spotlight.planning.explanation.sensitivity import Sensitivity
+from spotlight.planning.explanation.sensitivity import Sensitivity, Swing
 from spotlight.planning.pages.comparison_page import div_html, new_figure, table_html
 from spotlight.planning.pages.comparison_summary import PageNote, TableLine, finite, hours, usd
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
@@ -81,7 +81,7 @@ def tornado(sensitivity: Sensitivity, axis: int) -> Figure:
         barmode="overlay",
         height=170 + _ROW_PX * len(shown),
     )
-    names = [f"{one.name} ({one.low_label}, {one.high_label})" for one in shown]
+    names = [_name(one, axis) for one in shown]
     for label, colour, ends in (
         ("low value", _LOW, [one.low[axis] for one in shown]),
         ("high value", _HIGH, [one.high[axis] for one in shown]),
@@ -100,6 +100,12 @@ def tornado(sensitivity: Sensitivity, axis: int) -> Figure:
     figure.update_yaxes(autorange="reversed", type="category", automargin=True)
     figure.update_layout(legend={"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}, margin={"t": 100})
     return figure
+
+
+def _name(one: Swing, axis: int) -> str:
+    ends = ((one.low_label, one.low[axis]), (one.high_label, one.high[axis]))
+    told = [f"{label}: no target" if math.isnan(value) else label for label, value in ends]
+    return f"{one.name} ({', '.join(told)})"
 
 
 def explanation_notes(explained: PlanExplanation) -> tuple[PageNote, ...]:
