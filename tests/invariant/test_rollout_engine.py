@@ -77,10 +77,13 @@ def run(
     return finished(engine(family, max_batch).run(family.transformer, states))
 
 
-def assert_same(one: FinishedRollout, two: FinishedRollout, tolerance: float = 0.0) -> None:
+def assert_same(
+    one: FinishedRollout, two: FinishedRollout, tolerance: float = 0.0, *, decoded_alike: bool = True
+) -> None:
+    """``decoded_alike``: in batches of one size; where not, the VAE's rounding may move a level by one."""
     assert one.rollout == two.rollout
     assert (one.tensors.final - two.tensors.final).abs().max() <= tolerance
-    assert np.abs(one.image.astype(int) - two.image).max() <= (1 if tolerance else 0)
+    assert np.abs(one.image.astype(int) - two.image).max() <= (1 if tolerance or not decoded_alike else 0)
     a, b = one.tensors, two.tensors
     assert torch.equal(a.sigmas, b.sigmas)
     assert (a.latents is None) == (b.latents is None)
@@ -159,7 +162,8 @@ def test_sizes_and_guidance_are_kept_apart(family: QwenImage) -> None:
     mixed = [start(family, [seed], recipe)[0] for seed, recipe in enumerate(recipes)]
     results = finished(engine(family).run(family.transformer, mixed))
     for seed, recipe in enumerate(recipes):
-        assert_same(run(family, [seed], recipe)[0], results[seed])
+        # Pictures of one size are decoded together, whatever their guidance.
+        assert_same(run(family, [seed], recipe)[0], results[seed], decoded_alike=recipe is wide)
         assert results[seed].image.shape == (recipe.size.height, recipe.size.width, 3)
 
 
