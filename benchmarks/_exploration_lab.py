@@ -142,7 +142,8 @@ class Lab:
         else:
             planned = max(arm.seeds_per_prompt for arm in plan.arms) if where == "idle" else None
             there = exploration.model_copy(update={"where": where, "seeds_per_prompt_max": planned})
-            plan = dataclasses.replace(plan, exploration=there)
+            keeps = plan.keeps_previews and where == "critical_path"
+            plan = dataclasses.replace(plan, exploration=there, keeps_previews=keeps)
         by_id = {prompt.id: prompt for prompt in (*self.prompts.train, *self.prompts.test)}
         recorder = MemoryRecorder(by_id, self.config.evaluation.strict, trained)
         driver = BesideTraining(

@@ -17,6 +17,7 @@ from learner_job import Batch, config_of, inline_learning, make_batch, prompts_o
 from own_ray import own_ray
 
 from spotlight.cluster.blobs.blob_server import start_blob_store
+from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.learner.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
 from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
 from spotlight.cluster.learner.learner_rank import write_token
@@ -120,10 +121,10 @@ class Head:
             assert time.monotonic() < give_up, (self.notes, self.losses, self.failed)
             await asyncio.sleep(0.01)
 
-    def keep(self, batch: Batch, mark: str = "the mark") -> dict[RolloutId, str]:
+    def keep(self, batch: Batch, mark: str = "the mark") -> dict[RolloutId, BlobAddress]:
         for name, data in batch.packed.items():
             ray.get(self.store.put.remote("sample", name, data, mark))
-        return dict.fromkeys(batch.rollouts, mark)
+        return {name: BlobAddress(name, mark) for name in batch.rollouts}
 
     async def train(self, batch: Batch) -> tuple[float, float]:
         await self.group.prepare(batch.effect, batch.rollouts, self.keep(batch))
@@ -157,9 +158,9 @@ async def fails_to_train(head: Head, batch: Batch) -> None:
     """Train what is not finite: its first part was prepared in the life that was lost."""
     for sample in batch.finished.values():
         sample.tensors.final.fill_(float("nan"))
-    digests = head.keep(batch, "another digest")
+    stored = head.keep(batch, "another digest")
     for part in in_parts(batch.effect):
-        await head.group.prepare(part, batch.rollouts, digests)
+        await head.group.prepare(part, batch.rollouts, stored)
         await head.group.accumulate(part.micro_batches[0])
     head.beside(head.group.step(8, 0), "step")
     await head.until(lambda: bool(head.failed))
@@ -187,11 +188,11 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         undisturbed = await head.train(batches[1])
         digest = await group.digest()
 
-        digests = head.keep(batches[2])
+        stored = head.keep(batches[2])
         first_part, second_part = in_parts(batches[2].effect)
-        await group.prepare(first_part, batches[2].rollouts, digests)
+        await group.prepare(first_part, batches[2].rollouts, stored)
         await group.accumulate(first_part.micro_batches[0])
-        await group.prepare(second_part, batches[2].rollouts, digests)
+        await group.prepare(second_part, batches[2].rollouts, stored)
         head.beside(group.accumulate(second_part.micro_batches[0]), "accumulate")
         await asyncio.sleep(0)
         killed_at, first = time.monotonic(), head.process_of(0)

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from main_job import GRPO, NFT, At, Job, clean_audit, outcome, run_process
+from main_job import (
+    ALGORITHMS,
+    GRPO,
+    NFT,
+    ONE_AT_ONCE,
+    At,
+    Job,
+    clean_audit,
+    largest_difference,
+    learner_digest,
+    outcome,
+    run_process,
+)
 
 from spotlight.config.sections.algorithm import AdvantageConfig
+from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.exploration.selection import SelectionPolicy, select
 from spotlight.scheduler.types import Phase, RolloutId
@@ -93,6 +107,42 @@ def test_the_groups_trained_are_those_that_previews_chose(job: Job) -> None:
     assert not [note for note in heard.notes if "explored" in note]  # nothing was to be decided
 
 
+@pytest.mark.parametrize("algorithm", ONE_AT_ONCE)
+def test_previews_that_are_rollouts_are_not_made_again_and_nothing_else_changes(
+    job: Job, algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One at a time: the same prompt and seed in another batch differ by rounding.
+    settings = (*ALGORITHMS[algorithm], *SHORT, "rollout.batch_size=1", "exploration={seeds_per_prompt: 5}")
+    name = settings[0].partition("=")[2]
+    job.train(f"kept-{name}", *settings)
+    monkeypatch.setattr(ExplorationConfig, "makes_rollouts", lambda self, guidance: False)
+    job.train(f"again-{name}", *settings)
+    kept, again = job.root / f"kept-{name}", job.root / f"again-{name}"
+    assert groups_of(kept) == groups_of(again)
+    assert scores_of(kept) == scores_of(again)
+    assert learner_digest(kept) == learner_digest(again)
+    assert largest_difference(kept, again) == 0
+    ours, theirs = clean_audit(kept), clean_audit(again)
+    assert (ours.counts.kept, theirs.counts.kept) == (2 * 2 * 3, 0)
+    assert ours.counts.trained == theirs.counts.trained == 2 * 2 * 3
+    assert ours.gpu_seconds_by_phase[Phase.ROLLOUT] == 0
+    assert [row.values["exploration/kept"] for row in read_metrics(kept) if row.values.get("train/loss")] == [
+        6,
+        6,
+    ]
+
+
+def scores_of(run: Path) -> set[tuple[object, ...]]:
+    """Every score of the samples for training, by their seeds."""
+    with closing(queries.open_readonly(RunPaths(run).ledger)) as connection:
+        return set(
+            connection.execute(
+                "SELECT id, seed, name, value FROM rollouts JOIN rewards ON rollout = id"
+                " WHERE purpose = 'train'"
+            )
+        )
+
+
 def test_a_planned_run_that_is_killed_explores_as_one_that_was_not(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +166,7 @@ def test_a_planned_run_that_is_killed_explores_as_one_that_was_not(
     assert first["exploration/decision/arms/6x3/fits"] == 1
     assert "exploration/decision/capacity/workers" in first
 
+    assert clean_audit(straight).counts.kept == 12
     arguments, answer = job.arguments("planned-killed", *PLANNED), job.root / "planned-killed.json"
     kill = At("work exploration", 4)  # within the second iteration's previews
     assert run_process(arguments, kill, answer=answer).exit_code == -signal.SIGKILL

@@ -350,12 +350,26 @@ def previews(family: QwenImage, steps: list[int], recipe: Recipe = PREVIEW) -> l
     return engine(family).start(made, conditions, recipe)
 
 
-def test_a_preview_of_all_steps_is_its_rollout(family: QwenImage) -> None:
+@pytest.mark.parametrize("recipe", [TRAIN, NFT, EVAL], ids=["trajectory", "final", "ode"])
+def test_a_preview_of_all_steps_is_its_rollout(family: QwenImage, recipe: Recipe) -> None:
     conditions = family.encode([PROMPTS[0]])
-    whole = engine(family).start([rollout(0, FULL)], conditions, NFT)
+    whole = engine(family).start([rollout(0, FULL)], conditions, recipe)
     expected = finished(engine(family).run(family.transformer, whole))[0]
-    found = finished(engine(family).run(family.transformer, previews(family, [FULL])))[0]
-    assert torch.equal(found.tensors.final, expected.tensors.final)
+    for_previews = recipe.preview(FULL, keeps=recipe.keeps)
+    (state,) = previews(family, [FULL], for_previews)
+    halfway = engine(family).step(family.transformer, [state])[0]
+    header, tensors = halfway.to_tensors()
+    moved = from_tensors(json.loads(json.dumps(header)), tensors, for_previews)
+    found = finished(engine(family).run(family.transformer, [moved]))[0]
+    assert_same(dataclasses.replace(found, rollout=expected.rollout), expected)
+
+
+def test_a_shorter_preview_keeps_no_trajectory(family: QwenImage) -> None:
+    states = previews(family, [FULL, 5], TRAIN.preview(FULL, keeps="trajectory"))
+    whole, shorter = finished(engine(family).run(family.transformer, states))
+    assert whole.tensors.log_probs is not None
+    assert shorter.tensors.latents is None
+    assert shorter.tensors.log_probs is None
 
 
 def test_a_preview_of_fewer_steps_follows_the_same_path(family: QwenImage) -> None:
@@ -399,9 +413,8 @@ def test_previews_do_not_depend_on_company_or_moves(family: QwenImage) -> None:
 
 def test_recipes_of_previews_that_cannot_be_are_refused(family: QwenImage) -> None:
     assert EVAL.preview(FULL).path_steps is None, "an ODE's path is its initial noise"
-    assert TRAIN.preview(FULL).keeps == "final"
-    with pytest.raises(ValueError, match="keeps 'final'"):
-        dataclasses.replace(TRAIN, path_steps=FULL)
+    with pytest.raises(ValueError, match="expected a stochastic sampler"):
+        dataclasses.replace(EVAL, path_steps=FULL)
     with pytest.raises(ValueError, match="at most as many"):
         previews(family, [FULL + 1])
     assert previews(family, [2])[0].window == range(1)

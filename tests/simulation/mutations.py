@@ -24,6 +24,7 @@ from spotlight.scheduler.cluster.members import Worker, WorkerGroup
 from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLease
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.controller import Controller
+from spotlight.scheduler.exploration.kept import KeptPreviews, KeptSample
 from spotlight.scheduler.iteration import Iteration, Unsaved
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.overlap import training_tasks as training_module
@@ -85,6 +86,7 @@ _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueu
 _choose_seeds, _micro_batches = choose_seeds, micro_batches
 _load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
 _add, _confirm = GpuAccounts.add, GpuAccounts.confirm
+_take = KeptPreviews.take
 _place_learner, _limit_s = Controller._place_learner, AnswerLimits.limit_s
 
 
@@ -283,6 +285,22 @@ def _calls_everything_silent(self: TrainingTasks, part: Slice) -> bool:
     return part.slot > 0
 
 
+def _keeps_short_previews(self: KeptPreviews, preview: Rollout) -> bool:
+    return self.plan.exploration is not None and self.plan.exploration.where == "critical_path"
+
+
+def _keeps_nothing(self: KeptPreviews, rollout: Rollout) -> KeptSample | None:
+    return None
+
+
+def _keeps_twice(self: KeptPreviews, rollout: Rollout) -> KeptSample | None:
+    offered = self._offered.get((rollout.prompt_id, rollout.seed))
+    sample = _take(self, rollout)
+    if sample is not None and offered is not None:
+        self._offered = dict.fromkeys(self._offered, offered) | {(rollout.prompt_id, rollout.seed): offered}
+    return sample
+
+
 _ALL_GROUPS = property(lambda self: self.prompts_per_iteration if self.pipeline.next_share else 0)
 _NEVER = property(lambda self: False)
 
@@ -330,6 +348,9 @@ MUTATIONS = (
     Mutation("micro-batches cut groups", ((training_module, "micro_batches", _cuts_groups),)),
     Mutation("samples left out have no end", ((TrainingTasks, "_leave_out", _counts_none_left_out),)),
     Mutation("groups that differ are skipped", ((TrainingTasks, "_is_silent", _calls_everything_silent),)),
+    Mutation("previews of fewer steps are kept", ((KeptPreviews, "wants", _keeps_short_previews),)),
+    Mutation("rollouts are made that were previewed", ((KeptPreviews, "take", _keeps_nothing),)),
+    Mutation("a preview is kept as several rollouts", ((KeptPreviews, "take", _keeps_twice),)),
     Mutation("a lost learner is not restored", ((LearnerLife, "lost", _forgets_the_learner),)),
     Mutation(
         "the learner is restored before its loss is reported",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from statistics import pvariance
 
@@ -42,7 +42,7 @@ from spotlight.scheduler.types import (
     RolloutId,
 )
 from spotlight.simulation.virtual_driver import Simulation
-from spotlight.simulation.virtual_processes import PHASE_OF, VirtualGroup
+from spotlight.simulation.virtual_processes import PHASE_OF, VirtualGroup, VirtualWeights
 from spotlight.simulation.virtual_rewards import CONTENT
 from spotlight.simulation.virtual_workers import Receipt
 from tests.simulation.bill import Bill
@@ -56,6 +56,7 @@ class LedgerModel:
         stale: samples of an iteration that may be one published version old.
         older: the version published before ``published``.
         begun: issued samples of each iteration that are one published version old.
+        kept: preview of each sample that was kept from one.
     """
 
     stale: int
@@ -70,6 +71,8 @@ class LedgerModel:
     published: int = 0
     older: int = 0
     begun: Counter[int] = field(default_factory=Counter)
+    kept: dict[RolloutId, RolloutId] = field(default_factory=dict)
+    scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
 
     def write(self, position: int, record: Record) -> None:
         """Append a record. Raises AssertionError if it may not follow."""
@@ -81,14 +84,18 @@ class LedgerModel:
                 if rollout.version != self.published:
                     self._may_be_stale(rollout)
                 self.issued[rollout.id] = rollout
-            case SampleFinished(rollout, version):
+            case SampleFinished(rollout, version, preview=preview):
                 assert rollout in self.issued, f"{rollout} is finished without being issued"
                 assert rollout not in self.finished, f"{rollout} is finished twice"
                 assert rollout not in self.ended, f"{rollout} is finished after its end"
                 assert version == self.issued[rollout].version, f"{rollout} was made by version {version}"
                 self.finished.add(rollout)
+                if preview is not None:
+                    self._keep(rollout, preview)
             case SampleScored(rollout, scores):
-                self.rewards[rollout] = scores[REWARD]
+                self.rewards[rollout], self.scores[rollout] = scores[REWARD], scores
+                made_as = self.kept.get(rollout, rollout)
+                assert scores == self.scores[made_as], f"{rollout} has other scores than {made_as}"
                 assert rollout in self.finished, f"{rollout} is scored before it is finished"
                 assert rollout not in self.scored, f"{rollout} is scored twice"
                 self.scored.add(rollout)
@@ -115,6 +122,21 @@ class LedgerModel:
             case VersionPublished(version):
                 assert version == len(self.stepped), "a version is published that was not made"
                 self.older, self.published = self.published, version
+
+    def _keep(self, rollout: RolloutId, preview: RolloutId) -> None:
+        """Only a scored preview that is exactly this rollout, once."""
+        assert self.preview_of(self.issued[rollout]) == preview, f"{rollout} is kept from {preview}"
+        assert preview not in self.kept.values(), f"{preview} is kept twice"
+        self.kept[rollout] = preview
+
+    def preview_of(self, rollout: Rollout) -> RolloutId | None:
+        """The scored preview that made this rollout's sample: but for its name, it is the same."""
+        for name in self.scored:
+            found = self.issued[name]
+            same = replace(rollout, id=name, purpose=Purpose.EXPLORE, member=found.member)
+            if rollout.purpose is Purpose.TRAIN and found == same:
+                return name
+        return None
 
     def _may_be_stale(self, rollout: Rollout) -> None:
         """Only samples of the next iteration may be begun early, and only so many."""
@@ -208,7 +230,8 @@ class ReferenceModel:
                     if isinstance(record, SampleDropped):  # left out where it was trained before
                         self.undone = {one for one in self.undone if one.id != record.rollout}
                     if isinstance(record, SampleScored):
-                        made_by = self.simulation.store.samples[record.rollout]
+                        made_by = self._sample(record.rollout)
+                        assert made_by is not None, f"{record} is of no sample"
                         assert record.scores[CONTENT] == made_by.content, f"{record} is of another sample"
                 case ef.GrantLease():
                     self._check_grant(effect, discarded)
@@ -335,13 +358,16 @@ class ReferenceModel:
         return {self.expected.issued[each.rollout] for each in records if isinstance(each, SampleTrained)}
 
     def _check_grant(self, grant: ef.GrantLease, discarded: set[RolloutId]) -> None:
-        lease, simulation = grant.lease, self.simulation
+        lease, simulation, plan = grant.lease, self.simulation, self.simulation.scenario.plan
         again = lease.id in self.leases
         for rollout in grant.rollouts:
             if rollout.id not in self.expected.issued and rollout.id not in self.early:
                 self._check_early(rollout)
             assert rollout == self._known(rollout.id), f"granted is {rollout}"
             assert again or rollout.version == self.expected.published, f"{rollout} is begun with old weights"
+            assert not plan.keeps_previews or self.expected.preview_of(rollout) is None, (
+                f"{rollout.id} is made again after it was previewed"
+            )
             assert rollout.id not in self.made, f"{rollout.id} is made again after it was finished"
             assert rollout not in self.undone, f"{rollout.id} is made again after its training was undone"
             assert rollout.id not in self.expected.ended
@@ -396,8 +422,13 @@ class ReferenceModel:
                 "previews are made beside better work"
             )
 
+    def _sample(self, name: RolloutId) -> VirtualWeights | None:
+        """What made a stored sample, which is under its preview's name until effects are carried out."""
+        samples = self.simulation.store.samples
+        return samples.get(name) or samples.get(self.expected.kept.get(name, name))
+
     def _check_sample(self, rollout: Rollout) -> None:
-        made_by = self.simulation.store.samples.get(rollout.id)
+        made_by = self._sample(rollout.id)
         real = self.simulation.store.versions[rollout.version]
         assert made_by == real, f"{rollout.id} was made by {made_by}, and is trained as {real}"
 

@@ -135,6 +135,7 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
             publishes=source.choice([WeightKind.ADAPTER, WeightKind.FULL]),
         ),
         exploration=None if explore is None else _draw_exploration(seed, explore, group_size, more, steps),
+        keeps_previews=explore == "critical_path" and random.Random(f"keeps {seed}").random() < 0.8,
         pipeline=pipeline,
         bounded=bounded,
         choice=_draw_choice(seed, group_size, pipeline),

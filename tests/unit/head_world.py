@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_server import Delivered
-from spotlight.cluster.blobs.blob_store import StoredBlob
+from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
 from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.drains import Drains
 from spotlight.cluster.head import Head, HeadParts
@@ -34,7 +34,7 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.records import REWARD
-from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, PromptId, Rollout
+from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, PromptId, Rollout, RolloutId
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.training.sharding import Ranks
 from spotlight.weights.bundle import WeightsManifest
@@ -148,6 +148,7 @@ class FakeLearner:
         self.version = self.life = self.working_life = 0
         self.restored: list[Path | None] = []
         self.asked: list[str] = []
+        self.stored: dict[RolloutId, BlobAddress] = {}
         self.before: Callable[[str], Awaitable[None]] = at_once
         self.hooks: list[Callable[[str], None]] = []
         self.over: asyncio.Future[str] | None = None
@@ -208,7 +209,10 @@ class FakeLearner:
     async def send_conditions(self, prompts: Sequence[PromptId]) -> None:
         await self._ask("send_conditions")
 
-    async def prepare(self, effect: ef.PrepareBatch, rollouts: object, digests: object) -> None:
+    async def prepare(
+        self, effect: ef.PrepareBatch, rollouts: object, stored: Mapping[RolloutId, BlobAddress]
+    ) -> None:
+        self.stored.update(stored)
         await self._ask("prepare")
 
     async def accumulate(self, micro_batch: object) -> None:

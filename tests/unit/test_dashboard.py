@@ -185,7 +185,7 @@ def test_nodes_are_in_the_order_of_leases_where_the_clock_was_set_back(tmp_path:
 def test_a_ledger_without_leases_tells_who_finished_a_sample(empty_place: Path) -> None:
     paths = make_run(empty_place / "run", 1)
     with closing(sqlite3.connect(paths.ledger)) as connection:
-        connection.executescript("DROP TABLE leases; PRAGMA user_version = 6")
+        connection.executescript("DROP TABLE leases; DROP TABLE kept_previews; PRAGMA user_version = 6")
     with TestClient(dashboard_app([empty_place]), base_url="http://localhost") as client:
         found = ask(client, "sample", run="run", id="t000000-000-000")
         assert found["stays"] is None

@@ -14,6 +14,7 @@ from spotlight.scheduler.ledger import AccountingError, Ledger
 from spotlight.scheduler.records import CommitRejected, PromptSeen, RolloutIssued, StepApplied
 from spotlight.scheduler.types import (
     DropReason,
+    Maker,
     Phase,
     PolicyVersion,
     Prompt,
@@ -37,7 +38,7 @@ def issue(ledger: Ledger, rollout: Rollout) -> None:
 
 
 def finish(ledger: Ledger, rollout: Rollout) -> None:
-    ledger.finish(rollout, WorkerId("w"), 1)
+    ledger.finish(rollout, Maker(WorkerId("w"), 1))
 
 
 def score(ledger: Ledger, rollout: Rollout) -> None:

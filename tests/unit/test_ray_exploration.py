@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
@@ -18,6 +19,8 @@ from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
 
 IDLE = ("exploration={where: idle, seeds_per_prompt: 5}",)
+WHOLE = ("exploration={seeds_per_prompt: 5}",)
+"""Previews by current weights, with all of a rollout's steps."""
 SEEDS = (
     "SELECT rollouts.purpose, iteration, prompt, seed, value FROM rollouts"
     " JOIN rewards ON rewards.rollout = rollouts.id AND name = 'reward'"
@@ -95,3 +98,50 @@ def test_previews_that_are_not_scored_in_time_are_dropped_and_seeds_are_random(t
     assert report.counts.explored == 0
     assert set(report.counts.dropped) == {DropReason.EXPLORATION_OVER}
     assert report.counts.dropped[DropReason.EXPLORATION_OVER] >= 2 * 2 * 5
+
+
+@pytest.mark.parametrize("loses_learner", [False, True])
+def test_previews_that_are_rollouts_are_trained_where_they_are_stored(
+    tmp_path: Path, loses_learner: bool
+) -> None:
+    with world(tmp_path, *WHOLE) as it:
+        it.join(RESERVED, SPOT)
+        if loses_learner:
+            lose_at_second_step(it)
+        it.when("prepare", lambda: require_stored(it), 3)
+        it.run()
+    assert it.head.error is None
+    report = audit(tmp_path / "run", AuditLimits(group_size=2))
+    assert report.ok, report.violations
+    assert report.counts.kept == report.counts.trained == 3 * 2 * 2
+    assert all(address.name.startswith("x") for address in it.learner.stored.values())
+    rows = [row.values for row in read_metrics(tmp_path / "run") if "head/events" in row.values]
+    assert all("rollout/reward" in row for row in rows), "kept samples count in the means"
+    assert loses_learner or [row["exploration/kept"] for row in rows] == [4, 4, 4]
+    dropped = {name for kind, names in it.store.dropped if kind == "sample" for name in names}
+    assert len({name for name in dropped if name[0] == "x"}) == 3 * 2 * 5, "what was trained is freed, too"
+    with closing(queries.open_readonly(RunPaths(tmp_path / "run").ledger)) as connection:
+        granted = connection.execute("SELECT DISTINCT rollout FROM leases WHERE rollout LIKE 't%'").fetchall()
+    assert granted == [], "none is made again"
+
+
+def require_stored(it: World) -> None:
+    """What the learner is asked to train next has not been dropped."""
+    dropped = {name for kind, names in it.store.dropped if kind == "sample" for name in names}
+    wanted = {it.samples.address(rollout).name for rollout in it.controller.rollouts if rollout[0] == "t"}
+    assert wanted.isdisjoint(dropped)
+
+
+def test_the_audit_finds_a_sample_that_is_not_its_previews(tmp_path: Path) -> None:
+    with world(tmp_path, *WHOLE) as it:
+        it.join(RESERVED, SPOT)
+        it.run()
+    with closing(sqlite3.connect(RunPaths(tmp_path / "run").ledger)) as connection, connection:
+        (kept,) = connection.execute("SELECT rollout FROM kept_previews LIMIT 1").fetchone()
+        connection.execute(
+            "UPDATE kept_previews SET preview = (SELECT id FROM rollouts WHERE purpose = 'explore'"
+            " AND id NOT IN (SELECT preview FROM kept_previews) LIMIT 1) WHERE rollout = ?",
+            (kept,),
+        )
+    violations = audit(tmp_path / "run", AuditLimits(group_size=2)).violations
+    assert [violation.ids for violation in violations if violation.check == "kept"] == [(kept,)]

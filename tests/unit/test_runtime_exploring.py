@@ -84,6 +84,27 @@ def test_previews_follow_the_path_of_their_rollouts(sampler: tuple[str, ...], pa
     assert recipes[Purpose.EXPLORE].guidance_scale == 4
 
 
+@pytest.mark.parametrize(
+    ("exploration", "kept"),
+    [
+        ("{}", True),
+        ("{guidance: 4}", True),
+        ("{guidance: 1}", False),
+        ("{step_cache: 2}", False),
+        ("{dtype: bfloat16}", False),
+        ("{where: idle}", False),
+    ],
+)
+def test_previews_are_kept_if_they_are_made_as_rollouts_are(exploration: str, kept: bool) -> None:
+    config = load_config(
+        None, [*SDE, "rollout.true_cfg_scale=4", "fleet.driver=ray", f"exploration={exploration}"]
+    )
+    assert build.plan_of(config).keeps_previews is kept
+    recipes = build.make_recipes(config, build.make_algorithm(config))
+    assert recipes.train.keeps == "trajectory"
+    assert recipes.explore.keeps == ("trajectory" if kept else "final")
+
+
 def test_shortcuts_are_those_of_previews_alone() -> None:
     config = load_config(None, [*SDE, "exploration={step_cache: 2, dtype: bfloat16}"])
     recipes = build.make_recipes(config, build.make_algorithm(config)).by_purpose()
@@ -174,9 +195,12 @@ def test_throughput_is_all_work_over_all_seconds() -> None:
     assert log.take() == {}
 
 
-def test_a_scored_previews_tensors_are_let_go() -> None:
+@pytest.mark.parametrize("steps", [5, 10])
+def test_a_scored_previews_tensors_are_let_go_unless_it_may_be_kept(steps: int) -> None:
     overrides = ["rollout={prompts_per_iteration: 1, group_size: 2}", "learner.micro_batch_size=2"]
-    config = load_config(None, [*overrides, "exploration={seeds_per_prompt: 3}", "evaluation.every=9"])
+    config = load_config(
+        None, [*overrides, f"exploration={{seeds_per_prompt: 3, steps: {steps}}}", "evaluation.every=9"]
+    )
     prompts = [Prompt(PromptId(name), name, {}) for name in ("a", "b")]
     controller = Controller(build.plan_of(config), prompts[:1], prompts[1:])
     controller.handle(ev.RunStarted(), 0.0)
@@ -195,5 +219,5 @@ def test_a_scored_previews_tensors_are_let_go() -> None:
     done = ev.LeaseCompleted(WORKER, lease.id, lease.epoch, (preview.id,), preview.version)
     controller.handle(done, 0.0)
     effects = controller.handle(ev.SamplesRewarded({preview.id: {"reward": 1.0}}, 0), 0.0)
-    assert DiscardSamples((preview.id,)) in effects
+    assert (DiscardSamples((preview.id,)) in effects) is (steps < 10)
     controller.check()

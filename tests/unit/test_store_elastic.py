@@ -263,10 +263,13 @@ def test_every_score_has_what_gave_it_whatever_is_undone(
 
 
 ADDED = {
-    2: "DROP TABLE leases; DROP VIEW scores; DROP TABLE scorers; DROP TABLE filled_seconds",
-    3: "DROP TABLE leases; DROP VIEW scores; DROP TABLE scorers",
-    4: "DROP TABLE leases",
-    6: "DROP TABLE leases",
+    2: "DROP TABLE kept_previews; DROP TABLE leases; DROP VIEW scores; DROP TABLE scorers;"
+    " DROP TABLE filled_seconds",
+    3: "DROP TABLE kept_previews; DROP TABLE leases; DROP VIEW scores; DROP TABLE scorers",
+    4: "DROP TABLE kept_previews; DROP TABLE leases",
+    6: "DROP TABLE kept_previews; DROP TABLE leases",
+    7: "DROP TABLE kept_previews",
+    8: "DROP TABLE kept_previews",
 }
 
 

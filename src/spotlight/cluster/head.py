@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.drains import Drains
 from spotlight.cluster.incidents import IncidentRecorder
@@ -220,6 +221,9 @@ class Head:
                 parts.workers.tell(leader, effect)
             case ef.ScoreSamples(rollouts, lineage):
                 parts.scoring.score(rollouts, lineage)
+            case ef.KeepPreview(preview, rollout, scores):
+                parts.samples.keep(preview, rollout.id)
+                self.log.scored(rollout, scores)
             case ef.DiscardSamples(rollouts):
                 parts.samples.forget(rollouts)
                 parts.scoring.forget(rollouts)
@@ -281,14 +285,14 @@ class Head:
     def _train(
         self, effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
     ) -> None:
-        digests: dict[RolloutId, str] = {}
+        stored: dict[RolloutId, BlobAddress] = {}
         if isinstance(effect, ef.PrepareBatch):
             names = [name for group in effect.groups for name in group.rollouts]
-            digests = {name: self.parts.samples.digests[name] for name in names}
+            stored = {name: self.parts.samples.address(name) for name in names}
         if isinstance(effect, ef.TrainMicroBatch):
             training = self.parts.controller.training
             self.parts.observer.work(Phase.TRAINING, training.begun - 1, training.prepared)
-        self.parts.conversations.start(self.parts.learner.train(effect, digests))
+        self.parts.conversations.start(self.parts.learner.train(effect, stored))
 
     async def _report_evaluation(self, effect: ef.ReportEvaluation) -> None:
         parts, controller = self.parts, self.parts.controller

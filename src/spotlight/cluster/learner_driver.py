@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from spotlight.cluster.blobs.blob_client import BlobClient
+from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.learner.learner_group import LearnerGroup
 from spotlight.cluster.remote_calls import AbandonedError, Conversations, Notify
 from spotlight.cluster.workers.worker_weights import version_name
@@ -135,14 +136,14 @@ class LearnerDriver:
 
     # -- an iteration ----------------------------------------------------------------------------------
 
-    async def train(self, effect: TrainEffect, digests: Mapping[RolloutId, str]) -> None:
-        """Prepare, train a micro-batch, step or finish a batch. ``digests``: weights of the samples to
-        prepare.
+    async def train(self, effect: TrainEffect, stored: Mapping[RolloutId, BlobAddress]) -> None:
+        """Prepare, train a micro-batch, step or finish a batch. ``stored``: where the samples to prepare
+        are.
         """
         learner = self.learner
         match effect:
             case ef.PrepareBatch(iteration):
-                await learner.prepare(effect, self.controller.rollouts, digests)
+                await learner.prepare(effect, self.controller.rollouts, stored)
                 self.put_event(ev.BatchPrepared(iteration))
             case ef.TrainMicroBatch(batch, index):
                 await learner.accumulate(batch)

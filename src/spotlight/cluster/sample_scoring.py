@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.cluster.blobs.blob_client import BlobClient
-from spotlight.cluster.blobs.blob_store import StoredBlob
+from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
 from spotlight.cluster.remote_calls import Conversations, Notify
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.waiting import SampleGroup
@@ -17,11 +17,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.group_gate import GroupGate, GroupProgress
 from spotlight.scheduler.types import DropReason, Prompt, PromptId, Rollout, RolloutId
 
-REASON = {
-    FailureKind.ERROR: DropReason.REWARD_ERROR,
-    FailureKind.TIMEOUT: DropReason.REWARD_TIMEOUT,
-    FailureKind.NOT_FINITE: DropReason.REWARD_NOT_FINITE,
-}
+REASON = {kind: DropReason(f"reward_{kind}") for kind in FailureKind}
 VALUES = ("sample", "image", "progress")
 """Kinds of blobs that belong to a rollout."""
 
@@ -30,15 +26,29 @@ VALUES = ("sample", "image", "progress")
 class AcceptedSamples:
     """Accepted, undiscarded samples with their weights digests.
 
-    Values are stored under rollout and digest, so two versions of one sample are never confused.
+    Values are stored under rollout and digest, so two versions of one sample are never confused. Those of a
+    sample that was kept stay under its preview's name, which a learner that is lost makes a preview's again.
+
+    Attributes:
+        previews: of the samples kept from one.
     """
 
     store: BlobClient
     digests: dict[RolloutId, str] = field(default_factory=dict)
+    previews: dict[RolloutId, RolloutId] = field(default_factory=dict)
 
     def accept(self, rollouts: Sequence[RolloutId], weights_digest: str) -> None:
         """Add samples whose report the controller accepted."""
         self.digests |= dict.fromkeys(rollouts, weights_digest)
+
+    def keep(self, preview: RolloutId, rollout: RolloutId) -> None:
+        """A preview's sample becomes that of ``rollout``."""
+        self.digests[rollout] = self.digests.pop(preview)
+        self.previews[rollout] = preview
+
+    def address(self, rollout: RolloutId) -> BlobAddress:
+        """Where a sample's values are stored."""
+        return BlobAddress(self.previews.get(rollout, rollout), self.digests[rollout])
 
     def by_digest(self, rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
         """Accepted rollouts by weights digest."""
@@ -49,7 +59,8 @@ class AcceptedSamples:
 
     async def images(self, rollouts: Sequence[Rollout], digest: str) -> dict[RolloutId, StoredBlob]:
         """Packed images made with weights ``digest``; missing ones are left out."""
-        stored = await self.store.fetch("image", [rollout.id for rollout in rollouts], digest)
+        names = [self.previews.get(rollout.id, rollout.id) for rollout in rollouts]
+        stored = await self.store.fetch("image", names, digest)
         return {rollout.id: blob for rollout, blob in zip(rollouts, stored, strict=True) if blob is not None}
 
     def forget(self, rollouts: Sequence[RolloutId]) -> None:
@@ -58,13 +69,16 @@ class AcceptedSamples:
             self.digests.pop(rollout, None)
 
     async def drop(self, rollouts: Sequence[RolloutId]) -> None:
-        """Delete the stored values of discarded rollouts."""
+        """Delete the stored values of discarded rollouts, unless another sample's are the same."""
+        names = [self.previews.pop(rollout, rollout) for rollout in rollouts]
+        needed = {*self.digests, *self.previews.values()}
+        unused = [name for name in names if name not in needed]
         for kind in VALUES:
-            await self.store.drop(kind, rollouts)
+            await self.store.drop(kind, unused)
 
     async def sweep(self, issued: Iterable[RolloutId]) -> None:
         """Delete values left by late reports: all except accepted and ``issued`` rollouts."""
-        known = {*issued, *self.digests}
+        known = {*issued, *self.digests, *self.previews.values()}
         await asyncio.gather(*(self.store.keep_only(kind, known) for kind in VALUES))
 
 

@@ -229,7 +229,7 @@ class Engine:
     def _window(self, recipe: Recipe, rollout: Rollout, sigmas: Tensor) -> range:
         if recipe.window is None:
             return range(0)
-        path_steps = _path_steps(recipe, rollout)
+        path_steps = recipe.coarse_path(rollout)
         if path_steps is None:
             return recipe.window.steps(rollout.steps, rollout.seed, rollout.iteration)
         window = recipe.window.steps(path_steps, rollout.seed, rollout.iteration)
@@ -241,7 +241,7 @@ class Engine:
         if not rows:
             return None
         shape, device = latents.shape[1:], latents.device
-        coarse = [i for i in rows if _path_steps(states[i].recipe, states[i].rollout) is not None]
+        coarse = [i for i in rows if states[i].recipe.coarse_path(states[i].rollout) is not None]
         own = [i for i in rows if i not in set(coarse)] if coarse else rows
         if len(own) == len(states):
             return _own_kicks(states, shape, device)
@@ -257,7 +257,7 @@ class Engine:
     def _path(self, state: RolloutState) -> tuple[Kick, ...]:
         """Kicks of a preview, from the noise of the rollout it stands for."""
         recipe, steps = state.recipe, state.rollout.steps
-        path_steps = _path_steps(recipe, state.rollout)
+        path_steps = recipe.coarse_path(state.rollout)
         assert path_steps is not None, "asked for a preview's steps only"
         key = recipe.size, path_steps, steps
         if key not in self._paths:
@@ -288,13 +288,6 @@ class _Mover:
         if id(condition) not in self._moved:
             self._moved[id(condition)] = condition.to(self._device)
         return self._moved[id(condition)]
-
-
-def _path_steps(recipe: Recipe, rollout: Rollout) -> int | None:
-    """Steps of the noise path that a shorter preview follows; None for other rollouts."""
-    if rollout.purpose is not Purpose.EXPLORE or rollout.steps == recipe.path_steps:
-        return None
-    return recipe.path_steps
 
 
 def _require_path(recipe: Recipe, rollout: Rollout) -> None:
@@ -342,7 +335,7 @@ def _advance(state: RolloutState, latents: Tensor, log_prob: Tensor, added: Adde
     if following == state.rollout.steps or following % state.recipe.step_cache == 0:
         added = None
     kept, log_probs = state.kept, state.log_probs
-    if state.stochastic and state.recipe.keeps == "trajectory":
+    if state.stochastic and state.recipe.keeps_trajectory(state.rollout):
         kept = (*(kept or (state.latents,)), latents)
         log_probs = (*log_probs, log_prob)
     return dataclasses.replace(
@@ -352,7 +345,7 @@ def _advance(state: RolloutState, latents: Tensor, log_prob: Tensor, added: Adde
 
 def _sample_tensors(state: RolloutState) -> SampleTensors:
     final = state.latents.to("cpu", copy=True)
-    if state.recipe.keeps == "final":
+    if not state.recipe.keeps_trajectory(state.rollout):
         return SampleTensors(final, state.sigmas)
     return SampleTensors(
         final,

@@ -39,7 +39,7 @@ class Recipe:
         window: the stochastic steps; None if and only if the sampler is deterministic.
         guidance_scale: true classifier-free guidance; 1 or less means none.
         embedded_guidance: input of a guidance-distilled model; None for others.
-        keeps: the states around the stochastic steps, or x0 alone.
+        keeps: the states around the stochastic steps, or x0 alone; of shorter previews always x0 alone.
         path_steps: steps of the rollouts whose seeds the previews choose; shorter previews follow their
             coarsened noise path (:mod:`spotlight.diffusion.brownian`). None: no previews, or an ODE.
         step_cache: run all transformer blocks once per this many steps and reuse their residuals in between
@@ -68,10 +68,10 @@ class Recipe:
                 f"keeps 'trajectory' with sampler {self.sampler}: an ODE has no stochastic steps to keep; "
                 "use flow_sde, cps or dance with a noise level above 0, or keeps 'final'"
             )
-        if self.path_steps is not None and (self.window is None or self.keeps != "final"):
+        if self.path_steps is not None and self.window is None:
             raise ValueError(
-                f"path_steps {self.path_steps} with sampler {self.sampler}, keeps {self.keeps!r}: a "
-                "recipe of previews has a stochastic sampler and keeps 'final': no preview is trained on"
+                f"path_steps {self.path_steps} with sampler {self.sampler}: expected a stochastic sampler; "
+                "an ODE's path is its initial noise"
             )
         if self.step_cache < 1 or (self.keeps == "trajectory" and self.approximate):
             raise ValueError(
@@ -89,6 +89,7 @@ class Recipe:
         steps: int,
         guidance_scale: float | None = None,
         *,
+        keeps: Literal["trajectory", "final"] = "final",
         step_cache: int = 1,
         autocast: torch.dtype | None = None,
     ) -> Recipe:
@@ -96,15 +97,26 @@ class Recipe:
 
         Args:
             guidance_scale: of the previews; None: unchanged.
+            keeps: of previews with all of these steps.
         """
         return dataclasses.replace(
             self,
             guidance_scale=self.guidance_scale if guidance_scale is None else guidance_scale,
-            keeps="final",
+            keeps=keeps,
             path_steps=None if self.window is None else steps,
             step_cache=step_cache,
             autocast=autocast,
         )
+
+    def coarse_path(self, rollout: Rollout) -> int | None:
+        """Steps of the noise path that a shorter preview follows; None for other rollouts."""
+        if rollout.purpose is not Purpose.EXPLORE or rollout.steps == self.path_steps:
+            return None
+        return self.path_steps
+
+    def keeps_trajectory(self, rollout: Rollout) -> bool:
+        """Whether the states around the stochastic steps of this rollout are kept."""
+        return self.keeps == "trajectory" and self.coarse_path(rollout) is None
 
     def describe(self) -> dict[str, str]:
         """Every field as text, to compare recipes across processes."""
@@ -251,7 +263,8 @@ class FailedRollout:
 
 
 def _check(state: RolloutState) -> None:
-    taken = len([i for i in state.window if i < state.step]) if state.recipe.keeps == "trajectory" else 0
+    kept = state.recipe.keeps_trajectory(state.rollout)
+    taken = len([i for i in state.window if i < state.step]) if kept else 0
     expected = taken + 1 if taken else 0
     if len(state.kept) != expected or len(state.log_probs) != taken:
         raise ValueError(

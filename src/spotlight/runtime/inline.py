@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import assert_never
 
@@ -72,11 +72,7 @@ NODE = Node(
 )
 WORKER = WorkerId(f"{NODE.id}/0")
 _PHASE = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
-_REASON = {
-    FailureKind.ERROR: DropReason.REWARD_ERROR,
-    FailureKind.TIMEOUT: DropReason.REWARD_TIMEOUT,
-    FailureKind.NOT_FINITE: DropReason.REWARD_NOT_FINITE,
-}
+_REASON = {kind: DropReason(f"reward_{kind}") for kind in FailureKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +228,10 @@ class InlineDriver:
                     self._gate.hold(rollouts, lineage)
                 else:
                     self._unsubmitted.extend(rollouts)
+            case ef.KeepPreview(preview, kept, scores):
+                if (sample := self._samples.pop(preview, None)) is not None:
+                    self._samples[kept.id] = replace(sample, rollout=kept)
+                self.parts.trainer.log.scored(kept, scores)
             case ef.DiscardSamples(rollouts):
                 self._gate.forget(rollouts)
                 for rollout in rollouts:

@@ -169,6 +169,15 @@ class ReportChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepPreview:
+    """A preview's stored sample is from now on that of ``rollout``, which is not made; so are its scores."""
+
+    preview: RolloutId
+    rollout: Rollout
+    scores: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class DiscardSamples:
     """Free the tensors of samples no longer needed."""
 
@@ -299,6 +308,7 @@ Effect: TypeAlias = (
     | ReportExploration
     | ReportPipeline
     | ReportChoice
+    | KeepPreview
     | DiscardSamples
     | CommitCheckpoint
     | ClusterEffect

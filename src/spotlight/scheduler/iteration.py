@@ -12,13 +12,13 @@ from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import (
     DropReason,
+    Maker,
     PolicyVersion,
     Prompt,
     PromptId,
     Purpose,
     Rollout,
     RolloutId,
-    WorkerId,
 )
 
 
@@ -113,7 +113,7 @@ class Iteration:
     Attributes:
         unscored: neither scored nor dropped.
         finished: with a stored sample.
-        makers: worker and epoch that made each.
+        makers: of finished samples.
         lost: early rollouts to be dropped when their iteration begins, and why.
     """
 
@@ -122,10 +122,28 @@ class Iteration:
     scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
     unscored: set[RolloutId] = field(default_factory=set)
     finished: set[RolloutId] = field(default_factory=set)
-    makers: dict[RolloutId, tuple[WorkerId, int]] = field(default_factory=dict)
+    makers: dict[RolloutId, Maker] = field(default_factory=dict)
     lost: dict[RolloutId, tuple[DropReason, str]] = field(default_factory=dict)
     evaluation: list[RolloutId] = field(default_factory=list)
     drops: int = 0
+
+    def drop(self, rollout: RolloutId, why: str, share: float | None) -> str | None:
+        """Count a drop. Returns the reason to stop the run, if this was one too many.
+
+        Args:
+            why: of this drop.
+            share: of the rollouts that may be dropped; None: none may.
+        """
+        self.unscored.discard(rollout)
+        self.drops += 1
+        if share is None:
+            return f"{rollout}: {why}"
+        if self.drops <= share * len(self.rollouts):
+            return None
+        return (
+            f"iteration {self.rollouts[rollout].iteration}: {self.drops} of {len(self.rollouts)} samples "
+            f"were dropped, more than reward_policy.max_drop_share = {share}; the last: {why}"
+        )
 
 
 @dataclass(slots=True)
@@ -134,7 +152,7 @@ class Safe:
 
     samples: dict[RolloutId, Rollout] = field(default_factory=dict)
     scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
-    makers: dict[RolloutId, tuple[WorkerId, int]] = field(default_factory=dict)
+    makers: dict[RolloutId, Maker] = field(default_factory=dict)
     progress: dict[RolloutId, tuple[Rollout, int]] = field(default_factory=dict)
 
     @classmethod
@@ -146,6 +164,11 @@ class Safe:
             dict(at.makers),
             {name: (rollout, step) for name, (rollout, step) in unfinished.items() if step},
         )
+
+    @property
+    def names(self) -> tuple[RolloutId, ...]:
+        """Of all that is left."""
+        return (*self.samples, *self.progress)
 
     def merge(self, older: Safe) -> None:
         """Add what was there before, unless it is here."""

@@ -33,6 +33,7 @@ from spotlight.scheduler.records import (
 )
 from spotlight.scheduler.types import (
     DropReason,
+    Maker,
     Phase,
     PolicyVersion,
     Prompt,
@@ -40,7 +41,6 @@ from spotlight.scheduler.types import (
     Purpose,
     Rollout,
     RolloutId,
-    WorkerId,
 )
 
 
@@ -95,11 +95,11 @@ class Ledger:
         self._in_flight[rollout.purpose] += 1
         self._write(RolloutIssued(rollout))
 
-    def finish(self, rollout: Rollout, worker: WorkerId, epoch: int) -> None:
+    def finish(self, rollout: Rollout, maker: Maker) -> None:
         """Count an accepted finished sample."""
         self._reach(rollout.id, _Reached.FINISHED)
         self.finished[rollout.purpose] += 1
-        self._write(SampleFinished(rollout.id, rollout.version, worker, epoch))
+        self._write(SampleFinished(rollout.id, rollout.version, *maker))
 
     def score(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
         """Record a sample's rewards."""

@@ -102,6 +102,7 @@ class Plan:
         max_drop_share: the run stops when a larger share of an iteration's samples is dropped; None: at the
             first.
         exploration: None: random seeds.
+        keeps_previews: a preview by current weights with all of a rollout's steps is that rollout, and kept.
         bounded: GPUs that train take only rollouts that end training earlier; otherwise whatever waits while
             the learner idles.
     """
@@ -120,6 +121,7 @@ class Plan:
     ranks: int = 1
     cluster: ClusterPlan = ClusterPlan()
     exploration: ExplorationConfig | None = None
+    keeps_previews: bool = False
     pipeline: PipelineConfig = NO_OVERLAP
     bounded: bool = False
     whole_groups: bool = False

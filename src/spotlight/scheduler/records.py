@@ -38,12 +38,14 @@ class SampleFinished:
     Attributes:
         version: the one policy version that made all of it.
         epoch: fencing epoch of its lease.
+        preview: whose sample it is, if it was made as one and kept.
     """
 
     rollout: RolloutId
     version: PolicyVersion
     worker: WorkerId
     epoch: int
+    preview: RolloutId | None = None
 
 
 @dataclass(frozen=True, slots=True)

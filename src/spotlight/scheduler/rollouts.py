@@ -8,6 +8,7 @@ Invariants
     2. Commits, completions and scores count once, and only from the current lease and lineage.
     3. Work that survived a lost learner is reused only for an identical rollout (id, seed, steps, version).
     4. A sample is at most one published version old, at admission and when trained on.
+    5. A rollout whose sample was made as a preview is not queued.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.dispatch import Dispatcher
 from spotlight.scheduler.cluster.queue import CommitVerdict, WorkClass
 from spotlight.scheduler.cluster.recovery import Recovery
-from spotlight.scheduler.effects import DiscardSamples, Effect, ReportExploration, ScoreSamples
+from spotlight.scheduler.effects import DiscardSamples, Effect, KeepPreview, ReportExploration, ScoreSamples
 from spotlight.scheduler.exploration.explorer import Explorer
+from spotlight.scheduler.exploration.kept import KeptPreviews
 from spotlight.scheduler.exploration.window import Window
 from spotlight.scheduler.group_gate import GroupProgress
 from spotlight.scheduler.iteration import (
@@ -36,7 +38,7 @@ from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.types import DropReason, LeaseId, PolicyVersion, Prompt, Rollout, RolloutId
+from spotlight.scheduler.types import DropReason, LeaseId, Maker, PolicyVersion, Prompt, Rollout, RolloutId
 
 ROLLOUT_ATTEMPTS = 2
 """A rollout failing this often is dropped: with fixed randomness it would fail again."""
@@ -52,6 +54,7 @@ class Rollouts:
         older: unfinished rollouts of the previously published version.
         explorer: None without exploration.
         explores_beside: previews are made while the previous iteration trains.
+        kept: previews that become rollouts.
         safe: work that survived a lost learner, not reissued yet.
         unsaved: trained samples whose step may be lost.
         stopping: why the run has to stop, if it has to.
@@ -67,6 +70,7 @@ class Rollouts:
         self._prompts = {prompt.id: prompt for prompt in train}
         explores = plan.exploration
         self.explorer = Explorer(plan, train) if explores else None
+        self.kept = KeptPreviews(plan)
         self.ledger = Ledger()
         self.explores_beside = explores is not None and explores.where == "idle"
         dispatcher.spare.explores = self.explores_beside
@@ -129,6 +133,7 @@ class Rollouts:
         lost, self.early = self.early.lost, Iteration()
         for name, why in lost.items():
             self._drop(name, *why)
+        self.discard(self.kept.rest())
 
     def issue_early(self, iteration: int, version: PolicyVersion) -> None:
         """Queue the next iteration's first groups, behind this one's."""
@@ -149,9 +154,7 @@ class Rollouts:
         at.unscored.add(name)
         self.ledger.issue(rollout, prompt)
         if name in early.finished:
-            at.finished.add(name)
-            at.makers[name] = early.makers[name]
-            self.ledger.finish(rollout, *early.makers[name])
+            self._made(rollout, early.makers[name], None)
         if name in early.scores:
             self._scored(at, name, early.scores[name])
         return True
@@ -201,8 +204,8 @@ class Rollouts:
                 )
 
     def forget_safe(self) -> None:
-        """Free surviving work that was not reissued."""
-        self.discard((*self.safe.samples, *self.safe.progress))
+        """Free surviving work that was not reissued; a kept preview may have its name by now."""
+        self.discard(name for name in self.safe.names if name not in self.at.finished)
         self.safe = Safe()
 
     def _prompts_of(self, iteration: int) -> list[Prompt]:
@@ -215,6 +218,10 @@ class Rollouts:
         self.ledger.issue(rollout, prompt)
         if safe.take(rollout):
             self._recall(rollout)
+            return rollout.id
+        if sample := self.kept.take(rollout):
+            self._made(rollout, sample.maker, sample.scores)
+            self.effects.append(KeepPreview(sample.preview, rollout, sample.scores))
             return rollout.id
         at.unscored.add(rollout.id)
         if step := safe.step_of(rollout):
@@ -286,6 +293,7 @@ class Rollouts:
                 self.cluster.recoveries[Recovery.PREVIEW_DROPPED] += 1
                 self.ledger.drop(rollout, DropReason.EXPLORATION_OVER, "the weights it was for are published")
         self.discard(name for name in window.rollouts if name in window.unscored)
+        self.kept.offer(window)
 
     def learn_from_groups(self, iteration: int, version: PolicyVersion) -> None:
         """Report the groups' realised scores to the explorer."""
@@ -297,7 +305,7 @@ class Rollouts:
             realised[slot] = {self.at.rollouts[name].seed: self.at.scores[name] for name in scored}
         report = self.explorer.learn(realised, version)
         if report is not None:
-            self.effects.append(ReportExploration(iteration, report))
+            self.effects.append(ReportExploration(iteration, report | self.kept.report()))
 
     def explored_beside(self, slot: int, members: Sequence[RolloutId]) -> Sequence[Mapping[str, float]]:
         """Preview scores of a slot's prompt, except at the seeds of ``members``."""
@@ -343,10 +351,9 @@ class Rollouts:
                 assert rollout is not None, "the queue accepted a rollout of another iteration"
                 self.older.discard(name)
                 work.finished.add(name)
-                if isinstance(work, Iteration):
-                    work.makers[name] = worker, epoch
+                work.makers[name] = Maker(worker, epoch)
                 if work is not self.early:
-                    self.ledger.finish(rollout, worker, epoch)
+                    self.ledger.finish(rollout, work.makers[name])
                 accepted.append(rollout)
         if accepted:
             self.effects.append(ScoreSamples(tuple(accepted), self.cluster.lineage))
@@ -378,11 +385,12 @@ class Rollouts:
             if isinstance(work, Window):
                 self.ledger.score(rollout, scores)
                 work.score(rollout, scores, now)
-                judged.append(rollout)
+                if not self.kept.wants(work.rollouts[rollout]):
+                    judged.append(rollout)
                 self._preview_spare(work.slots[rollout])
             else:
                 self._scored(work, rollout, scores)
-        self.discard(judged)  # previews keep only their scores
+        self.discard(judged)  # of most previews only the scores count
 
     def _scored(self, work: Iteration, rollout: RolloutId, scores: Mapping[str, float]) -> None:
         work.scores[rollout] = scores
@@ -422,18 +430,8 @@ class Rollouts:
             return
         self.older.discard(rollout)
         self.drop_quietly(rollout, reason, detail)
-        at, share = self.at, self.plan.max_drop_share
-        at.unscored.discard(rollout)
-        at.drops += 1
-        if share is None:
-            self.stopping = self.stopping or f"{rollout}: {reason.value}: {detail}"
-        elif at.drops > share * len(at.rollouts):
-            iteration = at.rollouts[rollout].iteration
-            self.stopping = self.stopping or (
-                f"iteration {iteration}: {at.drops} of {len(at.rollouts)} samples were "
-                f"dropped, more than reward_policy.max_drop_share = {share}; "
-                f"the last: {reason.value}: {detail}"
-            )
+        too_many = self.at.drop(rollout, f"{reason.value}: {detail}", self.plan.max_drop_share)
+        self.stopping = self.stopping or too_many
 
     def _drop_preview(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
         """Unlike other drops, this never stops a run."""
@@ -479,16 +477,19 @@ class Rollouts:
 
     def _recall(self, rollout: Rollout) -> None:
         self.cluster.recoveries[Recovery.SAMPLE_KEPT] += 1
-        at, safe = self.at, self.safe
-        at.makers[rollout.id] = safe.makers[rollout.id]
-        at.finished.add(rollout.id)
-        self.ledger.finish(rollout, *safe.makers[rollout.id])
-        if rollout.id in safe.scores:
-            at.scores[rollout.id] = safe.scores[rollout.id]
-            self.ledger.score(rollout.id, safe.scores[rollout.id])
-        else:
-            at.unscored.add(rollout.id)
+        scores = self.safe.scores.get(rollout.id)
+        self._made(rollout, self.safe.makers[rollout.id], scores)
+        if scores is None:
+            self.at.unscored.add(rollout.id)
             self.effects.append(ScoreSamples((rollout,), self.cluster.lineage))
+
+    def _made(self, rollout: Rollout, maker: Maker, scores: Mapping[str, float] | None) -> None:
+        """Count a sample of this iteration that needs not be made."""
+        self.at.makers[rollout.id] = maker
+        self.at.finished.add(rollout.id)
+        self.ledger.finish(rollout, maker)
+        if scores is not None:
+            self._scored(self.at, rollout.id, scores)
 
     def check(self) -> None:
         """Assert invariant 1 of the module, in O(rollouts of the iteration)."""

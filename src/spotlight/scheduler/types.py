@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import NamedTuple, NewType
 
 PromptId = NewType("PromptId", str)
 RolloutId = NewType("RolloutId", str)
@@ -152,6 +152,14 @@ class Rollout:
     seed: int
     steps: int
     version: PolicyVersion
+
+
+class Maker(NamedTuple):
+    """Who made a sample: a worker, under a lease of ``epoch``; as ``preview`` if it was kept from one."""
+
+    worker: WorkerId
+    epoch: int
+    preview: RolloutId | None = None
 
 
 @dataclass(frozen=True, slots=True)

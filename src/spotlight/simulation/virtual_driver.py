@@ -237,8 +237,8 @@ class Simulation:
                 plan, rewards = self.scenario.plan, self.scenario.rewards
                 scored = judged(rollouts, made_by, lineage, plan, rewards, self._fails)
                 self.after(seconds, self._score, self.head_life, scored)
-            case ef.DiscardSamples(rollouts):
-                self.store.discard(rollouts)
+            case ef.KeepPreview() | ef.DiscardSamples():
+                self.store.carry_out(effect)
             case ef.ReportEvaluation(iteration, lineage=lineage):
                 self.after(0.0, self._from_head, self.head_life, ev.EvaluationReported(iteration, lineage))
             case ef.PrepareLearner(number):

@@ -33,11 +33,15 @@ class VirtualStore:
     progress: dict[RolloutId, tuple[int, VirtualWeights]] = field(default_factory=dict)
     versions: dict[int, VirtualWeights] = field(default_factory=dict)
 
-    def discard(self, rollouts: tuple[RolloutId, ...]) -> None:
-        """Free tensors that are no longer needed."""
-        for rollout in rollouts:
-            self.samples.pop(rollout, None)
-            self.progress.pop(rollout, None)
+    def carry_out(self, effect: ef.KeepPreview | ef.DiscardSamples) -> None:
+        """Give a sample another name, or free tensors that are no longer needed."""
+        match effect:
+            case ef.KeepPreview(preview, rollout):
+                self.samples[rollout.id] = self.samples.pop(preview)
+            case ef.DiscardSamples(rollouts):
+                for name in rollouts:
+                    self.samples.pop(name, None)
+                    self.progress.pop(name, None)
 
 
 LearnerEffect = (

@@ -73,6 +73,7 @@ def _print(report: AuditReport) -> None:
     lines = (
         ("state", "finished" if report.finished else "not finished"),
         ("train samples", f"{count(counts.issued[Purpose.TRAIN])} issued"),
+        *([("  kept from previews", count(counts.kept))] if counts.kept else []),
         ("  trained", count(counts.trained)),
         *([("  left out", left_out)] if left_out else []),
         ("  dropped", dropped or "0"),

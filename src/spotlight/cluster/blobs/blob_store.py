@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from operator import index
 from pathlib import Path
 from pickle import PickleBuffer
-from typing import SupportsIndex, TypeAlias
+from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from spotlight.cluster.blobs.spill import Damaged, SpillFolder
 from spotlight.store.store_errors import StoreError, storage_error
@@ -38,6 +38,13 @@ _LARGE_SHARE = 8
 """A blob above 1/n of memory goes straight to disk, lest it evict many others."""
 
 _Key: TypeAlias = tuple[str, str, str]
+
+
+class BlobAddress(NamedTuple):
+    """Where a blob is, among those of its kind."""
+
+    name: str
+    mark: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ import torch
 
 import spotlight
 from spotlight.cluster.blobs.blob_server import NEGATIVE
+from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.learner.learner_group import RankHandle
 from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankPlace, share_of
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
@@ -137,17 +138,21 @@ class LearnerActor:
         return self._rank
 
     def prepare(
-        self, effect: PrepareBatch, rollouts: Mapping[RolloutId, Rollout], marks: Mapping[RolloutId, str]
+        self,
+        effect: PrepareBatch,
+        rollouts: Mapping[RolloutId, Rollout],
+        stored: Mapping[RolloutId, BlobAddress],
     ) -> None:
         """Fetch this rank's share of the samples for :meth:`LearnerRank.prepare`."""
         place = self._order.place
         samples: dict[RolloutId, bytes] = {}
         share = share_of(effect, place.rank, place.world)
-        for mark in sorted({marks[rollout] for rollout in share}):
-            names = [rollout for rollout in share if marks[rollout] == mark]
+        for mark in sorted({stored[rollout].mark for rollout in share}):
+            names = [rollout for rollout in share if stored[rollout].mark == mark]
             for start in range(0, len(names), _FETCHED_AT_ONCE):
                 some = names[start : start + _FETCHED_AT_ONCE]
-                for name, kept in zip(some, self._stored_blob("fetch", SAMPLE, some, mark), strict=True):
+                found = self._stored_blob("fetch", SAMPLE, [stored[name].name for name in some], mark)
+                for name, kept in zip(some, found, strict=True):
                     if kept is None:
                         raise LookupError(f"no sample of rollout {name} with mark {mark!r} is stored")
                     samples[name] = kept.data

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 
 import torch
 
+from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.remote_calls import AbandonedError, Notify, wait_within
 from spotlight.config.errors import ConfigError
 from spotlight.models.model_errors import ModelError
@@ -402,18 +403,18 @@ class LearnerGroup:
         self,
         effect: PrepareBatch,
         rollouts: Mapping[RolloutId, Rollout],
-        digests: Mapping[RolloutId, str],
+        stored: Mapping[RolloutId, BlobAddress],
     ) -> None:
         """Give the ranks all or part of an iteration's groups; they fetch their samples themselves.
 
-        ``digests``: weights digest under which each sample is stored.
+        ``stored``: where each sample is.
         """
         members = [rollout for group in effect.groups for rollout in group.rollouts]
         await self._ask(
             "prepare",
             effect,
             {name: rollouts[name] for name in members},
-            {name: digests[name] for name in members},
+            {name: stored[name] for name in members},
         )
 
     async def accumulate(self, micro_batch: MicroBatch) -> None:

@@ -188,7 +188,8 @@ class SeedChoiceConfig(Section):
 class ExplorationConfig(SeedChoiceConfig):
     """Preview more seeds per prompt than its group has members, and train on those whose rewards differ most.
 
-    Selected seeds are generated again with the current weights; advantages use only the new rewards.
+    Selected seeds are generated again with the current weights, unless their previews were made just so;
+    advantages use only the rewards of these samples.
     """
 
     where: PreviewTime = "critical_path"
@@ -207,6 +208,15 @@ class ExplorationConfig(SeedChoiceConfig):
     """Precision of the DiT's matrix products in previews (autocast); default: as in rollouts."""
     planner: PlannerConfig | None = None
     """Decides how much to explore; default: the same in every iteration."""
+
+    def makes_rollouts(self, guidance: float) -> bool:
+        """Whether a preview of all of a rollout's steps is that rollout, by the same weights and as exact.
+
+        Args:
+            guidance: classifier-free guidance scale of rollouts.
+        """
+        whole = self.guidance in (None, guidance) and self.step_cache is None and self.dtype is None
+        return whole and self.where == "critical_path"
 
     def seeds_max(self, group_size: int, rollout_steps: int) -> int | None:
         """Maximum number of previewed seeds per prompt; None: only the planned ones."""

@@ -21,7 +21,7 @@ ON_SEVERAL_NODES = (
 def stays(
     connection: Connection, rollout: str, maker: tuple[str, int] | None, over_by: float | None
 ) -> list[Json] | None:
-    """Every lease on a rollout, the oldest first, each with what is known of how it ended.
+    """Every lease on a rollout, or on the preview it was kept from, the oldest first, each with its end.
 
     Args:
         maker: worker and lease epoch of the sample that counts.
@@ -35,7 +35,7 @@ def stays(
     rows = connection.execute(
         "SELECT attempt, lease, worker, epoch, from_step, at, ended, ended_at"
         " FROM leases JOIN attempts ON number = attempt WHERE rollout = ? ORDER BY attempt, lease",
-        (rollout,),
+        (queries.previews_of(connection, [rollout]).get(rollout, rollout),),
     ).fetchall()
     makers = [at for at, row in enumerate(rows) if (row["worker"], row["epoch"]) == maker]
     return [
@@ -83,20 +83,24 @@ def _ends(connection: Connection, row: Row, following: Row | None, over_by: floa
 
 
 def nodes_of(connection: Connection, rollouts: Sequence[str]) -> dict[str, list[str]]:
-    """The nodes of each rollout by the order of its leases; those without a recorded lease are absent."""
+    """The nodes of each rollout by the order of its leases, or of those of its preview if it was kept; those
+    without a recorded lease are absent.
+    """
     if not queries.has_table(connection, "leases"):
         return {}
     found: dict[str, list[str]] = {}
+    previews = queries.previews_of(connection, rollouts)
+    names = (*rollouts, *previews.values())
     rows = connection.execute(
-        f"SELECT rollout, worker FROM leases WHERE rollout IN ({', '.join('?' * len(rollouts))})"
+        f"SELECT rollout, worker FROM leases WHERE rollout IN ({', '.join('?' * len(names))})"
         " ORDER BY attempt, lease",
-        rollouts,
+        names,
     )
     for rollout, worker in rows:
         known = found.setdefault(rollout, [])
         if known[-1:] != [node_of(worker)]:
             known.append(node_of(worker))
-    return found
+    return found | {kept: found[preview] for kept, preview in previews.items() if preview in found}
 
 
 def trained_on(connection: Connection, seq: int) -> list[str]:

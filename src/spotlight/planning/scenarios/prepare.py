@@ -192,6 +192,7 @@ def _plan(
         ranks=ranks,
         cluster=_cluster_plan(prepared, costs, denoising),
         exploration=_exploration(file, strategy, costs, denoising[0], ranks),
+        keeps_previews=strategy.explore == "critical_path",
         pipeline=file.pipeline.of(strategy, costs.switch_s()),
         bounded=PipelinePart.TAG in strategy.parts,
         choice=TrainingChoice(work.train_samples),

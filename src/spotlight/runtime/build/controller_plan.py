@@ -16,7 +16,7 @@ FRAMES_PER_LATENT = {"hunyuan-video": 4, "wan": 4}
 
 def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
     """The controller's plan."""
-    policy = config.reward_policy
+    policy, explores = config.reward_policy, config.exploration
     return Plan(
         run_seed=config.run_seed,
         iterations=config.iterations,
@@ -32,7 +32,8 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         cluster=ClusterPlan(answer_s=math.inf, start_s=math.inf),
         max_drop_share=policy.max_drop_share if policy.on_failure == "drop" else None,
         ranks=ranks,
-        exploration=config.exploration,
+        exploration=explores,
+        keeps_previews=explores is not None and explores.makes_rollouts(config.rollout.true_cfg_scale),
         pipeline=config.pipeline,
         bounded=True,
         whole_groups=config.algorithm.compares_groups,

@@ -26,6 +26,7 @@ def preview_recipe(config: RunConfig, train: Recipe) -> Recipe:
     return train.preview(
         config.rollout.steps,
         exploration.guidance,
+        keeps=train.keeps if exploration.makes_rollouts(config.rollout.true_cfg_scale) else "final",
         step_cache=exploration.step_cache or 1,
         autocast=None if exploration.dtype is None else torch.bfloat16,
     )

@@ -5,7 +5,8 @@ a prompt with fewer previews than group members gets fresh seeds. So does a prom
 spare prompt replaces it, or weights undo the selection: then it keeps random previewed seeds. Idle workers
 deepen pools round-robin, so pool sizes depend on time, never on rewards.
 
-Previews are never trained on: chosen seeds are regenerated, and advantages use only the new rewards.
+Previews are not trained on: chosen seeds are regenerated, and advantages use only the new rewards. But a
+preview that is what its rollout would be is kept as that rollout (:mod:`.kept`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from spotlight.scheduler.exploration.selection import (
 )
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import PolicyVersion, Prompt, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import Maker, PolicyVersion, Prompt, PromptId, Rollout, RolloutId
 
 _START = PolicyVersion(0)
 
@@ -152,6 +153,7 @@ class Window:
     scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
     unscored: set[RolloutId] = field(default_factory=set)
     finished: set[RolloutId] = field(default_factory=set)
+    makers: dict[RolloutId, Maker] = field(default_factory=dict)
     open: Counter[int] = field(default_factory=Counter)
     issued: Counter[int] = field(default_factory=Counter)
     replaced: set[int] = field(default_factory=set)

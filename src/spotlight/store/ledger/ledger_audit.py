@@ -165,6 +165,7 @@ def _audit(
             Violation("billing", "attempts whose billed GPU seconds are not the sum over phases", dishonest),
             _filled(connection, attempts, checkpoint_position or 0),
             _leased(connection),
+            _kept(connection),
             broken_checkpoint,
         ]
         return AuditReport(
@@ -239,14 +240,37 @@ def _leased(connection: sqlite3.Connection) -> Violation:
     ids: tuple[str, ...] = ()
     if queries.has_table(connection, "leases"):
         rows = connection.execute(
-            """
+            f"""
             SELECT rollout FROM samples WHERE seq > (SELECT MIN(position) FROM leases) AND NOT EXISTS (
-                SELECT 1 FROM leases WHERE leases.rollout = samples.rollout
+                SELECT 1 FROM leases WHERE leases.rollout = {queries.made_as(connection)}
                     AND leases.worker = samples.worker AND leases.epoch = samples.epoch)
             """
         )
         ids = tuple(rollout for (rollout,) in rows)
     return Violation("leased", "samples finished by a worker that no lease gave their rollout to", ids)
+
+
+def _kept(connection: sqlite3.Connection) -> Violation:
+    """Check that samples kept from previews are what their rollouts would have made."""
+    ids: tuple[str, ...] = ()
+    if queries.has_table(connection, "kept_previews"):
+        rows = connection.execute(
+            """
+            SELECT kept.rollout FROM kept_previews AS kept
+            JOIN rollouts AS made ON made.id = kept.rollout
+            JOIN rollouts AS preview ON preview.id = kept.preview
+            LEFT JOIN outcomes ON outcomes.rollout = kept.preview
+            WHERE (made.purpose, preview.purpose) IS NOT ('train', 'explore')
+                OR outcomes.kind IS NOT 'explored'
+                OR (made.iteration, made.prompt, made.seed, made.steps, made.version)
+                IS NOT (preview.iteration, preview.prompt, preview.seed, preview.steps, preview.version)
+                OR EXISTS (SELECT 1 FROM rewards AS one LEFT JOIN rewards AS other
+                    ON other.rollout = kept.preview AND other.name = one.name
+                    WHERE one.rollout = kept.rollout AND one.value IS NOT other.value)
+            """
+        )
+        ids = tuple(rollout for (rollout,) in rows)
+    return Violation("kept", "samples kept from a preview that is not their rollout's", ids)
 
 
 def _newest_checkpoint(paths: RunPaths) -> tuple[Checkpoint | None, tuple[str, ...]]:

@@ -12,7 +12,7 @@ import heapq
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,7 @@ class LedgerCounts:
 
     Attributes:
         in_flight: without an outcome.
+        kept: train samples that were made as previews.
         dropped: of all purposes; ``train_dropped``: train rollouts only.
         rejected: commits refused for a stale epoch or as duplicates.
     """
@@ -54,6 +55,7 @@ class LedgerCounts:
     issued: Mapping[Purpose, int]
     in_flight: Mapping[Purpose, int]
     finished: int
+    kept: int
     trained: int
     evaluated: int
     explored: int
@@ -148,6 +150,7 @@ def _counts(connection: sqlite3.Connection) -> LedgerCounts:
         issued={purpose: issued.get(purpose, 0) for purpose in Purpose},
         in_flight={purpose: issued.get(purpose, 0) - ended.get(purpose, 0) for purpose in Purpose},
         finished=_rows_in(connection, "samples"),
+        kept=_rows_in(connection, "kept_previews") if has_table(connection, "kept_previews") else 0,
         trained=kinds.get("trained", 0),
         evaluated=kinds.get("evaluated", 0),
         explored=kinds.get("explored", 0),
@@ -229,6 +232,23 @@ def has_table(connection: sqlite3.Connection, name: str) -> bool:
     """Whether there is this table; a ledger of an older version may lack it until it is upgraded."""
     found = connection.execute("SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?", (name,))
     return found.fetchone() is not None
+
+
+def made_as(connection: sqlite3.Connection) -> str:
+    """SQL of the rollout under which a row of ``samples`` was made: a preview's, if it was kept from one."""
+    if not has_table(connection, "kept_previews"):
+        return "samples.rollout"
+    kept = "SELECT preview FROM kept_previews WHERE kept_previews.rollout = samples.rollout"
+    return f"COALESCE(({kept}), samples.rollout)"
+
+
+def previews_of(connection: sqlite3.Connection, rollouts: Sequence[str]) -> dict[str, str]:
+    """The preview of each of these rollouts that was kept from one."""
+    if not has_table(connection, "kept_previews"):
+        return {}
+    marks = ", ".join("?" * len(rollouts))
+    query = f"SELECT rollout, preview FROM kept_previews WHERE rollout IN ({marks})"
+    return dict(connection.execute(query, rollouts).fetchall())
 
 
 def has_scores_view(connection: sqlite3.Connection) -> bool:

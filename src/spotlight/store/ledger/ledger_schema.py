@@ -7,7 +7,8 @@ controller record that made it. Constraints enforce the accounting:
 - only train rollouts are trained, only evaluation rollouts evaluated, only exploration rollouts explored;
 - a trained rollout was finished, and its optimizer step exists by the end of the transaction;
 - a sample left out by choice was finished, for training;
-- a rollout is finished once, by the policy version it requires, and each of its scores is recorded once.
+- a rollout is finished once, by the policy version it requires, and each of its scores is recorded once;
+- a preview is kept as the sample of at most one rollout (``kept_previews``, part of the sample's record).
 
 The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds, scorers, leases)
 record how the work went rather than what was decided. Their rows are unnumbered and, except filled seconds,
@@ -20,10 +21,10 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 UPGRADABLE_VERSION = 2
-"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``, ``scorers`` and
-``leases``, and ``outcomes`` refuses samples left out by choice.
+"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``, ``scorers``, ``leases``
+and ``kept_previews``, and ``outcomes`` refuses samples left out by choice.
 """
 APPLICATION_ID = 0x53504F54
 """Identifies the file as a Spotlight ledger (``SPOT``), so that another database is refused."""
@@ -290,6 +291,14 @@ CREATE TABLE leases (
 ) STRICT, WITHOUT ROWID;
 """
 
+_KEPT = """
+-- Samples of train rollouts that were made as previews, and not again. A rollback deletes them with these.
+CREATE TABLE kept_previews (
+    rollout TEXT PRIMARY KEY REFERENCES samples (rollout) ON DELETE CASCADE,
+    preview TEXT NOT NULL UNIQUE REFERENCES rollouts (id)
+) STRICT, WITHOUT ROWID;
+"""
+
 INDEXES = """
 CREATE INDEX IF NOT EXISTS gpu_seconds_by_position ON gpu_seconds (position);
 CREATE INDEX IF NOT EXISTS leases_by_number ON leases (attempt, lease);
@@ -314,6 +323,7 @@ SCHEMA = "\n".join(
         _FILLED,
         _SCORERS,
         _LEASES,
+        _KEPT,
         _INSERT_ONLY,
         f"PRAGMA application_id = {APPLICATION_ID};",
         f"PRAGMA user_version = {SCHEMA_VERSION};",
@@ -343,6 +353,7 @@ _ADDED = {
     6: _INCIDENTS_AGAIN,
     7: _INCIDENTS_AGAIN + _LEASES,
     8: _INCIDENTS_AGAIN,
+    9: _KEPT,
 }
 """What each version added."""
 

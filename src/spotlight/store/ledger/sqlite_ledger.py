@@ -425,8 +425,10 @@ def _rows(number: int, record: Record) -> Iterator[tuple[str, _Values]]:
                     rollout.version,
                 ),
             )
-        case SampleFinished(rollout_id, version, worker, epoch):
+        case SampleFinished(rollout_id, version, worker, epoch, preview):
             yield "INSERT INTO samples VALUES (?, ?, ?, ?, ?)", (number, rollout_id, version, worker, epoch)
+            if preview is not None:
+                yield "INSERT INTO kept_previews VALUES (?, ?)", (rollout_id, preview)
         case SampleScored(rollout_id, scores):
             if not scores:
                 raise LedgerError(
