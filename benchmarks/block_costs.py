@@ -41,7 +41,8 @@ PUBLISHED = QwenImage.published["Qwen/Qwen-Image"].configs["transformer"]
 LAYERS = 60
 RANK = 64
 NARROW = {"num_attention_heads": 1, "joint_attention_dim": 16, "in_channels": 4, "out_channels": 1}
-VARIANTS = ("no adapters", "bfloat16 adapters", "float32 adapters, autocast")
+VARIANTS = ("no adapters", "bfloat16 copies", "float32 adapters, autocast")
+"""The second is what a bfloat16 model trains with, the third what a float32 model would."""
 _ALLOCATIONS = ("empty", "detach", "alias", "_unsafe_view", "lift_fresh")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
@@ -130,22 +131,26 @@ def _stored(tensor: Tensor) -> int:
     return count * tensor.element_size()
 
 
-def make_slots(config: Mapping[str, object], layers: int, rank: int) -> LoraSlots:
-    """A transformer with adapters; its own weights have no memory."""
+def make_slots(
+    config: Mapping[str, object], layers: int, rank: int, compute: torch.dtype | None
+) -> LoraSlots:
+    """A transformer with adapters applied in ``compute``; its own weights have no memory."""
     from accelerate import init_empty_weights
     from diffusers import QwenImageTransformer2DModel
 
     with init_empty_weights():
         module = QwenImageTransformer2DModel.from_config({**config, "num_layers": layers})
-    return LoraSlots(module, LoraSpec(rank, 2.0 * rank, QwenImage.lora_targets, seed=3))
+    spec = LoraSpec(rank, 2.0 * rank, QwenImage.lora_targets, seed=3)
+    half = nn.Module.to(module, torch.bfloat16)  # diffusers' own warns of layers to keep, even of none
+    return LoraSlots(half, spec, compute=compute)
 
 
-def fill(module: nn.Module, adapters: torch.dtype) -> None:
-    """Put zeros into all weights: bfloat16 but for the adapters."""
+def fill(module: nn.Module) -> None:
+    """Put zeros into all weights."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             trained = parameter.requires_grad
-            value = torch.zeros(parameter.shape, dtype=adapters if trained else torch.bfloat16)
+            value = torch.zeros(parameter.shape, dtype=parameter.dtype)
             part.register_parameter(name, nn.Parameter(value, trained))
 
 
@@ -171,10 +176,11 @@ def ready(
 ) -> Iterator[tuple[nn.Module, Callable[[], AbstractContextManager[object]]]]:
     """The transformer of a variant, and the context of its forwards. ``memory``: where the weights are."""
     autocast = variant.endswith("autocast")
-    slots = make_slots(config, layers, rank)
-    with memory, slots.use("reference" if variant == "no adapters" else "policy") as module:
-        fill(module, torch.float32 if autocast else torch.bfloat16)
-        yield module, lambda: torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    slots = make_slots(config, layers, rank, None if autocast else torch.bfloat16)
+    with memory:
+        fill(slots.modules()["policy"])
+        with slots.use("reference" if variant == "no adapters" else "policy") as module:
+            yield module, lambda: torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
 
 
 def count(layers: int, variant: str, work: Work, *, masked: bool, gradient: bool) -> Cost:

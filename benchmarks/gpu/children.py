@@ -19,7 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.tensor import DTensor
 
 from benchmarks.gpu import lab as model
-from benchmarks.gpu.lab import AUTOCAST, Lab
+from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.runner import die_with_parent
 from spotlight.models.skeleton import base_state, modules_of
 from spotlight.rollout.sequence_parallel import rendezvous
@@ -211,7 +211,7 @@ def gradients_on_a_mesh(where: Place, pipe: Connection) -> None:
     index = lab.device if lab.device.type == "cuda" else None
     dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=index)
     for module in slots.modules().values():
-        shard_module(module, AUTOCAST)
+        shard_module(module, family.dtype)
     sharded = lab.learner(family, slots, shape, gradient_checkpointing=True)
     model.accumulate(sharded, samples)
     found = {name: _whole(grad) for name, grad in _gradients(sharded).items()}

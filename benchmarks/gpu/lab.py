@@ -38,7 +38,6 @@ from spotlight.training.sharding import Ranks
 
 CLIP_RANGE = 1e-5
 """Of the published recipes for few steps: what a log-prob of replay must agree with."""
-AUTOCAST = torch.bfloat16
 SEED = 7
 _EXACT_LEVELS = (0.5, 0.25, 0.125)
 """Noise levels whose timesteps bfloat16 holds exactly. Others are rounded by up to 2 of 1000, in the pipeline
@@ -187,7 +186,7 @@ class Lab:
 
     def engine(self, family: QwenImage, shape: Shape) -> Engine:
         """Of one forward for the shape's whole batch."""
-        return Engine(family, max_batch=shape.batch, autocast=AUTOCAST)
+        return Engine(family, max_batch=shape.batch)
 
     def start(
         self,
@@ -237,7 +236,7 @@ class Lab:
         ranks: Ranks | None = None,
         **settings: Any,
     ) -> Learner:
-        """Flow-GRPO with the recipe's clip range, under autocast; ``settings`` are of ``learner``."""
+        """Flow-GRPO with the recipe's clip range; ``settings`` are of ``learner``."""
         algorithm = build_algorithm(
             FlowGRPOConfig(clip_range=CLIP_RANGE, old_log_probs="recompute"), FlowSDE(0.7)
         )
@@ -261,10 +260,8 @@ def recipe(shape: Shape, stochastic: bool = False) -> Recipe:
 def forward(
     family: QwenImage, model: nn.Module, latents: Tensor, sigma: Tensor, text: ConditionBatch, shape: Shape
 ) -> Tensor:
-    """The family's velocity under the engine's autocast; float32 families compute in float32."""
-    low = family.dtype != torch.float32
-    with torch.autocast(family.device.type, dtype=AUTOCAST, enabled=low):
-        return family.velocity(model, latents, sigma, text, None, size(shape))
+    """The family's velocity, in the dtype of its weights."""
+    return family.velocity(model, latents, sigma, text, None, size(shape))
 
 
 def all_steps(engine: Engine, model: nn.Module, states: Sequence[RolloutState]) -> list[RolloutState]:
@@ -300,7 +297,10 @@ def dealt(samples: Sequence[TrainingSample], rank: int, world: int) -> list[Trai
 
 def adapters(family: QwenImage, rank: int) -> LoraSlots:
     """Adapters that already do something: with B = 0 the gradient of A would be 0."""
-    slots = LoraSlots(family.transformer, LoraSpec(rank, 2.0 * rank, family.lora_targets, seed=3))
+    spec = LoraSpec(rank, 2.0 * rank, family.lora_targets, seed=3)
+    slots = LoraSlots(
+        family.transformer, spec, compute=None if family.dtype == torch.float32 else family.dtype
+    )
     generator = torch.Generator(family.device).manual_seed(5)
     with torch.no_grad():
         for name, parameter in slots.parameters("policy").items():

@@ -96,7 +96,7 @@ def make_batch(config: RunConfig, learning: Learning, iteration: int, version: i
         for index, prompt in enumerate(prompts)
         for member in range(config.rollout.group_size)
     ]
-    autocast = autocast_type(config.learner)
+    autocast = autocast_type(config.learner, learning.model.family.dtype)
     engine = Engine(learning.model.family, max_batch=8, negative=learning.negative, autocast=autocast)
     conditions = learning.conditions.of(rollout.prompt_id for rollout in rollouts)
     states = engine.start(rollouts, conditions, learning.model.recipes.train)

@@ -102,7 +102,8 @@ def _train(rank: int, world: int, mode: str, pipeline: Path, scratch: Path, resu
         condition = family.collate(family.encode(PROMPTS[:1]) * len(LEVELS[mine]))
         for _ in range(2):  # the second pass begins as the first ended
             module.zero_grad()
-            with slots.use("policy") as model, torch.autocast("cpu", torch.bfloat16):
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=mode == "full")
+            with slots.use("policy") as model, autocast:
                 velocity = family.velocity(model, latents[mine], LEVELS[mine], condition, None, size)
             (velocity.square().sum() / len(velocity)).backward()
         gradients.append({n: _whole(parameter.grad) for n, parameter in slots.trainable_parameters().items()})
@@ -128,7 +129,8 @@ def _policy(mode: str, pipeline: Path, cache: Path, *, deferred: bool) -> tuple[
     )
     if mode != "lora":
         return family, CopySlots(family.transformer)
-    slots = LoraSlots(family.transformer, LoraSpec(rank=2, alpha=2.0, targets=family.lora_targets))
+    spec = LoraSpec(rank=2, alpha=2.0, targets=family.lora_targets)
+    slots = LoraSlots(family.transformer, spec, compute=torch.bfloat16)
     generator = torch.Generator().manual_seed(1)
     random = {n: torch.randn(t.shape, generator=generator) for n, t in slots.state("policy").items()}
     slots.load_state("policy", random)

@@ -101,12 +101,20 @@ def test_one_rank_equals_the_inline_trainer_to_the_bit(
     assert again.publish(None, 0) is not None
 
 
-@pytest.mark.parametrize("autocast", ["bfloat16", pytest.param("none", marks=pytest.mark.slow)])
-def test_adapters_rounded_for_workers_change_no_rollout_under_autocast(
-    random_pipeline: Path, tmp_path: Path, autocast: str
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [
+        ("bfloat16", "bfloat16"),
+        pytest.param("float32", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", "none", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_rounded_for_workers_change_no_rollout_that_computes_in_bfloat16(
+    random_pipeline: Path, tmp_path: Path, dtype: str, autocast: str
 ) -> None:
-    """To the bit; without autocast they do, and are refused."""
+    """To the bit; in float32 they do, and are refused."""
     config = config_of(tmp_path, random_pipeline, "nft")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"dtype": dtype})})
     learner = config.learner.model_copy(update={"autocast": autocast})
     config = config.model_copy(update={"learner": learner})
     rank, worker = alone(config), alone(config).learning

@@ -28,6 +28,7 @@ from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.learner import Learner, TrainingGuidance, TrainingSample
+from spotlight.training.settings import adapter_type
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import UpdateSums
 
@@ -77,11 +78,18 @@ def algorithm(name: str, **params: Any) -> Algorithm:
     return build_algorithm(section(**params), sampler)
 
 
-def make_slots(family: ModelFamily, algo: Algorithm, mode: str, extra: Sequence[Slot] = ()) -> WeightSlots:
+def make_slots(
+    family: ModelFamily,
+    algo: Algorithm,
+    mode: str,
+    extra: Sequence[Slot] = (),
+    compute: torch.dtype | None = None,
+) -> WeightSlots:
     wanted = [*algo.extra_slots, *extra]
     if mode == "full":
         return CopySlots(family.transformer, wanted)
-    slots = LoraSlots(family.transformer, replace(LORA, targets=family.lora_targets), wanted)
+    lora = replace(LORA, targets=family.lora_targets)
+    slots = LoraSlots(family.transformer, lora, wanted, compute=compute)
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():  # adapters that already do something: with B = 0 the gradient of A is 0
         for name, parameter in slots.parameters("policy").items():
@@ -115,7 +123,7 @@ def make_learner(
     extra: tuple[Slot, ...] = () if ema is None else ("ema",)
     return Learner(
         family,
-        make_slots(family, algo, mode, extra),
+        make_slots(family, algo, mode, extra, adapter_type(learner_config, dtype)),
         algo,
         learner_config,
         size=world.size,
@@ -125,7 +133,13 @@ def make_learner(
 
 
 def roll_out(
-    world: FamilyWorld, learner: Learner, *, guidance: float = 1.0, iteration: int = 0, batch: int = 4
+    world: FamilyWorld,
+    learner: Learner,
+    *,
+    guidance: float = 1.0,
+    iteration: int = 0,
+    batch: int = 4,
+    autocast: torch.dtype | None = None,
 ) -> list[TrainingSample]:
     """Real rollouts of every prompt by the learner's own weights, with made-up rewards."""
     algo = learner.algorithm
@@ -152,7 +166,7 @@ def roll_out(
         for member in range(GROUP)
     ]
     conditions = [world.conditions[int(rollout.prompt_id)] for rollout in rollouts]
-    engine = Engine(learner.family, max_batch=batch, negative=world.negative)
+    engine = Engine(learner.family, max_batch=batch, negative=world.negative, autocast=autocast)
     with learner.slots.use(algo.rollout_slot) as model:
         states = engine.start(rollouts, conditions, recipe)
         while not all(state.done for state in states):

@@ -34,6 +34,8 @@ def test_a_backward_costs_two_forwards_and_a_mask_a_little(variant: str) -> None
     assert 1.9 < both.flops / forward.flops < 2.1, "frozen weights have no gradients"
     masked = block(variant, WORK, masked=True, gradient=False)
     assert masked.flops == forward.flops
+    if variant == "bfloat16 copies":  # adapters' gradients become float32 together
+        assert both.operators == 328
     assert 0 < masked.operators - forward.operators < 10
 
 

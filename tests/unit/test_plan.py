@@ -229,6 +229,14 @@ def test_memory_by_part(pipeline: Path) -> None:
     assert peak_bytes(plan.memory) >= always + training
 
 
+def test_adapters_of_a_bfloat16_model_are_applied_as_copies(pipeline: Path) -> None:
+    half, low = {"path": str(pipeline), "dtype": "bfloat16"}, {"lora": {"targets": ["to_q"], "rank": 4}}
+    plan = plan_of(pipeline, model=half, learner={**low, "autocast": "bfloat16"})
+    assert part(plan.memory, "bfloat16 adapters").bytes == 2 * 2 * plan.parameters_trained  # and the old
+    others = plan_of(pipeline, model=half), plan_of(pipeline, learner={**low, "autocast": "bfloat16"})
+    assert all(each.part != "bfloat16 adapters" for other in others for each in other.memory)
+
+
 def test_a_gpu_that_trains_and_rolls_out_holds_two_processes(pipeline: Path) -> None:
     fleet = {"driver": "ray"}
     apart = plan_of(pipeline, fleet=fleet)

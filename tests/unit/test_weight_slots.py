@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from spotlight.algorithms.base import Slot as AlgorithmSlot
@@ -327,3 +327,99 @@ def test_half_precision_weights_are_not_merged() -> None:
         expected = module(X.bfloat16())
     with torch.no_grad(), slots.use("old", merged=True) as module:
         assert torch.equal(module(X.bfloat16()), expected)
+
+
+# -- adapters applied in the base's dtype --------------------------------------------------------------
+
+HALF_X = X.bfloat16()
+
+
+def half(compute: torch.dtype | None) -> LoraSlots:
+    slots = LoraSlots(net(torch.bfloat16), SPEC, EXTRA, compute=compute)
+    for seed, slot in enumerate(("policy", "old", "ema")):
+        filled(slots, slot, seed)
+    return slots
+
+
+def applied(slots: LoraSlots) -> list[Tensor]:
+    """The copies that layers apply."""
+    found = [getattr(part, "applied", None) for part in slots.modules()["policy"].modules()]
+    return [copy for copy in found if copy is not None]
+
+
+def half_run(slots: LoraSlots, slot: Slot) -> Tensor:
+    """Under autocast unless the slots need none."""
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=slots.compute is None)
+    with torch.no_grad(), autocast, slots.use(slot) as module:
+        return module(HALF_X)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "recomputed"])
+def test_copies_of_adapters_equal_autocast_bit_for_bit(again: bool) -> None:
+    outputs, gradients = [], []
+    for compute in (None, torch.bfloat16):
+        slots = half(compute)
+        outputs.append([half_run(slots, slot) for slot in slots.slots])
+        for _ in range(3):  # as micro-batches do, with other slots in between
+            autocast = torch.autocast("cpu", torch.bfloat16, enabled=compute is None)
+            with autocast, slots.use("policy") as module:
+                out = checkpoint(module, HALF_X, use_reentrant=False) if again else module(HALF_X)
+            half_run(slots, "old")
+            half_run(slots, "policy")
+            out.float().square().sum().backward()
+        gradients.append({name: p.grad for name, p in slots.trainable_parameters().items()})
+    assert all(map(torch.equal, *outputs))
+    under, copied = gradients
+    assert all(gradient is not None and gradient.dtype == torch.float32 for gradient in copied.values())
+    assert all(torch.equal(gradient, under[name]) for name, gradient in copied.items())
+
+
+def test_copies_follow_every_write_at_the_same_addresses() -> None:
+    slots = half(torch.bfloat16)
+    before = {slot: half_run(slots, slot) for slot in slots.slots}
+    copies = applied(slots)
+    assert len(copies) == 3 * 2 * slots.modules_bound
+    places = [copy.data_ptr() for copy in copies]
+
+    def expected(slot: Slot) -> Tensor:
+        other = half(torch.bfloat16)
+        other.load_state(slot, slots.state(slot))
+        return half_run(other, slot)
+
+    filled(slots, "policy", 9)
+    slots.blend("old", "policy", 0.5)
+    slots.copy("ema", "policy")
+    for slot in ("policy", "old", "ema"):
+        assert not torch.equal(half_run(slots, slot), before[slot])
+        assert torch.equal(half_run(slots, slot), expected(slot))
+    with torch.no_grad():
+        for tensor in slots.state("policy").values():  # as a checkpoint is read
+            tensor.mul_(1.5)
+    assert torch.equal(half_run(slots, "policy"), expected("policy"))
+    assert [copy.data_ptr() for copy in copies] == places
+    assert {p.dtype for p in slots.parameters("policy").values()} == {torch.float32}
+
+
+def test_layers_of_another_type_than_adapters_compute_in_are_refused() -> None:
+    with pytest.raises(ModelError, match=r"targets: 'to_q' is torch\.float32.*set learner\.autocast=none"):
+        LoraSlots(net(), SPEC, compute=torch.bfloat16)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_sharded_adapters_are_gathered_in_the_dtype_and_have_no_copies() -> None:
+    plain, sharded = half(torch.bfloat16), half(torch.bfloat16)
+    half_run(sharded, "old")  # makes copies, which sharding must not leave behind
+    module = sharded.modules()["policy"]
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    for slots in (plain, sharded):
+        filled(slots, "old", 7)
+        for _ in range(2):
+            with slots.use("policy") as used:
+                used(HALF_X).float().square().sum().backward()
+    for slot in plain.slots:
+        assert torch.equal(half_run(sharded, slot), half_run(plain, slot)), slot
+    theirs = sharded.trainable_parameters()
+    for name, parameter in plain.trainable_parameters().items():
+        assert torch.equal(theirs[name].grad.full_tensor(), parameter.grad), name
+    assert applied(plain)
+    assert not applied(sharded)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 When = Literal["always", "set-up", "rollout", "training", "host"]
 _LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores per sample
 _MERGED = "merged adapters"
-"""Sharded weights are not merged."""
+_APPLIED = "bfloat16 adapters"
+"""Sharded weights are not merged, and adapters gathered in bfloat16."""
 _PNG_SHARE = 0.6  # of the raw bytes for photographs; images with few colours compress better
 
 
@@ -90,7 +91,7 @@ def shared_parts(
     mine = [
         replace(part, bytes=part.bytes / ranks) if part.divided else part
         for part in parts
-        if part.part != _MERGED
+        if part.part not in (_MERGED, _APPLIED)
     ]
     later = sum(part.bytes for part in mine if part.divided and part.when == "always")
     return (
@@ -125,6 +126,9 @@ def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Est
     if copies:
         formula = f"4 B x P x {copies} (old, EMA, reference)"
         yield Estimate(f"copies of the {what}", trained * 4 * copies, formula, divided=True)
+    if config.learner.mode == "lora" and config.model.dtype == config.learner.autocast:
+        applied = 1 + copies
+        yield Estimate(_APPLIED, trained * 2 * applied, f"2 B x P x {applied} (applied)")
     formula = f"{size} B x parameters, then freed"
     yield Estimate("text encoder", model.text_encoder_parameters * size, formula, "set-up")
 

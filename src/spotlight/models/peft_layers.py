@@ -15,9 +15,10 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spotlight.models.family import ModelError
@@ -93,13 +94,18 @@ def _nearest(target: str, linears: Mapping[str, nn.Linear]) -> list[str]:
     return difflib.get_close_matches(target, list(ends), n=4, cutoff=0.4) or list(ends)[:4]
 
 
-def inject(model: nn.Module, spec: LoraSpec, adapters: Sequence[str]) -> dict[str, LoraLayer]:
+def inject(
+    model: nn.Module, spec: LoraSpec, adapters: Sequence[str], *, copied: bool = False
+) -> dict[str, LoraLayer]:
     """Add one LoRA adapter per name to the model, in place; returns the layers by module name.
 
     All adapters start equal: B zero, A uniform in ±1/sqrt(fan_in) (Kaiming, as in peft), drawn from
     ``spec.seed`` in the order of module names, independent of global generator and device. Always float32:
     bfloat16 would lose small updates. On a model without memory (meta device) they are on the CPU, from
     where sharding takes them.
+
+    Args:
+        copied: adapters are applied in the dtype of the base (:class:`AdapterCopies`, or gathered in it).
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -118,7 +124,21 @@ def inject(model: nn.Module, spec: LoraSpec, adapters: Sequence[str]) -> dict[st
             inject_adapter_in_model(lora_config(spec), model, adapter_name=adapter)
     layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
     _initialise(layers, spec, adapters)
+    if copied:
+        _prepare_copies(layers, adapters)
     return layers
+
+
+def _prepare_copies(layers: Mapping[str, LoraLayer], adapters: Sequence[str]) -> None:
+    for layer in layers.values():
+        layer.cast_input_dtype_enabled = False  # it would cast to the weights' dtype, not to the copies'
+        for halves in (layer.lora_A, layer.lora_B):
+            for adapter in adapters:
+                half = halves[adapter]
+                halves[adapter] = _CopiedLinear(
+                    half.in_features, half.out_features, bias=False, device="meta"
+                )
+                halves[adapter].weight = half.weight
 
 
 def _initialise(layers: Mapping[str, LoraLayer], spec: LoraSpec, adapters: Sequence[str]) -> None:
@@ -182,6 +202,80 @@ def merged(layers: Mapping[str, LoraLayer], adapter: str) -> Iterator[None]:
         finally:
             for name, weight in weights.items():
                 weight.data = own[name]
+
+
+class _CopiedLinear(nn.Linear):
+    """Half of an adapter.
+
+    Attributes:
+        applied: a copy of ``weight`` in another dtype that replaces it, and leads gradients to it.
+    """
+
+    applied: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` has the dtype of what is applied: that of the base layer's input."""
+        return F.linear(x, self.weight if self.applied is None else self.applied)
+
+
+class _Copied(torch.autograd.Function):
+    """Copies in the place of the weights they were made of, whose gradients get the weights' dtype.
+
+    Nothing is saved and nothing computed: one call serves any number of forwards and backwards, and copies
+    may be written between them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, copies: Sequence[Tensor], *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = weights[0].dtype
+        return tuple(copy.detach() for copy in copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        exact = [None if each is None else torch.empty_like(each, dtype=ctx.dtype) for each in gradients]
+        torch._foreach_copy_(
+            [each for each in exact if each is not None], [each for each in gradients if each is not None]
+        )
+        return None, *exact
+
+
+class AdapterCopies:
+    """An adapter's copies in ``dtype``, which its layers apply instead of its float32 weights.
+
+    Equal to autocast's, which are made at every forward: rounded alike, gradients of a backward likewise
+    added up in ``dtype``, those of several in float32.
+
+    Args:
+        layers: whose weights are whole: not sharded.
+    """
+
+    def __init__(self, layers: Mapping[str, LoraLayer], adapter: str, dtype: torch.dtype) -> None:
+        halves = [half[adapter] for layer in layers.values() for half in (layer.lora_A, layer.lora_B)]
+        self._halves: list[_CopiedLinear] = halves
+        self._weights: list[Tensor] = [half.weight for half in halves]
+        self._copies = [weight.detach().to(dtype) for weight in self._weights]
+        self._versions = self._written()
+        with torch.enable_grad():  # the first use may be a rollout
+            applied = _Copied.apply(self._copies, *self._weights)  # type: ignore[no-untyped-call]
+        for half, copy in zip(halves, applied, strict=True):
+            half.applied = copy
+
+    def _written(self) -> list[int]:
+        return [weight._version for weight in self._weights]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Round again if a weight was written since, at the same addresses."""
+        written = self._written()
+        if written != self._versions:
+            torch._foreach_copy_(self._copies, self._weights)
+            self._versions = written
+
+    def drop(self) -> None:
+        """Apply the weights themselves again."""
+        for half in self._halves:
+            half.applied = None
 
 
 def base_weights(layers: Mapping[str, LoraLayer]) -> dict[str, nn.Parameter]:

@@ -27,8 +27,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from spotlight.models import peft_layers
+from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelError
-from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.peft_layers import AdapterCopies, LoraSpec
 from spotlight.models.shared.update_rounding import UpdateRounding
 
 Slot = Literal["policy", "reference", "old", "ema"]
@@ -42,11 +43,13 @@ class WeightSlots(ABC):
         slots: ``policy`` first.
         active: the slot in use.
         modules_bound: number of modules with replaced weights (> 0); verified when weights are pulled.
+        compute: dtype that float32 adapters are applied in without autocast; None: their own.
     """
 
     slots: tuple[Slot, ...]
     active: Slot = "policy"
     modules_bound: int
+    compute: torch.dtype | None = None
 
     @abstractmethod
     @contextmanager
@@ -136,9 +139,12 @@ class LoraSlots(WeightSlots):
         spec: of all adapters.
         extra: slots besides ``policy``; ``reference`` always exists and costs nothing without ``initial``.
         initial: an adapter under peft's state-dict names that every slot starts with; ``reference`` keeps it.
+        compute: dtype that adapters are applied in, that of the adapted layers: no autocast is needed then.
+            The parameters stay float32; copies follow them. Sharded, they are to be gathered in it. Default:
+            float32, or what autocast says.
 
     Raises:
-        ModelError: ``initial`` has other names or shapes.
+        ModelError: ``initial`` has other names or shapes, or an adapted layer's dtype is not ``compute``.
     """
 
     def __init__(
@@ -147,15 +153,19 @@ class LoraSlots(WeightSlots):
         spec: LoraSpec,
         extra: Sequence[Slot] = (),
         initial: Mapping[str, Tensor] | None = None,
+        *,
+        compute: torch.dtype | None = None,
     ) -> None:
         self.slots = _ordered([*extra, "reference"])
         self.spec = spec
-        self._module = module
+        self._module, self.compute = module, compute
+        self._copies: dict[Slot, AdapterCopies] = {}
         self._adapters: tuple[Slot, ...] = tuple(
             slot for slot in self.slots if slot != "reference" or initial is not None
         )
         module.requires_grad_(False)
-        self._layers = peft_layers.inject(module, spec, self._adapters)
+        self._layers = peft_layers.inject(module, spec, self._adapters, copied=compute is not None)
+        self._check_compute()
         self.modules_bound = len(self._layers)
         for adapter in self._adapters:
             for parameter in self.parameters(adapter).values():
@@ -172,6 +182,7 @@ class LoraSlots(WeightSlots):
         While merged, a second copy of the adapted layers' weights is held in memory.
         """
         self._check_slot(slot)
+        self._refresh_copies(slot)
         self.active = slot
         try:
             if slot not in self._adapters:
@@ -186,6 +197,25 @@ class LoraSlots(WeightSlots):
         finally:
             self.active = "policy"
             peft_layers.activate(self._layers, "policy")
+
+    def _check_compute(self) -> None:
+        for name, weight in peft_layers.base_weights(self._layers).items():
+            if self.compute not in (None, weight.dtype):
+                raise ModelError(
+                    f"targets: {name!r} is {weight.dtype}, but adapters are applied in {self.compute}: leave "
+                    "it out (of learner.lora.targets), or set learner.autocast=none"
+                )
+
+    def _refresh_copies(self, slot: Slot) -> None:
+        if self.compute is None or slot not in self._adapters:
+            return
+        if any(isinstance(part, FSDPModule) for part in denoisers(self._module).values()):
+            while self._copies:  # made before sharding, which gathers parameters in the dtype instead
+                self._copies.popitem()[1].drop()
+        elif slot in self._copies:
+            self._copies[slot].refresh()
+        else:
+            self._copies[slot] = AdapterCopies(self._layers, slot, self.compute)
 
     def _mergeable(self) -> bool:
         # Sharded weights are not available here, and half precision would lose small updates.

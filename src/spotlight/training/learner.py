@@ -32,6 +32,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -55,7 +56,13 @@ from spotlight.training.batching.groups import TrainedGroups
 from spotlight.training.passes import Bound, TrainingPasses
 from spotlight.training.policy import MicroBatchPolicy
 from spotlight.training.recompute import recompute_blocks
-from spotlight.training.settings import TrainingError, TrainingGuidance, autocast_type
+from spotlight.training.settings import (
+    TrainingError,
+    TrainingGuidance,
+    adapter_type,
+    autocast_type,
+    compute_type,
+)
 from spotlight.training.sharding import Ranks, average_gradients, shard
 from spotlight.training.step_metrics import BatchReport, StepReport, UpdateMeter, batch_report
 
@@ -95,7 +102,8 @@ class Learner:
         guidance: that of the rollouts; None without.
 
     Raises:
-        ModelError: a slot is missing, the size does not suit the model, or it lacks activation checkpointing.
+        ModelError: a slot is missing, adapters compute in another dtype than configured, the size does not
+            suit the model, or it lacks activation checkpointing.
     """
 
     def __init__(
@@ -113,15 +121,19 @@ class Learner:
         missing = [slot for slot in needed if slot not in slots.slots]
         if missing:
             raise ModelError(f"weight slots {', '.join(missing)} are missing; have {', '.join(slots.slots)}")
+        if slots.compute != (compute := adapter_type(config, family.dtype)):
+            raise ModelError(
+                f"weight slots apply adapters in {slots.compute}; expected {compute}, as configured"
+            )
         family.check_size(size)
         self.family, self.slots, self.algorithm, self.config = family, slots, algorithm, config
         self.advantage = algorithm.config.advantage
-        self.autocast = autocast_type(config)
+        self.autocast = autocast_type(config, family.dtype)
         self.ranks = Ranks() if ranks is None else ranks
         self._size, self._guidance, self._forwards = size, guidance, ForwardLog()
         if config.gradient_checkpointing:
             recompute_blocks(slots.modules()["policy"], config.recompute_every)
-        shard(slots, self.ranks, self.autocast, config.shard)
+        shard(slots, self.ranks, compute_type(config), config.shard)
         if family.deferred:
             family.read_weights(list(slots.modules().values()))
         self.optimizer = _adamw(slots, config)
@@ -462,7 +474,7 @@ class Learner:
 
 
 def _adamw(slots: WeightSlots, config: LearnerConfig) -> torch.optim.AdamW:
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         list(slots.trainable_parameters().values()),
         lr=config.learning_rate,
         betas=config.betas,
@@ -470,3 +482,6 @@ def _adamw(slots: WeightSlots, config: LearnerConfig) -> torch.optim.AdamW:
         weight_decay=config.weight_decay,
         fused=True,
     )
+    # The fused kernel does not count its writes, which copies of the parameters go by.
+    optimizer.register_step_post_hook(lambda done, *_: increment_version(done.param_groups[0]["params"]))
+    return optimizer

@@ -29,6 +29,22 @@ class TrainingGuidance:
     embedded: float | None = None
 
 
-def autocast_type(config: LearnerConfig) -> torch.dtype | None:
+def compute_type(config: LearnerConfig) -> torch.dtype | None:
     """Dtype of the DiT's matrix products in rollouts and training; None: that of its weights."""
     return torch.bfloat16 if config.autocast == "bfloat16" else None
+
+
+def autocast_type(config: LearnerConfig, weights: torch.dtype) -> torch.dtype | None:
+    """Dtype to autocast to; None: no autocast. A model in the dtype to compute in needs none.
+
+    Args:
+        weights: dtype of the model.
+    """
+    compute = compute_type(config)
+    return None if compute == weights else compute
+
+
+def adapter_type(config: LearnerConfig, weights: torch.dtype) -> torch.dtype | None:
+    """Dtype in which float32 adapters are applied to a model in it; None: in float32, or as autocast says."""
+    compute = compute_type(config)
+    return compute if compute == weights else None

@@ -90,7 +90,9 @@ class LearnerConfig(Section):
     pass_memory_gib: PositiveFloat | None = None
     """With ``timesteps_per_pass: auto``, memory that a pass may use; default: what is free."""
     autocast: Literal["none", "bfloat16"] = "none"
-    """Precision of the DiT's matrix products; sampler maths and losses stay float32."""
+    """Precision of the DiT's matrix products; sampler maths and losses stay float32. With ``model.dtype:
+    bfloat16`` adapters are applied as bfloat16 copies, without autocast; their weights stay float32.
+    """
 
     @property
     def recompute_every(self) -> int:

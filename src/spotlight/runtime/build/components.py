@@ -53,7 +53,7 @@ from spotlight.runtime.build.preview_settings import preview_recipe
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose
 from spotlight.testbed import pipeline_directory
-from spotlight.training.settings import autocast_type
+from spotlight.training.settings import adapter_type, autocast_type
 
 if TYPE_CHECKING:
     from spotlight.rollout.engine import Engine
@@ -170,8 +170,9 @@ def _make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) ->
     )
     with under("learner.lora"):
         check_targets(family.transformer, spec.targets)
+    compute = adapter_type(config.learner, family.dtype)
     if config.model.lora is None:
-        return LoraSlots(family.transformer, spec, extra)
+        return LoraSlots(family.transformer, spec, extra, compute=compute)
     initial = read_lora(family.pipeline_class, config.model.lora, list(denoisers(family.transformer)))
     for key, found, wanted in (("rank", lora.rank, initial.rank), ("alpha", lora.alpha, initial.alpha)):
         if found != wanted:
@@ -180,7 +181,7 @@ def _make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) ->
                 f"({config.model.lora})"
             )
     try:
-        return LoraSlots(family.transformer, spec, extra, initial.layers)
+        return LoraSlots(family.transformer, spec, extra, initial.layers, compute=compute)
     except ModelError as error:
         raise ModelError(f"model.lora={config.model.lora}: {error}") from error
 
@@ -296,5 +297,8 @@ def make_engine(config: RunConfig, family: ModelFamily, negative: Condition) -> 
     from spotlight.rollout.engine import Engine
 
     return Engine(
-        family, max_batch=config.rollout.batch_size, negative=negative, autocast=autocast_type(config.learner)
+        family,
+        max_batch=config.rollout.batch_size,
+        negative=negative,
+        autocast=autocast_type(config.learner, family.dtype),
     )
