@@ -99,6 +99,8 @@ class Model:
     cache: Path
     family: str = "qwen-image"
     max_text_tokens: int = 512
+    guidance: bool = False
+    """Whether halves of a group make one of guidance's passes each."""
 
 
 @dataclass
@@ -265,7 +267,7 @@ def serve(name: WorkerId, pipe: Connection, address: Address, model: Model) -> N
         max_text_tokens=model.max_text_tokens,
     )
     communicator = Gloo(collective_s=60.0)
-    parallel = SequenceParallel([family.transformer])
+    parallel = SequenceParallel([family.transformer], guidance=model.guidance)
     membership = SpMembership(name, rendezvous.connect(address), communicator, parallel, form_s=60.0)
     engine = Engine(family, max_batch=16, negative=family.encode([" "])[0])
     worker = Worker(name, family, membership, parallel, communicator, engine)

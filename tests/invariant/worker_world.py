@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
@@ -163,11 +163,9 @@ class Body:
     def __post_init__(self) -> None:
         step = self.engine.step
 
-        def counted(
-            model: nn.Module, states: Sequence[RolloutState], at_once: int | None = None
-        ) -> list[RolloutState]:
+        def counted(model: nn.Module, states: Sequence[RolloutState], *how: Any) -> list[RolloutState]:
             self.steps += 1
-            return step(model, states, at_once)
+            return step(model, states, *how)
 
         self.engine.step = counted  # type: ignore[method-assign]
 

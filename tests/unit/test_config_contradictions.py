@@ -24,6 +24,8 @@ BASE = (
 """What these tests count on, whatever the embedded default becomes."""
 GRPO = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")
 WINDOW = (*GRPO, "rollout.sde_window.kind=random")
+PARALLEL = ("fleet={driver: ray, sequence_parallel: {degrees: [1, 2], guidance: true}}",)
+GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
 
 
 @pytest.mark.parametrize(
@@ -45,6 +47,14 @@ WINDOW = (*GRPO, "rollout.sde_window.kind=random")
             "model.compile",
             "leave one of them out",
         ),
+        (PARALLEL, "rollout.true_cfg_scale", "leave fleet.sequence_parallel.guidance out"),
+        ([*GUIDED, "fleet.sequence_parallel.degrees=[1]"], "fleet.sequence_parallel.degrees", "Change it"),
+        (
+            [*GUIDED, "fleet.sequence_parallel.degrees=[1,2,3]"],
+            "fleet.sequence_parallel.degrees",
+            "Change it",
+        ),
+        ([*GUIDED, "exploration={step_cache: 2}"], "exploration.step_cache", "Change it"),
         (["learner.updates_per_batch=5"], "learner.updates_per_batch", "4 or 6"),
         (["learner.micro_batch_size=50"], "learner.micro_batch_size", "48 or 64"),
         (["learner.mode=full", "model.dtype=bfloat16"], "model.dtype", "set model.dtype=float32"),

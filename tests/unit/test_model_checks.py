@@ -74,6 +74,15 @@ def config(family: str, path: str, **sections: object) -> RunConfig:
         ),
         (
             "wan",
+            "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+            {
+                "fleet": {"driver": "ray", "sequence_parallel": {"degrees": [1, 8, 16], "guidance": True}},
+                "rollout": {"true_cfg_scale": 4.0},
+            },
+            r"fleet\.sequence_parallel\.degrees has 16; expected divisors of 12, .*attention heads, times 2",
+        ),
+        (
+            "wan",
             A14B,
             {"exploration": {"step_cache": 2}},
             r"exploration\.step_cache: found 2; expected nothing with .*two transformers",

@@ -53,13 +53,15 @@ def require_supported(config: RunConfig, files: PipelineFiles | None) -> None:
             for steps in exploration.arms(rollout.group_size, rollout.steps)[1]:
                 family.check_steps(files, steps, name)
     with under("fleet.sequence_parallel"):
-        for degree in config.fleet.sequence_parallel.degrees:
-            if dimensions.heads % degree:
+        asked = config.fleet.sequence_parallel
+        for degree in asked.degrees:
+            split = asked.split(degree)
+            if dimensions.heads % split:
                 raise ModelError(
                     f"degrees has {degree}; expected divisors of {dimensions.heads}, the transformer's "
-                    "attention heads. Leave it out"
+                    f"attention heads{', times 2' if asked.guidance else ''}. Leave it out"
                 )
-            family.check_split(degree, dimensions.tokens(size), config.model.max_text_tokens)
+            family.check_split(split, dimensions.tokens(size), config.model.max_text_tokens)
 
 
 def require_prompts(config: RunConfig, prompts: Prompts) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -153,6 +153,17 @@ def collate(
     return ConditionBatch(MappingProxyType(tensors), MappingProxyType(lengths))
 
 
+Pass = Callable[[], Tensor]
+"""One forward of guidance: the velocity with the prompt, or with the negative one."""
+Passes = Callable[[Pass, Pass], tuple[Tensor, Tensor]]
+"""Makes both."""
+
+
+def in_turn(conditional: Pass, negative: Pass) -> tuple[Tensor, Tensor]:
+    """The conditional velocity, then the negative one, both made here."""
+    return conditional(), negative()
+
+
 @dataclass(frozen=True, slots=True)
 class Guidance:
     """How a forward is guided.
@@ -161,11 +172,13 @@ class Guidance:
         scale: of true classifier-free guidance; above 1 it costs a second forward with ``negative``.
         negative: condition of the second forward.
         embedded: the scale that a guidance-distilled model takes as an input; None if it takes none.
+        passes: how the two forwards are made.
     """
 
     scale: float = 1.0
     negative: ConditionBatch | None = None
     embedded: float | None = None
+    passes: Passes = in_turn
 
 
 def guidance_pass(model: nn.Module, name: str) -> AbstractContextManager[None]:

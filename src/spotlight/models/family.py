@@ -354,10 +354,10 @@ class ModelFamily(FamilyTraits, ABC):
                     log.note(size, texts, part)
                 return velocity.float()
 
-            prediction = forward(condition, "cond")
             if avoided is None:
-                return prediction
-            return self.combine(prediction, forward(avoided, "uncond"), guidance.scale)
+                return forward(condition, "cond")
+            both = guidance.passes(lambda: forward(condition, "cond"), lambda: forward(avoided, "uncond"))
+            return self.combine(*both, guidance.scale)
 
         return by_rows(model, self.first_transformer(sigma), run)
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from spotlight.diffusion import samplers
 from spotlight.diffusion.brownian import Kick, coarse_kicks, coarse_window, kick_batch
 from spotlight.diffusion.noise import INITIAL, noise_batch
-from spotlight.models.condition import Condition, Guidance
+from spotlight.models.condition import Condition, Guidance, Passes, in_turn
 from spotlight.models.family import ModelFamily
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import ForwardLog
@@ -121,19 +121,24 @@ class Engine:
 
     @torch.no_grad()
     def step(
-        self, model: nn.Module, states: Sequence[RolloutState], at_once: int | None = None
+        self,
+        model: nn.Module,
+        states: Sequence[RolloutState],
+        at_once: int | None = None,
+        passes: Passes = in_turn,
     ) -> list[RolloutState]:
         """Advance every unfinished state by one denoising step; order is preserved.
 
         Args:
             model: the module of the weight slot to use.
             at_once: most rollouts per forward, if that is less than ``max_batch``.
+            passes: how the two forwards of guidance are made.
         """
         advanced = list(states)
         most = self.max_batch if at_once is None else min(self.max_batch, at_once)
         for batch in self._batches(advanced, most):
             for index, state in zip(
-                batch, self._step_batch(model, [advanced[i] for i in batch]), strict=True
+                batch, self._step_batch(model, [advanced[i] for i in batch], passes), strict=True
             ):
                 advanced[index] = state
         return advanced
@@ -182,10 +187,10 @@ class Engine:
             members.sort(key=lambda i: states[i].condition.tokens)
             yield from _chunks(members, most)
 
-    def _step_batch(self, model: nn.Module, states: list[RolloutState]) -> list[RolloutState]:
+    def _step_batch(self, model: nn.Module, states: list[RolloutState], passes: Passes) -> list[RolloutState]:
         latents = torch.stack([state.latents for state in states])
         sigma, sigma_next = _levels(states).to(self._family.device)
-        velocity, added = self._velocity(model, latents, sigma, states)
+        velocity, added = self._velocity(model, latents, sigma, states, passes)
         advanced = list(states)
         groups = _grouped((state.recipe.sampler, i) for i, state in enumerate(states))
         for sampler, members_at in groups:
@@ -206,12 +211,17 @@ class Engine:
         return advanced
 
     def _velocity(
-        self, model: nn.Module, latents: Tensor, sigma: Tensor, states: Sequence[RolloutState]
+        self,
+        model: nn.Module,
+        latents: Tensor,
+        sigma: Tensor,
+        states: Sequence[RolloutState],
+        passes: Passes,
     ) -> tuple[Tensor, Sequence[Added | None]]:
         """Velocities shaped like ``latents``, and the block residuals to keep per state."""
         recipe, device = states[0].recipe, self._family.device
         condition = self._family.collate([state.condition for state in states])
-        guidance = self._guidance(recipe, [state.condition for state in states])
+        guidance = self._guidance(recipe, [state.condition for state in states], passes)
         autocast = self.autocast if recipe.autocast is None else recipe.autocast
         added: Sequence[Added | None] = [state.added for state in states]
         with ExitStack() as contexts:
@@ -265,11 +275,11 @@ class Engine:
             self._paths[key] = coarse_kicks(fine, state.sigmas.tolist())
         return self._paths[key]
 
-    def _guidance(self, recipe: Recipe, conditions: Sequence[Condition]) -> Guidance:
+    def _guidance(self, recipe: Recipe, conditions: Sequence[Condition], passes: Passes) -> Guidance:
         if recipe.guidance_scale <= 1 or self._negative is None:
             return Guidance(embedded=recipe.embedded_guidance)
         negative = self._family.negatives(conditions, self._negative)
-        return Guidance(recipe.guidance_scale, negative, recipe.embedded_guidance)
+        return Guidance(recipe.guidance_scale, negative, recipe.embedded_guidance, passes)
 
     def _sigmas(self, rollout: Rollout, size: MediaSize) -> Tensor:
         if rollout.steps < 1:

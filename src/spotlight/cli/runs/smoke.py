@@ -71,6 +71,8 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
         yield "fleet.learner_ranks", 1
     if fleet.sequence_parallel.degrees != (1,):
         yield "fleet.sequence_parallel.degrees", "[1]"
+    if fleet.sequence_parallel.guidance:
+        yield "fleet.sequence_parallel.guidance", "false"
 
 
 def _rewards(config: RunConfig, folder: Path) -> Iterator[tuple[str, object]]:

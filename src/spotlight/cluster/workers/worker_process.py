@@ -171,7 +171,8 @@ class WorkerProcess:
 
         def membership() -> SpMembership:
             store = connect(place.meeting)
-            parallel = SequenceParallel(slots.modules().values())
+            guidance = fleet.sequence_parallel.guidance
+            parallel = SequenceParallel(slots.modules().values(), guidance=guidance)
             link = communicator(place.device, fleet.collective_s)
             return SpMembership(place.worker, store, link, parallel, fleet.answer_s / 2)
 

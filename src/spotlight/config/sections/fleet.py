@@ -66,6 +66,38 @@ class SequenceParallelConfig(Section):
     """
     pays_from_pixels: PositiveInt = 1024 * 1024
     """Pictures of at least this many pixels (videos: times latent frames) benefit from a higher degree."""
+    guidance: bool = False
+    """Whether the halves of a group make one of guidance's two passes each (``rollout.true_cfg_scale`` above
+    1), and exchange velocities each step. Within a half the forward is split over half the degree, which
+    must divide the attention heads; degrees above 1 must be even.
+    """
+
+    def split(self, degree: int) -> int:
+        """GPUs that a forward is split over in a group of ``degree``."""
+        return degree // 2 if self.guidance and degree > 1 else degree
+
+    def guidance_problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Why guidance cannot be made in parallel."""
+        if not self.guidance:
+            return
+        cached = None if run.exploration is None else run.exploration.step_cache
+        scale, degrees = run.rollout.true_cfg_scale, list(self.degrees)
+        fits = degrees[-1] > 1 and not any(degree % 2 for degree in degrees if degree > 1)
+        for key, found, wanted, right in (
+            (
+                "rollout.true_cfg_scale",
+                f"{scale:g}",
+                "above 1: without guidance there is one pass",
+                scale > 1,
+            ),
+            ("fleet.sequence_parallel.degrees", degrees, "1 and even degrees, or even ones", fits),
+            ("exploration.step_cache", cached, "nothing: a rank keeps residuals of one pass", cached is None),
+        ):
+            if not right:
+                yield Problem(
+                    key, str(found), f"{wanted} (with fleet.sequence_parallel.guidance)",
+                    "Change it, or leave fleet.sequence_parallel.guidance out.",
+                )  # fmt: skip
 
 
 class NoticesConfig(Section):
@@ -212,6 +244,7 @@ class FleetConfig(Section):
                 "fleet.sequence_parallel.degrees", str(degrees), "each degree once, ascending",
                 f"Set {ascending}.",
             )  # fmt: skip
+        yield from self.sequence_parallel.guidance_problems(run)
         if degrees[-1] > 1 and not FAMILIES.load(run.model.family).splits_sequence:
             yield Problem(
                 "fleet.sequence_parallel.degrees", str(degrees), f"[1] with model.family={run.model.family}",

@@ -174,6 +174,9 @@ def _require_telling(name: str, config: RunConfig, iterations: int) -> None:
     if len(degrees) > 1:
         found, remedy = str(list(degrees)), "Seconds of different degrees are not told apart."
         problems.append(Problem("fleet.sequence_parallel.degrees", found, "one degree", remedy))
+    if config.fleet.sequence_parallel.guidance:
+        remedy = "A profile has no seconds of guidance made in parallel: calibrate with a run without it."
+        problems.append(Problem("fleet.sequence_parallel.guidance", "true", "false", remedy))
     if iterations < _SHORTEST:
         remedy = "The first contains the start: let it train longer."
         problems.append(Problem("iterations", f"{iterations} done", f"{_SHORTEST} or more", remedy))

@@ -57,6 +57,12 @@ class Communicator(Protocol):
             CommunicatorStuckError: the same, and this process can open no other.
         """
 
+    def half(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """A group of this rank's half of the opened one: its lower ranks, or its upper ones.
+
+        All ranks must call it. It closes with the whole. Raises what :meth:`open` does.
+        """
+
     def close(self) -> None:
         """Leave immediately, in any state; collectives of the others fail. No effect when closed."""
 
@@ -83,6 +89,11 @@ class Gloo:
         with self.bounded(), _on_loopback():
             return _opened("gloo", store, rank, degree, self.collective_s)
 
+    def half(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """See :meth:`Communicator.half`."""
+        with self.bounded(), _on_loopback():
+            return _half(group, self.collective_s)
+
     def close(self) -> None:
         """See :meth:`Communicator.close`. Closes the sockets, so the others need not wait for a timeout."""
         if dist.is_initialized():
@@ -91,8 +102,9 @@ class Gloo:
     @contextmanager
     def bounded(self, limit_s: float | None = None) -> Iterator[None]:
         """See :meth:`Communicator.bounded`."""
-        if dist.is_initialized():
-            _set_pg_timeout(timedelta(seconds=self.collective_s if limit_s is None else limit_s))
+        limit = timedelta(seconds=self.collective_s if limit_s is None else limit_s)
+        for group in list(_world.pg_map):
+            _set_pg_timeout(limit, group)
         try:
             yield
         except RuntimeError as error:
@@ -125,6 +137,18 @@ class Nccl:
         # In a thread, since NCCL waits for a missing peer without end, and there is nothing to abort yet.
         opener = _Opener(lambda: self._connect(store, rank, degree), self.collective_s)
         return opener.result()
+
+    def half(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """See :meth:`Communicator.half`."""
+
+        def connect() -> dist.ProcessGroup:
+            torch.cuda.set_device(self.device)  # of this thread
+            try:
+                return _half(group, self.collective_s)
+            except dist.DistError as error:
+                raise SpPeerLostError(str(error).splitlines()[0]) from error
+
+        return _Opener(connect, self.collective_s).result()
 
     def close(self) -> None:
         """See :meth:`Communicator.close`. Aborts, because an orderly shutdown waits for dead peers."""
@@ -227,6 +251,14 @@ def _opened(
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _half(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
+    middle, timeout = group.size() // 2, timedelta(seconds=timeout_s)
+    halves = [range(middle), range(middle, group.size())]
+    made = [dist.new_group(list(ranks), timeout=timeout) for ranks in halves]
+    own: dist.ProcessGroup = made[group.rank() >= middle]
+    return own
 
 
 @contextmanager

@@ -184,7 +184,7 @@ class Lead:
         )
         self._membership.broadcast(order.to_bytes())
         with self._membership.exchange(_work(running)):
-            advanced = self._engine.step(model, states, self._membership.batch)
+            advanced = self._engine.step(model, states, self._membership.batch, self._membership.passes)
         stepped = {state.rollout.id: (state.step + 1, claimed[state.rollout.id]) for state in running}
         self._held = {name: self._held[name] for name in order.kept} | stepped
         return advanced
@@ -254,7 +254,9 @@ class Follower:
                     running, kept = self._taken(order)
                     self.states = (*kept, *running)  # with the claims, even if the exchange fails at its end
                 with self._membership.exchange(_work(running)):
-                    advanced = self._engine.step(model, running, self._membership.batch)
+                    advanced = self._engine.step(
+                        model, running, self._membership.batch, self._membership.passes
+                    )
                 self.states = (*kept, *advanced)
 
     def _refuse(self, order: LockstepOrder) -> None:

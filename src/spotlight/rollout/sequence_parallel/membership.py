@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from spotlight.models.condition import Passes
 from spotlight.rollout.sequence_parallel.communicators import Communicator, SpPeerLostError
 from spotlight.rollout.sequence_parallel.step_limit import StepLimit
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
@@ -124,6 +125,11 @@ class SpMembership:
     def batch(self) -> int:
         """Rollouts per forward that every member of the group has memory for."""
         return self._batch
+
+    @property
+    def passes(self) -> Passes:
+        """How this group makes the two forwards of guidance."""
+        return self._parallel.passes
 
     def form(self, group: SpGroup, batch: int = sys.maxsize) -> None:
         """Leave the current group and join ``group``, unless it is the current one.
@@ -222,7 +228,7 @@ class SpMembership:
             rank = group.members.index(self.worker)
             opened = self._communicator.open(place, rank, group.degree)
             self._batch = self._verify(group, rank, batch)
-            self._parallel.enter(opened)
+            self._parallel.enter(opened, self._communicator.half)
         except SpPeerLostError as error:
             self._release(error)
             raise FormationError(f"{self._attempt(group)}: {error}") from None

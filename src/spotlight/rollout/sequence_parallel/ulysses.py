@@ -44,7 +44,9 @@ from diffusers.models._modeling_parallel import (
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from spotlight.models.condition import Passes, in_turn
 from spotlight.models.experts import denoisers
+from spotlight.rollout.sequence_parallel.guidance_passes import ParallelPasses
 from spotlight.rollout.sequence_parallel.plans import PLANS
 
 _TEXT = "encoder_hidden_states"
@@ -140,24 +142,40 @@ class SequenceParallel:
 
     Args:
         modules: every module that rollouts may run, e.g. ``slots.modules().values()``.
+        guidance: the halves of a group make one of guidance's two passes each, split over the half.
+
+    Attributes:
+        passes: how the two forwards of guidance are to be made now.
 
     Raises:
         SequenceParallelError: a module cannot be split, or diffusers' interface changed.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], *, guidance: bool = False) -> None:
         require_interface()
         self._modules = tuple(part for module in modules for part in denoisers(module).values())
         self._attentions = [_attentions(module) for module in self._modules]
         self._split: list[_Split] = []
+        self._guidance = guidance
+        self.passes: Passes = in_turn
 
     @property
     def active(self) -> bool:
-        """Whether forwards are currently split."""
-        return bool(self._split)
+        """Whether forwards, or the passes of guidance, are currently split."""
+        return bool(self._split) or self.passes is not in_turn
 
     def check(self, degree: int) -> None:
-        """Raise SequenceParallelError unless ``degree`` divides the attention heads of every module."""
+        """Raise SequenceParallelError unless forwards can be split over ``degree`` ranks.
+
+        The degree, of a half where these make one pass each, must divide the attention heads of every module.
+        """
+        if self._guidance and degree > 1:
+            if degree % 2:
+                raise SequenceParallelError(
+                    f"a group of {degree} with guidance in parallel: expected an even number, half for each "
+                    "pass"
+                )
+            degree //= 2
         for heads in sorted({attention.heads for found in self._attentions for attention in found}):
             if degree < 1 or heads % degree:
                 fitting = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -166,8 +184,13 @@ class SequenceParallel:
                     f"heads; use one of {fitting}"
                 )
 
-    def enter(self, group: dist.ProcessGroup) -> None:
+    def enter(
+        self, group: dist.ProcessGroup, half: Callable[[dist.ProcessGroup], dist.ProcessGroup] | None = None
+    ) -> None:
         """Split forwards over ``group``, replacing any earlier split; a group of one is not split.
+
+        Args:
+            half: makes a group of this rank's half of one; needed for four ranks with guidance in parallel.
 
         Raises:
             SequenceParallelError: the group's size does not divide the heads; nothing has changed.
@@ -176,6 +199,14 @@ class SequenceParallel:
         self.leave()
         if group.size() == 1:
             return
+        if self._guidance:
+            whole = group
+            if whole.size() > 2:
+                assert half is not None, "the halves of a group need groups of their own"
+                group = half(whole)
+            self.passes = ParallelPasses(whole)
+            if whole.size() == 2:
+                return
         config = _config(group)
         for module, attentions in zip(self._modules, self._attentions, strict=True):
             self._split.append(_Split(module, group))
@@ -183,6 +214,7 @@ class SequenceParallel:
 
     def leave(self) -> None:
         """Restore unsplit forwards; no effect if they are."""
+        self.passes = in_turn
         for split in self._split:
             split.remove()
         self._split.clear()

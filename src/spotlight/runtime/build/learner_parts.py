@@ -118,13 +118,14 @@ def rollout_slots(config: RunConfig, algorithm: Algorithm) -> tuple[Slot, ...]:
 
 
 def _require_degrees(config: RunConfig, family: ModelFamily) -> None:
-    degrees = config.fleet.sequence_parallel.degrees
+    asked = config.fleet.sequence_parallel
+    degrees = asked.degrees
     if degrees == (1,):
         return
     from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel, SequenceParallelError
 
     try:
-        parallel = SequenceParallel([family.transformer])
+        parallel = SequenceParallel([family.transformer], guidance=asked.guidance)
         for degree in degrees:
             parallel.check(degree)
     except SequenceParallelError as error:
