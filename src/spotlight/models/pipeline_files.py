@@ -1,7 +1,7 @@
 """Locates and validates a diffusers pipeline directory before anything is loaded from it.
 
 Invariant: :func:`locate` returns only pipelines of the expected class with every requested component, whose
-weights are safetensors with valid headers. Pickled weights are never read.
+weights are safetensors with valid headers. Pickled weights are neither downloaded nor read.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _WHOLE_FILE_BYTES = 64 * 2**20
 """Weight files up to this size are hashed whole; of larger ones size, header, samples and mtime."""
 _SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
+PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+"""Weights that lie beside the safetensors in some hub models; never downloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,16 +157,26 @@ def _local(root: Path, revision: str | None) -> PipelineFiles | None:
 
 
 def _from_hub(name: str, revision: str | None, components: Mapping[str, PipelineComponent]) -> PipelineFiles:
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+    if not is_hub_id(name):
         raise ModelError(
             f"model directory {name} does not exist: give the path of a diffusers pipeline directory (the "
             "one with model_index.json) or a hub id such as Qwen/Qwen-Image"
         )
+    root = _download(name, revision, hub_patterns(components))
+    return PipelineFiles(root, name, root.name)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether it has the form ``owner/name``."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) is not None
+
+
+def hub_patterns(components: Mapping[str, PipelineComponent]) -> list[str]:
+    """Files of a hub model that :func:`locate` downloads, but for those of ``PICKLED``."""
     eager = [f"{folder}/*" for folder, component in components.items() if not component.lazy]
     lazy = [folder for folder, component in components.items() if component.lazy]
     small = [f"{folder}/*.{ending}" for folder in lazy for ending in ("json", "txt", "jinja")]
-    root = _download(name, revision, ["model_index.json", *eager, *small])
-    return PipelineFiles(root, name, root.name)
+    return ["model_index.json", *eager, *small]
 
 
 def _download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
@@ -180,7 +192,11 @@ def _download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Pat
 
     named = hub_id if revision is None else f"{hub_id} at revision {revision}"
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(patterns)))
+        return Path(
+            snapshot_download(
+                hub_id, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(PICKLED)
+            )
+        )
     except GatedRepoError as error:
         raise ModelError(f"hub model {named} is gated: accept its terms, then set HF_TOKEN") from error
     except RepositoryNotFoundError as error:

@@ -31,7 +31,7 @@ from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankPl
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import Prompt, PromptId, Rollout, RolloutId
 from spotlight.weights.bundle import WeightsManifest
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ class LearnerActor:
             "prepare": self.prepare,
             "publish": self.publish,
             "send_conditions": self.send_conditions,
+            "load_model": self.load_model,
         }
         return own[method](*args) if method in own else getattr(self.rank, method)(*args)
 
@@ -129,6 +130,12 @@ class LearnerActor:
         rank.check_storage(order.token)
         _write_to(Path(order.log))
         self._rank = rank
+
+    def load_model(self, prompts: Sequence[Prompt]) -> None:
+        """See :meth:`LearnerRank.load_model`; missing files come from another node if one has them."""
+        from spotlight.cluster.model_files.model_fetch import with_model_files
+
+        self.rank.load_model(prompts, with_model_files)
 
     @property
     def rank(self) -> LearnerRank:

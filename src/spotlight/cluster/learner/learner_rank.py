@@ -15,7 +15,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,13 +166,19 @@ class LearnerRank:
             _listen_only_on(host)
         self._ranks = self._stack.enter_context(process_group(self._device, place.timeout_s, meeting))
 
-    def load_model(self, prompts: Sequence[Prompt]) -> None:
+    def load_model(
+        self, prompts: Sequence[Prompt], located: Callable[[RunConfig], RunConfig] | None = None
+    ) -> None:
         """Load the model and embed the uncached ones of the run's ``prompts``. Collective.
+
+        Args:
+            located: sees to it that the model's files are here; returns the configuration that finds them.
 
         Raises ModelError or ConfigError, as in the inline driver.
         """
         with self._in(Phase.SETUP):
-            model = prepare_model(self.config, self._device, self.ranks)
+            config = self.config if located is None else located(self.config)
+            model = prepare_model(config, self._device, self.ranks)
             self._loaded = model, fill_embeddings(self.config, model, prompts, self.ranks)
 
     def build(self) -> None:

@@ -116,7 +116,7 @@ class _Pace:
         self.eager_until_s, self.next_s = now_s + _EAGER_S, now_s
 
 
-class _NodeList:
+class NodeList:
     """``ray.nodes()``, which has no timeout, called in a thread that nobody waits for."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class NodeMembership:
         self._told: set[str] = set()
         self._dead: set[str] = set()
         self._pace = _Pace(settings.period_s)
-        self._list = _NodeList()
+        self._list = NodeList()
         self._listed_s = clock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)

@@ -93,6 +93,7 @@ class WorkerActor:
     def __init__(self, order: WorkerOrder, store: Any) -> None:
         # Imported late: it pulls in diffusers, and the head needs this module only to start actors.
         with collection_paused():
+            from spotlight.cluster.model_files.model_fetch import with_model_files
             from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
 
         config = read_config(order.config, "the configuration sent to a worker")
@@ -104,7 +105,7 @@ class WorkerActor:
         self._precision = config.deterministic, config.model.tf32
         place = WorkerPlace(order.worker, order.epoch, self._device, order.meeting, order.run)
         home = WorkerBlobClient(store, config.fleet.start_s)
-        self._process = WorkerProcess(config, place, home, order.profiled_steps)
+        self._process = WorkerProcess(config, place, home, with_model_files, order.profiled_steps)
         self._ended = threading.Event()
         self._error: BaseException | None = None
         threading.Thread(target=self._work, name="work", daemon=True).start()

@@ -1,6 +1,7 @@
 """A rollout worker's process: assemble the model at the first weights, then run the worker loop. No Ray.
 
     tell(PullWeights) ─► assemble: the base from a peer on the node, or from disk ─► WorkerLoop, until Leave
+                         (files that the disk lacks: from another node, or from the model hub)
 
 ``worker_actor.py`` is the thin actor around it.
 """
@@ -12,7 +13,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,14 +70,20 @@ class WorkerProcess:
     """Accepts commands from any thread; :meth:`run` belongs to the thread that owns the model.
 
     Args:
+        located: sees to it that the model's files are here; returns the configuration that finds them.
         profiled_steps: of training rollouts, to be traced where this worker leads; the trace is stored as
             blob ``TRACE``, named by the phase.
     """
 
     def __init__(
-        self, config: RunConfig, place: WorkerPlace, home: HeadClient, profiled_steps: int = 0
+        self,
+        config: RunConfig,
+        place: WorkerPlace,
+        home: HeadClient,
+        located: Callable[[RunConfig], RunConfig],
+        profiled_steps: int = 0,
     ) -> None:
-        self._config, self._place, self._home = config, place, home
+        self._config, self._place, self._home, self._located = config, place, home, located
         self._profiled_steps = profiled_steps
         self._waiting: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._loop: WorkerLoop | None = None
@@ -132,9 +139,9 @@ class WorkerProcess:
 
         In a full fine-tune each version brings the transformer, so peers have no base to share.
         """
-        config, place = self._config, self._place
+        config, place = self._located(self._config), self._place
         serves = config.learner.mode == "lora"
-        family = self._from_peer(pull.peer) if pull.peer is not None and serves else None
+        family = self._from_peer(config, pull.peer) if pull.peer is not None and serves else None
         if family is None:
             family = build.load_family(config, place.device)
         if serves:
@@ -143,9 +150,9 @@ class WorkerProcess:
             self._server = WeightServer(self._cache.directory, _file_name(place.worker), served)
         return family
 
-    def _from_peer(self, peer: WorkerId) -> ModelFamily | None:
+    def _from_peer(self, config: RunConfig, peer: WorkerId) -> ModelFamily | None:
         """Load from a peer; None if it is gone or does not share, and the disk must do."""
-        family = build.load_family(self._config, self._place.device, read_transformer=False)
+        family = build.load_family(config, self._place.device, read_transformer=False)
         try:
             with filling(family.transformer) as targets:
                 fetch_from_peer(self._socket(peer), self._base_mark(), targets, modules_of(targets))

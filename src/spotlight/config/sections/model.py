@@ -25,7 +25,8 @@ class ModelConfig(Section):
     """Model family: prompt template, guidance, schedule, decoding and LoRA targets of its pipeline."""
     path: str = "testbed"
     """Directory or hub id of a diffusers pipeline; ``testbed`` is the built-in tiny Qwen-Image,
-    ``testbed-video`` the built-in tiny Wan.
+    ``testbed-video`` the built-in tiny Wan. On a cluster, nodes that lack a hub id's files get them from
+    nodes that have them.
     """
     revision: str | None = None
     """Branch, tag or commit if ``path`` is a hub id."""
