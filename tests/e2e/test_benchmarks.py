@@ -20,6 +20,7 @@ from benchmarks import (
     cheap_previews,
     commit_overhead,
     learning,
+    model_fetch,
     new_worker,
     padding,
     publish,
@@ -218,6 +219,20 @@ def test_new_workers_get_the_same_weights_from_a_peer_and_from_disk(
         for phases in taken:
             start, model, total = (phases[name] for name in new_worker.PHASES)
             assert start + model == pytest.approx(total)
+
+
+@pytest.mark.slow  # it starts a Ray of two nodes
+def test_a_model_from_another_node_is_timed_against_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model_fetch.json"
+    model_fetch.main(megabytes=20, rounds=2, folder=tmp_path, json=path)
+    assert "other node" in capsys.readouterr().out
+    told = json.loads(path.read_text())
+    assert told["bytes"] > 20e6
+    assert {way: len(taken) for way, taken in told["seconds"].items()} == dict.fromkeys(
+        ("other node", "disk", "disk, cached", "SHA-256"), 2
+    )
 
 
 def test_the_larger_model_is_as_large_as_said(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Protocol
 
@@ -164,10 +165,14 @@ class PendingBytes(Protocol):
 
 
 def _matching(root: Path, patterns: Sequence[str]) -> list[str]:
-    from huggingface_hub.utils import filter_repo_objects
-
+    """As the hub's own code matches them."""
     names = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.is_file())
-    return list(filter_repo_objects(names, allow_patterns=list(patterns), ignore_patterns=list(PICKLED)))
+    return [
+        name
+        for name in names
+        if any(fnmatch(name, pattern) for pattern in patterns)
+        and not any(fnmatch(name, pattern) for pattern in PICKLED)
+    ]
 
 
 def _file(root: Path, name: str) -> SnapshotFile:
