@@ -60,6 +60,7 @@ bench: env ## Compare rollouts with the pipeline, training steps with a plain lo
 	$(BIN)/python -m benchmarks.timesteps_per_pass --json build/timesteps_per_pass.json
 	$(BIN)/python -m benchmarks.regroup --json build/regroup.json
 	$(BIN)/python -m benchmarks.new_worker --json build/new_worker.json
+	$(BIN)/python -m benchmarks.model_fetch --json build/model_fetch.json
 	$(BIN)/python -m benchmarks.commit_overhead --json build/commit.json
 	$(BIN)/python -m benchmarks.cheap_previews --json build/cheap_previews.json
 	$(BIN)/python -m benchmarks.publish --json build/publish.json
