@@ -187,6 +187,37 @@ def test_a_damaged_chunk_is_refused(
     assert good.sent < offer.bytes, "what arrived whole from the bad node was kept"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"path": "../../../.bashrc"},
+        {"path": "/etc/passwd"},
+        {"path": "transformer/../../refs/main"},
+        {"path": "transformer/old.bin"},
+        {"path": "tokenizer/other.json"},
+        {"blob": "../../refs/main"},
+        {"sha256": "0"},
+        {"bytes": -1},
+    ],
+)
+def test_names_that_are_no_files_of_the_model_are_refused(
+    there: Path, here: Path, change: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lying(Near):
+        def offer(self, wanted: WantedModel) -> SnapshotManifest | None:
+            offer = super().offer(wanted)
+            assert offer is not None
+            first, *others = offer.files
+            return replace(offer, files=(*others, replace(first, **change)))  # type: ignore[arg-type]
+
+    lying = Lying(there)
+    assert fetch_snapshot(WANTED, [lying], model_directory(here, HUB_ID), CHUNK) is None
+    assert lying.sent == 0
+    assert "no file of the model" in caplog.text
+    assert not [path for path in here.rglob("*") if path.is_file()]
+    assert fetch_snapshot(WANTED, [lying, Near(there)], model_directory(here, HUB_ID), CHUNK) == COMMIT
+
+
 def test_damage_left_by_one_source_is_not_blamed_on_the_next(there: Path, here: Path) -> None:
     def spoil(path: str, start: int, data: bytes) -> bytes:
         if start:

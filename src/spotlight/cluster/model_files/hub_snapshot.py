@@ -25,6 +25,8 @@ from spotlight.models.pipeline_files import (
 )
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,17 @@ class SourceLostError(RuntimeError):
     """A source died, is silent, or sent something else than it offered."""
 
 
+def require_fit(offer: SnapshotManifest, wanted: WantedModel) -> None:
+    """Check names that another node gave before any becomes a path here. Raises SourceLostError."""
+    for file in offer.files:
+        inside = not (file.path.startswith("/") or ".." in file.path.split("/"))
+        known = _BLOB.fullmatch(file.blob) and _SHA256.fullmatch(file.sha256) and file.bytes >= 0
+        if not (inside and known and _is_wanted(file.path, wanted.patterns)):
+            raise SourceLostError(f"it offers {file.path!r} as {file.blob!r}, which is no file of the model")
+    if not _COMMIT.fullmatch(offer.commit):
+        raise SourceLostError(f"it offers the commit {offer.commit!r}; expected 40 hexadecimal digits")
+
+
 class FileSource(Protocol):
     """Another node's :class:`ModelFileServer`; methods raise SourceLostError."""
 
@@ -167,12 +180,13 @@ class PendingBytes(Protocol):
 def _matching(root: Path, patterns: Sequence[str]) -> list[str]:
     """As the hub's own code matches them."""
     names = (path.relative_to(root).as_posix() for path in sorted(root.rglob("*")) if path.is_file())
-    return [
-        name
-        for name in names
-        if any(fnmatch(name, pattern) for pattern in patterns)
-        and not any(fnmatch(name, pattern) for pattern in PICKLED)
-    ]
+    return [name for name in names if _is_wanted(name, patterns)]
+
+
+def _is_wanted(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns) and not any(
+        fnmatch(name, pattern) for pattern in PICKLED
+    )
 
 
 def _file(root: Path, name: str) -> SnapshotFile:

@@ -26,6 +26,7 @@ from spotlight.cluster.model_files.hub_snapshot import (
     SnapshotManifest,
     SourceLostError,
     WantedModel,
+    require_fit,
 )
 
 log = logging.getLogger("spotlight.cluster.model_files")
@@ -58,6 +59,7 @@ def fetch_snapshot(
         try:
             offer = source.offer(wanted)
             if offer is not None:
+                require_fit(offer, wanted)
                 copied = copy_files(offer, source, directory / "blobs", chunk_bytes)
                 _publish(offer, wanted.revision, directory)
                 seconds = time.monotonic() - began_s
