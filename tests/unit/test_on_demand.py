@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -141,11 +142,13 @@ def test_commands_are_told_the_node_and_their_failure_is_told(tmp_path: Path) ->
     machines.start("on-demand-1", 4)
     machines.stop("on-demand-1")
     assert (tmp_path / "log").read_text().split() == ["4", "on-demand-1", "on-demand-1"]
-    failing = CommandMachines("echo no quota; exit 3", "sleep 30", timeout_s=0.2)
-    with pytest.raises(OnDemandError, match=r"fleet\.on_demand\.start ended with status 3: no quota"):
+    failing = CommandMachines("echo no quota; exit 3", "sleep 30; true", timeout_s=0.2)
+    with pytest.raises(OnDemandError, match=r"start ended with status 3; expected 0.*-2. It said: no quota"):
         failing.start("on-demand-2", 1)
-    with pytest.raises(OnDemandError, match=r"fleet\.on_demand\.stop.*timed out"):
+    began_s = time.monotonic()
+    with pytest.raises(OnDemandError, match=r"fleet\.on_demand\.stop was ended after 0.2 s; expected"):
         failing.stop("on-demand-2")
+    assert time.monotonic() - began_s < 10, "what the shell had started was ended, too"
 
 
 @dataclass
@@ -227,6 +230,99 @@ def test_a_node_is_stopped_once_empty_and_again_if_that_fails(
     assert told[0] == "empty: the learner is on spot nodes; $8/h"
     assert "fleet.on_demand.stop ended with status 1" in told[1]
     assert len(told) == 2
+
+
+async def looked_after(nodes: OnDemandNodes, steps: AsyncIterator[None]) -> None:
+    """Run ``steps`` beside the nodes' own loop, then end the run."""
+    task = asyncio.create_task(nodes.run())
+    async for _ in steps:
+        await asyncio.sleep(0.05)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_demand_nodes, "LOOK_S", 0.01)
+    monkeypatch.setattr(on_demand_nodes, "RETRY_S", 0.05)
+
+
+def test_a_node_of_an_attempt_before_is_used_and_the_one_being_started_is_stopped(
+    quick: None, tmp_path: Path
+) -> None:
+    log, owner = tmp_path / "log", Waiting()
+    machines = CommandMachines(
+        f"sleep .3; echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}", 30
+    )
+    nodes, _ = looking_after(owner, machines)
+
+    async def steps() -> AsyncIterator[None]:
+        yield
+        nodes.joined(a_node("older"))
+        owner.learner_waits = False
+        yield
+        nodes.joined(a_node("later"))
+        yield
+        assert "later" in owner.ends
+        assert "older" not in owner.ends[: owner.ends.index("later")]
+
+    asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
+    words = [line.split() for line in log.read_text().splitlines()]
+    started = [name for what, name in words if what == "start"]
+    stopped = [name for what, name in words if what == "stop"]
+    assert len(started) == 1
+    assert sorted(stopped) == sorted(["older", "later", *started])
+    assert words.index(["start", started[0]]) < words.index(["stop", started[0]])
+
+
+def test_a_start_that_fails_is_told_once_and_not_tried_again_at_once(quick: None, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    machines = CommandMachines(f"echo start >> {log}; exit 3", f"echo stop >> {log}; exit 1", 30)
+    nodes, told = looking_after(Waiting(), machines)
+
+    async def steps() -> AsyncIterator[None]:
+        for _ in range(10):
+            yield
+
+    asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
+    assert log.read_text().split() == ["start", "stop"]
+    assert [each.partition(":")[0] for each in told] == ["take", "None", "cancel"]
+    assert "ended with status 3" in told[1]
+
+
+def test_a_node_that_comes_too_late_or_too_small_is_not_used(quick: None, tmp_path: Path) -> None:
+    log, owner = tmp_path / "log", Waiting()
+    machines = CommandMachines(f"echo $SPOTLIGHT_NODE >> {log}", f"test -e {tmp_path}/works", 30)
+    nodes, told = looking_after(owner, machines)
+    nodes.policy.start_s = 0.1
+
+    async def steps() -> AsyncIterator[None]:
+        while "cancel" not in "".join(told):
+            yield
+        (late,) = log.read_text().split()
+        nodes.joined(a_node(late))  # its stop failed
+        assert owner.ends == [late]
+        nodes.joined(replace(a_node("small"), slots=1))
+        assert owner.ends == [late, "small"]
+        yield
+        (tmp_path / "works").touch()
+
+    asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
+    assert "None: it brings 1 slots; expected 2 (fleet.learner_ranks): change fleet.on_demand.start" in told
+    assert not [each for each in told if "by hand (fleet" in each], "the stops worked in the end"
+
+
+def test_what_cannot_be_stopped_is_told_at_the_end(quick: None) -> None:
+    nodes, told = looking_after(Waiting(), CommandMachines("true", "exit 1", 30))
+
+    async def steps() -> AsyncIterator[None]:
+        yield
+        yield
+
+    asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
+    assert told[-1] == "None: it may still cost money: stop it by hand (fleet.on_demand.stop)"
+    assert len([each for each in told if "ended with status 1" in each]) == 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from spotlight.scheduler.types import NodeKind
 
 LOOK_S = 1.0
 RETRY_S = 60.0
+STOPS_AT_END = 3
 _OUTPUT = 500
 """Characters of a failed command that are shown."""
 
@@ -82,16 +84,23 @@ class CommandMachines:
 
     def _call(self, key: str, command: str, name: str, slots: int | None) -> None:
         told = {"SPOTLIGHT_NODE": name} | ({} if slots is None else {"SPOTLIGHT_SLOTS": str(slots)})
+        process = subprocess.Popen(
+            command, shell=True, env=os.environ | told, stdin=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
         try:
-            done = subprocess.run(
-                command, shell=True, env=os.environ | told, stdin=subprocess.DEVNULL, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=self.timeout_s, check=False,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise OnDemandError(f"fleet.on_demand.{key}: {error}") from error
-        if done.returncode:
+            output, _ = process.communicate(timeout=self.timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what the shell has started, too
+            process.wait()
             raise OnDemandError(
-                f"fleet.on_demand.{key} ended with status {done.returncode}: {done.stdout[-_OUTPUT:].strip()}"
+                f"fleet.on_demand.{key} was ended after {self.timeout_s:g} s; expected an end within "
+                "fleet.start_s: let it return sooner, or raise that"
+            ) from None
+        if process.returncode:
+            raise OnDemandError(
+                f"fleet.on_demand.{key} ended with status {process.returncode}; expected 0. Try it by hand "
+                f"with SPOTLIGHT_NODE={name}. It said: {output[-_OUTPUT:].strip()}"
             )
 
 
@@ -121,14 +130,15 @@ class Owner(Protocol):
 class OnDemandNodes:
     """Looks after them. Head's event loop only.
 
-    A node whose stop fails is stopped again every ``RETRY_S``; a node that is lost is stopped, too, since its
-    machine may live and cost.
+    One is in use. Others that join (of an attempt that was killed, or too late) are stopped, and the learner
+    does not start there. So is a node that is lost, since its machine may live and cost. Stops that fail are
+    repeated.
 
     Attributes:
         slots: of each: all learner ranks.
         price_usd_h: of these.
         move_s: time that the learner has to move away from one.
-        record: told every decision, its node, and why; or that a command failed (None).
+        record: told every decision, its node, and why; or that something failed (None).
     """
 
     policy: OnDemandPolicy
@@ -141,10 +151,14 @@ class OnDemandNodes:
     record: Callable[[OnDemandStep | None, str, str], None]
     _coming: str | None = None
     _there: RayNode | None = None
-    _ending: dict[str, float] = field(default_factory=dict)
-    """Nodes to stop, and when."""
-    _ended: set[str] = field(default_factory=set)
-    _starting: asyncio.Task[bool] | None = None
+    _failed: bool = False
+    _starts: dict[str, asyncio.Task[bool]] = field(default_factory=dict)
+    _to_stop: dict[str, float] = field(default_factory=dict)
+    """Nodes, and when to stop them."""
+    _stopped: set[str] = field(default_factory=set)
+    _failures: set[tuple[str, str]] = field(default_factory=set)
+    """Told already."""
+    _stopping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def run(self) -> None:
         """Look after them until cancelled; then those that are there, or coming, are stopped."""
@@ -153,47 +167,58 @@ class OnDemandNodes:
                 await self._look()
                 await asyncio.sleep(LOOK_S)
         finally:
-            await asyncio.shield(self._end_all())
+            await asyncio.shield(self._stop_all())
 
     def joined(self, node: RayNode) -> None:
-        """A node on demand is there; perhaps one that an earlier attempt took."""
-        if self._there is None:
-            self._coming, self._there = None, node
-        else:
-            self._ending[node.name] = self.clock()
+        """A node on demand is there: the one that is coming, or one of another attempt."""
+        few = node.slots < self.slots
+        if few:
+            found = f"it brings {node.slots} slots; expected {self.slots} (fleet.learner_ranks)"
+            self.record(None, node.name, f"{found}: change fleet.on_demand.start")
+        self._failed |= few and node.name == self._coming
+        if few or self._there is not None or node.name in self._to_stop:
+            self._stop_later(node.name)
+            self.owner.announce_end(node, 0.0)
+            return
+        if self._coming not in (None, node.name):
+            self._stop_later(self._coming)
+        self._coming, self._there = None, node
 
     def lost(self, node: RayNode) -> None:
         """A node is gone, of any kind."""
         if self._there is not None and self._there.ray_id == node.ray_id:
             self._there = None
-            if node.name not in self._ended:
-                self._ending[node.name] = self.clock()
+            if node.name not in self._stopped:
+                self._stop_later(node.name)
 
     def emptied(self, node: RayNode) -> None:
         """Nothing works any more on a node whose end was announced."""
         if self._there is not None and self._there.ray_id == node.ray_id:
-            self._ending[node.name] = self.clock()
+            self._stop_later(node.name)
 
     async def _look(self) -> None:
-        there, places = self._there, self.owner.places
-        for name, at_s in list(self._ending.items()):
+        for name, at_s in list(self._to_stop.items()):
             if at_s <= self.clock():
-                await self._stop(name)
+                await asyncio.shield(self._stop(name))  # to its end, also when the run ends meanwhile
+        there, places, start = self._there, self.owner.places, self._starts.get(self._coming or "")
         decision = self.policy.decide(
             self.clock(),
             waits=self.owner.learner_waits,
             spot_room=places.spot_room,
             is_there=there is not None,
             holds=there is not None and places.held(there.ray_id) > 0,
+            failed=self._failed or (start is not None and start.done() and not start.result()),
         )
         match decision:
             case OnDemandStep.TAKE:
-                self._coming = name = f"on-demand-{secrets.token_hex(3)}"
-                self._tell(decision, name, "no spot node has room for the learner")
-                self._starting = asyncio.create_task(self._attempt(self.machines.start, name, self.slots))
+                self._coming, self._failed = f"on-demand-{secrets.token_hex(3)}", False
+                self._tell(decision, self._coming, "no spot node has room for the learner")
+                self._starts[self._coming] = asyncio.create_task(
+                    self._attempt(self.machines.start, self._coming, self.slots)
+                )
             case OnDemandStep.CANCEL if self._coming is not None:
-                self._tell(decision, self._coming, "it has not joined in time")
-                self._ending[self._coming] = self.clock()
+                self._tell(decision, self._coming, "it does not join")
+                self._stop_later(self._coming)
                 self._coming = None
             case OnDemandStep.LEAVE if there is not None:
                 self._tell(decision, there.name, "spot nodes have room for the learner")
@@ -208,25 +233,40 @@ class OnDemandNodes:
     def _tell(self, decision: OnDemandStep, name: str, why: str) -> None:
         self.record(decision, name, f"{why}; ${self.price_usd_h:g}/h")
 
-    async def _end_all(self) -> None:
-        if self._starting is not None:
-            await self._starting  # stopped before it is there, it would come afterwards
-        there = None if self._there is None else self._there.name
-        up = [self._coming, there, *self._ending]
-        for name in dict.fromkeys(name for name in up if name is not None and name not in self._ended):
-            await self._stop(name)
+    def _stop_later(self, name: str | None) -> None:
+        if name is not None and name not in self._stopped:
+            self._to_stop.setdefault(name, self.clock())
+
+    async def _stop_all(self) -> None:
+        self._stop_later(self._coming)
+        self._stop_later(None if self._there is None else self._there.name)
+        for turn in range(STOPS_AT_END):
+            if turn and self._to_stop:
+                await asyncio.sleep(RETRY_S / 10)
+            for name in list(self._to_stop):
+                await self._stop(name)
+        for name in self._to_stop:
+            self.record(None, name, "it may still cost money: stop it by hand (fleet.on_demand.stop)")
 
     async def _stop(self, name: str) -> None:
-        if await self._attempt(self.machines.stop, name):
-            self._ending.pop(name, None)
-            self._ended.add(name)
-        else:
-            self._ending[name] = self.clock() + RETRY_S
+        async with self._stopping:
+            if name in self._stopped:
+                return  # meanwhile
+            start = self._starts.get(name)
+            came = start is None or await start  # stopped before it is there, it would come afterwards
+            done = await self._attempt(self.machines.stop, name, told=came)
+            if done or not came:  # of what was not started a part may be there: it is stopped once
+                self._to_stop.pop(name, None)
+                self._stopped.add(name)
+            else:
+                self._to_stop[name] = self.clock() + RETRY_S
 
-    async def _attempt(self, call: Callable[..., None], *args: object) -> bool:
+    async def _attempt(self, call: Callable[..., None], name: str, *args: object, told: bool = True) -> bool:
         try:
-            await asyncio.to_thread(call, *args)
+            await asyncio.to_thread(call, name, *args)
         except OnDemandError as error:
-            self.record(None, str(args[0]), str(error))
+            if told and (name, str(error)) not in self._failures:
+                self._failures.add((name, str(error)))
+                self.record(None, name, str(error))
             return False
         return True
