@@ -35,14 +35,14 @@ CAPTURABLE = [
 ]
 
 
-def tiny(name: str, directory: Path) -> ModelFamily:
+def tiny(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> ModelFamily:
     case, kind = CASES[name], FAMILIES.load(name)
     variant = case.first[0]
     kind.tiny(directory / "pipeline", seed=variant, variant=variant)
     return kind.load(
         directory / "pipeline",
         device="cpu",
-        dtype=torch.float32,
+        dtype=dtype,
         embeddings_cache=directory,
         max_text_tokens=case.max_text_tokens,
     )
@@ -74,7 +74,17 @@ def velocity(family: ModelFamily, model: nn.Module, seed: int, sigma: float, giv
 @torch.no_grad()
 def test_replays_equal_eager_forwards(name: str, tmp_path: Path) -> None:
     family = tiny(name, tmp_path)
-    slots = LoraSlots(family.transformer, LoraSpec(2, 4.0, family.lora_targets, seed=3), ["old"])
+    require_replays(family, LoraSlots(family.transformer, LoraSpec(2, 4.0, family.lora_targets), ["old"]))
+
+
+@torch.no_grad()
+def test_replays_read_the_copies_of_adapters_that_bfloat16_models_apply(tmp_path: Path) -> None:
+    family = tiny("qwen-image", tmp_path, torch.bfloat16)
+    spec = LoraSpec(2, 4.0, family.lora_targets)
+    require_replays(family, LoraSlots(family.transformer, spec, ["old"], compute=torch.bfloat16))
+
+
+def require_replays(family: ModelFamily, slots: LoraSlots) -> None:
     given, other = conditions(family), changed(conditions(family))
     generator = torch.Generator().manual_seed(5)
     versions = [

@@ -18,7 +18,13 @@ from spotlight.cluster.model_files.hub_snapshot import (
     WantedModel,
     model_directory,
 )
-from spotlight.cluster.model_files.model_fetch import NodeSource, node_sources, wanted_model, with_model_files
+from spotlight.cluster.model_files.model_fetch import (
+    NodeSource,
+    node_sources,
+    pinned,
+    wanted_model,
+    with_model_files,
+)
 from spotlight.cluster.model_files.snapshot_copy import fetch_snapshot
 from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import read_view
@@ -31,8 +37,9 @@ ANSWER_S = 120.0
 """Generous: on a busy machine a process takes long to start."""
 
 
-def config(path: str = HUB_ID) -> RunConfig:
-    return build_config({"model": {"path": path}, "fleet": {"answer_s": ANSWER_S}}, "the test")
+def config(path: str = HUB_ID, revision: str | None = COMMIT) -> RunConfig:
+    model = {"path": path, "revision": revision}
+    return build_config({"model": model, "fleet": {"answer_s": ANSWER_S}}, "the test")
 
 
 def fill_cache(cache: Path, pipeline: Path) -> None:
@@ -149,8 +156,18 @@ def test_a_model_that_no_node_has_comes_from_the_hub_and_the_log_says_so(
     assert "somebody/else comes from the model hub: no other node of the cluster gave it" in caplog.text
     caplog.clear()
     for path in ("testbed", str(Path(__file__).parent)):
-        assert with_model_files(config(path)) == config(path)
+        assert with_model_files(config(path, None)) == config(path, None)
     assert caplog.text == ""
+    assert with_model_files(config("somebody/else", "main")) == config("somebody/else", "main")
+    assert "model.revision names no commit" in caplog.text
+
+
+def test_the_head_names_the_commit_that_is_here(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pinned(config(HUB_ID, None)) == config(HUB_ID, None)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(caches / "alpha"))
+    assert pinned(config(HUB_ID, None)) == config(HUB_ID, COMMIT)
+    for other in (config("somebody/else", None), config("testbed", None)):
+        assert pinned(other) == other
 
 
 def test_when_a_source_is_killed_another_goes_on_where_it_stopped(

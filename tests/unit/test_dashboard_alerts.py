@@ -55,6 +55,7 @@ NO_HISTORY = History(
         optimizer_steps=0,
         versions=0,
         rejected=0,
+        kept=0,
     ),
     cost_usd=0.0,
     preemptions=0,

@@ -21,6 +21,7 @@ from spotlight.cluster.learner.learner_actor import RayLauncher
 from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
 from spotlight.cluster.learner.learner_rank import write_token
 from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
+from spotlight.cluster.model_files.model_fetch import pinned
 from spotlight.cluster.nodes.on_demand_nodes import (
     CommandMachines,
     EmulatedMachines,
@@ -156,7 +157,7 @@ def _workers(
     config, note = materials.config, materials.observer.note
     shared = f"{config.name[:_NAME_MAX]}-{secrets.token_hex(4)}"
     starter = ActorStarter(
-        dump_config(config),
+        dump_config(pinned(config)),
         room.store,
         room.meeting,
         shared,
@@ -192,7 +193,7 @@ async def _learner(
         await nodes.learner_room()
 
     launcher = RayLauncher(
-        dump_config(config),
+        dump_config(pinned(config)),
         fleet.learner_ranks,
         nodes.learner_placements,
         room.store,

@@ -34,7 +34,7 @@ class WantedModel:
     """What a run needs of a hub model.
 
     Attributes:
-        revision: branch, tag or commit; None: the main branch.
+        revision: branch, tag or commit; None: the main branch. Only a commit is asked of other nodes.
         patterns: of the files.
         weights: components with weights, of those that ``model_index.json`` names.
     """
@@ -73,6 +73,11 @@ def wanted_of(hub_id: str, revision: str | None, components: Mapping[str, Pipeli
     """What :func:`spotlight.models.pipeline_files.locate` would download."""
     weights = tuple(name for name, part in components.items() if part.weights and not part.lazy)
     return WantedModel(hub_id, revision, tuple(hub_patterns(components)), weights)
+
+
+def is_commit(revision: str | None) -> bool:
+    """Whether a revision names the same files for ever."""
+    return revision is not None and _COMMIT.fullmatch(revision) is not None
 
 
 def cache_directory() -> Path:
@@ -149,10 +154,11 @@ def require_fit(offer: SnapshotManifest, wanted: WantedModel) -> None:
     for file in offer.files:
         inside = not (file.path.startswith("/") or ".." in file.path.split("/"))
         known = _BLOB.fullmatch(file.blob) and _SHA256.fullmatch(file.sha256) and file.bytes >= 0
+        known = known and (len(file.blob) < len(file.sha256) or file.blob == file.sha256)
         if not (inside and known and _is_wanted(file.path, wanted.patterns)):
             raise SourceLostError(f"it offers {file.path!r} as {file.blob!r}, which is no file of the model")
-    if not _COMMIT.fullmatch(offer.commit):
-        raise SourceLostError(f"it offers the commit {offer.commit!r}; expected 40 hexadecimal digits")
+    if offer.commit != wanted.revision:
+        raise SourceLostError(f"it offers the commit {offer.commit!r}; expected {wanted.revision}")
 
 
 class FileSource(Protocol):

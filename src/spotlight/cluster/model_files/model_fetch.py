@@ -24,6 +24,7 @@ from spotlight.cluster.model_files.hub_snapshot import (
     SourceLostError,
     WantedModel,
     cache_directory,
+    is_commit,
     model_directory,
     on_disk,
     wanted_of,
@@ -34,7 +35,8 @@ from spotlight.cluster.nodes.listing import RayNode, read_view
 from spotlight.cluster.nodes.node_membership import NodeList
 from spotlight.cluster.remote_calls import cause_of
 from spotlight.config.schema import RunConfig
-from spotlight.models.pipeline_files import is_hub_id, without_transformer_weights
+from spotlight.dry_run.model_plan import planned_files
+from spotlight.models.pipeline_files import PipelineFiles, is_hub_id, without_transformer_weights
 from spotlight.registry import FAMILIES
 from spotlight.scheduler.types import NodeKind
 from spotlight.testbed import pipeline_directory
@@ -52,12 +54,15 @@ def with_model_files(config: RunConfig) -> RunConfig:
     Of a node's processes one fetches, and the others wait for it, ``fleet.start_s`` at most.
 
     Returns:
-        The configuration, with the commit that was fetched as ``model.revision``; unchanged if the files were
-        here already, ``model.path`` is no hub id, or no node had them: loading then downloads them.
+        The configuration; where the files are not here now, loading downloads them.
     """
     wanted = wanted_model(config)
     cache = cache_directory()
     if wanted is None or on_disk(wanted, cache) is not None:
+        return config
+    if not is_commit(wanted.revision):
+        # Another node's branch may be older than the learner's.
+        log.warning("%s comes from the model hub: model.revision names no commit", wanted.hub_id)
         return config
     try:
         commit = _fetch(wanted, cache, config)
@@ -66,8 +71,15 @@ def with_model_files(config: RunConfig) -> RunConfig:
         commit = None
     if commit is None:
         log.warning("%s comes from the model hub: no other node of the cluster gave it", wanted.hub_id)
+    return config
+
+
+def pinned(config: RunConfig) -> RunConfig:
+    """With the commit of a hub model that is on this node, so that all processes of a run load the same."""
+    files = None if wanted_model(config) is None else planned_files(config)
+    if not isinstance(files, PipelineFiles) or not is_commit(files.root.name):
         return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"revision": commit})})
+    return config.model_copy(update={"model": config.model.model_copy(update={"revision": files.root.name})})
 
 
 def wanted_model(config: RunConfig) -> WantedModel | None:
@@ -91,7 +103,7 @@ def _fetch(wanted: WantedModel, cache: Path, config: RunConfig) -> str | None:
         if root is not None:  # by another process, while this one waited
             return root.name
         with closing(node_sources(config.fleet.answer_s)) as sources:
-            return fetch_snapshot(wanted, sources, directory)
+            return fetch_snapshot(wanted, sources, directory, limit_s=config.fleet.start_s / 2)
 
 
 class NodeSource:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import shutil
 import time
@@ -34,18 +35,23 @@ log = logging.getLogger("spotlight.cluster.model_files")
 CHUNK_BYTES = 16 * 2**20
 _AHEAD = 3
 """Chunks asked for before the first has arrived: the source reads while others travel and are hashed."""
-_MISSES_MAX = 8
-"""Nodes without the files that are asked before the hub is."""
+_ASKED_MAX = 8
+"""Nodes that have not given the files before the hub is asked."""
 _PART = ".from-a-node"
 
 
 def fetch_snapshot(
-    wanted: WantedModel, sources: Iterable[FileSource], directory: Path, chunk_bytes: int = CHUNK_BYTES
+    wanted: WantedModel,
+    sources: Iterable[FileSource],
+    directory: Path,
+    chunk_bytes: int = CHUNK_BYTES,
+    limit_s: float = math.inf,
 ) -> str | None:
     """Copy the files from the first source that has them, and from others in turn if it is lost.
 
     Args:
         directory: of the model in the hub's cache.
+        limit_s: after this long no further source is asked.
 
     Returns:
         The commit; None if no source had the files, or none was left; the log says which.
@@ -53,15 +59,15 @@ def fetch_snapshot(
     Raises:
         OSError: this node's disk is full or broken.
     """
-    misses = 0
-    for source in sources:
+    ends_s = time.monotonic() + limit_s
+    for asked, source in enumerate(sources, start=1):
         began_s = time.monotonic()
         try:
             offer = source.offer(wanted)
             if offer is not None:
                 require_fit(offer, wanted)
                 copied = copy_files(offer, source, directory / "blobs", chunk_bytes)
-                _publish(offer, wanted.revision, directory)
+                _publish(offer, directory)
                 seconds = time.monotonic() - began_s
                 log.info(
                     "%s: %d MB were fetched from node %s in %.1f s",
@@ -70,9 +76,7 @@ def fetch_snapshot(
                 return offer.commit
         except SourceLostError as error:
             log.warning("%s: not from node %s: %s", wanted.hub_id, source.name, error)
-            continue
-        misses += 1
-        if misses >= _MISSES_MAX:
+        if asked >= _ASKED_MAX or time.monotonic() > ends_s:
             break
     return None
 
@@ -135,8 +139,8 @@ def _stream(file: SnapshotFile, source: FileSource, start: int, chunk_bytes: int
         yield data
 
 
-def _publish(offer: SnapshotManifest, revision: str | None, directory: Path) -> None:
-    """Link the snapshot, and name it; the name comes last."""
+def _publish(offer: SnapshotManifest, directory: Path) -> None:
+    """Link the snapshot."""
     root = directory / "snapshots" / offer.commit
     for file in offer.files:
         link = root / file.path
@@ -147,8 +151,6 @@ def _publish(offer: SnapshotManifest, revision: str | None, directory: Path) -> 
         draft.replace(link)
     if offer.tree is not None:
         _write(directory / "trees" / f"{offer.commit}.json", offer.tree)
-    if revision != offer.commit:
-        _write(directory / "refs" / (revision or "main"), offer.commit)
 
 
 def _write(path: Path, text: str) -> None:

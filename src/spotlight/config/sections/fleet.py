@@ -250,11 +250,14 @@ class FleetConfig(Section):
                 "fleet.sequence_parallel.degrees", str(degrees), f"[1] with model.family={run.model.family}",
                 "Forwards of this family cannot be split over several GPUs: leave it out.",
             )  # fmt: skip
-        forming_s = self.answer_s / 2 + 2 * self.collective_s
+        # Guidance in parallel opens a group of each half, too, for half as long.
+        openings = 2.5 if self.sequence_parallel.guidance else 2.0
+        forming_s = self.answer_s / 2 + openings * self.collective_s
         if degrees[-1] > 1 and _TIMES_ASKED * self.answer_s < forming_s:
             yield Problem(
                 "fleet.answer_s", f"{self.answer_s:g}",
-                f"at least {0.8 * self.collective_s:g} with fleet.collective_s = {self.collective_s:g}",
+                f"at least {openings / (_TIMES_ASKED - 0.5) * self.collective_s:g} with fleet.collective_s = "
+                f"{self.collective_s:g}",
                 "Raise it, or lower fleet.collective_s: who waits for a dead member would be given up too.",
             )  # fmt: skip
         if self.lease_s < _BEATS_MIN * self.heartbeat_s:

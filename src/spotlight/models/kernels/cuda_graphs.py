@@ -80,7 +80,8 @@ class CapturedForward:
             return self._forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        kind = (self._slot(), _precision(tensors), repr(structure), *map(_told, leaves))
+        around = self._slot(), self._module.training, _precision(tensors), repr(structure)
+        kind = (*around, *map(_told, leaves))
         if kind not in self._seen:
             self._seen[kind] = None
             while len(self._seen) > self._kinds_max:
@@ -126,7 +127,9 @@ class _Captured:
 
 
 def _told(leaf: Any) -> Hashable:
-    return (leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+    return type(leaf), leaf  # 1, 1.0 and True are equal, and give other types
 
 
 def _precision(tensors: list[Tensor]) -> torch.dtype | None:
@@ -139,10 +142,15 @@ def _cuda_graphs() -> Capture:
     pool = torch.cuda.graph_pool_handle()
 
     def capture(run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        nonlocal pool
         graph = torch.cuda.CUDAGraph()
-        # Other threads of the process, such as scorers, use the device meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-            output = run()
+        try:
+            # Other threads of the process, such as scorers, use the device meanwhile.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                output = run()
+        except torch.OutOfMemoryError:
+            pool = torch.cuda.graph_pool_handle()  # blocks of this one may live on, in the traceback
+            raise
         return output, graph.replay
 
     return capture

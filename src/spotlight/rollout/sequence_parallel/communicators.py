@@ -60,7 +60,8 @@ class Communicator(Protocol):
     def half(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """A group of this rank's half of the opened one: its lower ranks, or its upper ones.
 
-        All ranks must call it. It closes with the whole. Raises what :meth:`open` does.
+        All ranks must call it; it takes half of ``collective_s`` at most. It closes with the whole. Raises
+        what :meth:`open` does.
         """
 
     def close(self) -> None:
@@ -92,7 +93,7 @@ class Gloo:
     def half(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """See :meth:`Communicator.half`."""
         with self.bounded(), _on_loopback():
-            return _half(group, self.collective_s)
+            return _half(group, self.collective_s / 4)  # each of two; later limits are set by `bounded`
 
     def close(self) -> None:
         """See :meth:`Communicator.close`. Closes the sockets, so the others need not wait for a timeout."""
@@ -148,7 +149,7 @@ class Nccl:
             except dist.DistError as error:
                 raise SpPeerLostError(str(error).splitlines()[0]) from error
 
-        return _Opener(connect, self.collective_s).result()
+        return _Opener(connect, self.collective_s / 2).result()
 
     def close(self) -> None:
         """See :meth:`Communicator.close`. Aborts, because an orderly shutdown waits for dead peers."""
