@@ -138,7 +138,7 @@ def main(
     if rounds < 2:
         raise typer.BadParameter(f"{rounds} rounds: at least 2 are needed to speak of a spread")
     console = wide_console()
-    wanted = wanted_of(HUB_ID, None, QwenImage.components)
+    wanted = wanted_of(HUB_ID, COMMIT, QwenImage.components)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         files = fill_cache(Path(scratch) / "has it", megabytes)
         moved = [path for path in files if not path.match("text_encoder/*.safetensors")]
