@@ -142,7 +142,7 @@ class LearningSizes:
                 # By iterations as everywhere: who trains less in one learns as long.
                 f"learner.decay_iterations={self.iterations}",
                 f"learner.warmup_steps={min(5, self.iterations // 4)}",
-                f"learner.micro_batch_size={min(64, self.prompts * self.trained(case))}",
+                f"learner.micro_batch_size={_micro_batch(self.prompts * self.trained(case))}",
                 *(noisy if case.stochastic else []),
                 *case.overrides,
                 *chooses,
@@ -150,3 +150,8 @@ class LearningSizes:
                 *self.overrides,
             ],
         )
+
+
+def _micro_batch(samples: int) -> int:
+    """The largest share of an update's samples that is even and at most 64, the demo's."""
+    return max(size for size in range(1, min(64, samples) + 1) if samples % size == 0)

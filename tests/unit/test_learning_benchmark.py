@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import fields
+from inspect import signature
 from itertools import pairwise
 
 import pytest
@@ -88,3 +90,14 @@ def test_cases_are_simulated_with_the_work_that_they_do(name: str) -> None:
     assert all(before < after for before, after in pairwise(ends_s))
     assert found["usd_s"] > 0
     assert math.isfinite(found["usd_s"])
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("case", CASES)
+def test_every_case_can_be_measured_at_the_sizes_that_the_command_has(task: str, case: str) -> None:
+    options = signature(learning.main).parameters
+    numbers = [field.name for field in fields(LearningSizes) if field.name != "overrides"]
+    sizes = LearningSizes(**{name: options[name].default for name in numbers}, overrides=())
+    for rate in CASES[case].rates:
+        config = sizes.config(task, CASES[case], rate, 0)
+        assert sizes.prompts * sizes.trained(CASES[case]) % config.learner.micro_batch_size == 0
