@@ -63,6 +63,7 @@ CASES: Mapping[str, Case] = MappingProxyType(
         BASELINE: Case(),
         "subset": Case(trained=0.5),
         "wide-subset": Case(generated=2, trained=0.5),
+        "wide-quarter": Case(generated=2, trained=0.25),
         "random-half": Case(("algorithm.train_policy=random",), trained=0.5),
         "explored": Case(explores="critical_path"),
         "explored-idle": Case(explores="idle"),
