@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +13,19 @@ from tests.contract.family_cases import CASES
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from spotlight.models.condition import Condition, ConditionBatch, Guidance
+from spotlight.models.condition import GRIDS, REFERENCES, Condition, ConditionBatch, Guidance
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.peak_rates import bfloat16_flop_s
 from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.shared import flop_count
 from spotlight.models.shared.flop_count import ForwardLog, Work, forward_flops, rates
 from spotlight.models.slots import CopySlots, LoraSlots
 from spotlight.registry import FAMILIES
 
-UNCOUNTED = "qwen-image-2.1"
-"""Shapes in its forward depend on values."""
-TEXT = 11
-TEXTS = {"qwen-image": (TEXT, 130), "z-image": (45, 130)}
+TEXT, SEEN = 11, (3, 4)
+"""Tokens of a text; rows and columns of a reference picture, where the family takes any."""
+TEXTS = {"qwen-image": (TEXT, 130), "qwen-image-2.1": (TEXT, 130), "z-image": (45, 130)}
 """Beyond what is counted, too, and of a model that pads texts."""
 
 
@@ -40,7 +42,10 @@ def tiny(name: str, directory: Path, dtype: torch.dtype = torch.float32) -> Mode
 
 
 def a_condition(family: ModelFamily, tokens: int = TEXT) -> Condition:
-    return Condition({key: torch.zeros(shape) for key, shape in family.condition_shapes(tokens).items()})
+    tensors = {key: torch.zeros(shape) for key, shape in family.condition_shapes(tokens).items()}
+    if GRIDS in tensors:
+        tensors |= {GRIDS: torch.tensor([SEEN]), REFERENCES: tensors[REFERENCES][: math.prod(SEEN)]}
+    return Condition(tensors)
 
 
 def batch(family: ModelFamily, rows: int, tokens: int = TEXT) -> ConditionBatch:
@@ -49,11 +54,7 @@ def batch(family: ModelFamily, rows: int, tokens: int = TEXT) -> ConditionBatch:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in TEXTS else pytest.param(name, marks=pytest.mark.slow)
-        for name in FAMILIES
-        if name != UNCOUNTED
-    ],
+    [name if name in TEXTS else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES],
 )
 def test_a_count_without_memory_is_that_of_a_real_forward(name: str, tmp_path: Path) -> None:
     family = tiny(name, tmp_path, torch.bfloat16 if name == "qwen-image" else torch.float32)
@@ -64,8 +65,12 @@ def test_a_count_without_memory_is_that_of_a_real_forward(name: str, tmp_path: P
         given = batch(family, 1, text), family.embedded_guidance, size
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             family.predict(model, latents, torch.tensor([0.5]), *given)
-        found = forward_flops(family, size, a_condition(family, text).tokens)
-        assert found == pytest.approx(counter.get_total_flops(), rel=1e-6)
+        log = ForwardLog()
+        with torch.no_grad():
+            log.note(size, given[0], model)
+        found = log.take(family, operations=True)
+        assert found.flops == pytest.approx(counter.get_total_flops(), rel=1e-6)
+        assert found.tokens == family.dimensions.tokens(size) + a_condition(family, text).tokens
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])
@@ -92,9 +97,19 @@ def test_rows_guidance_and_backwards_are_counted(mode: str, tmp_path: Path) -> N
     assert log.take(family, operations=True) == Work(0, 0)
 
 
-def test_a_model_that_cannot_be_counted_has_tokens_only(tmp_path: Path) -> None:
-    family = tiny(UNCOUNTED, tmp_path)
-    assert forward_flops(family, CASES[UNCOUNTED].size, TEXT) is None
+def test_a_model_that_cannot_be_counted_has_tokens_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = tiny("qwen-image", tmp_path)
+    predict = type(family).predict
+
+    def reads_values(self: ModelFamily, *given: Any) -> torch.Tensor:
+        velocity = predict(self, *given)  # type: ignore[arg-type]
+        return velocity * float(velocity.mean())
+
+    monkeypatch.setattr(type(family), "predict", reads_values)
+    monkeypatch.setattr(flop_count, "_known", {})
+    assert forward_flops(family, CASES["qwen-image"].size, TEXT) is None
     assert rates("train", Work(60, None), 2.0, 1e12) == {"throughput/train_tokens_s": 30.0}
 
 

@@ -128,6 +128,15 @@ def test_it_finishes_and_nothing_is_left(survivor: Finished) -> None:
     assert survived in " ".join(survivor.told.split())
 
 
+def test_rollouts_and_training_have_speeds(survivor: Finished) -> None:
+    rows = [row.values for row in read_metrics(survivor.run) if "train/loss" in row.values]
+    assert len(rows) == 4
+    assert all(row["throughput/train_tokens_s"] > 0 for row in rows)
+    assert sum(row.get("throughput/rollout_tokens_s", 0) > 0 for row in rows) >= 3, "some may be made early"
+    assert "Rollouts: " in survivor.told
+    assert "tokens/s on each device" in survivor.told
+
+
 @pytest.mark.parametrize("kind", ["rollout", "training"])
 def test_a_worker_and_the_learner_wrote_traces(survivor: Finished, kind: str) -> None:
     path = RunPaths(survivor.run).profile / f"{kind}.json.gz"

@@ -26,7 +26,7 @@ from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Prompt, PromptId, Rollout, RolloutId, WorkerId
 from spotlight.worker.interfaces import Command, HeadLostError, Leave, Patience
 from spotlight.worker.loop import WorkerLoop
-from spotlight.worker.reports import Report
+from spotlight.worker.reports import Report, RolloutSpeed
 
 TRAIN = [
     Prompt(PromptId(f"train{n}"), text, {}) for n, text in enumerate(("one red circle", "two blue squares"))
@@ -57,7 +57,8 @@ class Line:
             raise HeadLostError("cut off")
         self.home.deliver(report)
         for event in report.events:
-            self.events.put(event)
+            if not isinstance(event, RolloutSpeed):
+                self.events.put(event)
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
         if self.cut:

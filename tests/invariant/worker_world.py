@@ -37,7 +37,7 @@ from spotlight.scheduler.types import (
 )
 from spotlight.worker.interfaces import HeadClient, HeadLostError, LoadError, Patience, WorkerDependencies
 from spotlight.worker.loop import WorkerLoop
-from spotlight.worker.reports import Report
+from spotlight.worker.reports import Report, RolloutSpeed
 
 SIZE = MediaSize(16, 16)
 PROMPTS = ("one red circle", "two blue squares", "two blue squares left of one yellow triangle, all on white")
@@ -65,6 +65,7 @@ class MemoryHome:
 
     values: dict[tuple[str, str, str], Kept] = field(default_factory=dict, repr=False)
     events: list[Event] = field(default_factory=list)
+    speeds: list[RolloutSpeed] = field(default_factory=list)
     reports: list[Report] = field(default_factory=list, repr=False)
     lost: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
@@ -78,7 +79,11 @@ class MemoryHome:
                 if key not in self.values or self.values[key].step < value.step:
                     self.values[key] = Kept(value.step, value.data)
             self.reports.append(report)
-            self.events += report.events
+            for told in report.events:
+                if isinstance(told, RolloutSpeed):
+                    self.speeds.append(told)
+                else:
+                    self.events.append(told)
             self._changed.notify_all()
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
@@ -103,6 +108,7 @@ class MemoryHome:
     def clear(self) -> None:
         with self._changed:
             self.events.clear()
+            self.speeds.clear()
             self.reports.clear()
 
     def sample(self, name: str, mark: str) -> dict[str, Tensor]:

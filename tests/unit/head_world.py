@@ -39,6 +39,7 @@ from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.training.sharding import Ranks
 from spotlight.weights.bundle import WeightsManifest
 from spotlight.worker.interfaces import Command
+from spotlight.worker.reports import RolloutSpeed
 
 SETTINGS = (
     "device=cpu",
@@ -103,7 +104,7 @@ class FakeBlobStore:
 
         return Method(call)
 
-    def deliver_now(self, event: ev.Event, mark: str = "") -> None:
+    def deliver_now(self, event: ev.Event | RolloutSpeed, mark: str = "") -> None:
         self.mailbox.append(Delivered(event, mark, SPOT.id))
         if self.asked is not None:
             asked, self.asked = self.asked, None
@@ -275,6 +276,7 @@ class FakeWorker:
                 names = tuple(rollout.id for rollout in rollouts)
                 done = ev.LeaseCompleted(order.worker, lease.id, lease.epoch, names, rollouts[0].version)
                 deliver(done, self.lies or self.mark)
+                deliver(RolloutSpeed(100.0 * len(names), 4e12 * len(names), 2.0 * len(names), 8e12))
                 deliver(ev.GroupPulled(order.worker, lease.epoch, 8, self._seen))
         return answered(None)
 

@@ -70,6 +70,13 @@ def test_a_run_goes_to_its_end(tmp_path: Path) -> None:
     assert it.notes.count(f"trace of rollout steps: {trace}") == 1
     assert it.learner.version == 3
     assert report.gpu_seconds_by_phase[Phase.LOST] < 1
+    rows = [row.values for row in read_metrics(tmp_path / "run")]
+    speeds = [row for row in rows if "throughput/rollout_mfu" in row]
+    assert len(speeds) == 3, rows
+    for row in speeds:
+        assert row["throughput/rollout_tokens_s"] == 50
+        assert row["throughput/rollout_tflop_s"] == pytest.approx(2)
+        assert row["throughput/rollout_mfu"] == pytest.approx(0.25)
 
 
 def test_samples_of_other_weights_are_refused_and_their_maker_ends(tmp_path: Path) -> None:

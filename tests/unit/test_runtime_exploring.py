@@ -195,6 +195,16 @@ def test_throughput_is_all_work_over_all_seconds() -> None:
     assert log.take() == {}
 
 
+def test_utilisation_is_of_what_all_devices_could_do() -> None:
+    log = IterationLog()
+    log.worked("rollout", Work(1, 6e12), 1.0, 8e12)
+    log.worked("rollout", Work(1, 1e12), 2.0, 1e12)
+    assert log.take()["throughput/rollout_mfu"] == pytest.approx(0.7)
+    log.worked("rollout", Work(1, 6e12), 1.0, 8e12)
+    log.worked("rollout", Work(1, 1e12), 2.0, None)
+    assert "throughput/rollout_mfu" not in log.take()
+
+
 @pytest.mark.parametrize("steps", [5, 10])
 def test_a_scored_previews_tensors_are_let_go_unless_it_may_be_kept(steps: int) -> None:
     overrides = ["rollout={prompts_per_iteration: 1, group_size: 2}", "learner.micro_batch_size=2"]

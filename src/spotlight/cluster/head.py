@@ -34,6 +34,7 @@ from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
+from spotlight.models.shared.flop_count import Work
 from spotlight.rollout.serialization import unpack_image
 from spotlight.runtime.build.preview_settings import report_note, report_row
 from spotlight.runtime.observer import Observer
@@ -46,6 +47,7 @@ from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, RolloutId, 
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.training.batching.feed import IterationLog
 from spotlight.worker.interfaces import FollowLease
+from spotlight.worker.reports import RolloutSpeed
 
 ACCOUNT_S = 5.0
 """Most time that a killed head leaves unaccounted."""
@@ -146,7 +148,11 @@ class Head:
     async def _receive_reports(self) -> None:
         while True:
             for report in await self.parts.samples.store.take():
-                self.parts.inbox.put(report.event, report.mark)
+                if isinstance(told := report.event, RolloutSpeed):
+                    work = Work(told.tokens, told.flops)
+                    self.log.worked("rollout", work, told.seconds, told.peak_flop_s)
+                else:
+                    self.parts.inbox.put(told, report.mark)
 
     def _handle(self, event: ev.Event, weights_digest: str) -> None:
         parts, controller, now = self.parts, self.parts.controller, self.parts.accounts.clock()

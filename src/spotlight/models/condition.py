@@ -16,6 +16,9 @@ from spotlight.models.model_errors import ModelError
 EMBEDS, NEGATIVE_EMBEDS = "embeds", "negative_embeds"
 """Text of a condition; of the negative prompt where that depends on the prompt (its reference pictures)."""
 
+REFERENCES, GRIDS = "references", "grids"
+"""Packed latents of a condition's reference pictures, one after another; rows and columns of each."""
+
 
 @dataclass(frozen=True, slots=True)
 class Instruction:

@@ -27,8 +27,9 @@ from spotlight.diffusion.brownian import Kick, coarse_kicks, coarse_window, kick
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.condition import Condition, Guidance, Passes, in_turn
 from spotlight.models.family import ModelFamily
+from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.media import MediaSize
-from spotlight.models.shared.flop_count import ForwardLog
+from spotlight.models.shared.flop_count import ForwardLog, Work
 from spotlight.rollout import step_cache
 from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import Added, FailedRollout, FinishedRollout, Recipe, RolloutState, SampleTensors
@@ -79,6 +80,15 @@ class Engine:
     def device(self) -> torch.device:
         """Device of the states."""
         return self._family.device
+
+    @property
+    def peak_flop_s(self) -> float | None:
+        """Most operations a second of this device in the dtype of its products; None: unknown."""
+        return peak_of(self.device, self.autocast or self._family.dtype)
+
+    def take_work(self) -> Work:
+        """What the forwards since the last call took; operations are not counted on CPUs."""
+        return self.forwards.take(self._family, operations=self.device.type != "cpu")
 
     def start(
         self, rollouts: Sequence[Rollout], conditions: Sequence[Condition], recipe: Recipe

@@ -25,7 +25,6 @@ from typing import assert_never
 
 import numpy as np
 
-from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.waiting import SampleGroup
@@ -303,14 +302,10 @@ class InlineDriver:
                 self._events.append(ev.RolloutFailed(*holder, rollout.id, failures[rollout.id]))
 
     def _measure(self, phase: Phase, seconds: float) -> None:
-        trainer, forwards = self.parts.trainer, self.parts.denoiser.engine.forwards
-        if phase is not Phase.ROLLOUT:
-            forwards.clear()
-            return
-        family = trainer.learner.family
-        work = forwards.take(family, operations=family.device.type != "cpu")
-        peak = peak_of(family.device, trainer.learner.autocast or family.dtype)
-        trainer.log.worked("rollout", work, seconds, peak)
+        engine = self.parts.denoiser.engine
+        if phase is Phase.ROLLOUT:
+            self.parts.trainer.log.worked("rollout", engine.take_work(), seconds, engine.peak_flop_s)
+        engine.forwards.clear()
 
     def _require_current(self, rollouts: Sequence[Rollout]) -> None:
         """Engine and learner share one module, so only its current version can generate samples."""

@@ -7,7 +7,7 @@ so work joins and leaves at step boundaries:
         commands  ─►  obey     weights, groups, leases
         step                   all held rollouts; same weight slot, size and guidance share a forward
         finish                 decode rollouts that are done, store samples, LeaseCompleted
-        commit                 leases that are due: store states, LeaseProgressed
+        commit                 leases that are due: store states, LeaseProgressed; tell of their speed
         pull                   request work when there is room
         deliver                send all of it at once
 
@@ -68,6 +68,7 @@ from spotlight.worker.interfaces import (
 from spotlight.worker.leases import safe_steps
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.resume import RolloutStarter
+from spotlight.worker.speed_meter import SpeedMeter
 
 log = logging.getLogger("spotlight.rollout")
 
@@ -108,6 +109,7 @@ class WorkerLoop:
         self._patience = patience or Patience()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox = ReportOutbox(worker, head)
+        self._meter = SpeedMeter(dependencies.engine, self._outbox.tell)
         self._starter = RolloutStarter(head, dependencies.engine, dependencies.recipes, conditions_kept)
         # Not under autocast: merged weights would be rounded to half precision, a separate adapter is not.
         self._merged = dependencies.engine.autocast is None
@@ -164,7 +166,8 @@ class WorkerLoop:
         elif role is not None and role.called > role.ended:
             self._follow(role)
         elif role is not None and len(role.leases):
-            self._step(role)
+            with self._meter.step(role, self._membership.ranks_per_forward if self._membership else 1):
+                self._step(role)
         self._pull_work()
         self._deliver()
         self._rest()

@@ -11,7 +11,7 @@ from spotlight.rollout.state import FinishedRollout, RolloutState
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
 from spotlight.worker.interfaces import HeadClient
-from spotlight.worker.reports import Report, ReportedValue
+from spotlight.worker.reports import Report, ReportedValue, RolloutSpeed
 
 REPORT_BYTES = 64 * 2**20
 """Most bytes of values in a report that has several: Ray's smallest object store holds 75 MiB, and a batch of
@@ -28,11 +28,11 @@ class ReportOutbox:
     def __init__(self, worker: WorkerId, head: HeadClient, report_bytes: int = REPORT_BYTES) -> None:
         self._worker, self._head, self._report_bytes = worker, head, report_bytes
         self._values: list[ReportedValue] = []
-        self._events: list[Event] = []
+        self._events: list[Event | RolloutSpeed] = []
         self._later: list[tuple[float, int, Event]] = []
         self._count = 0
 
-    def tell(self, event: Event) -> None:
+    def tell(self, event: Event | RolloutSpeed) -> None:
         """Send an event with the next delivery."""
         self._events.append(event)
 

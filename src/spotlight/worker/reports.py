@@ -39,6 +39,22 @@ def _value(kind: str, name: str, data: bytes | memoryview, step: int) -> Reporte
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutSpeed:
+    """What one device did for training rollouts since it last told.
+
+    Attributes:
+        tokens: of pictures and text, once per forward.
+        flops: None: not counted.
+        peak_flop_s: of the device; None: unknown.
+    """
+
+    tokens: float
+    flops: float | None
+    seconds: float
+    peak_flop_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Values, which the receiver makes durable before it handles the events.
 
@@ -49,4 +65,4 @@ class Report:
     worker: WorkerId
     mark: str
     values: tuple[ReportedValue, ...]
-    events: tuple[Event, ...]
+    events: tuple[Event | RolloutSpeed, ...]

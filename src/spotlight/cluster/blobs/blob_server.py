@@ -30,7 +30,7 @@ from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob, Usage
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.store_errors import StoreError
-from spotlight.worker.reports import Report, ReportedValue
+from spotlight.worker.reports import Report, ReportedValue, RolloutSpeed
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -55,7 +55,7 @@ class Delivered:
         sender: the worker that delivered it.
     """
 
-    event: Event
+    event: Event | RolloutSpeed
     mark: str
     sender: WorkerId
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models import tiny
-from spotlight.models.condition import EMBEDS, NEGATIVE_EMBEDS
+from spotlight.models.condition import EMBEDS, GRIDS, NEGATIVE_EMBEDS, REFERENCES
 from spotlight.models.families.qwen_image import TOKENIZER_MAX_TOKENS, QwenImage, tiny_modules
 from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError
 from spotlight.models.family_facts import ActivationCosts, PublishedModel
@@ -111,8 +111,8 @@ class QwenImageEdit(QwenImage):
         return {
             EMBEDS: (text_tokens, width),
             NEGATIVE_EMBEDS: (text_tokens, width),
-            "references": (self.reference_tokens, self.dimensions.channels),
-            "grids": (1, 2),
+            REFERENCES: (self.reference_tokens, self.dimensions.channels),
+            GRIDS: (1, 2),
         }
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
@@ -130,8 +130,8 @@ class QwenImageEdit(QwenImage):
         return {
             EMBEDS: embeds,
             NEGATIVE_EMBEDS: embeds.clone() if same else self._text(pipeline, instruction.negative, pictures),
-            "references": torch.cat([embeds.new_zeros(0, self.dimensions.channels), *tokens]),
-            "grids": torch.tensor(grids, dtype=torch.int64).reshape(-1, 2),
+            REFERENCES: torch.cat([embeds.new_zeros(0, self.dimensions.channels), *tokens]),
+            GRIDS: torch.tensor(grids, dtype=torch.int64).reshape(-1, 2),
         }
 
     def _text(self, pipeline: Any, text: str, pictures: list[Any]) -> Tensor:
@@ -176,10 +176,8 @@ class QwenImageEdit(QwenImage):
     ) -> Tensor:
         """Rows whose references have equal shapes share a forward; the picture is its output's head."""
         timestep, text, mask = self.rounded(sigma), condition[EMBEDS], condition.mask(EMBEDS)
-        references, tokens = condition["references"], latents.shape[1]
-        grids = [
-            tuple((rows, columns) for rows, columns in each.tolist()) for each in condition.rows("grids")
-        ]
+        references, tokens = condition[REFERENCES], latents.shape[1]
+        grids = [tuple((rows, columns) for rows, columns in each.tolist()) for each in condition.rows(GRIDS)]
 
         def run(shapes: tuple[tuple[int, int], ...], rows: list[int]) -> Tensor:
             shown = references[rows, : sum(math.prod(shape) for shape in shapes)]

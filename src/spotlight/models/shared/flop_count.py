@@ -2,8 +2,9 @@
 
 Counted are matrix products, convolutions and attention of a sample's forward, on tensors without memory, at
 three lengths of text for each size, with one block of each kind. All other lengths follow exactly: the count
-is a polynomial of degree two in the length, or where the model pads texts, in the padded length. A batch's
-padding, recomputed activations and adapters are left out.
+is a polynomial of degree two in the length, or where the model pads texts, in the padded length. Tokens of
+reference pictures are counted as they are. A batch's padding, recomputed activations and adapters are left
+out.
 
 FakeTensorMode is torch's private interface; ``tests/contract/test_flop_count.py`` holds it.
 """
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from spotlight.models.condition import ConditionBatch
+from spotlight.models.condition import GRIDS, NEGATIVE_EMBEDS, REFERENCES, ConditionBatch
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.transformer_files import component_type
 
@@ -34,6 +35,8 @@ Points = tuple[tuple[int, int], ...]
 log = logging.getLogger(__name__)
 _LONGEST = 64
 """Longest text that is counted of models that do not pad."""
+_NO_TEXT = (NEGATIVE_EMBEDS, REFERENCES, GRIDS)
+"""Sequences of a condition that are no text of its forward."""
 _known: dict[tuple[object, ...], Points | None] = {}
 
 
@@ -52,6 +55,9 @@ class Work:
     def __add__(self, other: Work) -> Work:
         known = self.flops is not None and other.flops is not None
         return Work(self.tokens + other.tokens, (self.flops or 0) + (other.flops or 0) if known else None)
+
+    def __mul__(self, share: float) -> Work:
+        return Work(share * self.tokens, None if self.flops is None else share * self.flops)
 
 
 def rates(what: str, work: Work, seconds: float, peak_flop_s: float | None) -> dict[str, float]:
@@ -73,8 +79,8 @@ class ForwardLog:
     """Forwards of one kind, of rollouts or of training, since the last :meth:`take`."""
 
     def __init__(self) -> None:
-        self._forwards: Counter[tuple[MediaSize, int]] = Counter()
-        self._work: Counter[tuple[MediaSize, int]] = Counter()
+        self._forwards: Counter[tuple[MediaSize, int, int]] = Counter()  # by tokens of text and references
+        self._work: Counter[tuple[MediaSize, int, int]] = Counter()
 
     def note(self, size: MediaSize, condition: ConditionBatch, model: nn.Module) -> None:
         """Note a forward of a batch, and the backward that will follow if there is a gradient.
@@ -84,10 +90,12 @@ class ForwardLog:
         cost = 1
         if torch.is_grad_enabled():
             cost += 2 if next(model.parameters()).requires_grad else 1
-        rows = list(zip(*condition.lengths.values(), strict=True)) or [()] * condition.size
-        for lengths in rows:
-            self._forwards[size, sum(lengths)] += 1
-            self._work[size, sum(lengths)] += cost
+        none = (0,) * condition.size
+        texts = [lengths for name, lengths in condition.lengths.items() if name not in _NO_TEXT]
+        references = condition.lengths.get(REFERENCES, none)
+        for seen, *text in zip(references, none, *texts, strict=True):
+            self._forwards[size, sum(text), seen] += 1
+            self._work[size, sum(text), seen] += cost
 
     def clear(self) -> None:
         """Forget what was noted."""
@@ -103,26 +111,34 @@ class ForwardLog:
         forwards, work = dict(self._forwards), dict(self._work)
         self.clear()
         tokens = sum(
-            count * (family.dimensions.tokens(size) + text) for (size, text), count in forwards.items()
+            count * (family.dimensions.tokens(size) + text + seen)
+            for (size, text, seen), count in forwards.items()
         )
         if not operations:
             return Work(tokens, None)
-        counted = [(times, forward_flops(family, size, text)) for (size, text), times in work.items()]
+        counted = [(times, forward_flops(family, *key)) for key, times in work.items()]
         flops = [times * each for times, each in counted if each is not None]
         return Work(tokens, sum(flops) if len(flops) == len(counted) else None)
 
 
-def forward_flops(family: ModelFamily, size: MediaSize, text_tokens: int) -> float | None:
-    """Of one sample's forward with a text of ``text_tokens``; None if it cannot be counted without values."""
-    key = family.name, json.dumps(dict(family.config), sort_keys=True, default=str), family.max_text_tokens
-    if (*key, size) not in _known:
-        _known[*key, size] = _count(family, size)
-    points = _known[*key, size]
+def forward_flops(
+    family: ModelFamily, size: MediaSize, text_tokens: int, reference_tokens: int = 0
+) -> float | None:
+    """Of one sample's forward; None if it cannot be counted without values."""
+    key: tuple[object, ...] = (
+        family.name,
+        json.dumps(dict(family.config), sort_keys=True, default=str),
+        family.max_text_tokens,
+    )
+    key = (*key, size, reference_tokens)
+    if key not in _known:
+        _known[key] = _count(family, size, reference_tokens)
+    points = _known[key]
     unit = family.text_multiple
     return None if points is None else _interpolated(points, -(-text_tokens // unit) * unit)
 
 
-def _count(family: ModelFamily, size: MediaSize) -> Points | None:
+def _count(family: ModelFamily, size: MediaSize, reference_tokens: int) -> Points | None:
     family = copy.copy(family)
     family.device = torch.device("cpu")  # where models compute their tables
     most, unit = min(_LONGEST, family.max_text_tokens), family.text_multiple
@@ -132,7 +148,9 @@ def _count(family: ModelFamily, size: MediaSize) -> Points | None:
         model, copies = _without_memory(component_type(family.files, "transformer"), family.config)
         for tokens in sorted(lengths):
             shapes = family.condition_shapes(tokens)
-            text = sum(shape[0] for shape in shapes.values() if len(shape) > 1)
+            if REFERENCES in shapes:
+                shapes[REFERENCES] = (reference_tokens, *shapes[REFERENCES][1:])
+            text = sum(s[0] for name, s in shapes.items() if len(s) > 1 and name not in _NO_TEXT)
             points[text] = _counted(family, model, copies, size, shapes)
     except Exception as error:  # noqa: BLE001 - whatever a model's forward raises there must not end a run
         log.info("operations of %s cannot be counted: %s", family.name, error)
@@ -179,23 +197,28 @@ def _counted(
         nonlocal repeated
         repeated += (copies[block] - 1) * (counter.get_total_flops() - before[block])
 
-    # Not every kernel of attention has a formula; plain products have.
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+    with FakeTensorMode(allow_non_fake_inputs=True):
         for part in model.modules():
             for name, weight in part.named_parameters(recurse=False):
                 empty = torch.empty(weight.shape)
                 part._parameters[name] = nn.Parameter(empty, requires_grad=False)
-        condition = ConditionBatch(
-            {name: torch.zeros(1, *shape) for name, shape in shapes.items()},
-            {name: (shape[0],) for name, shape in shapes.items() if len(shape) > 1},
-        )
+        tensors = {name: torch.zeros(1, *shape) for name, shape in shapes.items()}
         latents = torch.zeros(1, *family.latent_shape(size))
+    with ExitStack() as stack:
+        for block in copies:
+            stack.callback(block.register_forward_pre_hook(enter).remove)
+            stack.callback(block.register_forward_hook(leave).remove)
+        # Not every kernel of attention has a formula; plain products have.
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+        stack.enter_context(torch.no_grad())
+        counter = stack.enter_context(FlopCounterMode(display=False))
+        # Outside the mode: what the forward makes itself, masks and positions, has values that it may read.
         level = torch.full([1], 0.5)
-        with FlopCounterMode(display=False) as counter, ExitStack() as hooks:
-            for block in copies:
-                hooks.callback(block.register_forward_pre_hook(enter).remove)
-                hooks.callback(block.register_forward_hook(leave).remove)
-            family.predict(model, latents, level, condition, family.embedded_guidance, size)
+        if GRIDS in tensors:  # one reference of as many tokens, whatever its sides
+            tensors[GRIDS] = torch.tensor([[[1, shapes[REFERENCES][0]]]])
+        lengths = {name: (shape[0],) for name, shape in shapes.items() if len(shape) > 1}
+        condition = ConditionBatch(tensors, lengths)
+        family.predict(model, latents, level, condition, family.embedded_guidance, size)
     return int(counter.get_total_flops()) + repeated
 
 

@@ -131,6 +131,11 @@ class SpMembership:
         """How this group makes the two forwards of guidance."""
         return self._parallel.passes
 
+    @property
+    def ranks_per_forward(self) -> int:
+        """How many members make each forward together."""
+        return self._parallel.ranks_per_forward
+
     def form(self, group: SpGroup, batch: int = sys.maxsize) -> None:
         """Leave the current group and join ``group``, unless it is the current one.
 

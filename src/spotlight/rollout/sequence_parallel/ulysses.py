@@ -164,6 +164,11 @@ class SequenceParallel:
         """Whether forwards, or the passes of guidance, are currently split."""
         return bool(self._split) or self.passes is not in_turn
 
+    @property
+    def ranks_per_forward(self) -> int:
+        """How many ranks currently make each forward together."""
+        return self._split[0].degree if self._split else 1
+
     def check(self, degree: int) -> None:
         """Raise SequenceParallelError unless forwards can be split over ``degree`` ranks.
 
@@ -225,7 +230,7 @@ class SequenceParallel:
 class _Split:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._rank, self._degree = group.rank(), group.size()
+        self._rank, self.degree = group.rank(), group.size()
         self._shares = TokenShares((), ())
         self._with_text = _splits_text(module)
         self._takes = inspect.signature(module.forward).parameters
@@ -271,14 +276,14 @@ class _Split:
             return args, kwargs
         image, text = (_tensor(kwargs, name) for name in ("hidden_states", _TEXT))
         tokens, image_tokens = text.shape[1], _image_tokens(module, image)
-        self._shares = share_out(self._degree, image_tokens, tokens)
+        self._shares = share_out(self.degree, image_tokens, tokens)
         missing = sum(self._shares.text) - tokens
         if missing == 0:
             return args, kwargs
         named = [name for name in _TEXT_MASKS if name in self._takes]
         if not named:
             raise SequenceParallelError(
-                f"{tokens} text and {image_tokens} image tokens at degree {self._degree} need {missing} "
+                f"{tokens} text and {image_tokens} image tokens at degree {self.degree} need {missing} "
                 f"tokens of padding, but {type(module).__name__} takes no text mask: use a degree that "
                 "divides both"
             )
@@ -297,7 +302,7 @@ class _Split:
             return value
         dim = plan.split_dim
         if not self._shares.image:
-            self._shares = divide(self._degree, value.shape[dim])
+            self._shares = divide(self.degree, value.shape[dim])
         if self._shares.joint(value.shape[dim]):
             text = value.narrow(dim, sum(self._shares.image), sum(self._shares.text))
             parts = (self._narrow(value, dim, self._shares.image), self._narrow(text, dim, self._shares.text))

@@ -26,7 +26,7 @@ class IterationLog:
     _counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     _once: dict[str, float] = field(default_factory=dict)
     _scores: dict[RolloutId, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
-    _work: dict[str, tuple[Work, float, float | None]] = field(default_factory=dict)
+    _work: dict[str, tuple[Work, float, float | None]] = field(default_factory=dict)  # and most operations
 
     def add(self, name: str, value: float) -> None:
         """Add a value to a curve; the row holds the mean."""
@@ -44,9 +44,11 @@ class IterationLog:
             self._scores[rollout.id] = rollout.iteration, scores
 
     def worked(self, what: str, work: Work, seconds: float, peak_flop_s: float | None) -> None:
-        """Add what was done in ``seconds``; the row holds all of it over all seconds (:func:`rates`)."""
-        before, spent, _ = self._work.get(what, (Work(0.0, 0.0), 0.0, None))
-        self._work[what] = before + work, spent + seconds, peak_flop_s
+        """Add what a device did in ``seconds``; the row holds all of it over all seconds (:func:`rates`)."""
+        before, spent, most = self._work.get(what, (Work(0.0, 0.0), 0.0, 0.0))
+        known = peak_flop_s is not None and most is not None
+        most = (most or 0.0) + seconds * (peak_flop_s or 0.0) if known else None
+        self._work[what] = before + work, spent + seconds, most
 
     def put(self, row: Mapping[str, float]) -> None:
         """Set values that occur once per iteration, replacing those of an earlier attempt at it."""
@@ -64,8 +66,8 @@ class IterationLog:
                 for reward, value in scores.items():
                     self.add("rollout/reward" if reward == REWARD else f"rollout/{reward}", value)
         row = {name: total / self._counts[name] for name, total in self._sums.items()} | self._once
-        for what, (work, seconds, peak_flop_s) in self._work.items():
-            row |= rates(what, work, seconds, peak_flop_s)
+        for what, (work, seconds, most) in self._work.items():
+            row |= rates(what, work, seconds, None if most is None else most / seconds)
         self._work.clear()
         self._sums.clear()
         self._counts.clear()
