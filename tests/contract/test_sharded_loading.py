@@ -29,6 +29,7 @@ from spotlight.models.slots import CopySlots, WeightSlots
 from spotlight.training.sharding import Ranks, shard
 
 RECIPE = Path("examples/qwen-image-ocr-full.yaml")
+LORA_RECIPE = RECIPE.with_name("qwen-image-ocr-lora.yaml")
 GPU_BYTES = 80e9
 MIB = 2**20
 _processes = multiprocessing.get_context("forkserver")
@@ -75,6 +76,20 @@ def test_the_plan_says_that_full_fine_tuning_fits_eight_gpus() -> None:
     assert eight < 0.9 * GPU_BYTES < four
     states = 16 * model.parameters  # weights, gradients, both moments of Adam
     assert eight > states / 8
+
+
+def test_the_plan_knows_what_rollouts_keep_gathered() -> None:
+    config = load_config(LORA_RECIPE, ["learner.keep_gathered=true"])
+    model = read_sizes(config)
+    assert isinstance(model, ModelSizes)
+    trained = 1e9
+    parts = memory_parts(config, model, family_of(config), int(trained), text_tokens=64)
+    kept = shared_parts(config, model, parts, 8)
+    without = shared_parts(load_config(LORA_RECIPE), model, parts, 8)
+    (whole,) = set(kept) - set(without)
+    assert whole.bytes == 2 * (model.parameters + trained)  # in bfloat16, adapters too
+    assert peak_bytes(kept) <= peak_bytes(without) + whole.bytes
+    assert peak_bytes(kept) < 0.9 * GPU_BYTES
 
 
 def test_files_of_another_model_are_refused_before_sharding(random_pipeline: Path, tmp_path: Path) -> None:

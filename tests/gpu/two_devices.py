@@ -15,7 +15,7 @@ from spotlight.rollout.sequence_parallel.communicators import communicator
 from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpGroup, SpMembership
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.scheduler.types import WorkerId
-from spotlight.training.sharding import Meeting, process_group
+from spotlight.training.sharding import Meeting, RolloutGathering, process_group
 
 WORKERS = (WorkerId("w0"), WorkerId("w1"))
 
@@ -55,7 +55,10 @@ def denoise_together(
 def train_together(
     where: Place, pipe: Connection, address: rendezvous.Address, rank: int, world: int
 ) -> None:
-    """Gradients of one update, this rank training its share of the samples."""
+    """Gradients of one update, this rank training its share of the samples.
+
+    With them: whether velocities of a lease before are those of the next, which keeps the model gathered.
+    """
     lab = where.lab()
     family, shape = lab.fresh(lab.scale.few_layers), lab.scale.train_small
     slots = model.adapters(family, lab.scale.rank)
@@ -70,5 +73,14 @@ def train_together(
             for name, p in parameters.items()
             if p.grad is not None
         }
-    pipe.send({name: gradient.numpy() for name, gradient in gradients.items()})
+        on_gpu = lab.device.type == "cuda"
+        gathering = RolloutGathering("auto" if on_gpu else True, ranks, lab.device, family.dtype)
+        velocities, kept = [], False
+        for _lease in range(2):
+            with learner.slots.use("policy") as module, gathering.around(module):
+                velocities.append(lab.velocity(family, module, shape))
+                block = next(iter(module.transformer_blocks))  # type: ignore[arg-type]
+                kept = not isinstance(next(block.parameters()), DTensor)
+        same = kept and torch.equal(*velocities)
+    pipe.send(({name: gradient.numpy() for name, gradient in gradients.items()}, same))
     pipe.recv()

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.lora_export import export_lora
-from spotlight.training.sharding import Ranks, process_group
+from spotlight.training.sharding import Ranks, RolloutGathering, process_group
 
 UPDATES = 2
 CASES: dict[str, tuple[str, str, dict[str, object], dict[str, object]]] = {
@@ -82,6 +82,21 @@ def run_passes(world: World, ranks: Ranks, directory: Path) -> dict[object, obje
             if parameter.grad is not None
         }
         found[per_pass] = {"gathers": ranks.share(count), "gradients": gradients}
+    return found
+
+
+def run_gathered(world: World, mode: str, ranks: Ranks) -> dict[bool, dict[str, Any]]:
+    """Rollouts of a sharded model, by whether they keep it gathered; then an update with them."""
+    found: dict[bool, dict[str, Any]] = {}
+    for kept in (False, True):
+        learner = make_learner(world, algorithm("diffusion-nft"), mode, ranks=ranks, epsilon=EPSILON)
+        around = RolloutGathering(kept, ranks, learner.family.device, None).around
+        samples: list[TrainingSample] = []
+        count = gathers(lambda: samples.extend(roll_out(world, learner, around=around)))  # noqa: B023
+        held = [sample.key for sample in samples][ranks.rank :: ranks.world]
+        update = gathers(lambda: train_batch(learner, samples, len(samples), held=held))  # noqa: B023
+        final = torch.stack([sample.tensors.final for sample in samples if sample.tensors])
+        found[kept] = {"gathers": (count, update), "final": final, "digest": learner.digest()}
     return found
 
 
@@ -193,6 +208,9 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path, case
         passes = run_passes(world, ranks, directory)
         if ranks.is_main:
             torch.save(passes, directory / "passes.pt")
+        kept = {mode: ranks.share(run_gathered(world, mode, ranks)) for mode in ("lora", "full")}
+        if ranks.is_main:
+            torch.save(kept, directory / "gathered.pt")
         first_updates = ranks.share(run_first_updates(world, ranks))
         if ranks.is_main:
             torch.save(first_updates, directory / "first-updates.pt")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.advantages import advantages
@@ -140,6 +142,7 @@ def roll_out(
     iteration: int = 0,
     batch: int = 4,
     autocast: torch.dtype | None = None,
+    around: Callable[[nn.Module], AbstractContextManager[None]] = nullcontext,
 ) -> list[TrainingSample]:
     """Real rollouts of every prompt by the learner's own weights, with made-up rewards."""
     algo = learner.algorithm
@@ -167,7 +170,7 @@ def roll_out(
     ]
     conditions = [world.conditions[int(rollout.prompt_id)] for rollout in rollouts]
     engine = Engine(learner.family, max_batch=batch, negative=world.negative, autocast=autocast)
-    with learner.slots.use(algo.rollout_slot) as model:
+    with learner.slots.use(algo.rollout_slot) as model, around(model):
         states = engine.start(rollouts, conditions, recipe)
         while not all(state.done for state in states):
             states = engine.step(model, states)

@@ -169,6 +169,17 @@ def test_one_all_gather_serves_all_timesteps_of_a_pass(both: Both) -> None:
     assert passes["auto"]["gathers"] == passes[1]["gathers"]
 
 
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_rollouts_that_keep_the_model_gathered_are_the_same_to_the_bit(both: Both, mode: str) -> None:
+    for found in torch.load(both.directory / "gathered.pt")[mode]:
+        each, kept = found[False], found[True]
+        # Two blocks and the root, in one forward of eight (two batches, four steps), or in each.
+        assert (each["gathers"][0], kept["gathers"][0]) == (8 * 3, 3)
+        assert torch.equal(kept["final"], each["final"])
+        assert kept["digest"] == each["digest"], "an update of sharded weights"
+        assert kept["gathers"][1] == each["gathers"][1], "which training gathers as ever"
+
+
 def test_sharded_gradients_do_not_depend_on_the_timesteps_of_a_pass(both: Both) -> None:
     samples = torch.load(both.directory / "nft-lora-samples.pt", weights_only=False)
     expected = gradients(

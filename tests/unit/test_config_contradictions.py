@@ -105,6 +105,8 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "learner.mode",
             "set learner.mode=lora, or leave",
         ),
+        (["learner.keep_gathered=true", "learner.shard=none"], "learner.keep_gathered", "share the model"),
+        (["learner.keep_gathered=true", "fleet.driver=ray"], "learner.keep_gathered", "share the model"),
         (["learner.pass_memory_gib=4"], "learner.pass_memory_gib", "timesteps_per_pass=auto"),
         (["evaluation.weights=ema"], "evaluation.weights", "learner.ema.cap"),
         ([*GRPO, "evaluation.weights=old"], "evaluation.weights", "keeps no old policy"),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 When = Literal["always", "set-up", "rollout", "training", "host"]
 _LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores per sample
 _MERGED = "merged adapters"
+_ADAPTERS = ("trained adapters", "copies of the adapters")
 _APPLIED = "bfloat16 adapters"
 """Sharded weights are not merged, and adapters gathered in bfloat16."""
 _PNG_SHARE = 0.6  # of the raw bytes for photographs; images with few colours compress better
@@ -82,9 +83,7 @@ def shared_parts(
 
     No rank ever holds more of it: weights are read after sharding, when the text encoder is freed.
     """
-    full = config.learner.mode == "full"
-    half = config.model.dtype == "bfloat16" or config.learner.autocast == "bfloat16"
-    size = 2 if half else 4
+    full, size = config.learner.mode == "full", _gathered_size(config)
     block = model.parameters / model.dimensions.layers
     formula = f"{size} B x parameters / L x 2" + (f" + {size + 4} B x parameters / L (gradients)" * full)
     gathered = Estimate("gathered blocks", block * (2 * size + full * (size + 4)), formula)
@@ -97,7 +96,21 @@ def shared_parts(
     return (
         *(replace(p, bytes=max(0.0, p.bytes - later)) if p.when == "set-up" else p for p in mine),
         gathered,
+        *((kept_gathered(config, model, parts),) if config.learner.keep_gathered is True else ()),
     )
+
+
+def kept_gathered(config: RunConfig, model: ModelSizes, parts: Sequence[Estimate]) -> Estimate:
+    """What rollouts of ranks that share the model hold if they keep it gathered."""
+    size = _gathered_size(config)
+    lora = config.learner.mode == "lora"
+    adapters = sum(part.bytes / 4 for part in parts if lora and part.part in _ADAPTERS)
+    formula = f"{size} B x parameters (learner.keep_gathered)"
+    return Estimate("the whole model, gathered", size * (model.parameters + adapters), formula, "rollout")
+
+
+def _gathered_size(config: RunConfig) -> int:
+    return 2 if config.model.dtype == "bfloat16" or config.learner.autocast == "bfloat16" else 4
 
 
 def peak_bytes(parts: tuple[Estimate, ...]) -> float:

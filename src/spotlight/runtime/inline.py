@@ -24,6 +24,7 @@ from functools import partial
 from typing import assert_never
 
 import numpy as np
+from torch import nn
 
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.pool.reward_pool import RewardPool
@@ -76,7 +77,11 @@ _REASON = {kind: DropReason(f"reward_{kind}") for kind in FailureKind}
 
 @dataclass(frozen=True, slots=True)
 class Denoiser:
-    """Runs leases with their purpose's slot; previews use ``train_slot`` (the behaviour policy)."""
+    """Runs leases with their purpose's slot; previews use ``train_slot`` (the behaviour policy).
+
+    Attributes:
+        around: a context for the steps of a lease, given the module that takes them.
+    """
 
     engine: Engine
     slots: WeightSlots
@@ -84,6 +89,7 @@ class Denoiser:
     recipes: Recipes
     train_slot: Slot
     evaluation_slot: Slot
+    around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
 
     def run(
         self,
@@ -104,7 +110,7 @@ class Denoiser:
         steps = max(rollout.steps for rollout in rollouts)
         slot = self.evaluation_slot if evaluating else self.train_slot
         # Autocast would round merged weights to half precision; an unmerged adapter keeps its contribution.
-        with self.slots.use(slot, merged=self.engine.autocast is None) as model:
+        with self.slots.use(slot, merged=self.engine.autocast is None) as model, self.around(model):
             for step in range(steps):
                 with around():
                     states = self.engine.step(model, states)

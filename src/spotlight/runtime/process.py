@@ -50,7 +50,7 @@ def _keep_freed_memory() -> None:
 
 # -- out of memory -----------------------------------------------------------------------------------------
 
-_DENOISING = "Lower rollout.batch_size"
+_DENOISING = "Lower rollout.batch_size (or set learner.keep_gathered=false where ranks share the model)"
 _ALWAYS = (
     "model.dtype=bfloat16 with learner.autocast=bfloat16 and learner.mode=lora, a smaller learner.lora.rank, "
     "or more GPUs under torchrun, which divide the model"

@@ -39,7 +39,8 @@ from spotlight.scheduler.types import Phase, Prompt, PromptId, WorkerId
 from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.store.sinks import check_sinks
-from spotlight.training.sharding import Ranks, process_group
+from spotlight.training.settings import compute_type
+from spotlight.training.sharding import Ranks, RolloutGathering, process_group
 
 _TRACED = (Phase.ROLLOUT, Phase.TRAINING)
 
@@ -126,6 +127,7 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
         model.recipes,
         model.algorithm.rollout_slot,
         config.evaluation.weights,
+        RolloutGathering(config.learner.keep_gathered, ranks, device, compute_type(config.learner)).around,
     )
     return _Materials(config, ranks, prompts, learning, denoiser, rewards)
 

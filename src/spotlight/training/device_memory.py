@@ -7,7 +7,8 @@ weights that FSDP2 frees: sharded on CPUs it overestimates by one copy of the we
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,13 +47,22 @@ def _cgroup_bytes() -> int:
     return 2**63 if limit == "max" else max(int(limit) - int(used), 0)
 
 
+@contextmanager
+def measured_peak(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Yields what tells, afterwards, the peak bytes of a GPU above the memory held before; 0 on CPUs."""
+    if device.type != "cuda":
+        yield lambda: 0
+        return
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    yield lambda: torch.cuda.max_memory_allocated(device) - before
+
+
 def measure_peak(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
     """Run ``work``. Returns its result, and its peak bytes above the memory held before."""
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        result = work()
-        return result, torch.cuda.max_memory_allocated(device) - before
+        with measured_peak(device) as peak_bytes:
+            return work(), peak_bytes()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         result = work()
     held = peak = 0

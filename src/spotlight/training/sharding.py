@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal, TypeVar
@@ -31,6 +31,8 @@ from torch.distributed.tensor import DTensor
 from spotlight.models.experts import denoisers
 from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import WeightSlots
+from spotlight.training.device_memory import free_bytes, measured_peak
+from spotlight.training.timesteps import MARGIN
 
 T = TypeVar("T")
 Sharding = Literal["none", "node", "all"]
@@ -261,3 +263,66 @@ def _mesh(device: str, per_node: tuple[int, ...]) -> DeviceMesh:
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
     return [block for child in module.children() if isinstance(child, nn.ModuleList) for block in child]
+
+
+class RolloutGathering:
+    """Keeps a sharded model's parameters gathered while this process rolls out: later forwards gather none.
+
+    With ``auto``, forwards of the first rollouts gather block by block, and are measured. The whole is kept
+    once it fits, beside the largest peak so far, on the fullest rank's GPU; never on CPUs.
+
+    Args:
+        setting: ``learner.keep_gathered``.
+        compute_dtype: as of :func:`shard`.
+    """
+
+    def __init__(
+        self,
+        setting: bool | Literal["auto"],
+        ranks: Ranks,
+        device: torch.device,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        self._setting, self._ranks, self._device = setting, ranks, device
+        self._compute_dtype = compute_dtype
+        self._peak_bytes: int | None = None
+
+    @contextmanager
+    def around(self, model: nn.Module) -> Iterator[None]:
+        """Of rollouts without gradient. Collective, and all ranks make equal forwards, if it is sharded."""
+        parts = [part for part in model.modules() if isinstance(part, FSDPModule)]
+        auto = self._setting == "auto" and self._device.type == "cuda"
+        if not parts or not (auto or self._setting is True):
+            yield
+            return
+        whole = sum(map(self._gathered_bytes, model.parameters()))
+        keeps = self._agreed(self._fits(whole)) if auto else True
+        with gathered(parts) if keeps else nullcontext(), measured_peak(self._device) as peak:
+            yield
+        mine = peak() - (whole if keeps else 0)
+        self._peak_bytes = mine if self._peak_bytes is None else max(mine, self._peak_bytes)
+
+    def _fits(self, whole_bytes: int) -> bool:
+        free = MARGIN * free_bytes(self._device)
+        return self._peak_bytes is not None and whole_bytes + self._peak_bytes <= free
+
+    def _agreed(self, mine: bool) -> bool:
+        told = torch.tensor(int(mine), device=self._device)
+        return bool(self._ranks.all_reduce(told, dist.ReduceOp.MIN))
+
+    def _gathered_bytes(self, parameter: Tensor) -> int:
+        dtype = self._compute_dtype or parameter.dtype
+        return parameter.numel() * min(dtype.itemsize, parameter.dtype.itemsize)
+
+
+@contextmanager
+def gathered(parts: Sequence[FSDPModule]) -> Iterator[None]:
+    """What a forward without gradient gathers of the parts stays until the end."""
+    for part in parts:
+        part.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.set_reshard_after_forward(True, recurse=False)
+            part.reshard()

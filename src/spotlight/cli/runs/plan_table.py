@@ -10,7 +10,7 @@ from rich.table import Table
 from spotlight.cluster.local.fleet_plan import FleetPlan
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX
-from spotlight.dry_run.memory_plan import Estimate, peak_bytes, published_parts, shared_parts
+from spotlight.dry_run.memory_plan import Estimate, kept_gathered, peak_bytes, published_parts, shared_parts
 from spotlight.dry_run.model_plan import ModelSizes, NotHere
 from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
@@ -147,6 +147,9 @@ def _shared(config: RunConfig, plan: RunPlan, model: ModelSizes) -> Iterator[tup
     for ranks in sorted({2, 4, 8, config.fleet.learner_ranks} - {1}):
         yield f"{ranks} ranks", size(peak_bytes(shared_parts(config, model, plan.memory, ranks))), why
         why = ""
+    if config.learner.keep_gathered == "auto" and config.fleet.driver == "inline":
+        more = size(kept_gathered(config, model, plan.memory).bytes)
+        yield "rollouts", more, "more, where that is free: then they gather once per lease"
 
 
 def _fitting(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:

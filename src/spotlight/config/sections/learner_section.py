@@ -78,6 +78,11 @@ class LearnerConfig(Section):
     only gradients cross the network; ``all`` ranks, for models that one node does not hold; ``none``: every
     rank holds all of it, the fastest if it fits.
     """
+    keep_gathered: bool | Literal["auto"] = "auto"
+    """Of ranks that share the DiT and roll out with it (torchrun): gather its parameters once per lease, not
+    in every forward. ``auto``: where they fit into each GPU beside a denoising forward, as the first rollouts
+    measure it; never on CPUs.
+    """
     gradient_checkpointing: bool | Annotated[int, Field(ge=2)] = False
     """Recompute activations in the backward pass: less memory, about a third more time. A number n: of every
     n-th block alone.
@@ -130,6 +135,12 @@ class LearnerConfig(Section):
             )  # fmt: skip
         if self.decay_iterations is not None:
             yield from self._decay_problems(run.iterations, self.decay_iterations)
+        if self.keep_gathered is True and (run.fleet.driver == "ray" or self.shard == "none"):
+            reason = "learner.shard=none" if self.shard == "none" else "fleet.driver=ray"
+            yield Problem(
+                "learner.keep_gathered", "true", f"auto or false with {reason}",
+                "Only ranks that share the model and roll out themselves gather it. Leave it out.",
+            )  # fmt: skip
         if self.pass_memory_gib is not None and self.timesteps_per_pass != "auto":
             yield Problem(
                 "learner.pass_memory_gib", f"{self.pass_memory_gib:g}",
