@@ -295,12 +295,15 @@ def dealt(samples: Sequence[TrainingSample], rank: int, world: int) -> list[Trai
     return [s if i % world == rank else replace(s, tensors=None) for i, s in enumerate(samples)]
 
 
-def adapters(family: QwenImage, rank: int) -> LoraSlots:
-    """Adapters that already do something: with B = 0 the gradient of A would be 0."""
+def adapters(family: QwenImage, rank: int, *, copies: bool = True) -> LoraSlots:
+    """Adapters that already do something: with B = 0 the gradient of A would be 0.
+
+    Args:
+        copies: of a bfloat16 model, apply copies in its dtype, as the configuration has it.
+    """
     spec = LoraSpec(rank, 2.0 * rank, family.lora_targets, seed=3)
-    slots = LoraSlots(
-        family.transformer, spec, compute=None if family.dtype == torch.float32 else family.dtype
-    )
+    compute = family.dtype if copies and family.dtype != torch.float32 else None
+    slots = LoraSlots(family.transformer, spec, compute=compute)
     generator = torch.Generator(family.device).manual_seed(5)
     with torch.no_grad():
         for name, parameter in slots.parameters("policy").items():

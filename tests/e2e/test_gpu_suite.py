@@ -17,6 +17,7 @@ from benchmarks.gpu.suite import Row, Verdict, chosen
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = {
     *("velocity-cpu", "attention", "oom", "padded", "replay", "pipeline", "lora", "mask", "launches"),
+    "copies",
     *("commit", "publish", "vae", "loading"),
 }
 
