@@ -31,6 +31,7 @@ from spotlight.scheduler.records import (
     VersionPublished,
 )
 from spotlight.scheduler.types import (
+    DropReason,
     Group,
     GroupKind,
     Lease,
@@ -46,6 +47,7 @@ from spotlight.simulation.virtual_processes import PHASE_OF, VirtualGroup, Virtu
 from spotlight.simulation.virtual_rewards import CONTENT
 from spotlight.simulation.virtual_workers import Receipt
 from tests.simulation.bill import Bill
+from tests.simulation.rungs import check_stopped
 
 
 @dataclass(slots=True)
@@ -215,6 +217,7 @@ class ReferenceModel:
         self.simulation.controller.check()
         self._check_commit(event, effects, receipt)
         discarded: set[RolloutId] = set()
+        stopped: list[SampleDropped] = []
         for effect in effects:
             match effect:
                 case ef.RollBack(position):
@@ -229,6 +232,7 @@ class ReferenceModel:
                         self._check_issue(record.rollout)
                     if isinstance(record, SampleDropped):  # left out where it was trained before
                         self.undone = {one for one in self.undone if one.id != record.rollout}
+                        stopped += [record] * (record.reason is DropReason.STOPPED_EARLY)
                     if isinstance(record, SampleScored):
                         made_by = self._sample(record.rollout)
                         assert made_by is not None, f"{record} is of no sample"
@@ -251,6 +255,8 @@ class ReferenceModel:
                     assert position == len(self.expected.records), "a checkpoint stands for other records"
                 case ef.FinishRun():
                     self.over = True
+        expected, scenario = self.expected, self.simulation.scenario
+        check_stopped(scenario, stopped, expected.issued, expected.ended, expected.finished)
         self._check_spare_time()
         self._balance()
         self.bill.compare(self.simulation.accounts, self.simulation.now)
@@ -363,7 +369,11 @@ class ReferenceModel:
         for rollout in grant.rollouts:
             if rollout.id not in self.expected.issued and rollout.id not in self.early:
                 self._check_early(rollout)
-            assert rollout == self._known(rollout.id), f"granted is {rollout}"
+            assert replace(rollout, pause=None) == self._known(rollout.id), f"granted is {rollout}"
+            if rollout.pause is not None:
+                assert grant.resume.get(rollout.id, 0) < rollout.pause, (
+                    f"{rollout.id} has paused there"
+                )
             assert again or rollout.version == self.expected.published, f"{rollout} is begun with old weights"
             assert not plan.keeps_previews or self.expected.preview_of(rollout) is None, (
                 f"{rollout.id} is made again after it was previewed"

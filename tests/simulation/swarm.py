@@ -140,7 +140,7 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
         bounded=bounded,
         choice=_draw_choice(seed, group_size, pipeline),
     )
-    return _with_whole_groups(seed, plan)
+    return _with_rungs(seed, _with_whole_groups(seed, plan))
 
 
 def _with_moving_learner(
@@ -186,6 +186,26 @@ def _with_whole_groups(seed: int, plan: Plan) -> Plan:
     if plan.pipeline.axis != "none" or group % plan.ranks or source.random() < 0.5:
         return plan
     return replace(plan, whole_groups=True, micro_batch_size=group * source.choice([1, 2]))
+
+
+def _with_rungs(seed: int, plan: Plan) -> Plan:
+    """With previews that stop early, perhaps; drawn apart, so that it changes nothing else of a trial."""
+    source, explores, group = random.Random(f"rungs {seed}"), plan.exploration, plan.group_size
+    # A baseline of previews needs the rewards of all.
+    compares = plan.pipeline.baseline == "exploration"
+    if explores is None or explores.where == "idle" or compares or source.random() < 0.5:
+        return plan
+    number = min(source.choice([1, 2]), plan.rollout_steps - 1)
+    rungs = sorted(source.sample(range(1, plan.rollout_steps), k=number))
+    finishers = group + source.choice([0, 1])
+    halved = ExplorationConfig(
+        seeds_per_prompt=finishers + source.choice([1, 2, 5]),
+        policy=source.choice(["max_variance", "top_and_bottom", "top"]),
+        spare_prompts=explores.spare_prompts,
+        rungs=tuple(rungs),
+        finishers=finishers,
+    )
+    return replace(plan, exploration=halved, keeps_previews=True)
 
 
 def _draw_choice(seed: int, group_size: int, pipeline: PipelineConfig) -> TrainingChoice:

@@ -31,11 +31,12 @@ from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.waiting import SampleGroup
 from spotlight.rewards.results import FailureKind, RewardBatch, ScoredSample
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.state import FailedRollout, FinishedRollout, RolloutState
+from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.runtime.build.components import Recipes
 from spotlight.runtime.build.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.observer import Observer
+from spotlight.runtime.paused import PausedRollouts, legs
 from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -96,18 +97,22 @@ class Denoiser:
         rollouts: Sequence[Rollout],
         on_step: Callable[[float], None],
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        paused: PausedRollouts | None = None,
     ) -> list[FinishedRollout | FailedRollout]:
         """Denoise rollouts of one purpose; calls ``on_step(fraction_done)`` after every step.
 
         Args:
             around: a context for each step.
+            paused: where rollouts go on from, and where those that pause are kept.
         """
         evaluating = rollouts[0].purpose is Purpose.EVAL
         recipe = self.recipes.by_purpose()[rollouts[0].purpose]
-        states: list[RolloutState] = self.engine.start(
-            rollouts, self.conditions.of(rollout.prompt_id for rollout in rollouts), recipe
-        )
-        steps = max(rollout.steps for rollout in rollouts)
+        begun = {} if paused is None else paused.of(rollouts)
+        fresh = [rollout for rollout in rollouts if rollout.id not in begun]
+        conditions = self.conditions.of(rollout.prompt_id for rollout in fresh)
+        begun |= {state.rollout.id: state for state in self.engine.start(fresh, conditions, recipe)}
+        states = [begun[rollout.id] for rollout in rollouts]
+        steps = max(state.rollout.until - state.step for state in states)
         slot = self.evaluation_slot if evaluating else self.train_slot
         # Autocast would round merged weights to half precision; an unmerged adapter keeps its contribution.
         with self.slots.use(slot, merged=self.engine.autocast is None) as model, self.around(model):
@@ -115,6 +120,8 @@ class Denoiser:
                 with around():
                     states = self.engine.step(model, states)
                 on_step((step + 1) / steps)
+        if paused is not None:
+            paused.keep(states)
         return self.engine.finish(states)
 
 
@@ -161,6 +168,7 @@ class InlineDriver:
     _unsubmitted: list[Rollout] = field(default_factory=list)
     _gate: GroupGate = field(default_factory=GroupGate)
     _groups: dict[RolloutId, SampleGroup] = field(default_factory=dict)
+    _paused: PausedRollouts = field(default_factory=PausedRollouts)
     _group_turn: int = 0
     _lineage: int = 0
     _group: ef.FormGroup | None = None
@@ -224,9 +232,10 @@ class InlineDriver:
                 self.parts.recorder.write(position, record)
             case ef.StartWorker() | ef.PullWeights() | ef.FormGroup():
                 self._answer(effect)
-            case ef.GrantLease(lease, rollouts, _):
+            case ef.GrantLease(lease, rollouts, resume):
                 self.parts.recorder.grant(effect)
-                self._denoise(lease, rollouts)
+                for leg in legs(rollouts, resume) if self.parts.ranks.world > 1 else [rollouts]:
+                    self._denoise(lease, leg)
             case ef.ScoreSamples(rollouts, lineage):
                 self._lineage = lineage
                 if self.parts.rewards.compares_groups:
@@ -239,6 +248,7 @@ class InlineDriver:
                 self.parts.trainer.log.scored(kept, scores)
             case ef.DiscardSamples(rollouts):
                 self._gate.forget(rollouts)
+                self._paused.forget(rollouts)
                 for rollout in rollouts:
                     self._samples.pop(rollout, None)
             case ef.ReportEvaluation():
@@ -289,7 +299,9 @@ class InlineDriver:
         work = mine or rollouts[:1]
         began = time.perf_counter()
         with parts.clock.phase(phase):
-            results = parts.denoiser.run(work, self._progress(phase, rollouts), partial(parts.around, phase))
+            around = partial(parts.around, phase)
+            results = parts.denoiser.run(work, self._progress(phase, rollouts), around, self._paused)
+            self._paused.share(parts.ranks, mine, parts.denoiser.engine.device)
         self._measure(phase, time.perf_counter() - began)
         failures: dict[str, str] = {}
         for result in results if mine else ():
@@ -299,6 +311,7 @@ class InlineDriver:
                 self._samples[result.rollout.id] = result
         for shared in parts.ranks.share(failures):
             failures |= shared
+        self._paused.forget(map(RolloutId, failures))
         self._seen = lease.id
         holder = lease.worker, lease.id, lease.epoch
         if done := tuple(rollout.id for rollout in rollouts if rollout.id not in failures):

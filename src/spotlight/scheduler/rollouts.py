@@ -23,7 +23,9 @@ from spotlight.scheduler.cluster.queue import CommitVerdict, WorkClass
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import DiscardSamples, Effect, KeepPreview, ReportExploration, ScoreSamples
 from spotlight.scheduler.exploration.explorer import Explorer
+from spotlight.scheduler.exploration.halving import next_pause
 from spotlight.scheduler.exploration.kept import KeptPreviews
+from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.exploration.window import Window
 from spotlight.scheduler.group_gate import GroupProgress
 from spotlight.scheduler.iteration import (
@@ -268,9 +270,36 @@ class Rollouts:
         steps, prompts = window.arm.steps, window.prompts
         previews = preview_rollouts(self.plan, members, prompts, steps, window.iteration, window.version)
         for slot, prompt, rollout in previews:
-            window.issue(slot, rollout)
+            paused = replace(rollout, pause=next_pause(self.plan.rungs, 0))
+            window.issue(slot, paused)
             self.ledger.issue(rollout, prompt)
-            self.queue.add([rollout])
+            self.queue.add([paused])
+
+    def _look(self, rollout: Rollout, scores: Mapping[str, float]) -> None:
+        """A preview that waits at a rung is scored."""
+        slot = self.window.slots[rollout.id]
+        self.window.look(rollout.id, scores)
+        self._climb(slot)
+
+    def _climb(self, slot: int) -> None:
+        """Let the previews of a prompt go on or stop, if they have all come to a rung."""
+        plan, window = self.plan, self.window
+        if not plan.rungs:
+            return
+        assert plan.exploration is not None
+        policy = SelectionPolicy(plan.exploration.policy)
+        go_on, ends = window.climb(slot, plan.rungs, policy)
+        for name in go_on:
+            paused = window.rollouts[name]
+            window.rollouts[name] = onwards = replace(paused, pause=next_pause(plan.rungs, paused.until))
+            window.finished.discard(name)
+            self.queue.go_on(onwards, paused.until)
+        for name in ends:
+            at = window.rollouts[name]
+            window.stop(name)
+            self.drop_quietly(
+                name, DropReason.STOPPED_EARLY, f"in the middle after {at.until} of {at.steps} steps"
+            )
 
     def _preview_spare(self, slot: int) -> None:
         spare = self.explorer.spare(slot) if self.explorer else None
@@ -352,7 +381,7 @@ class Rollouts:
                 self.older.discard(name)
                 work.finished.add(name)
                 work.makers[name] = Maker(worker, epoch)
-                if work is not self.early:
+                if work is not self.early and rollout.pause is None:
                     self.ledger.finish(rollout, work.makers[name])
                 accepted.append(rollout)
         if accepted:
@@ -382,7 +411,9 @@ class Rollouts:
                 self._drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
                 continue
             work = self._work_of(rollout)
-            if isinstance(work, Window):
+            if work.rollouts[rollout].pause is not None:
+                self._look(work.rollouts[rollout], scores)
+            elif isinstance(work, Window):
                 self.ledger.score(rollout, scores)
                 work.score(rollout, scores, now)
                 if not self.kept.wants(work.rollouts[rollout]):
@@ -438,6 +469,7 @@ class Rollouts:
         slot = self.window.slots[rollout]
         self.drop_quietly(rollout, reason, detail)
         self.window.drop(rollout)
+        self._climb(slot)
         self._preview_spare(slot)
 
     def drop_quietly(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:

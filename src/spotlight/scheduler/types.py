@@ -84,6 +84,8 @@ class DropReason(StrEnum):
     UNEVEN_BATCH = "uneven_batch"
     STALE = "stale"
     EXPLORATION_OVER = "exploration_over"
+    STOPPED_EARLY = "stopped_early"
+    """A preview whose reward at a rung was not among its prompt's most different."""
 
     @property
     def by_choice(self) -> bool:
@@ -142,6 +144,7 @@ class Rollout:
         seed: 63-bit; fixes all randomness: initial noise, SDE noise, SDE window.
         member: index within its group, or among its prompt's evaluation images.
         version: the one policy version that must make all of it.
+        pause: step at which a preview stops to be scored by its predicted sample, and may go on from there.
     """
 
     id: RolloutId
@@ -152,6 +155,12 @@ class Rollout:
     seed: int
     steps: int
     version: PolicyVersion
+    pause: int | None = None
+
+    @property
+    def until(self) -> int:
+        """The step at which whoever makes it is done with it, for now or for good."""
+        return self.steps if self.pause is None else self.pause
 
 
 class Maker(NamedTuple):

@@ -201,6 +201,8 @@ class Simulation:
                     if rollout in accepted:
                         self.store.samples[rollout] = receipt.weights
                         self.store.progress.pop(rollout, None)
+                paused = {name: (step, receipt.weights) for name, step in receipt.progress}
+                self.store.progress |= {name: at for name, at in paused.items() if name in accepted}
                 counts = bool(accepted)
             case ev.LeaseProgressed(_, lease):
                 counts = not any(isinstance(e, ef.AbandonLease) and e.lease == lease for e in effects)

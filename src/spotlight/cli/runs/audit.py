@@ -59,7 +59,7 @@ def audit(
 
 def _print(report: AuditReport) -> None:
     from spotlight.report.wording import count, money
-    from spotlight.scheduler.types import Purpose
+    from spotlight.scheduler.types import DropReason, Purpose
 
     console = Console(highlight=False)
     counts = report.counts
@@ -69,6 +69,9 @@ def _print(report: AuditReport) -> None:
         )
         for by in (True, False)
     )
+    previews = [f"{count(counts.issued[Purpose.EXPLORE])} issued", f"{count(counts.explored)} explored"]
+    if early := counts.dropped.get(DropReason.STOPPED_EARLY):
+        previews.append(f"{count(early)} stopped early")
     filled = ", ".join(f"{by.words} {seconds:,.1f}" for by, seconds in report.filled_s.items())
     lines = (
         ("state", "finished" if report.finished else "not finished"),
@@ -78,6 +81,7 @@ def _print(report: AuditReport) -> None:
         *([("  left out", left_out)] if left_out else []),
         ("  dropped", dropped or "0"),
         ("  in flight", count(counts.in_flight[Purpose.TRAIN])),
+        *([("previews", ", ".join(previews))] if counts.issued[Purpose.EXPLORE] else []),
         ("evaluated", f"{count(counts.evaluated)} of {count(counts.issued[Purpose.EVAL])} issued"),
         ("optimizer steps", count(counts.optimizer_steps)),
         ("refused commits", count(counts.rejected)),

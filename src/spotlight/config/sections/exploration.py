@@ -104,6 +104,15 @@ class SeedChoiceConfig(Section):
     """Minimum Kendall's tau between preview and regenerated rewards; below it, previews do not select seeds
     (a planner first spends more steps). Default: they always do.
     """
+    rungs: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    """After each of these numbers of steps, previews in the middle of their prompt's rewards so far stop
+    (successive halving); what is scored there is the sample that the model predicts. Default: all previews
+    are made to their end. Only on the critical path, for previews of all of a rollout's steps.
+    """
+    finishers: PositiveInt | None = None
+    """Previews per prompt that are made to their end with ``rungs``; default: the group's size, half as many
+    more.
+    """
     undo_selection: bool = False
     """Weight samples so that seed selection does not bias the gradient; prompts whose previews show no
     contrast then train on any of the previewed seeds. Not with ``spare_prompts``.
@@ -115,6 +124,10 @@ class SeedChoiceConfig(Section):
     def draws(self) -> bool:
         """Whether ``policy`` selects by chance rather than by rank."""
         return self.policy in ("random", "proportional")
+
+    def finishers_of(self, group_size: int) -> int:
+        """Previews of a prompt that are made to their end with ``rungs``."""
+        return self.finishers or group_size + group_size // 2
 
     def arms(self, group_size: int, rollout_steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Possible (previews per prompt, steps per preview), defaults resolved."""
@@ -136,6 +149,7 @@ class SeedChoiceConfig(Section):
                 self.steps_key, str(max(step_counts)), f"at most {section}.steps = {steps}",
                 "Previews follow the noise path of the rollouts that they choose seeds for: lower it.",
             )  # fmt: skip
+        yield from self._rung_problems(group_size, steps, section)
         if self.drawn_seeds > group_size:
             yield Problem(
                 "exploration.drawn_seeds", str(self.drawn_seeds),
@@ -172,6 +186,45 @@ class SeedChoiceConfig(Section):
             yield Problem(
                 "exploration.seeds_per_prompt_max", str(limit), f"at least {self.seeds_key} = {planned}",
                 "So many are planned: raise it, or leave it out.",
+            )  # fmt: skip
+
+    def _rung_problems(self, group_size: int, steps: int, section: str) -> Iterator[Problem]:
+        rungs, finishers = self.rungs, self.finishers_of(group_size)
+        if rungs is None:
+            if self.finishers is not None:
+                yield Problem(
+                    "exploration.finishers", str(self.finishers), "nothing without exploration.rungs",
+                    "Without rungs all previews are made to their end: set exploration.rungs, or leave it out.",
+                )  # fmt: skip
+            return
+        key, found = "exploration.rungs", str(list(rungs))
+        if list(rungs) != sorted(set(rungs)) or rungs[-1] >= steps:
+            yield Problem(
+                key, found, f"ascending numbers below {section}.steps = {steps}",
+                "Each is the number of steps after which some previews stop.",
+            )  # fmt: skip
+        for name, value in (
+            ("planner", self.planner), ("steps", None if self.steps == steps else self.steps),
+            ("sampled_prompts", self.sampled_prompts), ("undo_selection", self.undo_selection),
+        ):  # fmt: skip
+            if value:
+                told = "set" if name == "planner" else str(value).lower()
+                yield Problem(
+                    f"exploration.{name}", told, "nothing with exploration.rungs",
+                    "Previews that stop at rungs are rollouts of a fixed number of seeds, chosen by rank: leave "
+                    "one of the two keys out.",
+                )  # fmt: skip
+        if self.draws:
+            yield Problem(
+                "exploration.policy", self.policy, "one that ranks, with exploration.rungs",
+                "What stops is what ranks in the middle: set max_variance, top_and_bottom or top.",
+            )  # fmt: skip
+        seeds = max(self.arms(group_size, steps)[0])
+        if not group_size <= finishers < seeds:
+            yield Problem(
+                "exploration.finishers", str(finishers),
+                f"{section}.group_size = {group_size} or more, and less than {self.seeds_key} = {seeds}",
+                "So many run to their end, and the group is chosen from them: preview more seeds, or lower it.",
             )  # fmt: skip
 
     @property
@@ -242,6 +295,18 @@ class ExplorationConfig(SeedChoiceConfig):
         rollout = run.rollout
         yield from self._arm_problems(run)
         yield from self.seed_problems(rollout.group_size, rollout.steps, "rollout")
+        if self.rungs is not None and not self.makes_rollouts(rollout.true_cfg_scale):
+            yield Problem(
+                "exploration.rungs", str(list(self.rungs)),
+                "nothing with where=idle, guidance, step_cache or dtype",
+                "What goes on past the rungs is kept as a rollout, which must be made by the same weights and as "
+                "exactly: leave these keys out.",
+            )  # fmt: skip
+        if self.rungs is not None and run.pipeline.baseline == "exploration":
+            yield Problem(
+                "pipeline.baseline", "exploration", "'group' or 'slice' with exploration.rungs",
+                "The rewards of previews that stopped are not known.",
+            )  # fmt: skip
         if self.sampled_prompts > rollout.prompts_per_iteration:
             yield Problem(
                 "exploration.sampled_prompts", str(self.sampled_prompts),

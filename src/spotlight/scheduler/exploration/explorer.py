@@ -114,6 +114,7 @@ class Explorer:
             busy_s = open_s if window.unscored else window.scored_s - window.opened_s
             scored = len(window.scores)
             self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored))
+        halving = {"stopped": window.stopped, "steps_saved": window.steps_saved} if plan.rungs else {}
         self.report = self._decided | {
             "arm": window.arm and window.arm.name,
             "version": window.version,
@@ -122,10 +123,11 @@ class Explorer:
                 "workers": window.workers,
                 "prompts": sum(slot < plan.prompts_per_iteration for slot in window.prompts),
                 "planned": window.planned,
-                "issued": len(window.rollouts),
+                "issued": len(window.rollouts) + window.stopped,
                 "scored": len(window.scores),
                 "cut_off": window.cut_off,
             },
+            **({"halving": halving} if halving else {}),
             "selection": {
                 "policy": exploration.policy,
                 "replaced_prompts": choice.replaced,

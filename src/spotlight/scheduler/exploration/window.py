@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.exploration.evidence import GroupEvidence
+from spotlight.scheduler.exploration.halving import Rung, pool_variance, stopped
 from spotlight.scheduler.exploration.selection import (
     Selection,
     SelectionPolicy,
@@ -138,6 +139,9 @@ class Window:
         issued: by slot, pool-deepening previews included.
         replaced: slots without contrast that have a spare prompt.
         pools: seeds of scored previews, by slot.
+        looks: reward of every seed's predicted sample at the first rung, by score name and slot.
+        at_rung: scores of the previews of a slot that wait at a rung.
+        stopped: number that ended at a rung; ``steps_saved``: those that they did not take.
         scored_s: time of the last score.
         is_full: no slot can be deepened, until a spare prompt is added.
     """
@@ -158,6 +162,10 @@ class Window:
     issued: Counter[int] = field(default_factory=Counter)
     replaced: set[int] = field(default_factory=set)
     pools: dict[int, dict[RolloutId, int]] = field(default_factory=dict)
+    looks: dict[int, dict[int, Mapping[str, float]]] = field(default_factory=dict)
+    at_rung: dict[int, dict[RolloutId, Mapping[str, float]]] = field(default_factory=dict)
+    stopped: int = 0
+    steps_saved: int = 0
     scored_s: float = 0.0
     is_full: bool = False
 
@@ -179,10 +187,48 @@ class Window:
 
     def drop(self, rollout: RolloutId) -> None:
         """Remove a preview that will not be scored."""
+        self.looks.get(self.slots[rollout], {}).pop(self.rollouts[rollout].seed, None)
+        self._remove(rollout)
+
+    def _remove(self, rollout: RolloutId) -> None:
         if rollout in self.unscored:
             self.open[self.slots[rollout]] -= self._planned(self.rollouts[rollout])
         self.unscored.discard(rollout)
         del self.rollouts[rollout], self.slots[rollout]
+
+    def look(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
+        """Record the scores of a preview that waits at a rung."""
+        slot, seed = self.slots[rollout], self.rollouts[rollout].seed
+        self.looks.setdefault(slot, {}).setdefault(seed, scores)
+        self.at_rung.setdefault(slot, {})[rollout] = scores
+
+    def climb(
+        self, slot: int, rungs: Sequence[Rung], policy: SelectionPolicy
+    ) -> tuple[list[RolloutId], list[RolloutId]]:
+        """Decide a slot's rung, once all of its previews that are left have been looked at.
+
+        Returns:
+            Those that go on, and those that stop; both in the order of their ids.
+        """
+        waiting = self.at_rung.get(slot, {})
+        if not waiting or len(waiting) < self.open[slot]:
+            return [], []
+        del self.at_rung[slot]
+        names = sorted(waiting)
+        step = self.rollouts[names[0]].pause
+        goes_on = next(rung.goes_on for rung in rungs if rung.step == step)
+        rewards = {self.rollouts[name].seed: waiting[name][REWARD] for name in names}
+        ends = stopped(rewards, goes_on, policy)
+        return (
+            [name for name in names if self.rollouts[name].seed not in ends],
+            [name for name in names if self.rollouts[name].seed in ends],
+        )
+
+    def stop(self, rollout: RolloutId) -> None:
+        """End a preview at its rung."""
+        self.stopped += 1
+        self.steps_saved += self.rollouts[rollout].steps - self.rollouts[rollout].until
+        self._remove(rollout)
 
     def replace(self, slot: int, new: int, spare: Prompt) -> None:
         """Add a spare prompt's slot for one without contrast."""
@@ -312,17 +358,32 @@ def _group(window: Window, slot: int, selection: Selection) -> ExploredGroup:
     # Scores missing from some preview cannot be compared over the pool.
     names = [name for name in next(iter(scores.values())) if all(name in one for one in scores.values())]
     finite = [name for name in names if all(math.isfinite(one[name]) for one in scores.values())]
+    looks = window.looks.get(slot, {})
+    variance = {
+        name: _variance(
+            {seed: one[name] for seed, one in scores.items()},
+            {seed: one.get(name, math.nan) for seed, one in looks.items()},
+        )
+        for name in finite
+    }
     return ExploredGroup(
         prompt=window.prompts[slot].id,
         seeds=selection.seeds,
         previews=tuple({name: scores[seed][name] for name in finite} for seed in selection.seeds),
         drawn=selection.kept_at_random,
         inclusion=selection.inclusion,
-        pool=len(scores),
-        pool_variance={name: sample_variance([one[name] for one in scores.values()]) for name in finite},
+        pool=len(scores.keys() | looks.keys()),
+        pool_variance=variance,
         unchosen=tuple(
             {name: one[name] for name in finite}
             for seed, one in scores.items()
             if seed not in selection.seeds
         ),
     )
+
+
+def _variance(rewards: Mapping[int, float], looks: Mapping[int, float]) -> float:
+    """Of the pool's rewards by seed, of which some are known by their ``looks`` alone."""
+    if looks.keys() <= rewards.keys() or not all(map(math.isfinite, looks.values())):
+        return sample_variance(list(rewards.values()))
+    return pool_variance(looks, rewards)

@@ -100,6 +100,14 @@ CHECKS = (
         """,
     ),
     Check(
+        "stopped-early",
+        "previews that stopped early, and were finished or kept",
+        """
+        SELECT rollout FROM outcomes WHERE reason = 'stopped_early'
+            AND (purpose <> 'explore' OR rollout IN (SELECT rollout FROM samples))
+        """,
+    ),
+    Check(
         "trained-once",
         "trained samples whose optimizer step is not there exactly once",
         """

@@ -8,6 +8,7 @@ controller record that made it. Constraints enforce the accounting:
 - a trained rollout was finished, and its optimizer step exists by the end of the transaction;
 - a sample left out by choice was finished, for training;
 - a rollout is finished once, by the policy version it requires, and each of its scores is recorded once;
+- only previews stop early;
 - a preview is kept as the sample of at most one rollout (``kept_previews``, part of the sample's record).
 
 The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds, scorers, leases)
@@ -21,10 +22,10 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 UPGRADABLE_VERSION = 2
 """Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``, ``scorers``, ``leases``
-and ``kept_previews``, and ``outcomes`` refuses samples left out by choice.
+and ``kept_previews``, and ``outcomes`` refuses samples left out by choice and previews that stopped early.
 """
 APPLICATION_ID = 0x53504F54
 """Identifies the file as a Spotlight ledger (``SPOT``), so that another database is refused."""
@@ -101,6 +102,7 @@ CREATE TABLE outcomes (
     CHECK ((kind = 'trained') = (optimizer_step IS NOT NULL)),
     CHECK ((kind = 'dropped') = (reason IS NOT NULL AND detail IS NOT NULL)),
     CHECK (reason IS NULL OR reason NOT IN ({BY_CHOICE}) OR purpose = 'train'),
+    CHECK (reason IS NOT '{DropReason.STOPPED_EARLY.value}' OR purpose = 'explore'),
     CHECK (kind = 'dropped'
         OR kind || ' ' || purpose IN ('trained train', 'evaluated eval', 'explored explore'))
 ) STRICT;
@@ -354,6 +356,7 @@ _ADDED = {
     7: _INCIDENTS_AGAIN + _LEASES,
     8: _INCIDENTS_AGAIN,
     9: _KEPT,
+    10: _OUTCOMES_AGAIN,
 }
 """What each version added."""
 

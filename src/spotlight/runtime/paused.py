@@ -1,0 +1,61 @@
+"""Previews that have paused at a rung of successive halving, in the process that makes them.
+
+Invariant: every rank holds the state of every paused rollout, since any of them may be given the next part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from spotlight.rollout.serialization import pack_state, unpack_state
+from spotlight.rollout.state import RolloutState
+from spotlight.scheduler.types import Rollout, RolloutId
+from spotlight.training.sharding import Ranks
+
+
+@dataclass(slots=True)
+class PausedRollouts:
+    """States by rollout. See the module's docstring."""
+
+    _states: dict[RolloutId, RolloutState] = field(default_factory=dict)
+
+    def of(self, rollouts: Iterable[Rollout]) -> dict[RolloutId, RolloutState]:
+        """The states from which those of these rollouts go on that have paused."""
+        return {
+            rollout.id: dataclasses.replace(self._states[rollout.id], rollout=rollout)
+            for rollout in rollouts
+            if rollout.id in self._states
+        }
+
+    def keep(self, states: Iterable[RolloutState]) -> None:
+        """Keep those that have paused; those that ended are let go."""
+        for state in states:
+            if state.rollout.pause is None:
+                self._states.pop(state.rollout.id, None)
+            else:
+                self._states[state.rollout.id] = state
+
+    def share(self, ranks: Ranks, mine: Sequence[Rollout], device: torch.device) -> None:
+        """Give the other ranks the states of ``mine``, and take theirs."""
+        paused = [self._states[rollout.id] for rollout in mine if rollout.pause is not None]
+        if ranks.world == 1:
+            return
+        for others in ranks.share([(state.recipe, pack_state(state)) for state in paused]):
+            self.keep(unpack_state(packed, recipe, device) for recipe, packed in others)
+
+    def forget(self, rollouts: Iterable[RolloutId]) -> None:
+        """Let go of discarded rollouts."""
+        for rollout in rollouts:
+            self._states.pop(rollout, None)
+
+
+def legs(rollouts: Sequence[Rollout], resume: Mapping[RolloutId, int]) -> list[tuple[Rollout, ...]]:
+    """The rollouts of a lease by the steps that they have to take: ranks run equally many forwards of each."""
+    found: dict[tuple[int, int], list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault((resume.get(rollout.id, 0), rollout.until), []).append(rollout)
+    return [tuple(leg) for leg in found.values()]

@@ -1,0 +1,46 @@
+"""Previews that stop early: the middle of their prompt's rewards, and no more than was planned."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from spotlight.scheduler.records import SampleDropped
+from spotlight.scheduler.types import Purpose, Rollout, RolloutId
+from spotlight.simulation.scenario import Scenario
+
+
+def check_stopped(
+    scenario: Scenario,
+    stopped: Collection[SampleDropped],
+    issued: Mapping[RolloutId, Rollout],
+    ended: Collection[RolloutId],
+    finished: Collection[RolloutId],
+) -> None:
+    """Raise AssertionError unless these previews, all that stop at one event, are those that should.
+
+    Args:
+        ended: ids of rollouts with an outcome, ``stopped`` included.
+    """
+    slots: dict[str, list[SampleDropped]] = defaultdict(list)
+    for record in stopped:
+        assert issued[record.rollout].purpose is Purpose.EXPLORE, f"{record.rollout} is no preview, and stops"
+        assert record.rollout not in finished, f"{record.rollout} stops after its end"
+        slots[record.rollout.rpartition("-")[0]].append(record)
+    plan = scenario.plan
+    assert not stopped or plan.exploration is not None
+    for slot, records in slots.items():
+        (step,) = {int(record.detail.split()[4]) for record in records}
+        left = [name for name in issued if name.rpartition("-")[0] == slot and name not in ended]
+        (goes_on,) = [rung.goes_on for rung in plan.rungs if rung.step == step]
+        assert len(left) == goes_on, f"{len(left)} previews of {slot} go on at step {step}, not {goes_on}"
+        seen = {
+            name: scenario.rewards.reward(replace(issued[name], pause=step), plan)
+            for name in (*left, *(record.rollout for record in records))
+        }
+        ends = [seen[record.rollout] for record in records]
+        rewards = [seen[name] for name in left]
+        assert max(ends) <= max(rewards), f"the best preview of {slot} stops at step {step}"
+        lowest = plan.exploration is None or plan.exploration.policy == "top"
+        assert lowest or min(ends) >= min(rewards), f"the worst preview of {slot} stops at step {step}"
