@@ -371,9 +371,7 @@ class ReferenceModel:
                 self._check_early(rollout)
             assert replace(rollout, pause=None) == self._known(rollout.id), f"granted is {rollout}"
             if rollout.pause is not None:
-                assert grant.resume.get(rollout.id, 0) < rollout.pause, (
-                    f"{rollout.id} has paused there"
-                )
+                assert grant.resume.get(rollout.id, 0) < rollout.pause, f"{rollout.id} has paused there"
             assert again or rollout.version == self.expected.published, f"{rollout} is begun with old weights"
             assert not plan.keeps_previews or self.expected.preview_of(rollout) is None, (
                 f"{rollout.id} is made again after it was previewed"

@@ -270,6 +270,7 @@ ADDED = {
     6: "DROP TABLE kept_previews; DROP TABLE leases",
     7: "DROP TABLE kept_previews",
     8: "DROP TABLE kept_previews",
+    9: "",
 }
 
 

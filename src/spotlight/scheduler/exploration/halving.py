@@ -14,8 +14,9 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.exploration.evidence import GroupEvidence, fit_lines
@@ -73,23 +74,26 @@ def stopped(looks: Mapping[int, float], goes_on: int, policy: SelectionPolicy) -
     return frozenset(looks.keys() - set(selection.seeds))
 
 
-def pool_variance(looks: Mapping[int, float], finished: Mapping[int, float]) -> float:
+def pool_variance(looks: Sequence[Mapping[int, float]], finished: Mapping[int, float]) -> float:
     """Variance that the whole pool's rewards would have, from those of the seeds that ran to their end.
 
-    Only looks decided which these are, so that the line of final rewards over looks is not biased by that
-    (:mod:`.evidence`); with several rungs those of later ones decided too, and it is approximate.
+    Rung by rung: what goes on was chosen by its look, so that the line of the next rewards over these looks
+    is not biased by that (:mod:`.evidence`). Right if earlier looks tell nothing that the latest does not.
 
     Args:
-        looks: rewards at the first rung, of all of the pool.
-        finished: final rewards, of some of these seeds.
+        looks: rewards by seed at each rung; the first has all of the pool.
+        finished: final rewards.
     """
-    everyone = [looks[seed] for seed in sorted(looks)]
-    seeds = sorted(finished.keys() & looks.keys())
-    left = GroupEvidence(
-        len(everyone),
-        sample_variance(everyone),
-        tuple(looks[seed] for seed in seeds),
-        tuple(finished[seed] for seed in seeds),
-    )
-    (line,) = fit_lines([left])
-    return left.pool_variance if line is None else max(0.0, line.pool_variance(left))
+    stages = [*looks, finished]
+    variance = sample_variance([looks[0][seed] for seed in sorted(looks[0])])
+    for before, after in pairwise(stages):
+        seeds = sorted(before.keys() & after.keys())
+        left = GroupEvidence(
+            len(before),
+            variance,
+            tuple(before[seed] for seed in seeds),
+            tuple(after[seed] for seed in seeds),
+        )
+        (line,) = fit_lines([left])
+        variance = variance if line is None else max(0.0, line.pool_variance(left))
+    return variance

@@ -139,7 +139,7 @@ class Window:
         issued: by slot, pool-deepening previews included.
         replaced: slots without contrast that have a spare prompt.
         pools: seeds of scored previews, by slot.
-        looks: reward of every seed's predicted sample at the first rung, by score name and slot.
+        looks: scores of predicted samples, by slot, rung and seed; without previews that were lost.
         at_rung: scores of the previews of a slot that wait at a rung.
         stopped: number that ended at a rung; ``steps_saved``: those that they did not take.
         scored_s: time of the last score.
@@ -162,7 +162,7 @@ class Window:
     issued: Counter[int] = field(default_factory=Counter)
     replaced: set[int] = field(default_factory=set)
     pools: dict[int, dict[RolloutId, int]] = field(default_factory=dict)
-    looks: dict[int, dict[int, Mapping[str, float]]] = field(default_factory=dict)
+    looks: dict[int, dict[int, dict[int, Mapping[str, float]]]] = field(default_factory=dict)
     at_rung: dict[int, dict[RolloutId, Mapping[str, float]]] = field(default_factory=dict)
     stopped: int = 0
     steps_saved: int = 0
@@ -187,7 +187,8 @@ class Window:
 
     def drop(self, rollout: RolloutId) -> None:
         """Remove a preview that will not be scored."""
-        self.looks.get(self.slots[rollout], {}).pop(self.rollouts[rollout].seed, None)
+        for looks in self.looks.get(self.slots[rollout], {}).values():
+            looks.pop(self.rollouts[rollout].seed, None)
         self._remove(rollout)
 
     def _remove(self, rollout: RolloutId) -> None:
@@ -198,8 +199,8 @@ class Window:
 
     def look(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
         """Record the scores of a preview that waits at a rung."""
-        slot, seed = self.slots[rollout], self.rollouts[rollout].seed
-        self.looks.setdefault(slot, {}).setdefault(seed, scores)
+        slot, seed, step = self.slots[rollout], self.rollouts[rollout].seed, self.rollouts[rollout].until
+        self.looks.setdefault(slot, {}).setdefault(step, {})[seed] = scores
         self.at_rung.setdefault(slot, {})[rollout] = scores
 
     def climb(
@@ -358,21 +359,16 @@ def _group(window: Window, slot: int, selection: Selection) -> ExploredGroup:
     # Scores missing from some preview cannot be compared over the pool.
     names = [name for name in next(iter(scores.values())) if all(name in one for one in scores.values())]
     finite = [name for name in names if all(math.isfinite(one[name]) for one in scores.values())]
-    looks = window.looks.get(slot, {})
-    variance = {
-        name: _variance(
-            {seed: one[name] for seed, one in scores.items()},
-            {seed: one.get(name, math.nan) for seed, one in looks.items()},
-        )
-        for name in finite
-    }
+    looks = [window.looks[slot][step] for step in sorted(window.looks[slot])] if slot in window.looks else []
+    everyone = scores.keys() | (looks[0].keys() if looks else set())
+    variance = {name: _variance(name, looks, scores) for name in finite}
     return ExploredGroup(
         prompt=window.prompts[slot].id,
         seeds=selection.seeds,
         previews=tuple({name: scores[seed][name] for name in finite} for seed in selection.seeds),
         drawn=selection.kept_at_random,
         inclusion=selection.inclusion,
-        pool=len(scores.keys() | looks.keys()),
+        pool=len(everyone),
         pool_variance=variance,
         unchosen=tuple(
             {name: one[name] for name in finite}
@@ -382,8 +378,13 @@ def _group(window: Window, slot: int, selection: Selection) -> ExploredGroup:
     )
 
 
-def _variance(rewards: Mapping[int, float], looks: Mapping[int, float]) -> float:
-    """Of the pool's rewards by seed, of which some are known by their ``looks`` alone."""
-    if looks.keys() <= rewards.keys() or not all(map(math.isfinite, looks.values())):
-        return sample_variance(list(rewards.values()))
-    return pool_variance(looks, rewards)
+def _variance(
+    name: str, looks: Sequence[Mapping[int, Mapping[str, float]]], scores: Mapping[int, Mapping[str, float]]
+) -> float:
+    """Of the pool's scores ``name``; of seeds that stopped, only the looks are known."""
+    finished = {seed: one[name] for seed, one in scores.items()}
+    seen = [{seed: one.get(name, math.nan) for seed, one in rung.items()} for rung in looks]
+    known = all(math.isfinite(value) for rung in seen for value in rung.values())
+    if not looks or looks[0].keys() <= scores.keys() or not known:
+        return sample_variance(list(finished.values()))
+    return pool_variance(seen, finished)
