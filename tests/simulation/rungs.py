@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+from spotlight.scheduler.exploration.halving import rungs_of
 from spotlight.scheduler.records import SampleDropped
 from spotlight.scheduler.types import Purpose, Rollout, RolloutId
 from spotlight.simulation.scenario import Scenario
@@ -28,12 +29,12 @@ def check_stopped(
         assert issued[record.rollout].purpose is Purpose.EXPLORE, f"{record.rollout} is no preview, and stops"
         assert record.rollout not in finished, f"{record.rollout} stops after its end"
         slots[record.rollout.rpartition("-")[0]].append(record)
-    plan = scenario.plan
-    assert not stopped or plan.exploration is not None
+    plan, explores = scenario.plan, scenario.plan.exploration
+    rungs = rungs_of(explores, plan.group_size, plan.rollout_steps) if explores else ()
     for slot, records in slots.items():
         (step,) = {int(record.detail.split()[4]) for record in records}
         left = [name for name in issued if name.rpartition("-")[0] == slot and name not in ended]
-        (goes_on,) = [rung.goes_on for rung in plan.rungs if rung.step == step]
+        (goes_on,) = [rung.goes_on for rung in rungs if rung.step == step]
         assert len(left) == goes_on, f"{len(left)} previews of {slot} go on at step {step}, not {goes_on}"
         seen = {
             name: scenario.rewards.reward(replace(issued[name], pause=step), plan)
@@ -42,5 +43,5 @@ def check_stopped(
         ends = [seen[record.rollout] for record in records]
         rewards = [seen[name] for name in left]
         assert max(ends) <= max(rewards), f"the best preview of {slot} stops at step {step}"
-        lowest = plan.exploration is None or plan.exploration.policy == "top"
-        assert lowest or min(ends) >= min(rewards), f"the worst preview of {slot} stops at step {step}"
+        best_alone = explores is not None and explores.policy == "top"
+        assert best_alone or min(ends) >= min(rewards), f"the worst preview of {slot} stops at step {step}"

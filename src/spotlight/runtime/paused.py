@@ -54,7 +54,7 @@ class PausedRollouts:
 
 
 def legs(rollouts: Sequence[Rollout], resume: Mapping[RolloutId, int]) -> list[tuple[Rollout, ...]]:
-    """The rollouts of a lease by the steps that they have to take: ranks run equally many forwards of each."""
+    """The rollouts of a lease by the steps they have to take: ranks run equally many forwards of each."""
     found: dict[tuple[int, int], list[Rollout]] = {}
     for rollout in rollouts:
         found.setdefault((resume.get(rollout.id, 0), rollout.until), []).append(rollout)

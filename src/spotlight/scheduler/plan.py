@@ -15,7 +15,6 @@ from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
 from spotlight.scheduler.exploration.bandit import Arm, arm_grid
-from spotlight.scheduler.exploration.halving import Rung, rungs_of
 from spotlight.scheduler.types import Prompt, PromptId, WeightKind
 
 
@@ -139,12 +138,6 @@ class Plan:
         if self.exploration is None:
             return ()
         return arm_grid(*self.exploration.arms(self.group_size, self.rollout_steps))
-
-    @property
-    def rungs(self) -> tuple[Rung, ...]:
-        """Where previews stop early; none without halving."""
-        explores = self.exploration
-        return () if explores is None else rungs_of(explores, self.group_size, self.rollout_steps)
 
     @property
     def pool_max(self) -> int | None:

@@ -25,7 +25,6 @@ from spotlight.scheduler.effects import DiscardSamples, Effect, KeepPreview, Rep
 from spotlight.scheduler.exploration.explorer import Explorer
 from spotlight.scheduler.exploration.halving import next_pause
 from spotlight.scheduler.exploration.kept import KeptPreviews
-from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.exploration.window import Window
 from spotlight.scheduler.group_gate import GroupProgress
 from spotlight.scheduler.iteration import (
@@ -270,7 +269,7 @@ class Rollouts:
         steps, prompts = window.arm.steps, window.prompts
         previews = preview_rollouts(self.plan, members, prompts, steps, window.iteration, window.version)
         for slot, prompt, rollout in previews:
-            paused = replace(rollout, pause=next_pause(self.plan.rungs, 0))
+            paused = replace(rollout, pause=next_pause(window.rungs, 0))
             window.issue(slot, paused)
             self.ledger.issue(rollout, prompt)
             self.queue.add([paused])
@@ -283,15 +282,12 @@ class Rollouts:
 
     def _climb(self, slot: int) -> None:
         """Let the previews of a prompt go on or stop, if they have all come to a rung."""
-        plan, window = self.plan, self.window
-        if not plan.rungs:
-            return
-        assert plan.exploration is not None
-        policy = SelectionPolicy(plan.exploration.policy)
-        go_on, ends = window.climb(slot, plan.rungs, policy)
+        assert self.explorer is not None
+        window = self.window
+        go_on, ends = self.explorer.climb(slot)
         for name in go_on:
             paused = window.rollouts[name]
-            window.rollouts[name] = onwards = replace(paused, pause=next_pause(plan.rungs, paused.until))
+            window.rollouts[name] = onwards = replace(paused, pause=next_pause(window.rungs, paused.until))
             window.finished.discard(name)
             self.queue.go_on(onwards, paused.until)
         for name in ends:

@@ -194,7 +194,7 @@ class SeedChoiceConfig(Section):
             if self.finishers is not None:
                 yield Problem(
                     "exploration.finishers", str(self.finishers), "nothing without exploration.rungs",
-                    "Without rungs all previews are made to their end: set exploration.rungs, or leave it out.",
+                    "Without rungs all previews are made to their end: set rungs, or leave it out.",
                 )  # fmt: skip
             return
         key, found = "exploration.rungs", str(list(rungs))
@@ -211,8 +211,8 @@ class SeedChoiceConfig(Section):
                 told = "set" if name == "planner" else str(value).lower()
                 yield Problem(
                     f"exploration.{name}", told, "nothing with exploration.rungs",
-                    "Previews that stop at rungs are rollouts of a fixed number of seeds, chosen by rank: leave "
-                    "one of the two keys out.",
+                    "Previews that stop at rungs are rollouts of a fixed number of seeds, chosen by rank: "
+                    "leave one of the two keys out.",
                 )  # fmt: skip
         if self.draws:
             yield Problem(
@@ -224,7 +224,7 @@ class SeedChoiceConfig(Section):
             yield Problem(
                 "exploration.finishers", str(finishers),
                 f"{section}.group_size = {group_size} or more, and less than {self.seeds_key} = {seeds}",
-                "So many run to their end, and the group is chosen from them: preview more seeds, or lower it.",
+                "So many run to their end, and the group is chosen from them: preview more, or lower it.",
             )  # fmt: skip
 
     @property
@@ -299,8 +299,8 @@ class ExplorationConfig(SeedChoiceConfig):
             yield Problem(
                 "exploration.rungs", str(list(self.rungs)),
                 "nothing with where=idle, guidance, step_cache or dtype",
-                "What goes on past the rungs is kept as a rollout, which must be made by the same weights and as "
-                "exactly: leave these keys out.",
+                "What goes on past the rungs is kept as a rollout, made by the same weights and as exactly: "
+                "leave these keys out.",
             )  # fmt: skip
         if self.rungs is not None and run.pipeline.baseline == "exploration":
             yield Problem(

@@ -18,12 +18,14 @@ from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
 from spotlight.scheduler.exploration.contrast import contrast
 from spotlight.scheduler.exploration.decayed_mean import section
 from spotlight.scheduler.exploration.fidelity import Trust, fidelity
+from spotlight.scheduler.exploration.halving import rungs_of
 from spotlight.scheduler.exploration.planner import ArmPolicy, FixedArm, Lesson, Outlook, Planner
+from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.exploration.window import Choice, ExploredGroup, Window, choose, flat
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import spares_of_iteration
-from spotlight.scheduler.types import PolicyVersion, Prompt
+from spotlight.scheduler.types import PolicyVersion, Prompt, RolloutId
 
 
 class Explorer:
@@ -69,7 +71,8 @@ class Explorer:
         decision = self.policy.decide(Outlook(iteration, len(explored), workers))
         self._planned = list(prompts)
         self._decided = {"iteration": iteration, "decision": dict(decision.metrics)}
-        self.window = Window(iteration, decision.arm, version, now, workers, explored)
+        rungs = rungs_of(self._exploration, self._plan.group_size, self._plan.rollout_steps)
+        self.window = Window(iteration, decision.arm, version, now, workers, rungs, explored)
         self.window.scored_s = now
         return self.window
 
@@ -88,6 +91,10 @@ class Explorer:
         new = plan.prompts_per_iteration + spares
         window.replace(slot, new, found[spares])
         return new, found[spares]
+
+    def climb(self, slot: int) -> tuple[list[RolloutId], list[RolloutId]]:
+        """Previews of a slot that go on from a rung, and those that stop there, once all have been seen."""
+        return self.window.climb(slot, SelectionPolicy(self._exploration.policy))
 
     def deepen(self) -> dict[int, range]:
         """The next round of extra previews: members by slot."""
@@ -114,7 +121,7 @@ class Explorer:
             busy_s = open_s if window.unscored else window.scored_s - window.opened_s
             scored = len(window.scores)
             self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored))
-        halving = {"stopped": window.stopped, "steps_saved": window.steps_saved} if plan.rungs else {}
+        halving = {"stopped": window.stopped, "steps_saved": window.steps_saved} if window.rungs else {}
         self.report = self._decided | {
             "arm": window.arm and window.arm.name,
             "version": window.version,

@@ -134,6 +134,7 @@ class Window:
     Attributes:
         opened_s: controller time; None while closed.
         workers: number that could explore when it opened.
+        rungs: where previews pause; none without successive halving.
         prompts: by slot; slots beyond the iteration's hold spare prompts.
         unscored: neither scored nor dropped; ``open`` counts those planned by the arm, by slot.
         issued: by slot, pool-deepening previews included.
@@ -151,6 +152,7 @@ class Window:
     version: PolicyVersion = _START
     opened_s: float | None = None
     workers: int = 0
+    rungs: tuple[Rung, ...] = ()
     prompts: dict[int, Prompt] = field(default_factory=dict)
     rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
     slots: dict[RolloutId, int] = field(default_factory=dict)
@@ -203,9 +205,7 @@ class Window:
         self.looks.setdefault(slot, {}).setdefault(step, {})[seed] = scores
         self.at_rung.setdefault(slot, {})[rollout] = scores
 
-    def climb(
-        self, slot: int, rungs: Sequence[Rung], policy: SelectionPolicy
-    ) -> tuple[list[RolloutId], list[RolloutId]]:
+    def climb(self, slot: int, policy: SelectionPolicy) -> tuple[list[RolloutId], list[RolloutId]]:
         """Decide a slot's rung, once all of its previews that are left have been looked at.
 
         Returns:
@@ -217,7 +217,7 @@ class Window:
         del self.at_rung[slot]
         names = sorted(waiting)
         step = self.rollouts[names[0]].pause
-        goes_on = next(rung.goes_on for rung in rungs if rung.step == step)
+        goes_on = next(rung.goes_on for rung in self.rungs if rung.step == step)
         rewards = {self.rollouts[name].seed: waiting[name][REWARD] for name in names}
         ends = stopped(rewards, goes_on, policy)
         return (
