@@ -20,7 +20,7 @@ from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice, divisors
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario
+from spotlight.simulation.scenario import NodeEvent, OnDemandOffer, PriceChanged, Scenario
 from spotlight.simulation.virtual_rewards import RewardModel
 from tests.simulation.faults import Fault, FaultKind, draw_faults
 
@@ -76,6 +76,7 @@ def draw_trial(seed: int) -> Trial:
         commit_every=source.choice([1, 2, 3]),
         rewards=RewardModel(flat_share=0.3),
     )
+    scenario = _with_machines(seed, scenario)
     faults = draw_faults(source, source.choice([0, 2, 6, 12, 20]), source.choice([60, 200, 500]))
     if source.random() < 0.4:
         bad = Fault(FaultKind.BAD_NETWORK, 1, source.random(), 300.0, source.choice([0.1, 0.3, 0.3]))
@@ -84,6 +85,20 @@ def draw_trial(seed: int) -> Trial:
         faults = (Fault(FaultKind.SILENT_REWARDS, 1, source.random(), 300.0, 0.2), *faults)
     faults = (*faults, *_draw_moves(seed, plan))
     return Trial(seed, scenario, faults, poll_s=source.choice([5.0, 15.0]))
+
+
+def _with_machines(seed: int, scenario: Scenario) -> Scenario:
+    """With machines that boot and nodes on demand, perhaps; drawn apart, so that it changes nothing else of a
+    trial.
+    """
+    source = random.Random(f"machines {seed}")
+    scenario = replace(scenario, boot_s=source.choice([0.0, 0.0, 3.0, 20.0]))
+    plan = scenario.plan
+    if not plan.cluster.learner_moves or source.random() < 0.4:
+        return scenario
+    name, even = _node("on-demand", NodeKind.ON_DEMAND, plan.ranks, False, True), source.random() < 0.3
+    offer = OnDemandOffer(name, source.choice([0.0, 15.0, 60.0]), source.choice([0.0, 10.0, 60.0]))
+    return replace(scenario, on_demand=offer, ranks_roll_out=source.random() < 0.5, even_ranks=even)
 
 
 def _draw_prices(seed: int, nodes: list[Node]) -> list[tuple[float, NodeEvent]]:

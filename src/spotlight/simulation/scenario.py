@@ -9,7 +9,7 @@ from typing import TypeAlias
 from spotlight.scheduler.effects import ReportPipeline
 from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed, NoticeCancelled
 from spotlight.scheduler.plan import Plan
-from spotlight.scheduler.types import NodeId, NodeKind, Phase
+from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
 from spotlight.simulation.costs import CostModel
 from spotlight.simulation.virtual_rewards import RewardModel
 
@@ -26,12 +26,30 @@ NodeEvent: TypeAlias = NodeJoined | NodeNoticed | NoticeCancelled | NodeLost | P
 
 
 @dataclass(frozen=True, slots=True)
+class OnDemandOffer:
+    """A node on demand for a learner that moves.
+
+    Attributes:
+        node: as it joins; its name gets a number.
+        after_s, back_after_s: see :class:`~spotlight.scheduler.learner.on_demand_policy.OnDemandPolicy`.
+    """
+
+    node: Node
+    after_s: float
+    back_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Scenario:
     """One simulated run.
 
     Attributes:
         nodes: node events as (seconds, event), ascending; training nodes join at 0, unless the
             learner moves.
+        boot_s: from a machine's arrival, billed, until the cluster can use it; what is there at 0 s has booted.
+        on_demand: for a learner that moves; None: it waits for spot nodes.
+        ranks_roll_out: GPUs of a learner that moves also roll out while it waits.
+        even_ranks: it has equally many ranks on each node.
         train_prompts: number of training prompts.
         test_prompts: number of held-out prompts per evaluation.
         seed: of the noise on durations; the plan's run seed fixes everything else.
@@ -52,6 +70,10 @@ class Scenario:
     until_s: float | None = None
     rewards: RewardModel = field(default_factory=RewardModel)
     timelines: bool = False
+    boot_s: float = 0.0
+    on_demand: OnDemandOffer | None = None
+    ranks_roll_out: bool = False
+    even_ranks: bool = False
 
     def __post_init__(self) -> None:
         times = [at_s for at_s, _ in self.nodes]
@@ -61,6 +83,8 @@ class Scenario:
         ranks = sum(node.gpus for node in first if node.trains)
         if self.plan.cluster.learner_moves:
             self._require_no_roles()
+        elif self.on_demand is not None:
+            raise ValueError("only a learner that moves takes a node on demand; set learner_moves")
         elif ranks != self.plan.ranks:
             raise ValueError(
                 f"the plan has {self.plan.ranks} learner ranks, but the nodes that train and join at 0 s "
@@ -138,7 +162,8 @@ class SimulationResult:
         phase_s: GPU-seconds by kind of node and phase; LOST is repeated work.
         cost_usd: the same, priced.
         gpus: empty unless the scenario asked for timelines.
-        preemptions: nodes lost.
+        preemptions: nodes lost, but for those on demand.
+        on_demand: nodes on demand that were taken.
         notices: notices given.
         events: handled by the controller.
         explorations: from :class:`~spotlight.scheduler.effects.ReportExploration`, in order, including undone
@@ -165,3 +190,4 @@ class SimulationResult:
     log_hash: str
     explorations: tuple[Mapping[str, object], ...] = ()
     overlaps: tuple[ReportPipeline, ...] = ()
+    on_demand: int = 0

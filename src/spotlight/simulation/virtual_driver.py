@@ -30,17 +30,17 @@ from spotlight.scheduler.types import (
     PromptId,
     WorkerId,
 )
+from spotlight.simulation.machines.booting import BootingMachines
 from spotlight.simulation.disturbances import Network, TimingNoise
 from spotlight.simulation.gpu_accounts import GpuAccounts, GpuSwitches
+from spotlight.simulation.run_result import result_of
 from spotlight.simulation.scenario import IterationTimes, NodeEvent, PriceChanged, Scenario, SimulationResult
 from spotlight.simulation.virtual_learner import VirtualLearner, VirtualStore
-from spotlight.simulation.virtual_places import VirtualPlaces
+from spotlight.simulation.machines.virtual_on_demand import VirtualOnDemand
+from spotlight.simulation.machines.virtual_places import VirtualPlaces
 from spotlight.simulation.virtual_processes import VirtualProcess, VirtualWeights
 from spotlight.simulation.virtual_rewards import judged
 from spotlight.simulation.virtual_workers import ImageCosts, Receipt, VirtualWorkers
-
-CLUSTER = WorkerId("cluster")
-"""Worker id under which the GPU-seconds of all nodes are reported."""
 
 FIND_S, END_S = 0.5, 1.0
 """Until the newest checkpoint is found; from the end of a learner's processes until it is noticed."""
@@ -77,7 +77,13 @@ class Simulation:
         self.workers = VirtualWorkers(self, self.accounts, costs, scenario.commit_every, turns)
         joins = [event.node for _, event in scenario.nodes if isinstance(event, ev.NodeJoined)]
         gpu_type = max(joins, key=lambda node: (node.trains, node.kind is NodeKind.SPOT)).gpu_type
-        self.places = VirtualPlaces.of(scenario.plan)
+        self.places = VirtualPlaces.of(
+            scenario.plan, ranks_roll_out=scenario.ranks_roll_out, even=scenario.even_ranks
+        )
+        self.booting = BootingMachines(self.accounts)
+        offer, ranks = scenario.on_demand, scenario.plan.ranks
+        start_s = scenario.plan.cluster.start_s
+        self.on_demand = None if offer is None else VirtualOnDemand(self, offer, ranks, start_s)
         self.learner = VirtualLearner(
             scenario,
             self.accounts,
@@ -334,6 +340,10 @@ class Simulation:
 
     def happen(self, event: NodeEvent) -> None:
         """Apply a node event to the simulated cluster and report it to the controller."""
+        if self.booting.happen(event, self.now):
+            if isinstance(event, ev.NodeLost):
+                self._changed()
+            return
         holds_learner, places = False, self.places
         told: list[ev.NodeJoined | ev.NodeLost | ev.NodeNoticed | ev.NoticeCancelled] = []
         match event:
@@ -344,9 +354,11 @@ class Simulation:
                     )
                 return
             case ev.NodeJoined(node) if node.id not in places.machines:
-                told += [ev.NodeJoined(part) for part in places.join(node)]
-                for part in places.parts[node.id]:
-                    self.accounts.add(part, self.now)
+                if self.scenario.boot_s and self.now > 0:
+                    self.booting.join(node, self.now)
+                    self.after(self.scenario.boot_s, self._booted, node.id, self.now)
+                    return
+                told += self._join(node)
             case ev.NodeLost(name) if name in places.machines:
                 told += [ev.NodeLost(part.id) for part in places.parts[name]]
                 holds_learner = self._take(name)
@@ -364,8 +376,38 @@ class Simulation:
             self._reassign()
         if holds_learner and isinstance(event, ev.NodeLost):
             self.lose_learner(f"node {event.node} is gone")
+        self._changed()
+
+    def _changed(self) -> None:
+        """What waits for nodes looks again."""
         if self._start_due and self.head_up:
             self._start_learner()
+        if self.on_demand is not None:
+            self.on_demand.changed()
+
+    def _join(self, machine: Node) -> list[ev.NodeJoined]:
+        parts = self.places.join(machine)
+        for part in parts:
+            self.accounts.add(part, self.now)
+        return [ev.NodeJoined(part) for part in parts]
+
+    def _booted(self, name: NodeId, since_s: float) -> None:
+        booted = self.booting.booted(name, since_s, self.now)
+        if booted is None:
+            return
+        machine, deadline_s = booted
+        for each in self._join(machine):
+            self.feed(each)
+        self._reassign()
+        self._changed()
+        if deadline_s is not None:
+            self.happen(ev.NodeNoticed(name, deadline_s))
+
+    def works(self, machine: NodeId) -> bool:
+        """Whether a group or the learner still works on a machine."""
+        hosts = self.controller.cluster.hosts
+        on_it = (hosts.get(part.id) for part in self.places.parts.get(machine, ()))
+        return any(host is not None and (bool(host.leaders) or host.node.trains) for host in on_it)
 
     def _reassign(self) -> None:
         """Report nodes whose role has changed."""
@@ -396,7 +438,7 @@ class Simulation:
 
     def _take(self, node_id: NodeId) -> bool:
         """Take a node; returns whether the learner was on it."""
-        self.preemptions += 1
+        self.preemptions += self.places.machines[node_id].kind is not NodeKind.ON_DEMAND
         parts = self.places.parts[node_id]
         self._kill_workers(parts)
         for part in parts:
@@ -463,34 +505,9 @@ class Simulation:
         """Hash of all events so far with their times; empty unless logging."""
         return self._hash.hexdigest() if self._hash else ""
 
-    # -- the result ------------------------------------------------------------------------------------
-
     def result(self) -> SimulationResult:
         """The result of the run so far."""
-        self.accounts.check(self.now)
-        ledger = self.controller.ledger
-        for phase, seconds in self.accounts.by_phase().items():
-            self.controller.handle(ev.GpuTimeSpent(CLUSTER, phase, max(0.0, seconds)), self.now)
-        return SimulationResult(
-            finished=self.finish is not None and self.finish.error is None,
-            error=self.finish.error if self.finish else None,
-            end_s=self.now,
-            iterations=tuple(self.iterations),
-            phase_s=dict(self.accounts.seconds),
-            cost_usd=dict(self.accounts.usd),
-            gpus=self.accounts.drawn() if self.scenario.timelines else (),
-            preemptions=self.preemptions,
-            notices=self.notices,
-            trained=ledger.trained,
-            evaluated=ledger.evaluated,
-            explored=ledger.explored,
-            explorations=tuple(effect.report for effect in self.explorations),
-            overlaps=tuple(self.overlaps),
-            dropped=ledger.dropped.total(),
-            events=self.events,
-            gpu_hours=sum(self.accounts.seconds.values()) / 3600,
-            log_hash=self.log_hash(),
-        )
+        return result_of(self)
 
 
 def simulate(scenario: Scenario, *, log: bool = False) -> SimulationResult:

@@ -1,4 +1,5 @@
-"""Which nodes of a simulation train: those that the scenario says, or spot nodes if the learner moves.
+"""Which nodes of a simulation train: those that the scenario says, or spot nodes (and one on demand) if the
+learner moves.
 
 A machine of which the learner takes a part is two nodes to the controller: ``spot-0/learner`` and
 ``spot-0/rollout``.
@@ -22,6 +23,7 @@ class VirtualPlaces:
 
     Attributes:
         moving: None if the learner does not move.
+        ranks_roll_out: GPUs of a learner that moves also roll out while it waits.
         machines: as they joined.
         parts: the nodes on each.
         nodes: all of them.
@@ -29,24 +31,29 @@ class VirtualPlaces:
     """
 
     moving: LearnerPlaces | None
+    ranks_roll_out: bool = False
     machines: dict[NodeId, Node] = field(default_factory=dict)
     parts: dict[NodeId, Parts] = field(default_factory=dict)
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     machine_of: dict[NodeId, NodeId] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, plan: Plan) -> VirtualPlaces:
-        """No node is there yet."""
-        return cls(LearnerPlaces(plan.ranks) if plan.cluster.learner_moves else None)
+    def of(cls, plan: Plan, *, ranks_roll_out: bool = False, even: bool = False) -> VirtualPlaces:
+        """No node is there yet; ``even``: equally many ranks on each node."""
+        moving = LearnerPlaces(plan.ranks, even) if plan.cluster.learner_moves else None
+        return cls(moving, ranks_roll_out)
 
     def join(self, machine: Node) -> Parts:
         """Add a machine; returns the nodes on it."""
         self.machines[machine.id] = machine
         if self.moving is None:
             return self._put(machine.id, (machine,))
-        if machine.kind is NodeKind.SPOT:
-            self.moving.join(machine.id, machine.gpus)
-        return self._put(machine.id, split(machine, self.moving.held(machine.id)))
+        if machine.kind is not NodeKind.RESERVED:
+            self.moving.join(machine.id, machine.gpus, on_demand=machine.kind is NodeKind.ON_DEMAND)
+        return self._put(machine.id, self._split(machine, self.moving.held(machine.id)))
+
+    def _split(self, machine: Node, held: int) -> Parts:
+        return split(machine, held, ranks_roll_out=self.ranks_roll_out)
 
     def take(self, name: NodeId) -> tuple[bool, bool]:
         """Remove a machine; returns whether the learner was there, and whether a second one may have been."""
@@ -77,7 +84,7 @@ class VirtualPlaces:
             same = held == sum(part.gpus for part in before if part.trains)
             if same and (leaves or not rests):
                 continue
-            after = split(machine, held)
+            after = self._split(machine, held)
             if leaves and not held:
                 after = tuple(replace(part, rolls_out=False) for part in after)
             yield before, self._put(machine.id, after)
@@ -111,15 +118,20 @@ class VirtualPlaces:
             self.moving.lost()
 
 
-def split(machine: Node, held: int) -> Parts:
-    """The nodes on a machine of which the learner holds so many GPUs; a single one has its name."""
+def split(machine: Node, held: int, *, ranks_roll_out: bool = False) -> Parts:
+    """The nodes on a machine of which the learner holds so many GPUs; a single one has its name.
+
+    Args:
+        ranks_roll_out: the learner's part also rolls out.
+    """
     free = machine.gpus - held
 
     def part(suffix: str, gpus: int) -> Node:
         name = NodeId(f"{machine.id}/{suffix}") if held and free else machine.id
         trains, price_usd_h = suffix == "learner", machine.price_usd_h * gpus / machine.gpus
+        rolls_out = ranks_roll_out or not trains
         return replace(
-            machine, id=name, gpus=gpus, price_usd_h=price_usd_h, trains=trains, rolls_out=not trains
+            machine, id=name, gpus=gpus, price_usd_h=price_usd_h, trains=trains, rolls_out=rolls_out
         )
 
     return tuple(part(suffix, gpus) for suffix, gpus in (("learner", held), ("rollout", free)) if gpus)

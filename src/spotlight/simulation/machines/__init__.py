@@ -1,0 +1,1 @@
+"""Machines in virtual time: booting, on demand, and which of their GPUs train."""
