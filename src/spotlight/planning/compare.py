@@ -9,7 +9,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from spotlight.planning.scenarios.prepare import Prepared, scenario_of
@@ -44,6 +44,8 @@ class SimulationOutcome:
         overlapped_share, early_share: of the samples trained, those given to the learner before the batch was
             complete, and those begun before their iteration.
         dropped_share: of the samples generated for training.
+        other_usd: paid in the whole simulation beside machines with GPUs, by what it was for.
+        on_demand: nodes that the learner took on demand.
     """
 
     strategy: str
@@ -71,6 +73,8 @@ class SimulationOutcome:
     first_h: float = math.nan
     first_usd: float = math.nan
     no_target: str = ""
+    other_usd: Mapping[str, float] = field(default_factory=dict)
+    on_demand: int = 0
 
     def hours_after(self, iterations: int) -> float:
         """Time of so many iterations: the first one's, and the mean of the later ones' for each further."""
@@ -135,7 +139,7 @@ def outcome_of(
         target_h=target_s / 3600,
         target_usd=target_usd,
         simulated_h=result.end_s / 3600,
-        simulated_usd=sum(result.cost_usd.values()),
+        simulated_usd=sum(result.cost_usd.values()) + sum(result.other_usd.values()),
         gpu_s=dict(result.phase_s),
         spot_idle_share=spot.get(Phase.IDLE, 0.0) / sum(spot.values()) if sum(spot.values()) else math.nan,
         preview_share=previews,
@@ -150,6 +154,8 @@ def outcome_of(
         first_h=durations[0] / 3600 if durations else math.nan,
         first_usd=costs[0] if costs else math.nan,
         no_target=no_target,
+        other_usd=dict(result.other_usd),
+        on_demand=result.on_demand,
     )
 
 

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
@@ -57,10 +57,31 @@ class VirtualGpu:
 
 
 @dataclass(slots=True)
+class OtherCosts:
+    """What is paid beside GPUs.
+
+    Attributes:
+        usd_h: what is paid all the time, by what it is for.
+        usd: paid so far, likewise.
+    """
+
+    usd_h: Mapping[str, float] = field(default_factory=dict)
+    usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _since_s: float = 0.0
+
+    def settle(self, now: float) -> None:
+        """Pay until now."""
+        for name, usd_h in self.usd_h.items():
+            self.usd[name] += usd_h * (now - self._since_s) / 3600
+        self._since_s = now
+
+
+@dataclass(slots=True)
 class GpuAccounts:
-    """All GPUs of a run, present and past."""
+    """All GPUs of a run, present and past, and what is paid beside them."""
 
     timelines: bool
+    other: OtherCosts = field(default_factory=OtherCosts)
     seconds: dict[tuple[NodeKind, Phase], float] = field(default_factory=lambda: defaultdict(float))
     usd: dict[tuple[NodeKind, Phase], float] = field(default_factory=lambda: defaultdict(float))
     billed_s: float = 0.0
@@ -133,11 +154,12 @@ class GpuAccounts:
         for gpus in self.gpus.values():
             for gpu in gpus:
                 self._close(gpu, now)
+        self.other.settle(now)
 
     @property
     def total_usd(self) -> float:
-        """Cost of closed segments."""
-        return sum(self.usd.values())
+        """Cost of closed segments, and of all else."""
+        return sum(self.usd.values()) + sum(self.other.usd.values())
 
     def by_phase(self) -> dict[Phase, float]:
         """GPU-seconds of closed segments by phase."""

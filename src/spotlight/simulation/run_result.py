@@ -41,5 +41,6 @@ def result_of(simulation: Simulation) -> SimulationResult:
         events=simulation.events,
         gpu_hours=sum(accounts.seconds.values()) / 3600,
         log_hash=simulation.log_hash(),
+        other_usd=dict(accounts.other.usd),
         on_demand=simulation.on_demand.taken if simulation.on_demand else 0,
     )

@@ -50,6 +50,7 @@ class Scenario:
         on_demand: for a learner that moves; None: it waits for spot nodes.
         ranks_roll_out: GPUs of a learner that moves also roll out while it waits.
         even_ranks: it has equally many ranks on each node.
+        standing_usd_h: what is paid all the time beside machines with GPUs, by what it is for.
         train_prompts: number of training prompts.
         test_prompts: number of held-out prompts per evaluation.
         seed: of the noise on durations; the plan's run seed fixes everything else.
@@ -74,6 +75,7 @@ class Scenario:
     on_demand: OnDemandOffer | None = None
     ranks_roll_out: bool = False
     even_ranks: bool = False
+    standing_usd_h: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         times = [at_s for at_s, _ in self.nodes]
@@ -161,6 +163,7 @@ class SimulationResult:
         error: why the controller stopped it, if it did.
         phase_s: GPU-seconds by kind of node and phase; LOST is repeated work.
         cost_usd: the same, priced.
+        other_usd: what was paid beside machines with GPUs, by what it was for.
         gpus: empty unless the scenario asked for timelines.
         preemptions: nodes lost, but for those on demand.
         on_demand: nodes on demand that were taken.
@@ -191,3 +194,4 @@ class SimulationResult:
     explorations: tuple[Mapping[str, object], ...] = ()
     overlaps: tuple[ReportPipeline, ...] = ()
     on_demand: int = 0
+    other_usd: Mapping[str, float] = field(default_factory=dict)

@@ -32,7 +32,7 @@ from spotlight.scheduler.types import (
 )
 from spotlight.simulation.machines.booting import BootingMachines
 from spotlight.simulation.disturbances import Network, TimingNoise
-from spotlight.simulation.gpu_accounts import GpuAccounts, GpuSwitches
+from spotlight.simulation.gpu_accounts import GpuAccounts, GpuSwitches, OtherCosts
 from spotlight.simulation.run_result import result_of
 from spotlight.simulation.scenario import IterationTimes, NodeEvent, PriceChanged, Scenario, SimulationResult
 from spotlight.simulation.virtual_learner import VirtualLearner, VirtualStore
@@ -70,7 +70,7 @@ class Simulation:
         self.controller = Controller(scenario.plan, self.train, self.test)
         self.random = random.Random(scenario.seed)
         self.network = Network(random.Random(scenario.seed + 1))
-        self.accounts = GpuAccounts(scenario.timelines)
+        self.accounts = GpuAccounts(scenario.timelines, OtherCosts(scenario.standing_usd_h))
         self.store = VirtualStore()
         costs = ImageCosts(scenario.costs, scenario.plan.cluster.pixels)
         turns = GpuSwitches(scenario.costs.switch_s())

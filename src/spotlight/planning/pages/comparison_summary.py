@@ -75,6 +75,9 @@ def _lines(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
     if any(not math.isnan(one.spot_idle_share) for one in outcomes):
         yield line("spot GPUs idle", lambda one: percent(one.spot_idle_share))
     yield line("preemptions", lambda one: str(one.preemptions))
+    if any(one.on_demand for one in outcomes):
+        yield line("nodes on demand taken", lambda one: str(one.on_demand) if one.on_demand else "-")
+    yield from _others(outcomes)
     yield line("work lost", lambda one: f"{_three(one.lost_s / 3600)} GPU-h")
     if any(not math.isnan(one.preview_share) for one in outcomes):
         yield line("previews used", lambda one: percent(one.preview_share))
@@ -86,6 +89,16 @@ def _lines(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
     yield line("  together", lambda one: _three(one.total_s / 3600))
     yield from _overlaps(outcomes)
     yield line("iterations simulated", lambda one: str(one.iterations))
+
+
+def _others(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
+    """Dollars per iteration beside machines with GPUs."""
+    names = dict.fromkeys(name for one in outcomes for name, paid in one.other_usd.items() if paid)
+    if names:
+        yield TableLine("per iteration, beside GPUs")
+    for name in names:
+        paid = (one.other_usd.get(name, 0.0) / max(1, one.iterations) for one in outcomes)
+        yield TableLine(f"  {name}", tuple(usd(each) if each else "-" for each in paid))
 
 
 def _overlaps(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
@@ -347,7 +360,11 @@ PHASE_COLOURS: Mapping[Phase, str] = {
 }
 """The same colour for a phase in every figure."""
 
-KIND_NAMES: Mapping[NodeKind, str] = {NodeKind.RESERVED: "reserved or on demand", NodeKind.SPOT: "spot"}
+KIND_NAMES: Mapping[NodeKind, str] = {
+    NodeKind.RESERVED: "reserved or on demand",
+    NodeKind.SPOT: "spot",
+    NodeKind.ON_DEMAND: "on demand, for the learner",
+}
 
 
 def assumed_of(prepared: Prepared) -> tuple[NamedFigure, ...]:
@@ -402,7 +419,7 @@ def runs_record(runs: StrategyRuns) -> dict[str, object]:
 
 def outcome_record(outcome: SimulationOutcome) -> dict[str, object]:
     """One strategy's metrics; unknown values are null."""
-    names = set(SimulationOutcome.__slots__) - {"gpu_s", "target", "filled_s"}
+    names = set(SimulationOutcome.__slots__) - {"gpu_s", "target", "filled_s", "other_usd"}
     record = finite({name: getattr(outcome, name) for name in SimulationOutcome.__slots__ if name in names})
     target = outcome.target
     record["iterations_to_target"] = None
@@ -413,6 +430,7 @@ def outcome_record(outcome: SimulationOutcome) -> dict[str, object]:
         kind.value: {phase.value: outcome.gpu_s.get((kind, phase), 0.0) for phase in Phase}
         for kind in NodeKind
     }
+    record["other_usd"] = dict(outcome.other_usd)
     record["filled_s"] = {filler.value: seconds for filler, seconds in outcome.filled_s.items()}
     return record
 

@@ -44,7 +44,7 @@ from spotlight.planning.scenarios.strategies import (
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice, latent_frames
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
-from spotlight.simulation.scenario import NodeEvent, Scenario
+from spotlight.simulation.scenario import NodeEvent, OnDemandOffer, Scenario
 from spotlight.simulation.virtual_rewards import RewardModel
 
 _PROMPTS_FACTOR = 4
@@ -53,12 +53,23 @@ _PROMPTS_FACTOR = 4
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A scenario with its files read; ``trace`` is limited to its nodes and run time."""
+    """A scenario with its files read.
+
+    Attributes:
+        trace: limited to the spot nodes that roll out, and to the run time.
+        later: a trace file begins this share of its length later.
+    """
 
     file: ScenarioFile
     profile: Profile
     pricing: Pricing
     trace: Trace
+    later: float = 0.0
+
+    def trace_of(self, strategy: Strategy) -> Trace:
+        """The trace with as many nodes as the strategy asks for."""
+        nodes = self.file.spot_nodes(strategy)
+        return self.trace if nodes == self.file.cluster.spot.nodes else _trace(self.file, nodes, self.later)
 
 
 def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> Prepared:
@@ -83,9 +94,12 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
         raise ConfigError(file.name, [Problem("cluster.spot.nodes", "0", f"1 or more for {names}", remedy)])
     _require_fresh(file, chosen)
     pricing = pricing_of(
-        file, on_demand=any(one.stays for one in places), spot=SpotPlaces.SPOT in places, now=now
+        file,
+        on_demand=any(one.places.stays or one.placement == "spot_then_on_demand" for one in chosen),
+        spot=SpotPlaces.SPOT in places,
+        now=now,
     )
-    prepared = Prepared(file, profile, pricing, _trace(file))
+    prepared = Prepared(file, profile, pricing, _trace(file, file.cluster.spot.nodes))
     for strategy in chosen:
         _require_costs(scenario_of(prepared, strategy), profile)
     return prepared
@@ -107,7 +121,8 @@ def _at_start(prepared: Prepared, turn: int) -> Prepared:
 
 def with_file(prepared: Prepared, file: ScenarioFile, later: float = 0.0) -> Prepared:
     """Another file with the profile and prices of this one; a trace file begins this share of it later."""
-    return replace(prepared, file=file, trace=_trace(file, later))
+    trace = _trace(file, file.cluster.spot.nodes, later)
+    return replace(prepared, file=file, trace=trace, later=later)
 
 
 def _require_fresh(file: ScenarioFile, chosen: Sequence[Strategy]) -> None:
@@ -130,7 +145,7 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
     file, work = prepared.file, prepared.file.workload
     nodes = node_events(prepared, strategy)
     joining = [event.node for _, event in nodes if isinstance(event, NodeJoined)]
-    ranks = sum(node.gpus for node in joining if node.trains)  # all of these join at 0
+    ranks = ranks_of(prepared, strategy)
     denoising = tuple(dict.fromkeys(node.gpu_type for node in joining if node.rolls_out))
     costs = _costs(prepared, strategy, denoising, ranks)
     model = file.exploration.rewards if file.exploration else None
@@ -146,11 +161,31 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         until_s=file.run.until_h * 3600,
         rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
         timelines=timelines,
+        on_demand=_on_demand(prepared) if strategy.placement == "spot_then_on_demand" else None,
+        ranks_roll_out=strategy.trainers_roll_out(file.cluster.reserved.rolls_out),
+        standing_usd_h={"head": file.learner.head_usd_h} if strategy.learner_moves else {},
     )
 
 
+def ranks_of(prepared: Prepared, strategy: Strategy) -> int:
+    """GPUs that train."""
+    if strategy.learner_moves:
+        return prepared.file.ranks
+    joining = [event.node for _, event in node_events(prepared, strategy) if isinstance(event, NodeJoined)]
+    return sum(node.gpus for node in joining if node.trains)  # all of these join at 0
+
+
+def _on_demand(prepared: Prepared) -> OnDemandOffer:
+    file, tag = prepared.file, prepared.pricing.on_demand
+    assert tag is not None, "prepared for a strategy that takes a node on demand"
+    kind, gpu, price = NodeKind.ON_DEMAND, file.cluster.spot.gpu_type, tag.usd_gpu_h * file.ranks
+    node = Node(NodeId("on-demand"), kind, file.ranks, gpu, price, trains=False, rolls_out=True)
+    wish = file.learner.on_demand
+    return OnDemandOffer(node, wish.after_s, wish.back_after_s)
+
+
 def _costs(prepared: Prepared, strategy: Strategy, denoising: tuple[str, ...], ranks: int) -> ProfileCosts:
-    work, learner_gpu = prepared.file.workload, prepared.file.cluster.reserved.gpu_type
+    work, learner_gpu = prepared.file.workload, prepared.file.learner_gpu(strategy)
     per_pass = timesteps_per_pass(prepared, strategy, ranks)
     require_memory(
         prepared.profile,
@@ -186,11 +221,13 @@ def _plan(
         else EvaluationConfig(every=test.every, images_per_prompt=test.images_per_prompt, steps=test.steps),
         updates_per_batch=work.updates_per_batch,
         micro_batch_size=ranks * work.micro_batch_per_gpu,
-        checkpoint_every=work.checkpoint_every,
+        checkpoint_every=1 if strategy.learner_moves else work.checkpoint_every,
         lease_s=_lease_s(costs, denoising, file),
         max_drop_share=0.5,  # uneven ranks leave samples over by design
         ranks=ranks,
-        cluster=_cluster_plan(prepared, costs, denoising),
+        cluster=replace(
+            _cluster_plan(prepared, costs, denoising), learner_moves=strategy.learner_moves
+        ),
         exploration=_exploration(file, strategy, costs, denoising[0], ranks),
         keeps_previews=strategy.explore == "critical_path",
         pipeline=file.pipeline.of(strategy, costs.switch_s()),
@@ -202,9 +239,10 @@ def _plan(
 def bytes_of_both(prepared: Prepared, strategy: Strategy) -> float:
     """Least memory of a GPU with both a training and a rollout process resident; 0 if none has both."""
     nodes = [event.node for _, event in node_events(prepared, strategy) if isinstance(event, NodeJoined)]
-    if not any(node.trains and node.rolls_out for node in nodes):
+    moving = strategy.learner_moves and strategy.trainers_roll_out(prepared.file.cluster.reserved.rolls_out)
+    if not moving and not any(node.trains and node.rolls_out for node in nodes):
         return 0.0
-    ranks = sum(node.gpus for node in nodes if node.trains)
+    ranks = ranks_of(prepared, strategy)
     asked = prepared.file.workload.timesteps_per_pass  # if null, only as many as fit are taken
     per_pass = 1 if asked is None else timesteps_per_pass(prepared, strategy, ranks)
     return prepared.profile.memory.rollout_bytes.value + learner_bytes(prepared.profile, ranks, per_pass)
@@ -219,7 +257,8 @@ def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> in
         return min(work.timesteps_per_pass, work.trained_timesteps)
     both = work.resident and strategy.trainers_roll_out(reserved.rolls_out)
     held = prepared.profile.memory.rollout_bytes.value if both else 0.0
-    return timesteps_that_fit(prepared.profile, reserved.gpu_type, ranks, work.trained_timesteps, held)
+    gpu = prepared.file.learner_gpu(strategy)
+    return timesteps_that_fit(prepared.profile, gpu, ranks, work.trained_timesteps, held)
 
 
 def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
@@ -229,7 +268,7 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
     both = strategy.trainers_roll_out(reserved.rolls_out)
     events: list[tuple[float, NodeEvent]] = [
         (0.0, NodeJoined(_standing(f"reserved:{n}", reserved, pricing.reserved, trains=True, rolls_out=both)))
-        for n in range(reserved.nodes)
+        for n in range(0 if strategy.learner_moves else reserved.nodes)
     ]
     if strategy.places.stays:
         assert pricing.on_demand is not None, "prepared for a strategy that rents on demand"
@@ -240,7 +279,7 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
             events.append((0.0, NodeJoined(node)))
     elif strategy.places is SpotPlaces.SPOT:
         usd_h = None if pricing.spot is None else pricing.spot.usd_gpu_h * spot.gpus_per_node
-        events += spot_events(prepared.trace, SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h))
+        events += spot_events(prepared.trace_of(strategy), SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h))
     return tuple(events)
 
 
@@ -249,19 +288,19 @@ def _standing(name: str, pool: Pool, tag: PriceTag, *, trains: bool, rolls_out: 
     return Node(NodeId(name), NodeKind.RESERVED, gpus, pool.gpu_type, price, trains, rolls_out)
 
 
-def _trace(file: ScenarioFile, later: float = 0.0) -> Trace:
-    """The scenario's trace; one of a file begins this share of its length later."""
+def _trace(file: ScenarioFile, nodes: int, later: float = 0.0) -> Trace:
+    """The scenario's trace, of so many nodes; one of a file begins this share of its length later."""
     spot, section, horizon_s = file.cluster.spot, file.trace, file.run.until_h * 3600
-    if spot.nodes == 0 or isinstance(section, AlwaysOn):
+    if nodes == 0 or isinstance(section, AlwaysOn):
         gpus = spot.gpus_per_node
-        added = (TraceEvent(0.0, TraceEventKind.ADD, str(n), gpus) for n in range(spot.nodes))
+        added = (TraceEvent(0.0, TraceEventKind.ADD, str(n), gpus) for n in range(nodes))
         return Trace(tuple(added), horizon_s, "always on")
     if isinstance(section, GeneratedTrace):
         return generate(
             TraceSpec(
                 seed=file.run.seed,
                 horizon_s=horizon_s,
-                nodes=spot.nodes,
+                nodes=nodes,
                 gpus_per_node=spot.gpus_per_node,
                 mean_uptime_s=section.mean_uptime_h * 3600,
                 mean_downtime_s=section.mean_downtime_s,
@@ -271,7 +310,7 @@ def _trace(file: ScenarioFile, later: float = 0.0) -> Trace:
             )
         )
     source = str(section.path)
-    trace = limit(read_trace(section.path, gpus_per_node=spot.gpus_per_node), spot.nodes)
+    trace = limit(read_trace(section.path, gpus_per_node=spot.gpus_per_node), nodes)
     start_s = section.start_h * 3600 + later * trace.horizon_s
     trace = repeat(trace, start_s + horizon_s)
     if start_s:
@@ -302,7 +341,7 @@ def _exploration(
 
 
 def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCostsConfig:
-    size, learner = costs.lease_size(gpu, file.pixels, 1), file.cluster.reserved.gpu_type
+    size, learner = costs.lease_size(gpu, file.pixels, 1), costs.workload.learner_gpu
     updates = file.workload.updates_per_batch * costs.optimizer_s()
     publishes = costs.publish_s(WeightKind(file.workload.publishes))
     training_s = costs.train_s(learner, file.pixels, file.samples, ranks)
@@ -371,6 +410,7 @@ def _require_costs(scenario: Scenario, profile: Profile) -> None:
             size = costs.lease_size(gpu, plan.cluster.pixels, degree)
             costs.denoise_step_s(gpu, plan.cluster.pixels, size, degree)
             costs.decode_s(gpu, plan.cluster.pixels, size)
-    for gpu in dict.fromkeys(node.gpu_type for node in joined if node.trains):
+    trainers = {node.gpu_type for node in joined if node.trains or plan.cluster.learner_moves}
+    for gpu in sorted(trainers):
         costs.train_s(gpu, plan.cluster.pixels, 1, plan.ranks)
     costs.prepare_s(1, plan.ranks)

@@ -7,6 +7,7 @@ source, because no simulator can know them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,6 +23,7 @@ from pydantic import (
 )
 
 from spotlight.config.sections.exploration import SeedChoiceConfig
+from spotlight.config.sections.fleet import OnDemandConfig
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.planning.scenarios.profile import Source
 from spotlight.planning.scenarios.strategies import PipelinePart, Strategy, strategy_named
@@ -68,6 +70,26 @@ class ClusterSection(_ScenarioSection):
     """Training nodes."""
     spot: SpotPool
     """Preemptible nodes."""
+
+
+class OnDemandNodeSection(_ScenarioSection):
+    """A node on demand for a learner that waits, as ``fleet.on_demand``; for ``all_spot_then_on_demand``."""
+
+    after_s: NonNegativeFloat = OnDemandConfig().after_s
+    """It is taken when the learner has waited this long."""
+    back_after_s: NonNegativeFloat = OnDemandConfig().back_after_s
+    """The learner leaves it when spot nodes have had room for this long."""
+
+
+class LearnerSection(_ScenarioSection):
+    """The learner of strategies that have it on spot nodes: ``all_spot``, ``all_spot_then_on_demand``."""
+
+    gpus: PositiveInt | None = None
+    """GPUs that train; so many more are spot. Null: as many as are reserved in other strategies."""
+    on_demand: OnDemandNodeSection = OnDemandNodeSection()
+    """A node on demand while no spot node has room."""
+    head_usd_h: NonNegativeFloat = 0.4
+    """Of the machine without GPUs that holds the head: about 8 cores and 32 GB on demand."""
 
 
 class PricesSection(_ScenarioSection):
@@ -294,6 +316,8 @@ class ScenarioFile(_ScenarioSection):
     """Name for titles."""
     cluster: ClusterSection
     """The rented nodes."""
+    learner: LearnerSection = LearnerSection()
+    """The learner, where it is on spot nodes."""
     prices: PricesSection = PricesSection()
     """Source of prices."""
     trace: TraceSection = AlwaysOn()
@@ -354,6 +378,22 @@ class ScenarioFile(_ScenarioSection):
                 remedy,
             )
         return None
+
+    @property
+    def ranks(self) -> int:
+        """GPUs that train where the learner moves."""
+        reserved = self.cluster.reserved
+        return self.learner.gpus or reserved.nodes * reserved.gpus_per_node
+
+    def learner_gpu(self, strategy: Strategy) -> str:
+        """Type of the GPUs that train."""
+        pools = self.cluster
+        return pools.spot.gpu_type if strategy.learner_moves else pools.reserved.gpu_type
+
+    def spot_nodes(self, strategy: Strategy) -> int:
+        """Most spot nodes at once: where the learner moves, enough for it beside those that roll out."""
+        spot = self.cluster.spot
+        return spot.nodes + (math.ceil(self.ranks / spot.gpus_per_node) if strategy.learner_moves else 0)
 
     @property
     def pixels(self) -> int:

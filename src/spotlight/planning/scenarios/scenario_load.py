@@ -244,11 +244,20 @@ def _exploration(explore: ExplorationSection, group: int, steps: int) -> Iterato
     yield from explore.seed_problems(group, steps, "workload")
 
 
+def _is_on_reserved(name: str) -> bool:
+    try:
+        return not strategy_named(name).learner_moves
+    except UnknownStrategyError:
+        return False  # reported on its own
+
+
 def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:
     reserved, spot = scenario.cluster.reserved, scenario.cluster.spot
-    if reserved.nodes == 0:
-        remedy = "The learner and all that is committed live on reserved GPUs: rent at least one."
-        yield Problem("cluster.reserved.nodes", "0", "1 or more", remedy)
+    standing = [name for name in scenario.strategies if _is_on_reserved(name)]
+    if reserved.nodes == 0 and (standing or scenario.learner.gpus is None):
+        expected = f"1 or more for {', '.join(standing)}" if standing else "1 or more, or learner.gpus"
+        remedy = "The learner and all that is committed live on reserved GPUs: rent at least one"
+        yield Problem("cluster.reserved.nodes", "0", expected, f"{remedy}, or take all_spot with learner.gpus.")
     for key, pool in (("reserved", reserved), ("spot", spot)):
         if pool.gpu_type not in GPU_TYPES:
             where = f"cluster.{key}.gpu_type"
@@ -258,7 +267,7 @@ def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:
         for name in names:
             if name not in GPU_TYPES:
                 yield Problem(key, repr(name), "known GPU types", unknown_gpu(name))
-    ranks = reserved.nodes * reserved.gpus_per_node
+    ranks = max(reserved.nodes * reserved.gpus_per_node, scenario.ranks)
     if scenario.samples < ranks:
         found = f"{scenario.samples} samples of an iteration"
         remedy = "Raise workload.prompts, or reserve fewer nodes."

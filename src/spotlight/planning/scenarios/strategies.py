@@ -13,9 +13,13 @@ from enum import StrEnum
 from functools import cache
 from itertools import combinations
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from spotlight.config.errors import Problem
 from spotlight.config.sections.exploration import PreviewTime
+
+
+LearnerPlacement: TypeAlias = Literal["reserved", "spot", "spot_then_on_demand"]
 
 
 class UnknownStrategyError(ValueError):
@@ -87,6 +91,9 @@ class Strategy:
         places: what takes the places of the spot nodes.
         explore: when previews are made; None: never.
         parts: pipeline parts that are on.
+        placement: of the learner, as ``fleet.learner_placement``; anywhere but on reserved nodes, spot GPUs take
+            the places of the reserved ones, too.
+        like: the strategy whose iterations to target apply; empty: its own.
     """
 
     name: str
@@ -94,11 +101,18 @@ class Strategy:
     places: SpotPlaces
     explore: PreviewTime | None
     parts: frozenset[PipelinePart] = frozenset()
+    placement: LearnerPlacement = "reserved"
+    like: str = ""
+
+    @property
+    def learner_moves(self) -> bool:
+        """Whether the learner is on spot nodes."""
+        return self.placement != "reserved"
 
     @property
     def learns_as(self) -> str:
         """The strategy without the parts that leave learning unchanged; its iterations to target apply."""
-        base, *_ = self.name.split("+")
+        base = self.like or self.name.split("+")[0]
         return base + (f"+{PipelinePart.EXPLORATION}" if PipelinePart.EXPLORATION in self.parts else "")
 
     def trainers_roll_out(self, wished: bool) -> bool:
@@ -150,6 +164,22 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 "previews for the next iteration on spot GPUs while the reserved ones train",
                 SpotPlaces.SPOT,
                 "idle",
+            ),
+            Strategy(
+                "all_spot",
+                "as many GPUs, all spot: the learner moves when its nodes are preempted, and waits for others",
+                SpotPlaces.SPOT,
+                "idle",
+                placement="spot",
+                like="spotlight",
+            ),
+            Strategy(
+                "all_spot_then_on_demand",
+                "as all_spot, and a learner that waits takes a node on demand until there is room again",
+                SpotPlaces.SPOT,
+                "idle",
+                placement="spot_then_on_demand",
+                like="spotlight",
             ),
         )
     }
