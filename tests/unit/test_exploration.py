@@ -94,7 +94,7 @@ def ran(
     simulation = (kind or Watched)(
         Scenario(
             plan,
-            ConstantCosts(step_s=0.4, large_s=learns_s, scoring_s=scoring_s),
+            ConstantCosts(step_s=0.4, large_s=learns_s, answer_s=scoring_s),
             ((0.0, NodeJoined(RESERVED)), (0.0, NodeJoined(SPOT))),
             train_prompts=24,
             test_prompts=0,

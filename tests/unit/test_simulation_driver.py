@@ -112,7 +112,7 @@ def test_the_slowest_of_many_is_as_slow_as_if_each_were_drawn(count: int) -> Non
 
 
 def test_rewards_arrive_with_noise() -> None:
-    costs = ConstantCosts(step_s=1e-9, small_s=1e-9, large_s=1e-9, scoring_s=10.0)
+    costs = ConstantCosts(step_s=1e-9, small_s=1e-9, large_s=1e-9, answer_s=10.0)
     exact = simulate(dataclasses.replace(SCENARIO, costs=costs)).end_s
     assert simulate(dataclasses.replace(SCENARIO, costs=costs, noise=0.3)).end_s > 1.1 * exact
 

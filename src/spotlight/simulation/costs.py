@@ -27,7 +27,11 @@ class CostModel(Protocol):
         ...
 
     def reward_s(self, samples: int) -> float:
-        """From submission to scores."""
+        """From submission to scores, where no other request waits."""
+        ...
+
+    def scoring_s(self, samples: int) -> float:
+        """The part of it in which all scorers are busy with these samples, and others wait."""
         ...
 
     def prepare_s(self, samples: int, ranks: int) -> float:
@@ -66,8 +70,12 @@ class CostModel(Protocol):
         """Saving the learner."""
         ...
 
-    def restore_s(self) -> float:
-        """Starting the learner from a checkpoint: processes, weights, optimizer."""
+    def restore_s(self, *, cold: bool = False) -> float:
+        """Starting the learner from a checkpoint: processes, weights, optimizer.
+
+        Args:
+            cold: a node of it does not have the model's files.
+        """
         ...
 
 
@@ -79,8 +87,9 @@ class ConstantCosts:
     small_s: float = 0.5
     large_s: float = 5.0
     batch: int = 4
-    scoring_s: float = 0.5
+    answer_s: float = 0.5
     turning_s: float = 0.0
+    judging_s: float = 0.0
 
     def denoise_step_s(self, gpu_type: str, pixels: int, batch: int, sp_degree: int) -> float:
         """See :class:`CostModel`."""
@@ -96,7 +105,11 @@ class ConstantCosts:
 
     def reward_s(self, samples: int) -> float:
         """See :class:`CostModel`."""
-        return self.scoring_s
+        return self.answer_s + self.scoring_s(samples)
+
+    def scoring_s(self, samples: int) -> float:
+        """See :class:`CostModel`."""
+        return samples * self.judging_s
 
     def prepare_s(self, samples: int, ranks: int) -> float:
         """See :class:`CostModel`."""
@@ -134,6 +147,6 @@ class ConstantCosts:
         """See :class:`CostModel`."""
         return self.small_s
 
-    def restore_s(self) -> float:
+    def restore_s(self, *, cold: bool = False) -> float:
         """See :class:`CostModel`."""
-        return self.large_s
+        return 2 * self.large_s if cold else self.large_s

@@ -11,10 +11,11 @@ Invariants:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
+from spotlight.simulation.machines.other_costs import OtherCosts
 from spotlight.simulation.scenario import GpuTimeline, Segment
 
 
@@ -54,26 +55,6 @@ class VirtualGpu:
         if self.learner is not Phase.IDLE:
             return self.learner
         return Phase.LOST if self.unconfirmed is not None else self.worker
-
-
-@dataclass(slots=True)
-class OtherCosts:
-    """What is paid beside GPUs.
-
-    Attributes:
-        usd_h: what is paid all the time, by what it is for.
-        usd: paid so far, likewise.
-    """
-
-    usd_h: Mapping[str, float] = field(default_factory=dict)
-    usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _since_s: float = 0.0
-
-    def settle(self, now: float) -> None:
-        """Pay until now."""
-        for name, usd_h in self.usd_h.items():
-            self.usd[name] += usd_h * (now - self._since_s) / 3600
-        self._since_s = now
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed, Notice
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
 from spotlight.simulation.costs import CostModel
+from spotlight.simulation.machines.egress import Egress
 from spotlight.simulation.virtual_rewards import RewardModel
 
 
@@ -50,6 +51,7 @@ class Scenario:
         on_demand: for a learner that moves; None: it waits for spot nodes.
         ranks_roll_out: GPUs of a learner that moves also roll out while it waits.
         even_ranks: it has equally many ranks on each node.
+        egress: None: all nodes are in one region.
         standing_usd_h: what is paid all the time beside machines with GPUs, by what it is for.
         train_prompts: number of training prompts.
         test_prompts: number of held-out prompts per evaluation.
@@ -75,6 +77,7 @@ class Scenario:
     on_demand: OnDemandOffer | None = None
     ranks_roll_out: bool = False
     even_ranks: bool = False
+    egress: Egress | None = None
     standing_usd_h: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -164,6 +167,7 @@ class SimulationResult:
         phase_s: GPU-seconds by kind of node and phase; LOST is repeated work.
         cost_usd: the same, priced.
         other_usd: what was paid beside machines with GPUs, by what it was for.
+        egress_gb: 10^9 bytes that were paid for.
         gpus: empty unless the scenario asked for timelines.
         preemptions: nodes lost, but for those on demand.
         on_demand: nodes on demand that were taken.
@@ -195,3 +199,4 @@ class SimulationResult:
     overlaps: tuple[ReportPipeline, ...] = ()
     on_demand: int = 0
     other_usd: Mapping[str, float] = field(default_factory=dict)
+    egress_gb: float = 0.0

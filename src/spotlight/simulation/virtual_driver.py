@@ -28,18 +28,20 @@ from spotlight.scheduler.types import (
     NodeKind,
     Prompt,
     PromptId,
+    WeightKind,
     WorkerId,
 )
 from spotlight.simulation.machines.booting import BootingMachines
 from spotlight.simulation.disturbances import Network, TimingNoise
-from spotlight.simulation.gpu_accounts import GpuAccounts, GpuSwitches, OtherCosts
+from spotlight.simulation.gpu_accounts import GpuAccounts, GpuSwitches
 from spotlight.simulation.run_result import result_of
 from spotlight.simulation.scenario import IterationTimes, NodeEvent, PriceChanged, Scenario, SimulationResult
 from spotlight.simulation.virtual_learner import VirtualLearner, VirtualStore
+from spotlight.simulation.machines.other_costs import OtherCosts
 from spotlight.simulation.machines.virtual_on_demand import VirtualOnDemand
 from spotlight.simulation.machines.virtual_places import VirtualPlaces
 from spotlight.simulation.virtual_processes import VirtualProcess, VirtualWeights
-from spotlight.simulation.virtual_rewards import judged
+from spotlight.simulation.virtual_rewards import ScorerQueue, judged
 from spotlight.simulation.virtual_workers import ImageCosts, Receipt, VirtualWorkers
 
 FIND_S, END_S = 0.5, 1.0
@@ -93,9 +95,11 @@ class Simulation:
             self.feed,
             self.after_ranks,
             turns,
+            lambda: self.places.is_cold,
         )
         self._learner_noise = TimingNoise(scenario.seed, "learner", scenario.noise)
         self._reward_noise = TimingNoise(scenario.seed, "rewards", scenario.noise)
+        self._scorers = ScorerQueue()
         self._start_due = False
         self.noticed: dict[NodeId, float] = {}
         self.slow: dict[NodeId, float] = {}
@@ -174,6 +178,8 @@ class Simulation:
             self.finish = self._closing if self.learner.alive else None
             return
         self.events += 1
+        if isinstance(event, ev.WeightsPulled) and (process := self.workers.processes.get(event.worker)):
+            self.places.warm.add(self.places.machine_of[process.node])
         if self._hash is not None:
             self._hash.update(f"{self.now:.6f} {event}\n".encode())
         effects = self.controller.handle(event, self.now)
@@ -202,7 +208,8 @@ class Simulation:
         """Book and store work that the controller accepted; everything else stays LOST."""
         match event:
             case ev.LeaseCompleted():
-                accepted = {r.id for e in effects if isinstance(e, ef.ScoreSamples) for r in e.rollouts}
+                scored = (e.rollouts for e in effects if isinstance(e, ef.ScoreSamples))
+                accepted = {rollout.id: rollout.purpose for each in scored for rollout in each}
                 for rollout in event.rollouts:
                     if rollout in accepted:
                         self.store.samples[rollout] = receipt.weights
@@ -210,6 +217,9 @@ class Simulation:
                 paused = {name: (step, receipt.weights) for name, step in receipt.progress}
                 self.store.progress |= {name: at for name, at in paused.items() if name in accepted}
                 counts = bool(accepted)
+                if counts and self.scenario.egress is not None:
+                    purpose, kind = next(iter(accepted.values())), receipt.kind
+                    self.scenario.egress.samples(purpose, len(accepted), kind, self.accounts.other)
             case ev.LeaseProgressed(_, lease):
                 counts = not any(isinstance(e, ef.AbandonLease) and e.lease == lease for e in effects)
                 for rollout, step in receipt.progress if counts else ():
@@ -238,7 +248,9 @@ class Simulation:
             case ef.StartWorker():
                 self._start_worker(effect)
             case ef.ScoreSamples(rollouts, lineage):
-                seconds = self.scenario.costs.reward_s(len(rollouts)) * self._reward_noise.slowest(1)
+                costs, slow = self.scenario.costs, self._reward_noise.slowest(1)
+                answer_s, busy_s = costs.reward_s(len(rollouts)) * slow, costs.scoring_s(len(rollouts)) * slow
+                seconds = self._scorers.answered_s(self.now, answer_s, busy_s)
                 if self._fails():
                     seconds += 200.0 * self.random.random()  # retried, and late
                 made_by = [self.store.samples.get(rollout.id) for rollout in rollouts]
@@ -331,6 +343,11 @@ class Simulation:
     def published(self, version: int) -> VirtualWeights | None:
         """Weights of a version in the store."""
         return self.store.versions.get(version)
+
+    def pulled(self, kind: WeightKind, process: VirtualProcess) -> float:
+        """Pay for weights from another region; returns the least seconds that they take."""
+        egress = self.scenario.egress
+        return egress.pull(kind, process.gpu.node.kind, self.accounts.other) if egress else 0.0
 
     def corrupted(self) -> bool:
         """Whether a weight transfer fails its checksum."""

@@ -62,6 +62,7 @@ class VirtualLearner:
         answer: passes an event to the controller.
         after: calls when the slowest rank is done.
         turns: switches of GPUs between training and rollout.
+        is_cold: whether a machine where it starts next lacks the model's files.
         life: counts restarts; effects of an earlier life are never answered.
         prepared: samples of the batch that no micro-batch has taken yet.
         trained: samples accumulated since the last optimizer step.
@@ -77,6 +78,7 @@ class VirtualLearner:
     answer: Callable[[ev.Event], None]
     after: Callable[..., None]
     turns: GpuSwitches
+    is_cold: Callable[[], bool] = lambda: False
     prepared: set[RolloutId] = field(default_factory=set)
     trained: int = 0
     weights: VirtualWeights = INITIAL_WEIGHTS
@@ -94,7 +96,11 @@ class VirtualLearner:
         """First start, or restart with the head; answers :class:`RunStarted`."""
         self.forget_second()
         self._begin_life()
-        self.after(self.scenario.costs.restore_s(), self._up, self.life, ev.RunStarted())
+        self.after(self._restore_s, self._up, self.life, ev.RunStarted())
+
+    @property
+    def _restore_s(self) -> float:
+        return self.scenario.costs.restore_s(cold=self.is_cold())
 
     def restore(self, effect: ef.RestoreLearner) -> None:
         """Restart from the checkpoint that the controller names."""
@@ -104,7 +110,7 @@ class VirtualLearner:
         )
         if self.alive:  # it leaves its node
             self.lose()
-        formed_s = self.scenario.costs.restore_s()
+        formed_s = self._restore_s
         if self.ready_s is not None:
             formed_s = min(formed_s, max(0.0, self.ready_s - self.now()))
             self.forget_second()
@@ -114,8 +120,9 @@ class VirtualLearner:
     def prepare(self, number: int) -> None:
         """Form a second learner, up to loading the state."""
         self.preparation = number
-        self.ready_s = self.now() + self.scenario.costs.restore_s()
-        self.after(self.scenario.costs.restore_s(), self._prepared, self.preparation)
+        restore_s = self._restore_s
+        self.ready_s = self.now() + restore_s
+        self.after(restore_s, self._prepared, self.preparation)
 
     def _prepared(self, preparation: int) -> None:
         if preparation == self.preparation and self.ready_s is not None:

@@ -80,6 +80,19 @@ class RewardModel:
         return 0.5 + self.spread * (level + math.exp(self.variety * width) * quality)
 
 
+@dataclass(slots=True)
+class ScorerQueue:
+    """The scorers share each request's samples, and take requests in order."""
+
+    free_s: float = 0.0
+
+    def answered_s(self, now: float, answer_s: float, busy_s: float) -> float:
+        """Seconds until a request is answered, of which the scorers are busy with it for ``busy_s``."""
+        waits_s = max(0.0, self.free_s - now)
+        self.free_s = now + waits_s + busy_s
+        return waits_s + answer_s
+
+
 def judged(
     rollouts: Sequence[Rollout],
     made_by: Sequence[VirtualWeights | None],

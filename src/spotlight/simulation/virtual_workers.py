@@ -15,7 +15,7 @@ from typing import Protocol
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.types import NodeId, Phase, Rollout, RolloutId, WeightKind, WorkerId
+from spotlight.scheduler.types import NodeId, NodeKind, Phase, Rollout, RolloutId, WeightKind, WorkerId
 from spotlight.simulation.costs import CostModel
 from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts, GpuSwitches
 from spotlight.simulation.virtual_processes import (
@@ -45,6 +45,11 @@ class Receipt:
     group: VirtualGroup
     progress: tuple[tuple[RolloutId, int], ...] = ()
 
+    @property
+    def kind(self) -> NodeKind:
+        """Of the node that made it."""
+        return self.segments[0].kind
+
 
 class WorkerHost(Protocol):
     """What the workers use of the simulation."""
@@ -68,6 +73,10 @@ class WorkerHost(Protocol):
 
     def corrupted(self) -> bool:
         """Whether a weight transfer fails its checksum."""
+        ...
+
+    def pulled(self, kind: WeightKind, process: VirtualProcess) -> float:
+        """A node pulls from the store; returns the least seconds that it takes from another region."""
         ...
 
     def noisy(self, seconds: float, node: NodeId) -> float:
@@ -145,6 +154,8 @@ class VirtualWorkers:
             self.accounts.worker(process.gpu, Phase.SETUP if first else Phase.WEIGHT_SYNC, self.host.now)
         process.pulling = True
         seconds = self.costs.model.pull_s(effect.kind, peer is not None)
+        if peer is None:
+            seconds = max(seconds, self.host.pulled(effect.kind, process))
         self.host.after(self.host.noisy(seconds, process.node), self._loaded, process, effect, peer, weights)
 
     def _pull_failed(self, process: VirtualProcess, effect: ef.PullWeights) -> None:

@@ -33,8 +33,9 @@ from spotlight.planning.scenarios.profile import (
     require_size,
     timesteps_that_fit,
 )
-from spotlight.planning.scenarios.profile_costs import ProfileCosts, ProfiledWorkload, sp_degrees
+from spotlight.planning.scenarios.profile_costs import LearnerShape, ProfileCosts, ProfiledWorkload, sp_degrees
 from spotlight.planning.scenarios.scenario_file import AlwaysOn, GeneratedTrace, Pool, ScenarioFile
+from spotlight.planning.scenarios.side_costs import egress_of, standing_usd_h
 from spotlight.planning.scenarios.strategies import (
     PipelinePart,
     SpotPlaces,
@@ -162,8 +163,11 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
         timelines=timelines,
         on_demand=_on_demand(prepared) if strategy.placement == "spot_then_on_demand" else None,
+        boot_s=costs.boot_s(),
         ranks_roll_out=strategy.trainers_roll_out(file.cluster.reserved.rolls_out),
-        standing_usd_h={"head": file.learner.head_usd_h} if strategy.learner_moves else {},
+        even_ranks=file.learner.shard == "node",
+        egress=egress_of(file, prepared.profile, prepared.pricing, strategy),
+        standing_usd_h=standing_usd_h(file, prepared.profile, strategy),
     )
 
 
@@ -184,6 +188,14 @@ def _on_demand(prepared: Prepared) -> OnDemandOffer:
     return OnDemandOffer(node, wish.after_s, wish.back_after_s)
 
 
+def _learner_shape(file: ScenarioFile, strategy: Strategy, ranks: int) -> LearnerShape:
+    pools = file.cluster
+    gpus = (pools.spot if strategy.learner_moves else pools.reserved).gpus_per_node
+    if strategy.places is SpotPlaces.ON_DEMAND and pools.spot.gpu_type == pools.reserved.gpu_type:
+        gpus = min(gpus, pools.spot.gpus_per_node)
+    return LearnerShape(ranks, gpus, file.learner.shard, file.workload.micro_batch_per_gpu)
+
+
 def _costs(prepared: Prepared, strategy: Strategy, denoising: tuple[str, ...], ranks: int) -> ProfileCosts:
     work, learner_gpu = prepared.file.workload, prepared.file.learner_gpu(strategy)
     per_pass = timesteps_per_pass(prepared, strategy, ranks)
@@ -191,7 +203,7 @@ def _costs(prepared: Prepared, strategy: Strategy, denoising: tuple[str, ...], r
         prepared.profile,
         rollout_gpus=denoising,
         learner_gpu=learner_gpu,
-        ranks=ranks,
+        ranks=_learner_shape(prepared.file, strategy, ranks).parts,
         timesteps_per_pass=per_pass,
     )
     workload = ProfiledWorkload(
@@ -202,6 +214,8 @@ def _costs(prepared: Prepared, strategy: Strategy, denoising: tuple[str, ...], r
         recomputes_log_probs=work.recomputes_log_probs,
         timesteps_per_pass=per_pass,
         resident=work.resident,
+        scorers=prepared.file.rewards.scorers,
+        learner=_learner_shape(prepared.file, strategy, ranks),
     )
     return ProfileCosts(prepared.profile, workload)
 
@@ -242,7 +256,7 @@ def bytes_of_both(prepared: Prepared, strategy: Strategy) -> float:
     moving = strategy.learner_moves and strategy.trainers_roll_out(prepared.file.cluster.reserved.rolls_out)
     if not moving and not any(node.trains and node.rolls_out for node in nodes):
         return 0.0
-    ranks = ranks_of(prepared, strategy)
+    ranks = _learner_shape(prepared.file, strategy, ranks_of(prepared, strategy)).parts
     asked = prepared.file.workload.timesteps_per_pass  # if null, only as many as fit are taken
     per_pass = 1 if asked is None else timesteps_per_pass(prepared, strategy, ranks)
     return prepared.profile.memory.rollout_bytes.value + learner_bytes(prepared.profile, ranks, per_pass)

@@ -126,7 +126,9 @@ class ProfileRewards(_ProfileSection):
     latency_s: Figure
     """Fixed time per request."""
     s_per_sample: Figure
-    """Time per sample for the whole pool: its workers share the samples."""
+    """Time per sample for the whole pool: its scorers share the samples, and requests wait for their turn."""
+    scorers: Figure | None = None
+    """Scorers of that pool; null: one."""
 
 
 class Infrastructure(_ProfileSection):
@@ -148,6 +150,10 @@ class Infrastructure(_ProfileSection):
     """Building the model, excluding the transfer of its bytes."""
     group_setup_s: Figure
     """Joining workers into an SP group."""
+    boot_s: Figure | None = None
+    """From a machine's arrival, when it begins to cost, until its system runs; null: none."""
+    image_s: Figure | None = None
+    """Then, pulling and unpacking the container image; null: none."""
 
 
 class Profile(_ProfileSection):
@@ -281,7 +287,8 @@ def require_memory(
             problems.append(Problem(key, gpu, "a known GPU type", unknown_gpu(gpu)))
         elif need > GPU_TYPES[gpu].vram_bytes:
             has = GPU_TYPES[gpu].vram_bytes / 2**30
-            remedy = "Take larger GPUs" + (", or more learner ranks." if "learner" in key else ".")
+            more = ", or more learner ranks on a node (or learner.shard=all)." if "learner" in key else "."
+            remedy = f"Take larger GPUs{more}"
             if "learner" in key and timesteps_per_pass > 1:
                 remedy = f"Lower workload.timesteps_per_pass, which is {timesteps_per_pass}. {remedy}"
             problems.append(

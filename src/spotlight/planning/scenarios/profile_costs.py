@@ -12,10 +12,43 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.planning.scenarios.profile import GpuCosts, Profile
 from spotlight.scheduler.types import WeightKind
+
+Shard: TypeAlias = Literal["none", "node", "all"]
+_FLOAT32 = 2
+"""Bytes of gradients per byte of published adapters, which are bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerShape:
+    """How the learner's GPUs share its model.
+
+    Attributes:
+        gpus_per_node: of the nodes that train.
+        shard: who holds a part of the model each, as ``learner.shard``; ``none``: nothing is gathered.
+        micro_batch: samples per forward of a GPU.
+    """
+
+    ranks: int = 1
+    gpus_per_node: int = 1
+    shard: Shard = "none"
+    micro_batch: int = 4
+
+    @property
+    def parts(self) -> int:
+        """GPUs that the model is divided among."""
+        if self.shard == "none":
+            return 1
+        return self.ranks if self.shard == "all" else min(self.ranks, self.gpus_per_node)
+
+    @property
+    def crosses_nodes(self) -> bool:
+        """Whether the learner is on several nodes."""
+        return self.ranks > self.gpus_per_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +64,8 @@ class ProfiledWorkload:
         resident: GPUs that train and roll out keep both working sets in memory and switch for free.
         lease_samples: samples per lease; None: as many as fill the profile's ``lease_pixels``.
         switch_s: of a GPU between training and rollouts; None: the profile's, unless ``resident``.
+        scorers: of rewards, at work at once; None: those of the profile's figure.
+        learner: its GPUs, and who holds what of the model.
     """
 
     pixels: int
@@ -42,6 +77,8 @@ class ProfiledWorkload:
     resident: bool = True
     lease_samples: int | None = None
     switch_s: float | None = None
+    scorers: int | None = None
+    learner: LearnerShape = LearnerShape()
 
     @property
     def forwards(self) -> int:
@@ -93,8 +130,13 @@ class ProfileCosts:
 
     def reward_s(self, samples: int) -> float:
         """See :class:`CostModel`."""
-        rewards = self.profile.rewards
-        return rewards.latency_s.value + samples * rewards.s_per_sample.value
+        return self.profile.rewards.latency_s.value + self.scoring_s(samples)
+
+    def scoring_s(self, samples: int) -> float:
+        """See :class:`CostModel`. Time is inversely proportional to the number of scorers."""
+        rewards, scorers = self.profile.rewards, self.workload.scorers
+        measured = rewards.scorers.value if rewards.scorers else 1
+        return samples * rewards.s_per_sample.value * (measured / scorers if scorers else 1)
 
     def prepare_s(self, samples: int, ranks: int) -> float:
         """See :class:`CostModel`."""
@@ -102,16 +144,32 @@ class ProfileCosts:
         if not work.recomputes_log_probs or self.profile.train_has_log_probs:
             return self.profile.prepare_s.value
         one_s = work.forwards * forward_s(self.profile, work.learner_gpu, work.pixels, 1, 1)
-        return self.profile.prepare_s.value + math.ceil(samples / ranks) * work.trained_timesteps * one_s
+        each = math.ceil(samples / ranks)
+        passes = math.ceil(each / work.learner.micro_batch) * work.trained_timesteps
+        return self.profile.prepare_s.value + max(each * work.trained_timesteps * one_s, passes * self.gather_s)
 
     def train_s(self, gpu_type: str, pixels: int, samples: int, ranks: int) -> float:
-        """See :class:`CostModel`."""
+        """See :class:`CostModel`.
+
+        Sharded weights of the next layers are gathered while a layer computes (FSDP2), once in the forward and
+        once in the backward of a pass: the longer of both counts.
+        """
         work = self.workload
         one_s = work.forwards * train_point_s(self.profile, gpu_type, pixels)
         passes = math.ceil(work.trained_timesteps / work.timesteps_per_pass)
         share = self.profile.pass_share.value
         timesteps = (1 - share) * work.trained_timesteps + share * passes
-        return math.ceil(samples / ranks) * timesteps * one_s
+        each = math.ceil(samples / ranks)
+        gathers = 2 * passes * math.ceil(each / work.learner.micro_batch)
+        return max(each * timesteps * one_s, gathers * self.gather_s)
+
+    @property
+    def gather_s(self) -> float:
+        """Until a GPU has all layers, one after another, of which it holds one part."""
+        learner, site = self.workload.learner, self.profile.infrastructure
+        across = learner.shard == "all" and learner.crosses_nodes
+        rate = site.network_bytes_s.value if across else site.intra_node_bytes_s.value
+        return (1 - 1 / learner.parts) * self.profile.weights.full_bytes.value / rate
 
     def switch_s(self) -> float:
         """See :class:`CostModel`."""
@@ -120,8 +178,11 @@ class ProfileCosts:
         return 0.0 if self.workload.resident else self.profile.switch_s.value
 
     def optimizer_s(self) -> float:
-        """See :class:`CostModel`."""
-        return self.profile.optimizer_step_s.value
+        """The step, and before it the sum of all ranks' gradients (float32, ring all-reduce)."""
+        learner, site = self.workload.learner, self.profile.infrastructure
+        rate = site.network_bytes_s.value if learner.crosses_nodes else site.intra_node_bytes_s.value
+        moved = 2 * (1 - 1 / learner.ranks) * _FLOAT32 * self.profile.weights.adapter_bytes.value
+        return self.profile.optimizer_step_s.value + moved / rate
 
     def publish_s(self, kind: WeightKind) -> float:
         """See :class:`CostModel`."""
@@ -147,11 +208,17 @@ class ProfileCosts:
         """See :class:`CostModel`."""
         return self.profile.weights.learner_state_bytes.value / self.profile.infrastructure.disk_bytes_s.value
 
-    def restore_s(self) -> float:
+    def restore_s(self, *, cold: bool = False) -> float:
         """See :class:`CostModel`."""
         site = self.profile.infrastructure
-        whole = self.profile.weights.full_bytes.value / site.disk_bytes_s.value
+        rate = min(site.disk_bytes_s.value, self._store_bytes_s) if cold else site.disk_bytes_s.value
+        whole = self.profile.weights.full_bytes.value / rate
         return self.worker_start_s() + site.model_load_s.value + whole + self.checkpoint_s()
+
+    def boot_s(self) -> float:
+        """From a machine's arrival until its processes can start: its system and the container image."""
+        site = self.profile.infrastructure
+        return sum(figure.value for figure in (site.boot_s, site.image_s) if figure is not None)
 
     def _bytes(self, kind: WeightKind) -> float:
         weights = self.profile.weights

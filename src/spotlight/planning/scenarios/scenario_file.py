@@ -26,6 +26,7 @@ from spotlight.config.sections.exploration import SeedChoiceConfig
 from spotlight.config.sections.fleet import OnDemandConfig
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.planning.scenarios.profile import Source
+from spotlight.planning.scenarios.profile_costs import Shard
 from spotlight.planning.scenarios.strategies import PipelinePart, Strategy, strategy_named
 from spotlight.scheduler.types import WeightKind
 
@@ -82,14 +83,38 @@ class OnDemandNodeSection(_ScenarioSection):
 
 
 class LearnerSection(_ScenarioSection):
-    """The learner of strategies that have it on spot nodes: ``all_spot``, ``all_spot_then_on_demand``."""
+    """The learner; all but ``shard`` of strategies that have it on spot nodes (``all_spot``, ...)."""
 
+    shard: Shard = "node"
+    """Who holds a part of the model each, as ``learner.shard``: the GPUs of a node, all, or none."""
     gpus: PositiveInt | None = None
     """GPUs that train; so many more are spot. Null: as many as are reserved in other strategies."""
     on_demand: OnDemandNodeSection = OnDemandNodeSection()
     """A node on demand while no spot node has room."""
     head_usd_h: NonNegativeFloat = 0.4
     """Of the machine without GPUs that holds the head: about 8 cores and 32 GB on demand."""
+
+
+class RewardCapacity(_ScenarioSection):
+    """Scorers, which share each request's samples and take requests in order."""
+
+    scorers: PositiveInt | None = None
+    """At work at once; null: as many as the profile's figure is of."""
+    usd_h: NonNegativeFloat = 0.0
+    """Of each; 0 where they use CPUs or GPUs that the cluster has anyway."""
+
+
+class EgressSection(_ScenarioSection):
+    """Bytes between spot nodes and a learner in another region or cloud."""
+
+    to_spot_usd_gb: NonNegativeFloat
+    """USD per 10^9 bytes of weights that spot nodes pull."""
+    from_spot_usd_gb: NonNegativeFloat
+    """USD per 10^9 bytes of samples that they send."""
+    bytes_s: PositiveFloat
+    """Bytes per second of one node."""
+    source: Source
+    """Source of the figures."""
 
 
 class PricesSection(_ScenarioSection):
@@ -318,6 +343,11 @@ class ScenarioFile(_ScenarioSection):
     """The rented nodes."""
     learner: LearnerSection = LearnerSection()
     """The learner, where it is on spot nodes."""
+    rewards: RewardCapacity = RewardCapacity()
+    """Capacity and cost of rewards."""
+    egress: EgressSection | None = None
+    """Between spot nodes and the learner; null: list prices if their prices are of different regions, else
+    nothing."""
     prices: PricesSection = PricesSection()
     """Source of prices."""
     trace: TraceSection = AlwaysOn()

@@ -28,6 +28,7 @@ class VirtualPlaces:
         parts: the nodes on each.
         nodes: all of them.
         machine_of: the machine of each.
+        warm: machines that have the model's files.
     """
 
     moving: LearnerPlaces | None
@@ -36,6 +37,7 @@ class VirtualPlaces:
     parts: dict[NodeId, Parts] = field(default_factory=dict)
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     machine_of: dict[NodeId, NodeId] = field(default_factory=dict)
+    warm: set[NodeId] = field(default_factory=set)
 
     @classmethod
     def of(cls, plan: Plan, *, ranks_roll_out: bool = False, even: bool = False) -> VirtualPlaces:
@@ -58,6 +60,7 @@ class VirtualPlaces:
     def take(self, name: NodeId) -> tuple[bool, bool]:
         """Remove a machine; returns whether the learner was there, and whether a second one may have been."""
         machine, moving = self.machines.pop(name), self.moving
+        self.warm.discard(name)
         self._put(name, ())
         del self.parts[name]
         if moving is None:
@@ -107,9 +110,15 @@ class VirtualPlaces:
         if self.moving is not None:
             self.moving.cancel(name)
 
+    @property
+    def is_cold(self) -> bool:
+        """Whether a machine where a learner that moves starts next lacks the model's files."""
+        return self.moving is not None and not self.warm.issuperset(self.moving.target)
+
     def started(self) -> None:
         """The learner starts at its places."""
         if self.moving is not None:
+            self.warm.update(self.moving.target)
             self.moving.started(self.moving.target)
 
     def lost(self) -> None:
