@@ -19,7 +19,9 @@ from spotlight.planning.scenarios.pricing import Pricing
 from spotlight.planning.scenarios.profile import load_profile
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario, scenario_names
+from spotlight.planning.scenarios.side_costs import egress_between
 from spotlight.planning.scenarios.strategies import STRATEGIES, SpotPlaces, strategy_named
+from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.types import NodeKind
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -140,8 +142,68 @@ def test_strategies_rent_what_they_say() -> None:
     assert nodes("all_on_demand") == {NodeKind.RESERVED: (12, 12, pytest.approx(12 * 6.88))}
     assert nodes("disaggregated") == {NodeKind.RESERVED: (4, 8, pytest.approx(12 * 6.88))}
     for name, strategy in STRATEGIES.items():
-        if strategy.places is SpotPlaces.SPOT:
+        if strategy.learner_moves:
+            assert nodes(name) == {NodeKind.SPOT: (0, 12, pytest.approx(12 * 1.78))}, "as many GPUs, all spot"
+        elif strategy.places is SpotPlaces.SPOT:
             assert nodes(name) == {NodeKind.RESERVED: reserved, NodeKind.SPOT: spot}
+
+
+def test_where_the_learner_may_be_on_spot_nodes() -> None:
+    file = load_scenario("paper-512", ["learner.gpus=3", "learner.on_demand.after_s=5"])
+    prepared = prepare(file, ("all_spot", "all_spot_then_on_demand"), NOW)
+    waits, takes = (scenario_of(prepared, STRATEGIES[name]) for name in ("all_spot", "all_spot_then_on_demand"))
+    for scenario in (waits, takes):
+        plan = scenario.plan
+        assert (plan.ranks, plan.checkpoint_every, plan.cluster.learner_moves) == (3, 1, True)
+        assert len({event.node.id for _, event in scenario.nodes if isinstance(event, NodeJoined)}) >= 6
+        assert scenario.standing_usd_h == {"head": 0.4}
+    assert waits.on_demand is None
+    assert takes.on_demand is not None
+    node = takes.on_demand.node
+    assert (node.kind, node.gpus, takes.on_demand.after_s) == (NodeKind.ON_DEMAND, 3, 5)
+    assert node.price_usd_h == pytest.approx(3 * 6.88)
+
+
+def test_no_reserved_node_is_needed_where_the_learner_is_on_spot_nodes() -> None:
+    none = ("cluster.reserved.nodes=0", "strategies=[all_spot]")
+    assert "or learner.gpus" in told(*none)
+    read("paper-512", [*none, "learner.gpus=4"])
+    assert "1 or more for spotlight" in told("cluster.reserved.nodes=0", "learner.gpus=4", "strategies=[spotlight]")
+
+
+def test_scorers_and_bytes_between_regions_cost_money() -> None:
+    priced = ("rewards={scorers: 3, usd_h: 2}",)
+    between = "egress={to_spot_usd_gb: 0.02, from_spot_usd_gb: 0.01, bytes_s: 1e9, source: 'assumed: x'}"
+    file = load_scenario("paper-512", [*priced, between])
+    prepared = prepare(file, ("spotlight", "all_spot", "reserved_only"), NOW)
+    scenarios = {name: scenario_of(prepared, STRATEGIES[name]) for name in ("spotlight", "all_spot", "reserved_only")}
+    assert {name: one.standing_usd_h for name, one in scenarios.items()} == {
+        "spotlight": {"rewards": 6}, "reserved_only": {"rewards": 6}, "all_spot": {"rewards": 6, "head": 0.4}
+    }  # fmt: skip
+    assert [name for name, one in scenarios.items() if one.egress] == ["spotlight"], "others are in one region"
+    egress = scenarios["spotlight"].egress
+    assert egress is not None
+    # A picture; before and after each of two timesteps, and after every fifth step of 20, a latent.
+    assert egress.sample_bytes == 512 * 512 * (3 + 4 + 4)
+    assert "egress.source: found 'x'" in told("egress={to_spot_usd_gb: 0, from_spot_usd_gb: 0, bytes_s: 1, source: x}")
+
+
+@pytest.mark.parametrize(
+    ("learner", "spot", "expected"),
+    [
+        (("aws", "us-east-1"), ("aws", "us-east-1"), None),
+        (("aws", ""), ("aws", "us-east-1"), None),
+        (None, ("aws", "us-east-1"), None),
+        (("aws", "us-east-1"), ("aws", "us-west-2"), (0.02, 0.02)),
+        (("aws", "us-east-1"), ("gcp", "us-central1"), (0.09, 0.12)),
+        (("gcp", ""), ("lambda", ""), (0.12, 0.12)),
+    ],
+)
+def test_prices_of_bytes_follow_from_the_places(
+    learner: tuple[str, str] | None, spot: tuple[str, str] | None, expected: tuple[float, float] | None
+) -> None:
+    found = egress_between(learner, spot)
+    assert (None if found is None else (found.to_spot_usd_gb, found.from_spot_usd_gb)) == expected
 
 
 def test_reserved_gpus_may_only_train_but_not_when_they_are_alone() -> None:

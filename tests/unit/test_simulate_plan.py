@@ -21,7 +21,14 @@ from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import PricePoint
 from spotlight.fleet.traces.trace_files import parse_trace
 from spotlight.planning.candidates import Candidate, grid, prepared_for, shape_of
-from spotlight.planning.compare import SimulationOutcome, SimulationTask, outcome_of, run_task, run_tasks
+from spotlight.planning.compare import (
+    SimulationOutcome,
+    SimulationTask,
+    lasting,
+    outcome_of,
+    run_task,
+    run_tasks,
+)
 from spotlight.planning.pages.comparison_summary import notes_of
 from spotlight.planning.pages.timeline_chart import CELLS_MAX, ROWS_MAX, timeline_chart
 from spotlight.planning.scenarios.fleet_events import SpotOffer, spot_events
@@ -33,11 +40,12 @@ from spotlight.planning.search import Goal, SearchResult, pareto, search
 from spotlight.planning.strategy_runs import StrategyRuns
 from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed
 from spotlight.scheduler.types import NodeId, NodeKind, Phase
-from spotlight.simulation.scenario import GpuTimeline, PriceChanged, Segment, SimulationResult
+from spotlight.simulation.scenario import GpuTimeline, IterationTime, NodeEvent, PriceChanged, Segment, SimulationResult
 from spotlight.simulation.virtual_driver import simulate
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SMALL = (
+    "cluster.boot_s=0",
     "workload.prompts=8",
     "workload.group_size=8",
     "workload.evaluation=null",
@@ -63,7 +71,7 @@ def ran(
 ) -> tuple[SimulationResult, SimulationOutcome]:
     scenario = scenario_of(prep, STRATEGIES[strategy], timelines=timelines)
     result = simulate(scenario, log=True)
-    return result, outcome_of(strategy, scenario, result, prep.file.iterations_to_target[strategy])
+    return result, outcome_of(strategy, scenario, result, prep.file.target_of(STRATEGIES[strategy]))
 
 
 @cache
@@ -77,9 +85,11 @@ def ran_small(strategy: str) -> tuple[SimulationResult, SimulationOutcome]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_cost_is_gpu_seconds_times_price(strategy: str) -> None:
     result, outcome = ran_small(strategy)
-    prices = {NodeKind.RESERVED: 6.88, NodeKind.SPOT: 1.78}
+    prices = {NodeKind.RESERVED: 6.88, NodeKind.SPOT: 1.78, NodeKind.ON_DEMAND: 6.88}
     expected = sum(seconds / 3600 * prices[kind] for (kind, _), seconds in result.phase_s.items())
-    assert outcome.simulated_usd == pytest.approx(expected)
+    head_usd = 0.4 * result.end_s / 3600 if STRATEGIES[strategy].learner_moves else 0.0
+    assert outcome.simulated_usd == pytest.approx(expected + head_usd)
+    assert sum(one.cost_usd for one in result.iterations) <= outcome.simulated_usd
     assert outcome.total_s / 3600 == pytest.approx(result.gpu_hours)
 
 
@@ -101,10 +111,22 @@ def test_the_target_is_the_first_iteration_and_so_many_more(strategy: str) -> No
     assert outcome.problem is None
     assert outcome.iterations == 6
     first = result.iterations[0]
-    assert outcome.target is not None
+    if outcome.target is None:  # a learner that moves leaves two-minute nodes too little idle time
+        assert STRATEGIES[strategy].learner_moves
+        assert outcome.preview_share < 0.8
+        return
     further = outcome.target.iterations - 1
     assert outcome.target_h * 3600 == pytest.approx(first.end_s + further * outcome.iteration_s)
     assert outcome.target_usd == pytest.approx(first.cost_usd + further * outcome.iteration_usd)
+
+
+def test_an_iteration_that_was_repeated_counts_once_with_what_was_undone() -> None:
+    def times(*numbers: int) -> list[IterationTime]:
+        return [IterationTime(n, 10.0 * at, 10.0 * at + 10, 1.0, 4) for at, n in enumerate(numbers)]
+
+    found = [(one.iteration, one.start_s, one.end_s, one.cost_usd) for one in lasting(times(0, 1, 2, 1, 2, 2))]
+    assert found == [(0, 0, 10, 1), (1, 10, 40, 3), (2, 40, 60, 2)]
+    assert lasting(times(0, 1, 2)) == times(0, 1, 2)
 
 
 def test_simulated_whole_nothing_is_extrapolated() -> None:
@@ -126,11 +148,19 @@ def test_strategies_share_the_trace() -> None:
     spots = [
         tuple((at_s, event) for at_s, event in scenario_of(prep, strategy).nodes if at_s > 0)
         for strategy in STRATEGIES.values()
-        if strategy.places == "spot"
+        if strategy.places == "spot" and not strategy.learner_moves
     ]
     assert len(spots) == 3
     assert len(spots[0]) > 20
     assert spots[0] == spots[1] == spots[2]
+    wide = scenario_of(prep, STRATEGIES["all_spot"]).nodes
+    ours = [item for item in wide if item[0] > 0 and not _is_of_slot(item[1], ("node4", "node5"))]
+    assert tuple(ours) == spots[0], "two more nodes change nothing of the others"
+
+
+def _is_of_slot(event: NodeEvent, slots: tuple[str, ...]) -> bool:
+    name = event.node.id if isinstance(event, NodeJoined) else event.node
+    return name.removeprefix("spot:").split(".")[0] in slots
 
 
 def test_idle_gpus_explore_without_costing_time() -> None:

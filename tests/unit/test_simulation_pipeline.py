@@ -234,7 +234,7 @@ def test_too_many_timesteps_are_refused() -> None:
     ("strategy", "overrides", "per_pass"),
     [
         ("disaggregated", (), 1),
-        ("disaggregated+tsp", (), 8),
+        ("disaggregated+tsp", (), 7),
         ("disaggregated+tsp", ("workload.trained_timesteps=4",), 4),
         ("disaggregated+tsp", ("workload.timesteps_per_pass=3",), 3),
         ("disaggregated+tsp+tag", ("workload.resident=true",), 1),
@@ -319,8 +319,9 @@ def test_every_part_shortens_an_iteration_that_waits_for_rollouts() -> None:
 @pytest.mark.parametrize(
     ("name", "strategy", "crowded"),
     [
-        ("pipeline-qwen-image", "disaggregated+gap+tag", False),
-        ("pipeline-qwen-image", "disaggregated+gap+tsp+tag", False),
+        ("pipeline-qwen-image", "disaggregated+gap+tag", True),
+        ("pipeline-qwen-image", "disaggregated+gap+tsp", False),
+        ("pipeline-flux", "disaggregated+gap+tsp+tag", False),
         ("paper-512", "reserved_only", True),
         ("pipeline-wan", "disaggregated+gap+tag", True),
         ("pipeline-wan", "disaggregated+gap+tcss", False),

@@ -9,14 +9,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
 from spotlight.planning.scenarios.prepare import Prepared, scenario_of
 from spotlight.planning.scenarios.scenario_file import Target
 from spotlight.planning.scenarios.strategies import strategy_named
 from spotlight.scheduler.types import Filler, NodeKind, Phase
-from spotlight.simulation.scenario import GpuTimeline, Scenario, SimulationResult
+from spotlight.simulation.scenario import GpuTimeline, IterationTime, Scenario, SimulationResult
 from spotlight.simulation.virtual_driver import simulate
 
 PREVIEWS_WANTED = 0.8
@@ -118,8 +118,9 @@ def outcome_of(
     """
     previews, early = _preview_share(scenario, result), _early_share(scenario, result)
     target, no_target = honest_target(stated, random, previews, 0.0 if exact else early)
-    durations = [one.end_s - one.start_s for one in result.iterations]
-    costs = [one.cost_usd for one in result.iterations]
+    iterations = lasting(result.iterations)
+    durations = [one.end_s - one.start_s for one in iterations]
+    costs = [one.cost_usd for one in iterations]
     iteration_s, iteration_usd = _mean(durations[1:]), _mean(costs[1:])
     target_s = target_usd = math.nan
     if target is not None and durations:
@@ -127,7 +128,7 @@ def outcome_of(
         target_usd = _to(target.iterations, costs[0], iteration_usd)
     spot = {phase: s for (kind, phase), s in result.phase_s.items() if kind is NodeKind.SPOT}
     plan = scenario.plan
-    made = len(result.iterations) * plan.prompts_per_iteration * plan.choice.of_group(plan.group_size)
+    made = len(iterations) * plan.prompts_per_iteration * plan.choice.of_group(plan.group_size)
     return SimulationOutcome(
         strategy=strategy,
         problem=_problem(scenario, result),
@@ -157,6 +158,18 @@ def outcome_of(
         other_usd=dict(result.other_usd),
         on_demand=result.on_demand,
     )
+
+
+def lasting(iterations: Sequence[IterationTime]) -> list[IterationTime]:
+    """Each iteration once: one that was repeated also has the time and cost of what was undone."""
+    merged: list[IterationTime] = []
+    for one in iterations:
+        start_s, cost_usd = one.start_s, one.cost_usd
+        while merged and merged[-1].iteration >= one.iteration:
+            undone = merged.pop()
+            start_s, cost_usd = undone.start_s, cost_usd + undone.cost_usd
+        merged.append(replace(one, start_s=start_s, cost_usd=cost_usd))
+    return merged
 
 
 def honest_target(
@@ -212,7 +225,7 @@ def _problem(scenario: Scenario, result: SimulationResult) -> str | None:
         return None
     if result.error is not None:
         return result.error
-    done, wanted = len(result.iterations), scenario.plan.iterations
+    done, wanted = len(lasting(result.iterations)), scenario.plan.iterations
     return f"{done} of {wanted} iterations done after {result.end_s / 3600:.1f} h, when run.until_h was over"
 
 
@@ -225,7 +238,7 @@ def _preview_share(scenario: Scenario, result: SimulationResult) -> float:
     found = [share for share in shares.values() if share is not None]
     windows = len(found)
     if arm.planner is None:  # then a skipped window counts as wanted
-        windows = max(windows, len(result.iterations) - (arm.where == "idle"))
+        windows = max(windows, len(lasting(result.iterations)) - (arm.where == "idle"))
     return sum(found) / windows if windows else math.nan
 
 

@@ -163,7 +163,7 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
         timelines=timelines,
         on_demand=_on_demand(prepared) if strategy.placement == "spot_then_on_demand" else None,
-        boot_s=costs.boot_s(),
+        boot_s=costs.boot_s() if file.cluster.boot_s is None else file.cluster.boot_s,
         ranks_roll_out=strategy.trainers_roll_out(file.cluster.reserved.rolls_out),
         even_ranks=file.learner.shard == "node",
         egress=egress_of(file, prepared.profile, prepared.pricing, strategy),
@@ -256,10 +256,11 @@ def bytes_of_both(prepared: Prepared, strategy: Strategy) -> float:
     moving = strategy.learner_moves and strategy.trainers_roll_out(prepared.file.cluster.reserved.rolls_out)
     if not moving and not any(node.trains and node.rolls_out for node in nodes):
         return 0.0
-    ranks = _learner_shape(prepared.file, strategy, ranks_of(prepared, strategy)).parts
+    ranks = ranks_of(prepared, strategy)
     asked = prepared.file.workload.timesteps_per_pass  # if null, only as many as fit are taken
     per_pass = 1 if asked is None else timesteps_per_pass(prepared, strategy, ranks)
-    return prepared.profile.memory.rollout_bytes.value + learner_bytes(prepared.profile, ranks, per_pass)
+    parts = _learner_shape(prepared.file, strategy, ranks).parts
+    return prepared.profile.memory.rollout_bytes.value + learner_bytes(prepared.profile, parts, per_pass)
 
 
 def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> int:
@@ -272,7 +273,8 @@ def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> in
     both = work.resident and strategy.trainers_roll_out(reserved.rolls_out)
     held = prepared.profile.memory.rollout_bytes.value if both else 0.0
     gpu = prepared.file.learner_gpu(strategy)
-    return timesteps_that_fit(prepared.profile, gpu, ranks, work.trained_timesteps, held)
+    parts = _learner_shape(prepared.file, strategy, ranks).parts
+    return timesteps_that_fit(prepared.profile, gpu, parts, work.trained_timesteps, held)
 
 
 def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:

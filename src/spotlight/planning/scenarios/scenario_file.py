@@ -71,6 +71,9 @@ class ClusterSection(_ScenarioSection):
     """Training nodes."""
     spot: SpotPool
     """Preemptible nodes."""
+    boot_s: NonNegativeFloat | None = None
+    """From a machine's arrival, when it begins to cost, until its processes can start; null: as in the profile.
+    Machines that are there at the start have booted."""
 
 
 class OnDemandNodeSection(_ScenarioSection):
