@@ -63,7 +63,37 @@ def test_a_generated_trace_has_the_rates_it_was_asked_for() -> None:
     assert numbers.uptime_mean_s == pytest.approx(7200, rel=0.05)
     bursty = statistics(generate(replace(spec, bursts_per_h=0.5, burst_fraction=0.8)))
     assert bursty.burst_largest > 10 > numbers.burst_largest
-    assert bursty.burst_share > 2 * numbers.burst_share
+    assert bursty.burst_share > numbers.burst_share + 0.15
+    assert numbers.burst_share == pytest.approx(numbers.burst_share_by_chance, rel=0.05)
+
+
+def test_bursts_on_a_dense_trace_do_not_chain_into_one() -> None:
+    spec = TraceSpec(seed=0, horizon_s=24 * 3600, nodes=400, mean_uptime_s=7200, mean_downtime_s=600)
+    alone = statistics(generate(spec))
+    assert alone.preemptions > 4000, "one in 20 s: chained, all would be one burst"
+    assert alone.burst_largest < 30
+    assert alone.bursts > 300
+    assert alone.burst_share == pytest.approx(alone.burst_share_by_chance, abs=0.02)
+    bursty = statistics(generate(replace(spec, mean_uptime_s=72000, bursts_per_h=1.0)))
+    assert 150 < bursty.burst_largest <= 400
+
+
+def test_a_burst_takes_nodes_of_one_zone_within_three_minutes() -> None:
+    spec = TraceSpec(
+        seed=3, horizon_s=200 * 3600, nodes=12, mean_uptime_s=1e9, zones=3, bursts_per_h=0.1, burst_fraction=1.0
+    )
+    gone = [event for event in generate(spec).events if event.kind is REMOVE]
+    zones = {event.node.split("-")[0] if "-" in event.node else "zone0" for event in gone}
+    assert zones == {"zone0", "zone1", "zone2"}
+    together: dict[str, list[list[float]]] = {}
+    for event in gone:
+        zone = event.node.split("-")[0] if "-" in event.node else "zone0"
+        groups = together.setdefault(zone, [[]])
+        if groups[-1] and event.time_s - groups[-1][0] > 180:
+            groups.append([])
+        groups[-1].append(event.time_s)
+    sizes = [len(group) for groups in together.values() for group in groups]
+    assert sum(sizes) / len(sizes) > 3.5, "four nodes a zone, lost together unless one was not back yet"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,9 @@ BurstsPerHOption: TypeAlias = Annotated[
 BurstFractionOption: TypeAlias = Annotated[
     float | None, typer.Option("--burst-fraction", help="With --generate: share lost (default 0.5).")
 ]
+ZonesOption: TypeAlias = Annotated[
+    int | None, typer.Option("--zones", help="With --generate: each has losses together of its own (default 1).")
+]
 OutOption: TypeAlias = Annotated[
     Path | None, typer.Option("--out", help="Write the one trace, in canonical form: .csv or .jsonl.")
 ]
@@ -91,6 +94,7 @@ def traces(
     mean_downtime_s: MeanDowntimeSOption = None,
     bursts_per_h: BurstsPerHOption = None,
     burst_fraction: BurstFractionOption = None,
+    zones: ZonesOption = None,
     out: OutOption = None,
     page: PageOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print statistics as JSON.")] = False,
@@ -115,6 +119,7 @@ def traces(
         mean_downtime_s=mean_downtime_s,
         bursts_per_h=bursts_per_h,
         burst_fraction=burst_fraction,
+        zones=zones,
     )
     _require_sense(files or [], generate, given, out)
     shape = _Shape(gpus_per_node, nodes, None if horizon_h is None else horizon_h * 3600, notice_lead_s)
@@ -228,7 +233,7 @@ def _rows(numbers: TraceStatistics) -> Sequence[tuple[str, str]]:
         (
             "bursts",
             f"{numbers.bursts} (largest {numbers.burst_largest} nodes), "
-            f"{_percent(numbers.burst_share)} of the preemptions",
+            f"{_percent(numbers.burst_share)} of the preemptions; {_percent(numbers.burst_share_by_chance)} by chance",
         ),
         ("notices", _notices(numbers)),
     ]

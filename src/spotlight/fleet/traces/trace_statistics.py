@@ -1,4 +1,10 @@
-"""Trace statistics: number of nodes, uptime, preemption rate, and bursts. Pure."""
+"""Trace statistics: number of nodes, uptime, preemption rate, and bursts. Pure.
+
+More than 92 % of joint interruptions of one type in one zone lie within three minutes (arXiv 2604.16457), so a
+burst begins with a removal and has those of the next three minutes. On a dense trace some of these are together
+by chance: of removals at the same rate without any burst (a Poisson process), with n expected in three minutes,
+1 - exp(-n) / (1 + n).
+"""
 
 from __future__ import annotations
 
@@ -8,8 +14,8 @@ from dataclasses import dataclass
 
 from spotlight.fleet.traces.trace import Trace, TraceEventKind
 
-BURST_GAP_S = 60.0
-"""Removals closer together than this form a burst."""
+BURST_S = 180.0
+"""Removals within this time after the first one form a burst."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +28,10 @@ class TraceStatistics:
         empty_share: share of time without any node.
         uptime_mean_s, uptime_p50_s: of stays that ended within the trace.
         preemptions: removals.
-        bursts: groups of at least two removals, each within ``BURST_GAP_S`` of the next.
+        bursts: groups of at least two removals, all within ``BURST_S`` after the first.
         burst_largest: removals in the largest burst.
         burst_share: share of removals in bursts.
+        burst_share_by_chance: what it would be if each node were removed on its own.
         noticed: removals that had a notice.
         notice_lead_mean_s, notice_lead_min_s: from notice to removal.
         price_mean_usd_h: spot price per node, weighted by time.
@@ -46,6 +53,7 @@ class TraceStatistics:
     bursts: int
     burst_largest: int
     burst_share: float
+    burst_share_by_chance: float
     noticed: int
     notice_lead_mean_s: float
     notice_lead_min_s: float
@@ -91,6 +99,7 @@ def statistics(trace: Trace) -> TraceStatistics:
         bursts=len(groups),
         burst_largest=max(map(len, groups), default=0),
         burst_share=in_bursts / len(removals) if removals else math.nan,
+        burst_share_by_chance=_by_chance(len(removals) / trace.horizon_s),
         noticed=len(leads),
         notice_lead_mean_s=_mean(leads),
         notice_lead_min_s=min(leads, default=math.nan),
@@ -132,12 +141,17 @@ def _stays(trace: Trace) -> tuple[list[float], list[float], list[float]]:
 def _groups(times: Sequence[float]) -> Iterator[list[float]]:
     group: list[float] = []
     for time_s in times:
-        if group and time_s - group[-1] >= BURST_GAP_S:
+        if group and time_s - group[0] >= BURST_S:
             yield group
             group = []
         group.append(time_s)
     if group:
         yield group
+
+
+def _by_chance(removals_s: float) -> float:
+    expected = removals_s * BURST_S
+    return 1 - math.exp(-expected) / (1 + expected) if expected else math.nan
 
 
 def _percentile(stretches: Sequence[Availability], share: float) -> float:

@@ -322,6 +322,8 @@ def _trace(file: ScenarioFile, nodes: int, later: float = 0.0) -> Trace:
                 mean_downtime_s=section.mean_downtime_s,
                 bursts_per_h=section.bursts_per_h,
                 burst_fraction=section.burst_fraction,
+                burst_spread_s=section.burst_spread_s,
+                zones=section.zones,
                 notice_lead_s=section.notice_lead_s,
             )
         )
