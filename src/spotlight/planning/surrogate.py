@@ -1,0 +1,352 @@
+"""A fast estimate of a whole run: short exact simulations, integrated over the trace. Pure.
+
+How many iterations an hour a cluster makes depends on the spot nodes that are there. So a strategy is
+simulated exactly, for a few iterations, at a few numbers of spot nodes that stay (:class:`SteadyPoint`).
+Between these numbers the rate is interpolated linearly, and the rates are added up over the trace:
+:func:`estimated`. Dollars are those of the nodes that are there. What is left out: work lost without notice, and
+what depends on the moment of a preemption; checkpoints and evaluations are as often as in the short
+simulations.
+
+A cluster of more than :data:`GPUS_MAX` GPUs is simulated at a fraction of its size, with the same work for
+each GPU: work that is divided among GPUs takes as long. Figures of one pool that all share (rewards, the
+network) are per request in the simulator, so they need no scaling.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from spotlight.fleet.traces.trace import PricePoint, Trace, TraceEventKind
+from spotlight.planning.compare import ComparedStrategy, SimulationOutcome, SimulationTask, honest_target
+from spotlight.planning.scenarios.prepare import Prepared, with_file
+from spotlight.planning.scenarios.scenario_file import AlwaysOn, ScenarioFile, Target
+from spotlight.planning.scenarios.strategies import SpotPlaces, Strategy, strategy_named
+from spotlight.scheduler.types import WeightKind
+
+GPUS_MAX = 64
+"""Larger clusters are simulated at a fraction of their size."""
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyPoint:
+    """A strategy with a number of spot nodes that stay.
+
+    Attributes:
+        nodes: of the whole cluster; fractions come from scaling.
+        first_s, iteration_s: duration of the first iteration, mean of the later ones; infinite: none ends.
+        outcome: of the simulation; None: there is nothing that rolls out.
+        lengths_s: of the iterations after the first.
+    """
+
+    nodes: float
+    first_s: float
+    iteration_s: float
+    outcome: SimulationOutcome | None
+    lengths_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SteadyCurve:
+    """Points of one strategy on one kind of cluster, by ascending number of spot nodes."""
+
+    points: tuple[SteadyPoint, ...]
+
+    @property
+    def most(self) -> SteadyPoint:
+        """With the most spot nodes."""
+        return self.points[-1]
+
+    def between(self, nodes: float, of: Callable[[SteadyPoint], float]) -> float:
+        """A figure at a number of nodes, interpolated linearly; at the nearest end beyond all points."""
+        places = [point.nodes for point in self.points]
+        above = bisect_left(places, nodes)
+        if above == len(places):
+            return of(self.points[-1])
+        if above == 0 or places[above] == nodes:
+            return of(self.points[above])
+        lower, upper = self.points[above - 1], self.points[above]
+        share = (nodes - lower.nodes) / (upper.nodes - lower.nodes)
+        return of(lower) + share * (of(upper) - of(lower))
+
+
+def divisor_of(file: ScenarioFile) -> int:
+    """By what a cluster is made smaller: a divisor of its reserved nodes that leaves whole groups."""
+    reserved, spot = file.cluster.reserved, file.cluster.spot
+    gpus = reserved.nodes * reserved.gpus_per_node + spot.nodes * spot.gpus_per_node
+    fitting = [
+        by
+        for by in range(1, reserved.nodes + 1)
+        if reserved.nodes % by == 0 and file.workload.prompts >= by * max(1, file.workload.updates_per_batch)
+    ]
+    small = [by for by in fitting if gpus <= by * GPUS_MAX]
+    return small[0] if small else fitting[-1]
+
+
+def steady_task(prepared: Prepared, strategy: str, nodes: int) -> SimulationTask | None:
+    """The short simulation at a number of spot nodes of the cluster, rounded if it is made smaller.
+
+    None: nothing rolls out there.
+    """
+    file, by = prepared.file, divisor_of(prepared.file)
+    if not _can_roll_out(strategy_named(strategy), file, nodes):
+        return None
+    cluster = file.cluster.model_copy(
+        update={
+            "reserved": file.cluster.reserved.model_copy(update={"nodes": file.cluster.reserved.nodes // by}),
+            "spot": file.cluster.spot.model_copy(update={"nodes": _made_small(nodes, by)}),
+        }
+    )
+    work = file.workload.model_copy(update={"prompts": max(1, round(file.workload.prompts / by))})
+    run = file.run.model_copy(update={"iterations": file.plan.iterations})
+    changes = {"cluster": cluster, "workload": work, "run": run, "trace": AlwaysOn()}
+    return SimulationTask(with_file(prepared, file.model_copy(update=changes)), strategy)
+
+
+def point_of(prepared: Prepared, nodes: int, compared: ComparedStrategy | None) -> SteadyPoint:
+    """What a task's simulation says of the whole cluster."""
+    file, by = prepared.file, divisor_of(prepared.file)
+    place = float(_made_small(nodes, by) * by)
+    if compared is None or not compared.iteration_ends_s:
+        return SteadyPoint(place, math.inf, math.inf, compared.outcome if compared else None)
+    # Where groups are not divided evenly, the work of each GPU is not quite the same.
+    work = file.workload.prompts / by / max(1, round(file.workload.prompts / by))
+    ends_s = (0.0, *compared.iteration_ends_s)
+    first_s, *later_s = (work * (after - before) for before, after in pairwise(ends_s))
+    mean_s = sum(later_s) / len(later_s) if later_s else math.inf
+    return SteadyPoint(place, first_s, mean_s, compared.outcome, tuple(later_s))
+
+
+def counts_wanted(prepared: Sequence[Prepared], strategy: str) -> tuple[int, ...]:
+    """Numbers of spot nodes that a curve needs points at: all of them, and fewer where nodes are missing."""
+    file = prepared[0].file
+    most = file.cluster.spot.nodes
+    places = strategy_named(strategy).places
+    if places is SpotPlaces.NOTHING:
+        return (0,)
+    if places.stays:
+        return (most,)
+    least = min((count for one in prepared for count in _counts(one.trace)), default=most)
+    found = {most}
+    while most > least:
+        most //= 2
+        found.add(most)
+    return tuple(sorted(found))
+
+
+def estimated(prepared: Prepared, strategy: str, curve: SteadyCurve) -> SimulationOutcome:
+    """The outcome of a whole run from this start; ``prepared.trace`` is its trace.
+
+    Iterations to target are those that the integrated shares of previews and early groups allow.
+    """
+    outcome = curve.most.outcome or next(one.outcome for one in curve.points if one.outcome)
+    named, file = strategy_named(strategy), prepared.file
+    stated, exact = file.target_of(named), strategy in file.iterations_to_target
+    wanted = stated.iterations if stated else file.run.iterations
+    run = _integrated(prepared, named, curve, wanted)
+    early = 0.0 if exact else run.early
+    target, no_target = honest_target(stated, file.random_target, run.previews, early)
+    if target is not None and target.iterations != wanted:
+        wanted = target.iterations
+        run = _integrated(prepared, named, curve, wanted)
+    return _as_outcome(prepared, outcome, run, wanted, target, no_target)
+
+
+@dataclass(slots=True)
+class _WholeRun:
+    """An integrated run; infinite times if it does not end within the trace."""
+
+    first_s: float = math.inf
+    first_usd: float = math.inf
+    total_s: float = math.inf
+    total_usd: float = math.inf
+    previews: float = math.nan
+    early: float = 0.0
+    preemptions: int = 0
+
+
+def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iterations: int) -> _WholeRun:
+    """Add up iterations, dollars and previews over the stretches of the trace."""
+    file, run = prepared.file, _WholeRun()
+    explores = strategy.explore is not None
+    usd_s, standing = _standing_usd_s(prepared, strategy)
+    done = usd = previews = early = 0.0
+    for since_s, until_s, there, useful, node_usd_h in _stretches(prepared, strategy):
+        nodes = float(standing) if strategy.places.stays else useful
+        rate_usd = usd_s + there * node_usd_h / 3600
+        at_s = since_s
+        while at_s < until_s and done < iterations:
+            goal = 1 if done < 1 else iterations
+            per_s = curve.between(nodes, _first_rate if goal == 1 and done < 1 else _rate)
+            left_s = (goal - done) / per_s if per_s > 0 else math.inf
+            step_s = min(left_s, until_s - at_s)
+            more = goal - done if left_s <= step_s else per_s * step_s
+            usd += rate_usd * step_s
+            if explores and goal > 1:
+                previews += more * curve.between(nodes, _preview_share)
+            early += more * curve.between(nodes, _early_share)
+            at_s += step_s
+            done = float(goal) if left_s <= step_s else done + more
+            if done == 1 and goal == 1:
+                run.first_s, run.first_usd = at_s, usd
+        if done >= iterations:
+            run.total_s, run.total_usd = at_s, usd
+            break
+    run.preemptions = sum(
+        event.kind is TraceEventKind.REMOVE and event.time_s <= run.total_s for event in prepared.trace.events
+    ) * (strategy.places is SpotPlaces.SPOT)
+    later = max(done - 1, 0.0)
+    if explores:
+        # The first iteration has no window before it that previews could use, except on the critical path.
+        run.previews = previews / later if later else _preview_share(curve.most)
+    run.early = early / done if done else 0.0
+    assert file.run.until_h > 0
+    return run
+
+
+def _standing_usd_s(prepared: Prepared, strategy: Strategy) -> tuple[float, int]:
+    """Dollars a second of all nodes that stay, and the number of those in the spot nodes' places."""
+    cluster, pricing = prepared.file.cluster, prepared.pricing
+    gpus = cluster.reserved.nodes * cluster.reserved.gpus_per_node
+    usd_h, standing = gpus * pricing.reserved.usd_gpu_h, 0
+    if strategy.places.stays:
+        assert pricing.on_demand is not None, "prepared for a strategy that rents on demand"
+        standing = cluster.spot.nodes
+        usd_h += standing * cluster.spot.gpus_per_node * pricing.on_demand.usd_gpu_h
+    return usd_h / 3600, standing
+
+
+def _stretches(
+    prepared: Prepared, strategy: Strategy
+) -> Iterator[tuple[float, float, int, float, float]]:
+    """Stretches of the run: from, until, spot nodes that are paid, those that work, dollars a node-hour.
+
+    A node that joins later works once its processes have started and pulled the weights; those of the first
+    moment are in the first iteration's time.
+    """
+    until_s = prepared.file.run.until_h * 3600
+    if strategy.places is not SpotPlaces.SPOT:
+        yield 0.0, until_s, 0, 0.0, 0.0
+        return
+    trace, spot = prepared.trace, prepared.file.cluster.spot
+    warm_s = _warm_s(prepared)
+    changes: list[tuple[float, int, int]] = []
+    joined: dict[str, float] = {}
+    for event in trace.events:
+        if event.kind is TraceEventKind.ADD:
+            ready_s = event.time_s + (warm_s if event.time_s > 0 else 0.0)
+            joined[event.node] = ready_s
+            changes += [(event.time_s, 1, 0), (ready_s, 0, 1)]
+        elif event.kind is TraceEventKind.REMOVE:
+            ready_s = joined.pop(event.node)
+            if ready_s > event.time_s:
+                changes.remove((ready_s, 0, 1))
+            changes.append((event.time_s, -1, -1 if ready_s <= event.time_s else 0))
+    stated = prepared.pricing.spot
+    prices = () if stated is not None else trace.prices
+    node_usd_h = stated.usd_gpu_h * spot.gpus_per_node if stated is not None else 0.0
+    yield from _swept(sorted(changes), prices, node_usd_h, until_s)
+
+
+def _swept(
+    changes: Sequence[tuple[float, int, int]],
+    prices: Sequence[PricePoint],
+    node_usd_h: float,
+    until_s: float,
+) -> Iterator[tuple[float, float, int, float, float]]:
+    points = [(point.time_s, point.usd_h) for point in prices]
+    if points:
+        node_usd_h = points[0][1]
+    moments = sorted({0.0, until_s, *(at_s for at_s, *_ in changes), *(at_s for at_s, _ in points)})
+    there = useful = change = price = 0
+    for since_s, next_s in pairwise(moments):
+        while change < len(changes) and changes[change][0] <= since_s:
+            there, useful = there + changes[change][1], useful + changes[change][2]
+            change += 1
+        while price < len(points) and points[price][0] <= since_s:
+            node_usd_h = points[price][1]
+            price += 1
+        if since_s < until_s:
+            yield since_s, min(next_s, until_s), there, float(useful), node_usd_h
+
+
+def _warm_s(prepared: Prepared) -> float:
+    """From a node's arrival until it rolls out."""
+    site, weights = prepared.profile.infrastructure, prepared.profile.weights
+    kind = WeightKind(prepared.file.workload.publishes)
+    moved = weights.full_bytes.value + (weights.adapter_bytes.value if kind is WeightKind.ADAPTER else 0.0)
+    store_s = moved / min(site.network_bytes_s.value, site.store_bytes_s.value)
+    return site.process_start_s.value + site.imports_s.value + site.model_load_s.value + store_s
+
+
+def _as_outcome(
+    prepared: Prepared,
+    outcome: SimulationOutcome,
+    run: _WholeRun,
+    wanted: int,
+    target: Target | None,
+    no_target: str,
+) -> SimulationOutcome:
+    ends = math.isfinite(run.total_s)
+    hours = prepared.file.run.until_h
+    problem = None if ends else f"not done after {hours:g} h, when run.until_h was over"
+    later = max(1, wanted - 1)
+    known = ends and target is not None
+    return replace(
+        outcome,
+        problem=problem,
+        iterations=wanted if ends else 0,
+        iteration_s=(run.total_s - run.first_s) / later if ends else math.nan,
+        iteration_usd=(run.total_usd - run.first_usd) / later if ends else math.nan,
+        first_h=run.first_s / 3600 if ends else math.nan,
+        first_usd=run.first_usd if ends else math.nan,
+        target=target,
+        no_target=no_target,
+        target_h=run.total_s / 3600 if known else math.nan,
+        target_usd=run.total_usd if known else math.nan,
+        simulated_h=run.total_s / 3600 if ends else hours,
+        simulated_usd=run.total_usd if ends else math.nan,
+        preview_share=run.previews,
+        early_share=run.early,
+        preemptions=run.preemptions,
+    )
+
+
+def _can_roll_out(strategy: Strategy, file: ScenarioFile, nodes: int) -> bool:
+    alone = nodes == 0 or strategy.places is SpotPlaces.NOTHING
+    return not alone or strategy.trainers_roll_out(file.cluster.reserved.rolls_out)
+
+
+def _made_small(nodes: int, by: int) -> int:
+    return max(1, round(nodes / by)) if nodes else 0
+
+
+def _counts(trace: Trace) -> Iterator[int]:
+    """Numbers of nodes that are there, after each moment with an event."""
+    present = 0
+    moments: Mapping[float, int] = {}
+    found: dict[float, int] = dict(moments)
+    for event in trace.events:
+        present += (event.kind is TraceEventKind.ADD) - (event.kind is TraceEventKind.REMOVE)
+        found[event.time_s] = present
+    yield from found.values()
+
+
+def _rate(point: SteadyPoint) -> float:
+    return 1 / point.iteration_s
+
+
+def _first_rate(point: SteadyPoint) -> float:
+    return 1 / point.first_s
+
+
+def _preview_share(point: SteadyPoint) -> float:
+    share = point.outcome.preview_share if point.outcome else 0.0
+    return 0.0 if math.isnan(share) else share
+
+
+def _early_share(point: SteadyPoint) -> float:
+    return point.outcome.early_share if point.outcome else 0.0
