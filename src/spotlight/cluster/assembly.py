@@ -20,6 +20,7 @@ from spotlight.cluster.incidents import IncidentRecorder
 from spotlight.cluster.learner.learner_actor import RayLauncher
 from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
 from spotlight.cluster.learner.learner_rank import write_token
+from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
 from spotlight.cluster.model_files.model_fetch import pinned
 from spotlight.cluster.nodes.on_demand_nodes import (
@@ -98,6 +99,9 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
     traces = TraceCollector(samples.store, room.directory.profile, note, materials.profiled_steps)
     async with AsyncExitStack() as stack:
         workers = _workers(materials, room, nodes, conversations, inbox, incidents, traces, stack)
+        if config.fleet.learner_moves:
+            nodes.spares = SpareWorkers(workers.starter.kill, nodes.learner_ranks_at)
+            stack.callback(nodes.spares.close)
         learner, places = await _learner(materials, room, nodes, incidents, stack)
         if config.fleet.learner_placement == "spot_then_on_demand":
             nodes.on_demand = _on_demand(config, room, nodes, incidents)
@@ -131,6 +135,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             attempt=room.attempt.number,
             grid=config.evaluation.grid,
             traces=traces,
+            spares=nodes.spares,
         )
         stack.enter_context(nodes.membership)
         yield Head(parts)
@@ -167,7 +172,14 @@ def _workers(
     )
     fleet = config.fleet
     pool = WorkerPool(
-        conversations, starter, inbox.put, note, incidents.worker_crashed, fleet.heartbeat_s, fleet.start_s
+        conversations,
+        starter,
+        inbox.put,
+        note,
+        incidents.worker_crashed,
+        fleet.heartbeat_s,
+        fleet.start_s,
+        nodes.worker_holds,
     )
     # On this machine only; other nodes are cleaned up by the next run.
     stack.callback(shutil.rmtree, cache_directory(shared), ignore_errors=True)
@@ -200,6 +212,8 @@ async def _learner(
         token,
         room.directory.path / LOGS_FOLDER,
         room=wait_for_room if moves else None,
+        spares=nodes.spares,
+        yield_s=fleet.answer_s,
         profiled_steps=materials.profiled_steps,
     )
     learner = LearnerGroup(

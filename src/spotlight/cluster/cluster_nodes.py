@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spotlight.cluster.learner.learner_actor import Placement
+from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.local.emulation import SIGTERM_GRACE_S
 from spotlight.cluster.local.local_cluster import LocalCluster
 from spotlight.cluster.nodes.facts import Gpu, NodeFacts, gather
@@ -95,6 +96,7 @@ class ClusterNodes:
         self._rolling_out: set[NodeId] = set()
         self._stands = False
         self.on_demand: OnDemandNodes | None = None
+        self.spares: SpareWorkers | None = None
         self._first_gpu: Gpu | None = None
         self.placements: dict[NodeId, WorkerPlacement] = {}
         self.membership = NodeMembership(self, gather(), MembershipSettings(_notice_settings(config)))
@@ -157,9 +159,13 @@ class ClusterNodes:
         """After any change of nodes, or of the learner: give nodes the roles that follow."""
         for change in self._fleet.changes():
             self._unused(change.before)
+            if self.spares is not None:
+                self.spares.expect(change.node.ray_id)
             parts = self._used(change.node, change.after)
             self._put_event(ev.NodeReassigned(change.before, tuple(part.node for part in parts)))
         self._tell_learner_slots()
+        if self.spares is not None:
+            self.spares.prune()
         if sum(count for _, count in self._site.learner_slots.by_node.values()) >= self._fleet.ranks:
             self._room.set()
         else:
@@ -253,6 +259,17 @@ class ClusterNodes:
         """Where a learner that moves may be."""
         assert self._fleet.places is not None
         return self._fleet.places
+
+    def learner_ranks_at(self) -> Mapping[str, int]:
+        """Ranks by Ray id of the nodes where the next learner can take over workers' processes."""
+        if self._fleet.ranks_roll_out:  # a worker beside each rank needs the other half of the slot
+            return {}
+        return {ray_id: count for ray_id, (_, count) in self._site.learner_slots.by_node.items()}
+
+    def worker_holds(self, node: NodeId) -> None:
+        """A worker of this node has loaded the model."""
+        if self._fleet.places is not None and (placement := self.placements.get(node)) is not None:
+            self._fleet.places.hold(placement.ray_id)
 
     def announce_end(self, node: RayNode, remaining_s: float) -> None:
         """Treat a node as one that will be taken in so many seconds."""

@@ -20,7 +20,7 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.drains import Drains
 from spotlight.cluster.incidents import IncidentRecorder
+from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.learner_driver import LearnerDriver
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
@@ -43,7 +44,7 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.stages import Stage
-from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, RolloutId, WorkerId
+from spotlight.scheduler.types import NodeId, Phase, PolicyVersion, Purpose, RolloutId, WorkerId
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.training.batching.feed import IterationLog
 from spotlight.worker.interfaces import FollowLease
@@ -61,6 +62,7 @@ class HeadParts:
         attempt: the ledger's attempt number.
         grid: prompts of the image grids, and images per prompt.
         traces: of the profiler.
+        spares: of a learner that moves.
     """
 
     controller: Controller
@@ -78,6 +80,7 @@ class HeadParts:
     attempt: int
     grid: tuple[int, int]
     traces: TraceCollector
+    spares: SpareWorkers | None = None
 
 
 @dataclass(slots=True)
@@ -125,6 +128,8 @@ class Head:
         if self.error is not None or self.stopped:
             return None
         self.parts.workers.close()  # a learner that is formed again may need their slots
+        if self.parts.spares is not None:
+            self.parts.spares.close()
         return await self.parts.learner.export()
 
     async def _next_event(self) -> tuple[ev.Event, str] | None:
@@ -169,8 +174,7 @@ class Head:
             case ev.NodeLost(node):
                 parts.workers.lose(node)
             case ev.NodeReassigned(nodes):
-                for node in nodes:
-                    parts.workers.lose(node)
+                self._release(nodes)
             case ev.LeaseProgressed(leader):
                 parts.workers.worked(leader)
             case ev.LeaseCompleted(leader, rollouts=rollouts):
@@ -267,6 +271,12 @@ class Head:
         self._groups[effect.leader] = effect.epoch, effect.members
         for member in effect.members:
             self.parts.workers.tell(member, effect)
+
+    def _release(self, nodes: Sequence[NodeId]) -> None:
+        """The workers of a node whose role changes end, or wait to be the learner."""
+        able, unfit = self.parts.workers.release(nodes)
+        if self.parts.spares is not None:
+            self.parts.spares.release(able, unfit)
 
     def _report_exploration(self, report: Mapping[str, Any]) -> None:
         self.log.put(report_row(report))

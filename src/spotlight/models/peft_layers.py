@@ -129,6 +129,17 @@ def inject(
     return layers
 
 
+def eject(model: nn.Module) -> None:
+    """Undo :func:`inject`: the model's own layers, which were never changed, take their places again."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in [(n, m) for n, m in model.named_modules() if isinstance(m, LoraLayer)]:
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, layer.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+
+
 def _prepare_copies(layers: Mapping[str, LoraLayer], adapters: Sequence[str]) -> None:
     for layer in layers.values():
         layer.cast_input_dtype_enabled = False  # it would cast to the weights' dtype, not to the copies'

@@ -7,7 +7,9 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +86,18 @@ def checksum(data: Tensor) -> Tensor:
     grid = words[: rows * _COLUMNS].view(rows, _COLUMNS)
     rest = torch.cat([words[rows * _COLUMNS :], data[8 * words.numel() :].to(torch.int64)])
     return torch.stack([_weighted(grid.sum(1)), _weighted(grid.sum(0)), _weighted(rest)])
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and checksums of tensors on one device; equal on any device.
+
+    Raises:
+        ValueError: a tensor is not contiguous.
+    """
+    names = sorted(tensors)
+    sums = torch.stack([checksum(as_bytes(tensors[name])) for name in names]).tolist()
+    told = [[n, str(tensors[n].dtype), list(tensors[n].shape), s] for n, s in zip(names, sums, strict=True)]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
 
 
 def _weighted(values: Tensor) -> Tensor:

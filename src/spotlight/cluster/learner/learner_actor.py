@@ -1,17 +1,19 @@
 """Learner ranks as Ray actors: one process per rank, on nodes that the head chooses.
 
 A :class:`LearnerActor` forwards calls to its :class:`LearnerRank` and moves values between rank and blob
-store, bypassing the head. :class:`RayLauncher` starts and ends the actors in its own thread, because those
-Ray calls may block.
+store, bypassing the head. A worker's actor may become one. :class:`RayLauncher` starts and ends the actors in
+its own thread, because those Ray calls may block.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +30,11 @@ from spotlight.cluster.blobs.blob_server import NEGATIVE
 from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.learner.learner_group import RankHandle
 from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankPlace, share_of
+from spotlight.cluster.learner.spare_workers import SpareProcess, Spares, SpareWorkers
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
+from spotlight.cluster.remote_calls import cause_of
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.models.family import ModelFamily
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Prompt, PromptId, Rollout, RolloutId
 from spotlight.weights.bundle import WeightsManifest
@@ -41,6 +46,8 @@ SAMPLE, CONDITION, WEIGHTS = "sample", "condition", "weights"
 """Kinds of blobs."""
 _FETCHED_AT_ONCE = 32
 _TAIL_BYTES, _TAIL_LINES = 16 * 1024, 20
+_CALL_S = 10.0
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +92,10 @@ class RankOrder:
 
 
 class LearnerActor:
-    """The process of one rank."""
+    """The process of one rank. ``held``: the model, if the process holds it already."""
 
-    def __init__(self, order: RankOrder, store: ActorHandle[Any]) -> None:
-        self._order, self._store = order, store
+    def __init__(self, order: RankOrder, store: ActorHandle[Any], held: ModelFamily | None = None) -> None:
+        self._order, self._store, self._held = order, store, held
         self._rank: LearnerRank | None = None
 
     def alive(self) -> None:
@@ -126,9 +133,10 @@ class LearnerActor:
             torch.set_num_threads(order.threads)
         with suppress(FileNotFoundError):  # relative paths then fail below, with a clear error
             os.chdir(order.directory)
-        rank = LearnerRank(order.config, order.place, order.profiled_steps)
+        rank = LearnerRank(order.config, order.place, order.profiled_steps, self._held)
         rank.check_storage(order.token)
-        _write_to(Path(order.log))
+        _write_to(Path(order.log), "" if self._held is None else ", which was a worker")
+        self._held = None
         self._rank = rank
 
     def load_model(self, prompts: Sequence[Prompt]) -> None:
@@ -223,6 +231,8 @@ class RayLauncher:
         placements: placements by rank; asked before each start, since nodes come and go. May raise
             LookupError, saying why there is no room.
         room: waits until there is room for all ranks; None: there always is, or a start fails.
+        spares: workers that become ranks where there are any; None: every rank is a new process.
+        yield_s: within which a worker has ended its step.
         token: what :func:`~spotlight.cluster.learner.learner_rank.write_token` wrote.
         logs: directory for the ranks' output, on shared storage.
         exchange_s: timeout of a collective.
@@ -242,9 +252,12 @@ class RayLauncher:
         exchange_s: float = 600.0,
         store_s: float = 300.0,
         room: Callable[[], Awaitable[None]] | None = None,
+        spares: SpareWorkers | None = None,
+        yield_s: float = 30.0,
         profiled_steps: int = 0,
     ) -> None:
         self.world, self._room, self._profiled_steps = world, room, profiled_steps
+        self._spares, self._yield_s = spares, yield_s
         self._at: dict[int, Mapping[str, int]] = {}
         self._config, self._placements, self._store, self._token = config, placements, store, token
         self._logs, self._exchange_s, self._store_s = logs.absolute(), exchange_s, store_s
@@ -254,7 +267,10 @@ class RayLauncher:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
         if self._room is not None:
             await self._room()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, life)
+        spares: Spares = {}
+        if self._spares is not None:
+            spares = await self._spares.take({placement.node for placement in self._placements()})
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, life, spares)
 
     def nodes_of(self, life: int) -> Mapping[str, int]:
         """Ray ids of the nodes on which a life was started, with the number of ranks."""
@@ -273,27 +289,64 @@ class RayLauncher:
         """Finish pending work, then end the thread."""
         self._thread.shutdown(wait=True)
 
-    def _start(self, life: int) -> list[RankHandle]:
-        placements = self._placements()
+    def _start(self, life: int, spares: Spares) -> list[RankHandle]:
+        try:
+            return self._start_all(life, self._placements(), spares)
+        finally:
+            for left in spares.values():
+                _kill(left)
+
+    def _start_all(self, life: int, placements: Sequence[Placement], spares: Spares) -> list[RankHandle]:
         if len(placements) != self.world:
             raise LookupError(f"{len(placements)} places for {self.world} learner ranks")
         per_node = tuple(len([*ranks]) for _, ranks in groupby(placements, lambda placement: placement.node))
         self._at[life] = Counter(placement.node for placement in placements)
+        places = [
+            RankPlace(rank, self.world, self._exchange_s, placement.gpu, per_node)
+            for rank, placement in enumerate(placements)
+        ]
+        orders = [self._order(life, *each) for each in zip(places, placements, strict=True)]
+        workers = [kept.pop() if (kept := spares.get(each.node)) else None for each in placements]
+        actors = self._yielded(orders, workers)
         started: list[RankActor] = []
         try:
-            for rank, placement in enumerate(placements):
-                place = RankPlace(rank, self.world, self._exchange_s, placement.gpu, per_node)
-                started.append(self._start_rank(life, place, placement))
+            for order, placement in zip(orders, placements, strict=True):
+                actor = actors.get(order.place.rank) or self._new_actor(order, placement)
+                started.append(RankActor(order.place.rank, placement.host, life, actor))
         except Exception:
             _kill(started)
             raise
         return list(started)
 
-    def _start_rank(self, life: int, place: RankPlace, placement: Placement) -> RankActor:
-        import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+    def _yielded(
+        self, orders: Sequence[RankOrder], workers: Sequence[SpareProcess | None]
+    ) -> dict[int, ActorHandle[Any]]:
+        """Have each worker become its order's rank; those that cannot are ended. By rank.
 
-        order = RankOrder(
+        Workers whose base weights differ are all ended: which of them are right is not known here.
+        """
+        import ray
+
+        asked = {
+            order.place.rank: (worker, worker.actor.become_learner.remote(order, self._store, self._yield_s))
+            for order, worker in zip(orders, workers, strict=True)
+            if worker is not None
+        }
+        give_up_s, digests = time.monotonic() + self._yield_s + _CALL_S, dict[int, str]()
+        for rank, (worker, answer) in asked.items():
+            try:
+                digests[rank] = ray.get(answer, timeout=max(0.0, give_up_s - time.monotonic()))
+            except ray.exceptions.RayError as error:
+                _log.warning("a worker does not become learner rank %d: %s", rank, cause_of(error))
+                _kill([worker])
+        if len({*digests.values()}) > 1:
+            _log.warning("workers that were to be the learner hold different base weights: %s", digests)
+            _kill([asked[rank][0] for rank in digests])
+            return {}
+        return {rank: asked[rank][0].actor for rank in digests}
+
+    def _order(self, life: int, place: RankPlace, placement: Placement) -> RankOrder:
+        return RankOrder(
             config=self._config,
             place=place,
             token=self._token,
@@ -304,8 +357,13 @@ class RayLauncher:
             threads=placement.threads,
             profiled_steps=0 if place.rank else self._profiled_steps,
         )
+
+    def _new_actor(self, order: RankOrder, placement: Placement) -> Any:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
         remote: Any = ray.remote  # its annotations lack concurrency groups
-        actor = (
+        return (
             remote(concurrency_groups={"watch": 1})(LearnerActor)
             .options(
                 num_cpus=0,
@@ -318,7 +376,6 @@ class RayLauncher:
             )
             .remote(order, self._store)
         )
-        return RankActor(place.rank, placement.host, life, actor)
 
     def _end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
         ours = [rank for rank in ranks if isinstance(rank, RankActor)]
@@ -330,14 +387,14 @@ class RayLauncher:
         return self._logs / f"learner-{life:03d}-rank-{rank}.log"
 
 
-def _kill(ranks: Sequence[RankActor]) -> None:
+def _kill(ranks: Sequence[RankActor | SpareProcess]) -> None:
     import ray
 
     for rank in ranks:
         ray.kill(rank.actor, no_restart=True)
 
 
-def _write_to(path: Path) -> None:
+def _write_to(path: Path, told: str) -> None:
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
@@ -345,7 +402,7 @@ def _write_to(path: Path) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    os.write(2, f"learner rank in process {os.getpid()} on {socket.gethostname()}\n".encode())
+    os.write(2, f"learner rank in process {os.getpid()} on {socket.gethostname()}{told}\n".encode())
 
 
 def _tail(path: Path) -> str:

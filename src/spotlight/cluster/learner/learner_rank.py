@@ -28,6 +28,7 @@ from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.tree import parse_yaml
+from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.rendezvous import Address
@@ -100,12 +101,15 @@ class LearnerRank:
         config: the resolved configuration as YAML (``dump_config``).
         profiled_steps: micro-batches traced at most, into the run directory: from the second that this
             process trains to the end of that one's iteration.
+        held: the model, if this process holds it already; it stays on its device.
 
     Raises:
         ConfigError: invalid configuration, batches that do not fit the rank count, or CUDA is missing.
     """
 
-    def __init__(self, config: str, place: RankPlace, profiled_steps: int = 0) -> None:
+    def __init__(
+        self, config: str, place: RankPlace, profiled_steps: int = 0, held: ModelFamily | None = None
+    ) -> None:
         self.config = _parsed(config)
         if problems := list(self.config.rank_problems(place.world, place.per_node)):
             raise ConfigError(f"this configuration on {place.world} ranks", problems)
@@ -119,8 +123,9 @@ class LearnerRank:
         self._ranks: Ranks | None = None
         self._loaded: tuple[Model, Conditions] | None = None
         self._learning: Learning | None = None
-        self._device = build.pick_device(self.config)
-        if place.gpu is not None and self._device.type == "cuda":
+        self._held = held
+        self._device = build.pick_device(self.config) if held is None else held.device
+        if held is None and place.gpu is not None and self._device.type == "cuda":
             self._device = torch.device("cuda", place.gpu)
 
     # -- beginning -------------------------------------------------------------------------------------
@@ -177,8 +182,9 @@ class LearnerRank:
         Raises ModelError or ConfigError, as in the inline driver.
         """
         with self._in(Phase.SETUP):
-            config = self.config if located is None else located(self.config)
-            model = prepare_model(config, self._device, self.ranks)
+            config = self.config if located is None or self._held is not None else located(self.config)
+            model = prepare_model(config, self._device, self.ranks, self._held)
+            self._held = None
             self._loaded = model, fill_embeddings(self.config, model, prompts, self.ranks)
 
     def build(self) -> None:

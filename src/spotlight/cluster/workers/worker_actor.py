@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.blobs.blob_store import StoredBlob
+from spotlight.cluster.learner.learner_actor import LearnerActor, RankOrder
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
 from spotlight.cluster.workers.visible_gpus import gpu_index
 from spotlight.config.load import read_config
@@ -25,7 +26,7 @@ from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.effects import StartWorker
 from spotlight.scheduler.types import NodeId, WorkerId
-from spotlight.worker.interfaces import Command, HeadLostError
+from spotlight.worker.interfaces import Command, HeadLostError, Leave
 from spotlight.worker.reports import Report
 
 _GROUPS = {"tell": 1, "watch": 1}
@@ -88,7 +89,10 @@ class WorkerOrder:
 
 
 class WorkerActor:
-    """One persistent process on one slot: imports and loads once, then only changes groups."""
+    """One persistent process on one slot: imports and loads once, then only changes groups.
+
+    It may end as a worker and become a learner rank, with the base weights that it holds.
+    """
 
     def __init__(self, order: WorkerOrder, store: Any) -> None:
         # Imported late: it pulls in diffusers, and the head needs this module only to start actors.
@@ -106,6 +110,7 @@ class WorkerActor:
         place = WorkerPlace(order.worker, order.epoch, self._device, order.meeting, order.run)
         home = WorkerBlobClient(store, config.fleet.start_s)
         self._process = WorkerProcess(config, place, home, with_model_files, order.profiled_steps)
+        self._learner: LearnerActor | None = None
         self._ended = threading.Event()
         self._error: BaseException | None = None
         threading.Thread(target=self._work, name="work", daemon=True).start()
@@ -122,6 +127,32 @@ class WorkerActor:
         if self._ended.wait(hang_s):
             why = "it was told to" if self._error is None else f"{type(self._error).__name__}: {self._error}"
             raise RuntimeError(f"the worker has ended: {why}") from self._error
+
+    def become_learner(self, order: RankOrder, store: Any, wait_s: float) -> str:
+        """End the work, then be the process of a learner rank; returns the digest of the base weights.
+
+        Raises:
+            RuntimeError: the work does not end within ``wait_s``, or ended with an error.
+            WeightsError: see :meth:`WorkerProcess.hand_over`.
+        """
+        self._process.tell(Leave())
+        if not self._ended.wait(wait_s):
+            raise RuntimeError(f"the worker's step did not end within {wait_s:g} s")
+        if self._error is not None:
+            raise RuntimeError("the worker has failed") from self._error
+        family, digest = self._process.hand_over()
+        self._learner = LearnerActor(order, store, family)
+        return digest
+
+    def do(self, method: str, args: Sequence[Any]) -> Any:
+        """See :meth:`LearnerActor.do`."""
+        if self._learner is None:
+            raise RuntimeError("become_learner() comes first")
+        return self._learner.do(method, args)
+
+    def alive(self) -> None:
+        """Never return: the call fails when the process ends."""
+        threading.Event().wait()
 
     def _work(self) -> None:
         try:
@@ -147,6 +178,7 @@ class WorkerHandle:
     """Head-side handle of a worker's actor; see :class:`spotlight.cluster.workers.worker_pool.Handle`."""
 
     actor: Any
+    ray_id: str
 
     def ready(self) -> Any:
         """Completes when the process is up."""
@@ -228,7 +260,7 @@ class ActorStarter:
             runtime_env=ALL_GPUS_VISIBLE if placement.gpus else None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(placement.ray_id, soft=False),
         )
-        return WorkerHandle(make.remote(told, self.store))
+        return WorkerHandle(make.remote(told, self.store), placement.ray_id)
 
     def kill(self, handle: WorkerHandle) -> None:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""

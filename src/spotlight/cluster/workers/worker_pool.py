@@ -12,7 +12,7 @@ messages of older epochs are ignored.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -85,7 +85,9 @@ class _Record:
 class WorkerPool:
     """All worker processes. Head's event loop only.
 
-    ``crashed`` is called when a process died or did not start while its node lives.
+    Attributes:
+        crashed: called when a process died or did not start while its node lives.
+        holds: called when a process of a node has loaded the model.
     """
 
     conversations: Conversations
@@ -95,6 +97,7 @@ class WorkerPool:
     crashed: Callable[[WorkerId, str], None]
     heartbeat_s: float
     start_s: float
+    holds: Callable[[NodeId], None] = lambda _: None
     _processes: dict[WorkerId, _Process] = field(default_factory=dict)
     _records: dict[WorkerId, _Record] = field(default_factory=dict)
 
@@ -122,8 +125,10 @@ class WorkerPool:
 
     def prove(self, worker: WorkerId) -> None:
         """Mark that a worker received weights: later deaths are not failed starts."""
-        if (process := self._processes.get(worker)) is not None:
+        process = self._processes.get(worker)
+        if process is not None and not process.proven:
             process.proven = True
+            self.holds(process.order.node)
 
     def worked(self, worker: WorkerId) -> None:
         """Record that a worker made progress."""
@@ -135,6 +140,24 @@ class WorkerPool:
         for worker in [name for name, record in self._records.items() if record.order.node == node]:
             del self._records[worker]
             self._end(worker)
+
+    def release(self, nodes: Sequence[NodeId]) -> tuple[list[Any], list[Any]]:
+        """Forget the processes of nodes that roll out no more: those that hold weights, and the others.
+
+        They are the caller's to end.
+        """
+        able: list[Any] = []
+        unfit: list[Any] = []
+        for worker in [name for name, record in self._records.items() if record.order.node in nodes]:
+            del self._records[worker]
+            process = self._processes.pop(worker, None)
+            if process is None:
+                continue
+            if process.task is not None:
+                process.task.cancel()
+            if process.handle is not None:
+                (able if process.ready and process.proven else unfit).append(process.handle)
+        return able, unfit
 
     def distrust(self, worker: WorkerId) -> None:
         """Kill a process that sent an impossible report; the controller restarts it."""

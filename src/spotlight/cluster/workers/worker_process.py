@@ -2,12 +2,14 @@
 
     tell(PullWeights) ─► assemble: the base from a peer on the node, or from disk ─► WorkerLoop, until Leave
                          (files that the disk lacks: from another node, or from the model hub)
+    ended by Leave ─► hand_over: the base, for a learner in the same process
 
 ``worker_actor.py`` is the thin actor around it.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import queue
@@ -24,7 +26,9 @@ from spotlight.cluster.workers.worker_weights import BundleLoader
 from spotlight.config.schema import RunConfig
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
+from spotlight.models.kernels.cuda_graphs import release_forwards
 from spotlight.models.kernels.step_profile import StepProfiler
+from spotlight.models.peft_layers import eject
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.rollout.sequence_parallel.communicators import communicator
 from spotlight.rollout.sequence_parallel.membership import SpMembership
@@ -37,10 +41,11 @@ from spotlight.runtime.build.learner_parts import rollout_slots
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.events import PullFailed
 from spotlight.scheduler.types import Phase, Purpose, WorkerId
+from spotlight.weights.flat import digest_of
 from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.peers import WeightServer, fetch_from_peer
 from spotlight.weights.served_weights import ServedWeights
-from spotlight.weights.weight_errors import PeerLostError
+from spotlight.weights.weight_errors import PeerLostError, WeightsError
 from spotlight.worker.interfaces import Command, HeadClient, HeadLostError, Leave, WorkerDependencies
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report, ReportedValue
@@ -89,6 +94,7 @@ class WorkerProcess:
         self._loop: WorkerLoop | None = None
         self._lock = threading.Lock()
         self._server: WeightServer | None = None
+        self._held: tuple[ModelFamily, str] | None = None
         self._cache = NodeCache(place.run)
 
     def tell(self, command: Command) -> None:
@@ -113,6 +119,28 @@ class WorkerProcess:
             if self._server is not None:
                 self._server.close()
             self._cache.close()
+
+    def hand_over(self) -> tuple[ModelFamily, str]:
+        """The model as it was loaded, without adapters, and the digest of its weights; after :meth:`run`.
+
+        Raises:
+            WeightsError: there is none to hand over, or its weights are not those that were loaded.
+        """
+        held, self._held, self._loop, self._server = self._held, None, None, None
+        if held is None:
+            raise WeightsError("this worker holds no base weights that a learner could use")
+        family, loaded = held
+        release_forwards(family.transformer)
+        eject(family.transformer)
+        gc.collect()
+        if family.device.type == "cuda":
+            torch.cuda.empty_cache()
+        if (found := digest_of(base_state(family.transformer))) != loaded:
+            raise WeightsError(
+                f"the base weights have digest {found[:12]}, expected {loaded[:12]}, as when they were "
+                "loaded: look at the memory of this node"
+            )
+        return family, loaded
 
     # -- the model -------------------------------------------------------------------------------------
 
@@ -146,6 +174,7 @@ class WorkerProcess:
             family = build.load_family(config, place.device)
         if serves:
             tensors = base_state(family.transformer)
+            self._held = family, digest_of(tensors)
             served = ServedWeights(tensors, modules_of(tensors), self._base_mark())
             self._server = WeightServer(self._cache.directory, _file_name(place.worker), served)
         return family

@@ -54,6 +54,12 @@ def capture_forwards(slots: WeightSlots, device: torch.device, capture: Capture 
             part.forward = CapturedForward(part, lambda: slots.active, capture)
 
 
+def release_forwards(module: nn.Module) -> None:
+    """Undo :func:`capture_forwards` for one module, and free what was captured."""
+    for part in denoisers(module).values():
+        vars(part).pop("forward", None)
+
+
 class CapturedForward:
     """In place of a transformer's ``forward``.
 

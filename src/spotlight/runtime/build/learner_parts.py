@@ -56,10 +56,15 @@ class Learning:
         return self.trainer.learner
 
 
-def prepare_model(config: RunConfig, device: torch.device, ranks: Ranks | None = None) -> Model:
+def prepare_model(
+    config: RunConfig, device: torch.device, ranks: Ranks | None = None, held: ModelFamily | None = None
+) -> Model:
     """Load the model, and check that it can do what the configuration asks for.
 
     Of a model that ``ranks`` will share, weights are read by :func:`assemble`, once it is sharded.
+
+    Args:
+        held: the model on ``device``, loaded before for the same configuration: it is not loaded again.
 
     Raises:
         ModelError: it cannot be loaded, or see :func:`require_supported`, or does not support a number of
@@ -70,7 +75,7 @@ def prepare_model(config: RunConfig, device: torch.device, ranks: Ranks | None =
     require_model(config)
     size = media_size(config.rollout)
     shared = ranks is not None and is_shared(ranks, config.learner.shard)
-    family = build.load_family(config, device, deferred=shared)
+    family = build.load_family(config, device, deferred=shared) if held is None else held
     require_supported(config, family.files)  # again: a model that had to be downloaded was not known yet
     for steps in {config.rollout.steps, config.evaluation.steps, *preview_steps(config)}:
         family.sigmas(steps, size)  # raises if the schedule does not support this number of steps

@@ -55,6 +55,7 @@ class LearnerPlaces:
         even: equally many ranks on each node.
         slots: of each node that is there.
         on_demand: those of them that are used where spot nodes have no room.
+        holding: those whose workers hold the base weights: the learner starts there at once.
         leaving: those with a preemption notice, or that are to be given back.
         target: ranks by node where the learner starts next, or runs.
         running: where it runs; empty while it does not.
@@ -64,6 +65,7 @@ class LearnerPlaces:
     even: bool = False
     slots: dict[str, int] = field(default_factory=dict)
     on_demand: set[str] = field(default_factory=set)
+    holding: set[str] = field(default_factory=set)
     leaving: set[str] = field(default_factory=set)
     target: Mapping[str, int] = field(default_factory=dict)
     running: Mapping[str, int] = field(default_factory=dict)
@@ -85,10 +87,15 @@ class LearnerPlaces:
             self.on_demand.add(node)
         self._choose()
 
+    def hold(self, node: str) -> None:
+        """The node's workers hold the base weights."""
+        self.holding.add(node)
+
     def lose(self, node: str) -> None:
         """A node is gone, and with it a learner that ran there."""
         self.slots.pop(node, None)
         self.on_demand.discard(node)
+        self.holding.discard(node)
         self.leaving.discard(node)
         if node in self.running:
             self.running = {}
@@ -115,6 +122,7 @@ class LearnerPlaces:
     def started(self, at: Mapping[str, int]) -> None:
         """The learner runs there; what it held elsewhere is free."""
         self.running = at if self.slots.keys() >= at.keys() else {}
+        self.holding -= at.keys()  # its workers have ended
         self._choose()
 
     def _choose(self) -> None:
@@ -124,7 +132,8 @@ class LearnerPlaces:
             return
         free = self._free(self.leaving | set(self.running))
         spot = {name: count for name, count in free.items() if name not in self.on_demand}
-        for slots in (spot, free):
+        held = {name: count for name, count in spot.items() if name in self.holding}
+        for slots in (held, spot, free):
             if chosen := choose_places(slots, self.ranks, even=self.even):
                 self.target = chosen
                 return
