@@ -1,15 +1,16 @@
 """A learner on spot nodes whose node is taken again and again: what is learnt, and what it costs.
 
     python -m benchmarks.spot_learner --json spot_learner.json
-    python -m benchmarks.spot_learner --every 60 --lead 30 --seeds 3 iterations=60
+    python -m benchmarks.spot_learner --every 60 --lead 30 --seeds 3 --runs-dir spot iterations=60
 
 Trains on a cluster of this machine that has no reserved slots (``fleet.learner_placement=spot``), per seed
 three times: undisturbed, with the learner's node announced (SIGTERM) and then killed every ``--every`` s, and
 with it killed (SIGKILL) unannounced. For each node taken, another joins. Told are the seconds from each loss
 to the next optimizer step that is new, beside the usual time between two steps, what was lost and done again,
 and whether scores and weights are those of the undisturbed run, digit for digit. Every run is audited.
-Samples are denoised one by one, since the size of a batch changes rounding. Exit status 1 if an audit finds
-something or a run does not end. Linux only; extra arguments are overrides of all runs.
+Samples are denoised one by one, since the size of a batch changes rounding. Run again with the same
+arguments and ``--runs-dir``, it measures only what is missing there. Exit status 1 if an audit finds something
+or a run does not end. Linux only; extra arguments are overrides of all runs.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
@@ -117,7 +119,7 @@ def main(
     lead: Annotated[float, typer.Option(min=1.0, help="From a notice to the end, s.")] = 30.0,
     start: Annotated[float, typer.Option(help="What a start takes; then nodes join, s.")] = 30.0,
     limit: Annotated[float, typer.Option(help="A run that takes longer is ended, s.")] = 1800.0,
-    runs_dir: Annotated[Path | None, typer.Option(help="New directory for the runs.")] = None,
+    runs_dir: Annotated[Path | None, typer.Option(help="For the runs; complete ones are kept.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
 ) -> None:
     """Take the learner's node every minute, with and without notice, and compare."""
@@ -151,11 +153,8 @@ class LearnerHunt:
         overrides: list[str],
     ) -> None:
         self.seed, self.mode, self.every_s, self.lead_s, self.limit_s = seed, mode, every_s, lead_s, limit_s
-        self.run = place / f"{seed}-{mode.replace(' ', '-')}"
-        shutil.rmtree(self.run, ignore_errors=True)
+        self.run, self.start_s = place / f"{seed}-{mode.replace(' ', '-')}", start_s
         trace = self.run.with_suffix(".csv")
-        more_s = () if mode is Mode.UNDISTURBED else range(int(start_s), int(limit_s), int(every_s))
-        write_trace(joining(tuple(map(float, more_s)), limit_s), trace)
         self.arguments = [
             *SETTINGS, f"run_seed={seed}", f"name={self.run.name}", f"runs_dir={place}", *overrides,
             f"fleet.spot.trace={trace}", f"fleet.spot.notice_s={lead_s:g}",
@@ -164,7 +163,23 @@ class LearnerHunt:
         self.losses: list[tuple[float, int]] = []
 
     def outcome(self) -> Outcome:
+        """What came of the run, which is made if it was not before, with the same arguments."""
+        file, told = self.run.with_suffix(".json"), [*self.arguments, f"every {self.every_s:g} s"]
+        with suppress(OSError, ValueError):
+            before = json.loads(file.read_text())
+            if before["arguments"] == told:
+                return Outcome(**before["outcome"] | {"mode": Mode(before["outcome"]["mode"])})
+        made = self._made()
+        if not made.violations:
+            file.write_text(json.dumps({"arguments": told, "outcome": asdict(made)}, indent=2) + "\n")
+        return made
+
+    def _made(self) -> Outcome:
         """Start the run, take its learner's node, and read what came of it."""
+        shutil.rmtree(self.run, ignore_errors=True)
+        undisturbed = self.mode is Mode.UNDISTURBED
+        more_s = () if undisturbed else range(int(self.start_s), int(self.limit_s), int(self.every_s))
+        write_trace(joining(tuple(map(float, more_s)), self.limit_s), self.run.with_suffix(".csv"))
         log = self.run.with_suffix(".log")
         with log.open("wb") as output:
             process = subprocess.Popen(
@@ -263,6 +278,12 @@ def joining(more_s: tuple[float, ...], horizon_s: float) -> Trace:
     return Trace(events, horizon_s, "benchmarks.spot_learner")
 
 
+def _seconds(outcomes: Sequence[Outcome]) -> tuple[str, str]:
+    """From the losses to the next new step: median and largest."""
+    resumed_s = [seconds for each in outcomes for seconds in each.resumed_s]
+    return (f"{statistics.median(resumed_s):.1f} s", f"{max(resumed_s):.1f} s") if resumed_s else ("", "")
+
+
 def _show(outcomes: list[Outcome]) -> None:
     table = Table(title="A learner on spot nodes, whose node is taken")
     for title in ("seed", "learner's node", "losses", "next step, median", "largest", "step", "share",
@@ -270,15 +291,22 @@ def _show(outcomes: list[Outcome]) -> None:
         table.add_column(title, justify="right")
     for each in outcomes:
         base = next(one for one in outcomes if one.seed == each.seed and one.mode is Mode.UNDISTURBED)
-        median = f"{statistics.median(each.resumed_s):.1f} s" if each.resumed_s else ""
-        largest = f"{max(each.resumed_s):.1f} s" if each.resumed_s else ""
         table.add_row(
-            str(each.seed), each.mode, str(len(each.resumed_s)), median, largest, f"{each.step_s:.1f} s",
+            str(each.seed), each.mode, str(len(each.resumed_s)), *_seconds([each]), f"{each.step_s:.1f} s",
             f"{each.waited_share:.0%}", str(each.undone), f"{each.lost_s:.0f} s", f"${each.cost_usd:.4f}",
             "same" if each.scores == base.scores else "differ",
             "same" if each.weights == base.weights else "differ",
             "clean" if not each.violations else f"{len(each.violations)} violations",
         )  # fmt: skip
+    for mode in Mode:
+        alike = [each for each in outcomes if each.mode is mode and not each.violations]
+        if len(alike) > 1:
+            losses, usual_s = sum(len(each.resumed_s) for each in alike), [each.step_s for each in alike]
+            share = sum(each.waited_share * each.training_s for each in alike)
+            table.add_row(
+                "all", mode, str(losses), *_seconds(alike), f"{statistics.median(usual_s):.1f} s",
+                f"{share / sum(each.training_s for each in alike):.0%}",
+            )  # fmt: skip
     Console(width=150).print(table)
 
 
