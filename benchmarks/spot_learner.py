@@ -9,8 +9,8 @@ with it killed (SIGKILL) unannounced. For each node taken, another joins. Told a
 to the next optimizer step that is new, beside the usual time between two steps, what was lost and done again,
 and whether scores and weights are those of the undisturbed run, digit for digit. Every run is audited.
 Samples are denoised one by one, since the size of a batch changes rounding. Run again with the same
-arguments and ``--runs-dir``, it measures only what is missing there. Exit status 1 if an audit finds something
-or a run does not end. Linux only; extra arguments are overrides of all runs.
+arguments and ``--runs-dir``, it measures only what is missing there. Exit status 1 if an audit finds
+something or a run does not end. Linux only; extra arguments are overrides of all runs.
 """
 
 from __future__ import annotations

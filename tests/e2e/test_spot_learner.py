@@ -92,6 +92,14 @@ def require_same(run: Path, other: Path, report: AuditReport) -> None:
     assert replace(report.counts, rejected=0) == expected, "what is undone is rejected if it comes late"
 
 
+def test_it_is_formed_of_workers_that_hold_the_model(moved: tuple[Path, str]) -> None:
+    logs = sorted((moved[0] / "attempts").glob("learner-*-rank-0.log"))
+    first, *later = [log.read_text().splitlines()[0] for log in logs]
+    assert "which was a worker" not in first
+    assert len(later) == 2
+    assert all(line.endswith("which was a worker") for line in later)
+
+
 def test_where_the_learner_was_changes_rounding_only(
     inline: Path, moved: tuple[Path, str], report: AuditReport
 ) -> None:

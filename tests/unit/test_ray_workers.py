@@ -166,6 +166,21 @@ def test_a_process_is_told_of_when_it_is_up_and_watched_from_then_on() -> None:
     assert room.take() == []
 
 
+def test_released_processes_live_on_unwatched_and_those_that_hold_weights_are_told_apart() -> None:
+    room = Room()
+    proven, other = room.up(), room.up(1, B)
+    room.call("prove", A)
+    room.take()
+    able, unfit = room.pool.release([NODE])
+    assert (able, unfit) == ([proven], [other])
+    proven.die()
+    room.loop.settle()
+    assert room.take() == []
+    assert room.pool.alive == []
+    assert not other.killed
+    assert room.start(2) is not proven, "the node rolls out again"
+
+
 def test_commands_keep_their_order_and_wait_for_nobody() -> None:
     room = Room()
     handle = room.up()

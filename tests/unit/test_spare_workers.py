@@ -1,0 +1,147 @@
+"""Workers kept for the learner: never more than it has ranks, none that it does not take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spotlight.cluster.learner.spare_workers import SpareWorkers
+from spotlight.scheduler.learner.learner_places import LearnerPlaces
+
+
+@dataclass(frozen=True)
+class Process:
+    ray_id: str
+    number: int
+    actor: Any = None
+
+
+@dataclass
+class Keeping:
+    """Nodes that change roles, and what becomes of their workers; ``a`` and ``b`` are places at first."""
+
+    places: dict[str, int] = field(default_factory=lambda: {"a": 2, "b": 1})
+    ended: list[Process] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.spares = SpareWorkers(self.ended.append, lambda: self.places)
+
+    def change(self, node: str, able: int, unfit: int = 0) -> None:
+        self.spares.expect(node)
+        self.release(node, able, unfit)
+
+    def release(self, node: str, able: int, unfit: int = 0) -> None:
+        processes = [Process(node, number) for number in range(able + unfit)]
+        self.spares.release(processes[:able], processes[able:])
+
+    def take(self, *nodes: str) -> dict[str, list[Any]]:
+        return asyncio.run(asyncio.wait_for(self.spares.take(nodes), 5.0))
+
+
+def test_as_many_are_kept_as_the_node_has_ranks_and_the_learner_takes_them_once() -> None:
+    it = Keeping()
+    it.change("a", able=3, unfit=1)
+    it.change("c", able=1)
+    assert it.ended == [Process("a", 2), Process("a", 3), Process("c", 0)]
+    assert it.take("a", "b") == {"a": [Process("a", 0), Process("a", 1)]}
+    assert it.take("a", "b") == {}
+
+
+def test_a_worker_whose_node_is_no_place_any_more_is_ended() -> None:
+    it = Keeping()
+    it.change("a", able=1)
+    del it.places["a"]
+    it.spares.prune()
+    assert it.ended == [Process("a", 0)]
+    assert it.take("a") == {}
+
+
+def test_none_is_kept_for_a_learner_that_has_started() -> None:
+    it = Keeping()
+    assert it.take("a") == {}
+    it.change("a", able=1)
+    assert it.ended == [Process("a", 0)], "it would occupy the slot that a new process waits for"
+
+
+def test_the_learner_waits_until_the_workers_of_its_nodes_are_released() -> None:
+    it = Keeping()
+
+    async def start() -> dict[str, list[Any]]:
+        it.spares.expect("c")
+        it.spares.expect("a")
+        taking = asyncio.ensure_future(it.spares.take({"a"}))
+        await asyncio.sleep(0)
+        it.release("c", able=1)
+        await asyncio.sleep(0)
+        assert not taking.done()
+        it.release("a", able=1)
+        return dict(await taking)
+
+    assert asyncio.run(start()) == {"a": [Process("a", 0)]}
+
+
+def test_nobody_waits_when_it_is_closed_and_what_is_kept_is_ended() -> None:
+    it = Keeping()
+    it.change("a", able=1)
+    it.spares.expect("b")
+    it.spares.close()
+    assert it.ended == [Process("a", 0)]
+    assert it.take("b") == {}
+    it.release("b", able=1)
+    assert it.ended == [Process("a", 0), Process("b", 0)]
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("change"), st.sampled_from("abc"), st.integers(0, 3)),
+        st.tuples(st.just("release"), st.just("")),
+        st.tuples(st.just("places"), st.sets(st.sampled_from("abc"))),
+        st.tuples(st.just("take"), st.just("")),
+    ),
+    max_size=30,
+)
+
+
+@given(STEPS)
+def test_every_process_is_ended_or_taken_and_no_slot_is_held_for_nobody(steps: list[Any]) -> None:
+    it, changes, all_of, taken = Keeping(), deque[tuple[str, int]](), list[Process](), list[Any]()
+    for what, argument, *more in steps:
+        if what == "change":
+            it.spares.expect(argument)
+            changes.append((argument, *more))
+        elif what == "release" and changes:
+            node, able = changes.popleft()
+            processes = [Process(node, len(all_of) + number) for number in range(able)]
+            all_of += processes
+            it.spares.release(processes, [])
+        elif what == "places":
+            it.places = dict.fromkeys(argument, 2)
+            it.spares.prune()
+        elif what == "take" and not changes:
+            taken += [process for kept in it.take(*it.places).values() for process in kept]
+        kept = [process for process in all_of if process not in it.ended and process not in taken]
+        assert all(process.ray_id in it.places for process in kept)
+    it.spares.close()
+    assert sorted(all_of, key=lambda each: each.number) == sorted(
+        (*it.ended, *taken), key=lambda each: each.number
+    )
+
+
+def test_the_learner_goes_where_workers_hold_the_base_weights() -> None:
+    places = LearnerPlaces(1)
+    for node in ("a", "b", "c"):
+        places.join(node, 1)
+    places.started(places.target)
+    assert places.running == {"a": 1}
+    places.hold("b")
+    places.notice("a")
+    assert places.target == {"b": 1}, "the newest is c, but its workers have no weights yet"
+    places.started(places.target)
+    places.lose("a")
+    places.notice("b")
+    assert places.target == {"c": 1}, "there is no other"
