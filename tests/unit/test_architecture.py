@@ -58,8 +58,10 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "compare": {"scenarios"},
         "calibration": {"scenarios"},
         "strategy_runs": {"compare", "scenarios"},
-        "candidates": {"scenarios"},
-        "search": {"candidates", "compare", "prices", "scenarios", "strategy_runs"},
+        "candidates": {"prices", "scenarios"},
+        "surrogate": {"compare", "scenarios"},
+        "estimates": {"candidates", "compare", "prices", "scenarios", "strategy_runs", "surrogate"},
+        "search": {"candidates", "compare", "estimates", "scenarios", "strategy_runs"},
         "explanation": {"candidates", "compare", "prices", "scenarios", "search", "strategy_runs"},
         "pages": {
             "candidates",

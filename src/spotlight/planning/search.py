@@ -1,18 +1,19 @@
-"""Search the simulator for a cluster that meets a deadline or a budget.
+"""Search for a cluster that meets a goal: a fast estimate proposes, exact simulation confirms.
 
-1. Grid: strategies x GPU types (each alone, and the scenario's own pair) x reserved nodes x spot nodes
-   (doublings around the scenario's numbers, unless it lists others). Each candidate is simulated for
-   ``plan.iterations`` and extrapolated to its target.
+1. Grid: strategies x GPU types (each alone, and the scenario's own pair) x machines and places of the price
+   source, for each pool x reserved nodes x spot nodes (GPUs in doublings around the scenario's, unless it
+   lists numbers). Each is estimated to its target from every start (:mod:`spotlight.planning.surrogate`):
+   short exact simulations, which all prices, places and starts share.
 2. Up to :data:`ROUNDS` refinements: midpoints between the best candidate and its neighbours.
-3. Pipeline parts: on every cluster of a strategy every combination of ``plan.parts``; where these are too
-   many, all and none, then single parts more or fewer around the :data:`SETTLED` best, then what pays
-   there on every cluster. A part that gains less than the noise is not recommended. Refined again, and single
-   parts tried there.
+3. Ways to run it (parts of the pipeline, share that begins early, previews): on every cluster of a strategy
+   every combination; where these are too many, all parts and none, then single changes around the
+   :data:`SETTLED` best, then what pays there on every cluster. A part that gains less than the noise is not
+   recommended. Refined again, and single changes tried there.
 4. The best :data:`CONFIRMED` candidates that meet the goal are simulated to their targets from every start,
    else the next as many. The best of those that still meet it is recommended: a goal must hold at p90,
    because it is a promise; what is left open is ranked by p50, because p90 of a few starts is one bad start.
 
-At most ``plan.candidates_max`` candidates are simulated, shared evenly by the strategies that try parts.
+At most ``plan.candidates_max`` short simulations are made, shared evenly by the strategies that try parts.
 Those that cannot be simulated (memory, prices, figures, divisibility) or explore too little are left out,
 with the reason. The search is deterministic.
 """
@@ -24,10 +25,18 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from itertools import pairwise
 
 from spotlight.config.errors import ConfigError, Problem
-from spotlight.planning.candidates import Candidate, grid, prepared_for, shape_of
+from spotlight.planning.candidates import (
+    Candidate,
+    grid,
+    order_of,
+    prepared_for,
+    previews_of,
+    shape_of,
+    shares_of,
+    ways,
+)
 from spotlight.planning.compare import (
     PREVIEWS_WANTED,
     SimulationOutcome,
@@ -35,12 +44,11 @@ from spotlight.planning.compare import (
     run_tasks,
     standard_error,
 )
-from spotlight.planning.prices.quotes import PriceError
+from spotlight.planning.estimates import Estimates, family_of
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.strategies import (
     PipelinePart,
     strategy_named,
-    variants,
     with_parts,
     without_part,
 )
@@ -86,7 +94,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedCandidate:
-    """A candidate and its metrics; ``whole`` if simulated to its target, from every start."""
+    """A candidate and its metrics from every start: estimated, or simulated to its target (``whole``)."""
 
     candidate: Candidate
     runs: StrategyRuns
@@ -103,21 +111,25 @@ class SearchResult:
     """Result of a search.
 
     Attributes:
-        evaluated: every simulated candidate, by strategy, type and size.
+        evaluated: every estimated candidate, by strategy, machines and size.
         front: Pareto front in time and cost, fastest first.
         answer: simulated to its target; None if nothing meets the goal.
-        rejected: met the goal by extrapolation, but not when simulated to their target.
+        confirmed: simulated to their targets, whether or not they then met the goal.
+        rejected: met the goal by the estimate, but not when simulated to their target.
         parts: pipeline parts removed, retained and not tried, per strategy.
         left_out: candidates that could not be simulated, and why.
+        simulated: short simulations made.
     """
 
     goal: Goal
     evaluated: tuple[EvaluatedCandidate, ...]
     front: tuple[EvaluatedCandidate, ...]
     answer: EvaluatedCandidate | None
+    confirmed: tuple[EvaluatedCandidate, ...]
     rejected: tuple[EvaluatedCandidate, ...]
     parts: tuple[str, ...]
     left_out: tuple[str, ...]
+    simulated: int
 
     @property
     def nearest(self) -> EvaluatedCandidate:
@@ -129,54 +141,16 @@ class SearchResult:
 class _SearchState:
     file: ScenarioFile
     goal: Goal
-    now: datetime
-    jobs: int
-    progress: Callable[[str], None]
+    estimates: Estimates
     done: dict[Candidate, EvaluatedCandidate] = field(default_factory=dict)
-    tried: set[Candidate] = field(default_factory=set)
-    lengths_s: dict[Candidate, tuple[float, ...]] = field(default_factory=dict)
-    """Of the iterations after the first, of all that was simulated, useless or not."""
-    left_out: dict[str, list[str]] = field(default_factory=dict)
-    limit: int = 0
-    """Candidates up to which may be simulated now."""
 
-    def __post_init__(self) -> None:
-        self.limit = self.file.plan.candidates_max
-
-    def simulate(self, candidates: Sequence[Candidate]) -> None:
-        """Simulate new, feasible candidates, up to the limit."""
-        tasks: dict[Candidate, SimulationTask] = {}
-        for candidate in candidates:
-            if candidate in self.tried:
-                continue
-            if len(self.done) + len(tasks) >= self.limit:
-                self._leave_out(candidate, "plan.candidates_max is reached")
-                continue
-            self.tried.add(candidate)
-            try:
-                prepared = prepared_for(self.file, candidate, self.file.plan.iterations, self.now)
-            except (ConfigError, PriceError) as error:
-                self._leave_out(candidate, str(error).splitlines()[-1].strip(" -"))
-                continue
-            tasks[candidate] = SimulationTask(prepared, candidate.strategy)
-        results = run_tasks(list(tasks.values()), self.jobs, lambda task: self.progress(task.strategy))
-        for candidate, compared in zip(tasks, results, strict=True):
-            ends_s = compared.iteration_ends_s
-            self.lengths_s[candidate] = tuple(after - before for before, after in pairwise(ends_s))
-            if (reason := useless(compared.outcome)) is not None:
-                self._leave_out(candidate, reason)
+    def try_all(self, candidates: Sequence[Candidate]) -> None:
+        """Estimate new candidates, as far as short simulations are left."""
+        for candidate, runs in self.estimates.of(candidates).items():
+            if (reason := useless(runs.first)) is not None:
+                self.estimates.leave_out(candidate, reason)
             else:
-                self.done[candidate] = EvaluatedCandidate(candidate, StrategyRuns((compared.outcome,)))
-
-    def _leave_out(self, candidate: Candidate, reason: str) -> None:
-        self.left_out.setdefault(reason, []).append(shape_of(self.file, candidate))
-
-    def reasons(self) -> tuple[str, ...]:
-        """Reasons for leaving candidates out, each with its first example."""
-        return tuple(
-            f"{shapes[0]}{f' and {len(shapes) - 1} more' if len(shapes) > 1 else ''}: {reason}"
-            for reason, shapes in self.left_out.items()
-        )
+                self.done[candidate] = EvaluatedCandidate(candidate, runs)
 
     def best(self, strategy: str | None = None) -> list[EvaluatedCandidate]:
         """Candidates that may be recommended, best first; of a strategy with any parts, or of all."""
@@ -185,28 +159,36 @@ class _SearchState:
             for one in self.done.values()
             if (strategy is None or _is_of(one.candidate.strategy, strategy)) and self._pays(one.candidate)
         )
-        return sorted(able, key=lambda one: (*self.goal.rank(one.runs), one.candidate))
+        return sorted(able, key=lambda one: (*self.goal.rank(one.runs), order_of(one.candidate)))
 
     def settle(self, strategy: str) -> None:
-        """Try single parts more and fewer, until those of the best clusters are the best there."""
-        parts, before = self.file.usable_parts, -1
-        while before != len(self.tried):
-            before = len(self.tried)
-            tops: dict[Candidate, str] = {}
+        """Try single changes of the way to run, until those of the best clusters are the best there."""
+        before = -1
+        while before != len(self.estimates.tried):
+            before = len(self.estimates.tried)
+            tops: dict[Candidate, Candidate] = {}
             for one in self.best(strategy):
-                tops.setdefault(_as(one.candidate, strategy), one.candidate.strategy)
-            for cluster, name in list(tops.items())[:SETTLED]:
-                fewer = [without_part(name, part) for part in strategy_named(name).parts]
-                more = [with_parts(name, (part,)) for part in parts]
-                near = {other for other in (*fewer, *more) if _is_of(other, strategy)}
-                self.simulate([_as(cluster, other) for other in sorted(near)])
+                tops.setdefault(_cluster(one.candidate, strategy), one.candidate)
+            for best in list(tops.values())[:SETTLED]:
+                self.try_all(sorted(self._near(best, strategy), key=order_of))
+
+    def _near(self, best: Candidate, strategy: str) -> set[Candidate]:
+        """A part more or less, another share that begins early, or other previews."""
+        name, parts = best.strategy, self.file.usable_parts
+        fewer = [without_part(name, part) for part in strategy_named(name).parts]
+        more = [with_parts(name, (part,)) for part in parts]
+        others = {_as(best, other) for other in (*fewer, *more) if _is_of(other, strategy)}
+        others |= {replace(best, next_share=share) for share in shares_of(self.file, name)}
+        return others | {replace(best, previews=arm) for arm in previews_of(self.file, name)}
 
     def _pays(self, one: Candidate) -> bool:
         """Whether each part shortens iterations by more than the noise, as far as that was tried."""
         parts = strategy_named(one.strategy).parts
         others = [_as(one, without_part(one.strategy, part)) for part in parts]
         return all(
-            shortens(self.lengths_s[one], self.lengths_s[other]) for other in others if other in self.done
+            shortens(self.estimates.lengths_s[one], self.estimates.lengths_s[other])
+            for other in others
+            if other in self.done
         )
 
     def refinements(self) -> Iterator[Candidate]:
@@ -237,62 +219,82 @@ def search(
         ConfigError: a strategy lacks ``iterations_to_target``, or no candidate can be simulated.
     """
     _require_targets(file)
-    state = _SearchState(file, goal, now, jobs, progress)
-    state.simulate(grid(file))
+    state = _SearchState(file, goal, Estimates(file, now, jobs, progress))
+    candidates, without = grid(file, state.estimates.quotes)
+    for shape, reason in without:
+        state.estimates.left_out.setdefault(reason, []).append(shape)
+    state.try_all(candidates)
     _refine(state)
-    parts_found = _every_part(state)
+    parts_found = _every_way(state)
     if not state.done:
-        reasons = "; ".join(state.reasons()) or "an empty grid"
+        reasons = "; ".join(state.estimates.reasons()) or "an empty grid"
         problem = Problem("plan", reasons, "a candidate that can be simulated", "Change the scenario.")
         raise ConfigError(file.name, [problem])
     _refine(state)
     for strategy in file.plan.strategies:
         state.settle(strategy)
-    answer, rejected = _checked(state)
-    everything = tuple(state.done[candidate] for candidate in sorted(state.done))
+    answer, confirmed = _checked(state)
+    rejected = tuple(one for one in confirmed if not _passes(goal, one.runs))
+    everything = tuple(state.done[candidate] for candidate in sorted(state.done, key=order_of))
     parts = tuple(filter(None, parts_found))
-    return SearchResult(goal, everything, pareto(state.best()), answer, rejected, parts, state.reasons())
+    front = pareto(state.best())
+    return SearchResult(
+        goal,
+        everything,
+        front,
+        answer,
+        confirmed,
+        rejected,
+        parts,
+        state.estimates.reasons(),
+        state.estimates.simulated,
+    )
 
 
 def _refine(state: _SearchState) -> None:
     for _ in range(ROUNDS if state.done else 0):
-        before = len(state.tried)
-        state.simulate(list(state.refinements()))
-        if len(state.tried) == before:
+        before = len(state.estimates.tried)
+        state.try_all(list(state.refinements()))
+        if len(state.estimates.tried) == before:
             break
 
 
-def _every_part(state: _SearchState) -> list[str]:
-    """Try parts of every strategy, each with its share of what may still be simulated."""
+def _every_way(state: _SearchState) -> list[str]:
+    """Try every way to run each strategy, each with its share of what may still be simulated."""
     wish, found = state.file.plan, []
     for number, strategy in enumerate(wish.strategies):
-        left = wish.candidates_max - len(state.done)
-        state.limit = len(state.done) + left // (len(wish.strategies) - number)
-        found.append(_parts(state, strategy))
-    state.limit = wish.candidates_max
+        left = wish.candidates_max - state.estimates.simulated
+        state.estimates.limit = state.estimates.simulated + left // (len(wish.strategies) - number)
+        found.append(_ways(state, strategy))
+    state.estimates.limit = wish.candidates_max
     return found
 
 
-def _parts(state: _SearchState, strategy: str) -> str:
-    """Try parts on every cluster of a strategy, and report what pays on the best.
+def _ways(state: _SearchState, strategy: str) -> str:
+    """Try the ways to run a strategy on every cluster, and report what pays on the best.
 
-    Every combination, if that many may be simulated; else all parts and none on every cluster, single parts
-    more and fewer around the best ones, and what pays there on every cluster.
+    Every combination, if that many may be simulated; else all parts and none on every cluster, single changes
+    around the best ones, and what pays there on every cluster.
     """
-    names = variants(strategy, state.file.usable_parts)
+    every = ways(state.file, strategy)
     everything = with_parts(strategy, state.file.usable_parts)
-    clusters = sorted(one for one in state.lengths_s if one.strategy == strategy)
-    if not clusters or len(names) == 1:
+    clusters = sorted(
+        (one for one in state.estimates.lengths_s if one == _cluster(one, strategy)), key=order_of
+    )
+    if not clusters or len(every) == 1:
         return ""
-    if len(state.done) + len(clusters) * (len(names) - 1) <= state.limit:
-        state.simulate([_as(one, name) for name in names for one in clusters])
+    families = {family_of(one): None for one in clusters}
+    sizes = sum(len(state.estimates.points[family]) for family in families)
+    if state.estimates.simulated + sizes * (len(every) - 1) <= state.estimates.limit:
+        state.try_all([_run_as(one, way) for way in every for one in clusters])
     else:
-        state.simulate([_as(one, everything) for one in clusters])
+        state.try_all([_as(one, everything) for one in clusters])
         state.settle(strategy)
         for best in state.best(strategy)[:1]:
-            state.simulate([_as(one, best.candidate.strategy) for one in clusters])
+            way = best.candidate.strategy, best.candidate.next_share, best.candidate.previews
+            state.try_all([_run_as(one, way) for one in clusters])
     state.settle(strategy)
-    return _told(state, strategy, {part for name in names for part in strategy_named(name).parts})
+    return _told(state, strategy, {part for name, *_ in every for part in strategy_named(name).parts})
 
 
 def _told(state: _SearchState, strategy: str, parts: set[PipelinePart]) -> str:
@@ -303,14 +305,14 @@ def _told(state: _SearchState, strategy: str, parts: set[PipelinePart]) -> str:
     best = ranked[0].candidate
     tried = {
         part
-        for one in state.lengths_s
-        if _is_of(one.strategy, strategy) and _as(one, strategy) == _as(best, strategy)
+        for one in state.estimates.lengths_s
+        if _is_of(one.strategy, strategy) and _cluster(one, strategy) == _cluster(best, strategy)
         for part in strategy_named(one.strategy).parts
     }
     off = {part for part in parts & tried if with_parts(best.strategy, (part,)) != best.strategy}
     alone = "nothing pays" if off else "nothing was tried"
     pays = alone if best.strategy == strategy else f"{best.strategy} pays"
-    told = [f"{shape_of(state.file, _as(best, strategy))}: {pays}"]
+    told = [f"{shape_of(_cluster(best, strategy))}: {pays}"]
     for heading, some in (("left off", off), ("not tried", parts - tried)):
         if some:
             told.append(f"{heading}: {', '.join(f'+{part}' for part in PipelinePart if part in some)}")
@@ -344,10 +346,10 @@ def shortens(with_part_s: Sequence[float], without_s: Sequence[float]) -> bool:
 
 
 def pareto(evaluated: Sequence[EvaluatedCandidate]) -> tuple[EvaluatedCandidate, ...]:
-    """Pareto front in time and cost, fastest first."""
+    """Pareto front in p50 of time and cost, fastest first."""
     front: list[EvaluatedCandidate] = []
-    for one in sorted(evaluated, key=lambda one: (one.outcome.target_h, one.outcome.target_usd)):
-        if not front or one.outcome.target_usd < front[-1].outcome.target_usd:
+    for one in sorted(evaluated, key=lambda one: (one.runs.target_h.p50, one.runs.target_usd.p50)):
+        if not front or one.runs.target_usd.p50 < front[-1].runs.target_usd.p50:
             front.append(one)
     return tuple(front)
 
@@ -358,29 +360,44 @@ def _is_of(name: str, strategy: str) -> bool:
     return name.split("+")[0] == base and set(parts) <= set(name.split("+"))
 
 
-def _kind(candidate: Candidate) -> tuple[str, str, str]:
-    return candidate.strategy, candidate.gpu_type, candidate.spot_gpu_type
+def _kind(candidate: Candidate) -> Candidate:
+    """All but the numbers of nodes."""
+    return replace(candidate, reserved_nodes=0, spot_nodes=0)
+
+
+def _cluster(candidate: Candidate, strategy: str) -> Candidate:
+    """The same cluster with the strategy alone."""
+    return replace(candidate, strategy=strategy, next_share=None, previews=None)
 
 
 def _as(candidate: Candidate, strategy: str) -> Candidate:
-    return replace(candidate, strategy=strategy)
+    """With another strategy; a share that begins early stays only where one does."""
+    early = PipelinePart.TCSS in strategy_named(strategy).parts
+    return replace(candidate, strategy=strategy, next_share=candidate.next_share if early else None)
 
 
-def _checked(state: _SearchState) -> tuple[EvaluatedCandidate | None, tuple[EvaluatedCandidate, ...]]:
-    rejected: list[EvaluatedCandidate] = []
+def _run_as(candidate: Candidate, way: tuple[str, float | None, tuple[int, int] | None]) -> Candidate:
+    strategy, share, arm = way
+    return replace(candidate, strategy=strategy, next_share=share, previews=arm)
+
+
+def _checked(
+    state: _SearchState,
+) -> tuple[EvaluatedCandidate | None, tuple[EvaluatedCandidate, ...]]:
+    """The answer, and all that was simulated to its target."""
+    confirmed: list[EvaluatedCandidate] = []
     meeting = [one.candidate for one in state.best() if state.goal.met_by(one.runs)]
     for first in range(0, len(meeting), CONFIRMED):
         wholes = _whole(state, meeting[first : first + CONFIRMED])
-        passed = [one for one in wholes if _finished(one.runs) and state.goal.met_by(one.runs)]
-        rejected += [one for one in wholes if one not in passed]
-        if passed:
-            best = min(passed, key=lambda one: (*state.goal.rank(one.runs), one.candidate))
-            return best, tuple(rejected)
-    return None, tuple(rejected)
+        confirmed += wholes
+        if passed := [one for one in wholes if _passes(state.goal, one.runs)]:
+            best = min(passed, key=lambda one: (*state.goal.rank(one.runs), order_of(one.candidate)))
+            return best, tuple(confirmed)
+    return None, tuple(confirmed)
 
 
-def _finished(runs: StrategyRuns) -> bool:
-    return all(one.problem is None for one in runs.outcomes)
+def _passes(goal: Goal, runs: StrategyRuns) -> bool:
+    return all(one.problem is None for one in runs.outcomes) and goal.met_by(runs)
 
 
 def _whole(state: _SearchState, candidates: Sequence[Candidate]) -> list[EvaluatedCandidate]:
@@ -389,9 +406,11 @@ def _whole(state: _SearchState, candidates: Sequence[Candidate]) -> list[Evaluat
     for candidate in candidates:
         target = state.done[candidate].outcome.target
         assert target is not None, "every strategy has a target"
-        prepared = prepared_for(state.file, candidate, target.iterations, state.now)
+        prepared = prepared_for(
+            state.file, candidate, target.iterations, state.estimates.now, state.estimates.quotes
+        )
         tasks += tasks_from_starts(prepared, (candidate.strategy,))
-    results = run_tasks(tasks, state.jobs, lambda task: state.progress(task.strategy))
+    results = run_tasks(tasks, state.estimates.jobs, lambda task: state.estimates.progress(task.strategy))
     found = grouped([result.outcome for result in results], state.file.run.starts)
     return [EvaluatedCandidate(one, runs, whole=True) for one, runs in zip(candidates, found, strict=True)]
 

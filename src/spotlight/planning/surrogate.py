@@ -3,29 +3,33 @@
 How many iterations an hour a cluster makes depends on the spot nodes that are there. So a strategy is
 simulated exactly, for a few iterations, at a few numbers of spot nodes that stay (:class:`SteadyPoint`).
 Between these numbers the rate is interpolated linearly, and the rates are added up over the trace:
-:func:`estimated`. Dollars are those of the nodes that are there. What is left out: work lost without notice, and
-what depends on the moment of a preemption; checkpoints and evaluations are as often as in the short
-simulations.
+:func:`estimated`. Dollars are those of the nodes that are there. Left out are work lost without notice and
+what depends on the moment of a preemption (a learner on spot nodes works while there are as many nodes as
+it needs, and is never restored); checkpoints and evaluations are as often as in the short simulations.
 
 A cluster of more than :data:`GPUS_MAX` GPUs is simulated at a fraction of its size, with the same work for
-each GPU: work that is divided among GPUs takes as long. Figures of one pool that all share (rewards, the
-network) are per request in the simulator, so they need no scaling.
+each GPU and for each scorer: what is divided among them takes as long. A learner on one node is not charged
+for traffic between nodes.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from spotlight.fleet.traces.trace import PricePoint, Trace, TraceEventKind
 from spotlight.planning.compare import ComparedStrategy, SimulationOutcome, SimulationTask, honest_target
 from spotlight.planning.scenarios.prepare import Prepared, with_file
+from spotlight.planning.scenarios.profile import Profile
 from spotlight.planning.scenarios.scenario_file import AlwaysOn, ScenarioFile, Target
+from spotlight.planning.scenarios.side_costs import egress_of, standing_usd_h
 from spotlight.planning.scenarios.strategies import SpotPlaces, Strategy, strategy_named
 from spotlight.scheduler.types import WeightKind
+from spotlight.simulation.machines.egress import Egress
 
 GPUS_MAX = 64
 """Larger clusters are simulated at a fraction of their size."""
@@ -54,6 +58,12 @@ class SteadyCurve:
     """Points of one strategy on one kind of cluster, by ascending number of spot nodes."""
 
     points: tuple[SteadyPoint, ...]
+
+    @classmethod
+    def of(cls, points: Iterable[SteadyPoint]) -> SteadyCurve:
+        """Points in any order; of those with the same number of nodes, the last."""
+        by_nodes = {point.nodes: point for point in points}
+        return cls(tuple(by_nodes[nodes] for nodes in sorted(by_nodes)))
 
     @property
     def most(self) -> SteadyPoint:
@@ -94,16 +104,26 @@ def steady_task(prepared: Prepared, strategy: str, nodes: int) -> SimulationTask
     file, by = prepared.file, divisor_of(prepared.file)
     if not _can_roll_out(strategy_named(strategy), file, nodes):
         return None
+    fixed, coming = file.cluster.reserved, file.cluster.spot
+    rolling = nodes - _learner_nodes(strategy_named(strategy), file)
     cluster = file.cluster.model_copy(
         update={
-            "reserved": file.cluster.reserved.model_copy(update={"nodes": file.cluster.reserved.nodes // by}),
-            "spot": file.cluster.spot.model_copy(update={"nodes": _made_small(nodes, by)}),
+            "reserved": fixed.model_copy(update={"nodes": fixed.nodes // by}),
+            "spot": coming.model_copy(update={"nodes": _made_small(rolling, by)}),
         }
     )
     work = file.workload.model_copy(update={"prompts": max(1, round(file.workload.prompts / by))})
     run = file.run.model_copy(update={"iterations": file.plan.iterations})
     changes = {"cluster": cluster, "workload": work, "run": run, "trace": AlwaysOn()}
-    return SimulationTask(with_file(prepared, file.model_copy(update=changes)), strategy)
+    smaller = replace(prepared, profile=_slower_rewards(prepared.profile, by))
+    return SimulationTask(with_file(smaller, file.model_copy(update=changes)), strategy)
+
+
+def _slower_rewards(profile: Profile, by: int) -> Profile:
+    """So many times fewer scorers, with the same work for each."""
+    figure = profile.rewards.s_per_sample
+    scaled = figure.model_copy(update={"value": figure.value * by})
+    return profile.model_copy(update={"rewards": profile.rewards.model_copy(update={"s_per_sample": scaled})})
 
 
 def point_of(prepared: Prepared, nodes: int, compared: ComparedStrategy | None) -> SteadyPoint:
@@ -122,18 +142,18 @@ def point_of(prepared: Prepared, nodes: int, compared: ComparedStrategy | None) 
 
 def counts_wanted(prepared: Sequence[Prepared], strategy: str) -> tuple[int, ...]:
     """Numbers of spot nodes that a curve needs points at: all of them, and fewer where nodes are missing."""
-    file = prepared[0].file
-    most = file.cluster.spot.nodes
-    places = strategy_named(strategy).places
+    file, named = prepared[0].file, strategy_named(strategy)
+    most, places = file.spot_nodes(named), named.places
     if places is SpotPlaces.NOTHING:
         return (0,)
     if places.stays:
         return (most,)
-    least = min((count for one in prepared for count in _counts(one.trace)), default=most)
-    found = {most}
+    least = min((count for one in prepared for count in _counts(one.trace_of(named))), default=most)
+    found, below = {most}, _learner_nodes(named, file)
     while most > least:
-        most //= 2
-        found.add(most)
+        # A learner on spot nodes needs some of them; with one fewer, nothing is done.
+        most = below + (most - below) // 2 if most > below else 0
+        found |= {most, below - 1} if most == below > 0 else {most}
     return tuple(sorted(found))
 
 
@@ -170,7 +190,7 @@ class _WholeRun:
 
 def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iterations: int) -> _WholeRun:
     """Add up iterations, dollars and previews over the stretches of the trace."""
-    file, run = prepared.file, _WholeRun()
+    run = _WholeRun()
     explores = strategy.explore is not None
     usd_s, standing = _standing_usd_s(prepared, strategy)
     done = usd = previews = early = 0.0
@@ -184,7 +204,7 @@ def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iter
             left_s = (goal - done) / per_s if per_s > 0 else math.inf
             step_s = min(left_s, until_s - at_s)
             more = goal - done if left_s <= step_s else per_s * step_s
-            usd += rate_usd * step_s
+            usd += rate_usd * step_s + more * _crossing_usd(prepared, strategy, useful)
             if explores and goal > 1:
                 previews += more * curve.between(nodes, _preview_share)
             early += more * curve.between(nodes, _early_share)
@@ -195,23 +215,24 @@ def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iter
         if done >= iterations:
             run.total_s, run.total_usd = at_s, usd
             break
-    run.preemptions = sum(
-        event.kind is TraceEventKind.REMOVE and event.time_s <= run.total_s for event in prepared.trace.events
-    ) * (strategy.places is SpotPlaces.SPOT)
+    spot = prepared.trace_of(strategy).events if strategy.places is SpotPlaces.SPOT else ()
+    during = Counter(event.kind for event in spot if event.time_s <= run.total_s)
+    run.preemptions = during[TraceEventKind.REMOVE]
+    run.total_usd += _models_usd(prepared, strategy, during[TraceEventKind.ADD])
     later = max(done - 1, 0.0)
     if explores:
         # The first iteration has no window before it that previews could use, except on the critical path.
         run.previews = previews / later if later else _preview_share(curve.most)
     run.early = early / done if done else 0.0
-    assert file.run.until_h > 0
     return run
 
 
 def _standing_usd_s(prepared: Prepared, strategy: Strategy) -> tuple[float, int]:
     """Dollars a second of all nodes that stay, and the number of those in the spot nodes' places."""
     cluster, pricing = prepared.file.cluster, prepared.pricing
-    gpus = cluster.reserved.nodes * cluster.reserved.gpus_per_node
+    gpus = 0 if strategy.learner_moves else cluster.reserved.nodes * cluster.reserved.gpus_per_node
     usd_h, standing = gpus * pricing.reserved.usd_gpu_h, 0
+    usd_h += sum(standing_usd_h(prepared.file, prepared.profile, strategy).values())
     if strategy.places.stays:
         assert pricing.on_demand is not None, "prepared for a strategy that rents on demand"
         standing = cluster.spot.nodes
@@ -219,9 +240,7 @@ def _standing_usd_s(prepared: Prepared, strategy: Strategy) -> tuple[float, int]
     return usd_h / 3600, standing
 
 
-def _stretches(
-    prepared: Prepared, strategy: Strategy
-) -> Iterator[tuple[float, float, int, float, float]]:
+def _stretches(prepared: Prepared, strategy: Strategy) -> Iterator[tuple[float, float, int, float, float]]:
     """Stretches of the run: from, until, spot nodes that are paid, those that work, dollars a node-hour.
 
     A node that joins later works once its processes have started and pulled the weights; those of the first
@@ -231,8 +250,8 @@ def _stretches(
     if strategy.places is not SpotPlaces.SPOT:
         yield 0.0, until_s, 0, 0.0, 0.0
         return
-    trace, spot = prepared.trace, prepared.file.cluster.spot
-    warm_s = _warm_s(prepared)
+    trace, spot = prepared.trace_of(strategy), prepared.file.cluster.spot
+    warm_s = _warm_s(prepared, strategy)
     changes: list[tuple[float, int, int]] = []
     joined: dict[str, float] = {}
     for event in trace.events:
@@ -273,13 +292,53 @@ def _swept(
             yield since_s, min(next_s, until_s), there, float(useful), node_usd_h
 
 
-def _warm_s(prepared: Prepared) -> float:
-    """From a node's arrival until it rolls out."""
-    site, weights = prepared.profile.infrastructure, prepared.profile.weights
-    kind = WeightKind(prepared.file.workload.publishes)
-    moved = weights.full_bytes.value + (weights.adapter_bytes.value if kind is WeightKind.ADAPTER else 0.0)
-    store_s = moved / min(site.network_bytes_s.value, site.store_bytes_s.value)
-    return site.process_start_s.value + site.imports_s.value + site.model_load_s.value + store_s
+def _warm_s(prepared: Prepared, strategy: Strategy) -> float:
+    """From a node's arrival until it rolls out: it boots, starts its processes, and pulls the weights."""
+    site, weights, boot_s = (
+        prepared.profile.infrastructure,
+        prepared.profile.weights,
+        prepared.file.cluster.boot_s,
+    )
+    if boot_s is None:
+        boot_s = sum(figure.value for figure in (site.boot_s, site.image_s) if figure is not None)
+    moved = weights.full_bytes.value
+    if WeightKind(prepared.file.workload.publishes) is WeightKind.ADAPTER:
+        moved += weights.adapter_bytes.value
+    crossing = _egress(prepared, strategy)
+    rates = [site.network_bytes_s.value, site.store_bytes_s.value, *([crossing.bytes_s] if crossing else [])]
+    starts_s = site.process_start_s.value + site.imports_s.value + site.model_load_s.value
+    return boot_s + starts_s + moved / min(rates)
+
+
+def _egress(prepared: Prepared, strategy: Strategy) -> Egress | None:
+    return egress_of(prepared.file, prepared.profile, prepared.pricing, strategy)
+
+
+def _models_usd(prepared: Prepared, strategy: Strategy, joins: int) -> float:
+    """For the whole model, which every node that joins pulls."""
+    crossing = _egress(prepared, strategy)
+    if crossing is None:
+        return 0.0
+    return joins * crossing.weight_bytes[WeightKind.FULL] / 1e9 * crossing.to_spot_usd_gb
+
+
+def _crossing_usd(prepared: Prepared, strategy: Strategy, nodes: float) -> float:
+    """Of one iteration: a version to every spot node, and their share of the samples and previews back."""
+    crossing = _egress(prepared, strategy)
+    if crossing is None or not nodes:
+        return 0.0
+    work, pools, explore = prepared.file.workload, prepared.file.cluster, prepared.file.exploration
+    spot = nodes * pools.spot.gpus_per_node
+    both = strategy.trainers_roll_out(pools.reserved.rolls_out)
+    share = spot / (spot + both * pools.reserved.nodes * pools.reserved.gpus_per_node)
+    previews = (
+        work.prompts * max(explore.arms(work.group_size, work.steps)[0])
+        if explore and strategy.explore
+        else 0
+    )
+    sent = share * work.prompts * work.group_size * crossing.sample_bytes + previews * crossing.picture_bytes
+    pulled = nodes * crossing.weight_bytes[WeightKind(work.publishes)]
+    return (pulled * crossing.to_spot_usd_gb + sent * crossing.from_spot_usd_gb) / 1e9
 
 
 def _as_outcome(
@@ -315,8 +374,16 @@ def _as_outcome(
     )
 
 
+def _learner_nodes(strategy: Strategy, file: ScenarioFile) -> int:
+    """Spot nodes that the learner is on."""
+    return file.spot_nodes(strategy) - file.cluster.spot.nodes
+
+
 def _can_roll_out(strategy: Strategy, file: ScenarioFile, nodes: int) -> bool:
-    alone = nodes == 0 or strategy.places is SpotPlaces.NOTHING
+    rolling = nodes - _learner_nodes(strategy, file)
+    if rolling < 0:
+        return False
+    alone = rolling == 0 or strategy.places is SpotPlaces.NOTHING
     return not alone or strategy.trainers_roll_out(file.cluster.reserved.rolls_out)
 
 
@@ -327,8 +394,7 @@ def _made_small(nodes: int, by: int) -> int:
 def _counts(trace: Trace) -> Iterator[int]:
     """Numbers of nodes that are there, after each moment with an event."""
     present = 0
-    moments: Mapping[float, int] = {}
-    found: dict[float, int] = dict(moments)
+    found: dict[float, int] = {}
     for event in trace.events:
         present += (event.kind is TraceEventKind.ADD) - (event.kind is TraceEventKind.REMOVE)
         found[event.time_s] = present

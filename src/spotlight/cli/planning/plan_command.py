@@ -117,7 +117,7 @@ def _print(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: dat
         Text(f"{file.name}: what others do not beat in time and cost", style="bold"), soft_wrap=True
     )
     print_table(console, COLUMNS, lines_of(file, found, every=False))
-    console.print("* Pareto front, from a short simulation; > the answer", style="dim")
+    console.print("* Pareto front at p50, estimated; > the answer, simulated whole is below", style="dim")
     print_notes(console, plan_notes(file, found, prepared, now))
     console.print()
     style = "bold green" if found.answer else "bold red"

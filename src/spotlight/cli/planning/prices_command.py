@@ -33,7 +33,7 @@ SourceOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
         "--source",
-        help="builtin (a dated table, the default), skypilot (its published catalogues), azure, aws, "
+        help="builtin (a dated table, the default), skypilot (its catalogues of all clouds), azure, aws, "
         "or CLOUD=FILE.csv or CLOUD=URL for a catalogue in SkyPilot's form; repeatable.",
         show_default=False,
     ),
@@ -98,6 +98,9 @@ def prices(
         typer.echo(json.dumps([_record(quote, question.now) for quote in shown], indent=2))
     else:
         _print(shown, question.now, source or [])
+    unread = Console(stderr=True, highlight=False)
+    for name, why in question.unread.items():
+        unread.print(Text(f"Not read: {name}: {why}", style="yellow"), soft_wrap=True)
 
 
 def age(old: timedelta) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from spotlight.config.errors import ConfigError
-from spotlight.planning.candidates import Candidate, prepared_for
+from spotlight.planning.candidates import Candidate, Machine, prepared_for
 from spotlight.planning.compare import SimulationTask, run_tasks
 from spotlight.planning.prices.quotes import PriceError
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
@@ -85,11 +85,13 @@ def lever_steps(file: ScenarioFile, answer: Candidate) -> tuple[tuple[str, Candi
 
 def _steps(file: ScenarioFile, answer: Candidate) -> Iterator[tuple[str, Candidate]]:
     fixed, coming, strategy = file.cluster.reserved, file.cluster.spot, strategy_named(answer.strategy)
-    alone = Candidate(ALONE, fixed.gpu_type, fixed.gpu_type, fixed.nodes, 0)
+    here = Machine(fixed.gpu_type, fixed.gpus_per_node)
+    alone = Candidate(ALONE, here, here, fixed.nodes, 0)
     steps = [("reserved GPUs alone", alone)]
     if strategy.places in _PLACES:
         added, name = _PLACES[strategy.places]
-        own = Candidate(name, fixed.gpu_type, coming.gpu_type, fixed.nodes, coming.nodes)
+        there = Machine(coming.gpu_type, coming.gpus_per_node)
+        own = Candidate(name, here, there, fixed.nodes, coming.nodes)
         steps.append((added, own))
         if strategy.explore is not None:
             base = answer.strategy.split("+")[0]

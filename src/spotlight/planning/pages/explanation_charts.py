@@ -149,7 +149,7 @@ def _lever_lines(file: ScenarioFile, levers: Sequence[Lever]) -> Iterator[TableL
     for one in levers:
         time, cost = _figures(one)
         change = "-" if math.isnan(cost - before) else _signed(usd, cost - before)
-        yield TableLine(one.name, (shape_of(file, one.candidate), hours(time), usd(cost), change))
+        yield TableLine(one.name, (shape_of(one.candidate), hours(time), usd(cost), change))
         before = before if math.isnan(cost) else cost
 
 

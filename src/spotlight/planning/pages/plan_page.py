@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from html import escape
 from typing import TYPE_CHECKING
 
-from spotlight.planning.candidates import shape_of
-from spotlight.planning.compare import SimulationOutcome
+from spotlight.planning.candidates import order_of, shape_of
 from spotlight.planning.explanation.plan_explanation import PlanExplanation
 from spotlight.planning.pages.comparison_page import div_html, new_figure, notes_html, page_html, table_html
 from spotlight.planning.pages.comparison_summary import (
@@ -17,7 +17,6 @@ from spotlight.planning.pages.comparison_summary import (
     between,
     hours,
     notes_of,
-    outcome_record,
     percent,
     runs_record,
     usd,
@@ -36,7 +35,7 @@ from spotlight.planning.strategy_runs import StrategyRuns
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-COLUMNS = ("", "cluster", "time to target", "cost to target", "iteration", "spot idle", "previews used")
+COLUMNS = ("", "cluster", "time", "range", "cost", "range", "iteration", "previews used")
 
 
 def goal_text(goal: Goal) -> str:
@@ -55,7 +54,7 @@ def answer_text(file: ScenarioFile, found: SearchResult) -> str:
         starts = len(one.runs.outcomes)
         kind = "cheapest" if found.goal.deadline_h is not None else "fastest"
         return (
-            f"Rent {shape_of(file, one.candidate)}: {iterations} iterations in "
+            f"Rent {shape_of(one.candidate)}: {iterations} iterations in "
             f"{_p50_p90(one.runs)}, simulated whole{f' from {starts} starts' if starts > 1 else ''}; the "
             f"{kind} of {len(found.evaluated)} candidates within {goal_text(found.goal)}."
         )
@@ -63,7 +62,7 @@ def answer_text(file: ScenarioFile, found: SearchResult) -> str:
     whole = ", which simulated whole misses it" if near.whole else ""
     return (
         f"Nothing meets {goal_text(found.goal)}. Nearest of {len(found.evaluated)} candidates: "
-        f"{shape_of(file, near.candidate)} with {_p50_p90(near.runs)}{whole}. "
+        f"{shape_of(near.candidate)} with {_p50_p90(near.runs)}{whole}. "
         "Relax the goal, or widen the search: plan.reserved_nodes, plan.spot_nodes, plan.gpu_types, "
         "plan.strategies."
     )
@@ -86,19 +85,27 @@ def lines_of(file: ScenarioFile, found: SearchResult, *, every: bool) -> tuple[T
     front = {one.candidate for one in found.front}
     best = found.answer.candidate if found.answer else None
     shown = [one for one in found.evaluated if every or one.candidate in front or one.candidate == best]
-    shown.sort(key=lambda one: (one.outcome.target_h, one.candidate))
+    shown.sort(key=lambda one: (one.runs.target_h.p50, order_of(one.candidate)))
     return tuple(
         TableLine(
             ">" if one.candidate == best else "*" if one.candidate in front else " ",
-            (shape_of(file, one.candidate), *_numbers(one.outcome)),
+            (shape_of(one.candidate), *_numbers(one.runs)),
         )
         for one in shown
     )
 
 
-def _numbers(one: SimulationOutcome) -> tuple[str, ...]:
-    idle, previews = percent(one.spot_idle_share), percent(one.preview_share)
-    return hours(one.target_h), usd(one.target_usd), f"{one.iteration_s:,.0f} s", idle, previews
+def _numbers(runs: StrategyRuns) -> tuple[str, ...]:
+    """p50 of time and cost to target, each with its range over starts and the iterations' interval."""
+    iteration_s = runs.figure(lambda one: one.iteration_s).p50
+    return (
+        hours(runs.target_h.p50),
+        between(hours, *runs.ends_h),
+        usd(runs.target_usd.p50),
+        between(usd, *runs.ends_usd),
+        f"{iteration_s:,.0f} s",
+        percent(runs.first.preview_share),
+    )
 
 
 def plan_notes(
@@ -107,11 +114,12 @@ def plan_notes(
     """Assumptions behind the answer; ``prepared`` is the answer's, or the nearest's."""
     one, starts = found.answer or found.nearest, file.run.starts
     searched = [
-        f"{len(found.evaluated)} candidates, {file.plan.iterations} iterations each, extrapolated; "
+        f"{len(found.evaluated)} candidates, estimated by {found.simulated} simulations of "
+        f"{file.plan.iterations} iterations each, with spot nodes that stay, added up over the trace; "
         f"the best {CONFIRMED} that met the goal are simulated whole from "
         f"{starts} start{'s' * (starts > 1)}; of those that then meet it at p90, the best at p50 is taken",
         *(
-            f"{shape_of(file, missed.candidate)} seemed to meet the goal; simulated whole it took "
+            f"{shape_of(missed.candidate)} seemed to meet the goal; simulated whole it took "
             f"{_p50_p90(missed.runs)}, with {_previews(missed.runs)} of its previews"
             for missed in found.rejected
         ),
@@ -147,13 +155,15 @@ def _record(file: ScenarioFile, one: EvaluatedCandidate) -> dict[str, object]:
     candidate = one.candidate
     return {
         "strategy": candidate.strategy,
-        "gpu_type": candidate.gpu_type,
-        "spot_gpu_type": candidate.spot_gpu_type,
+        "reserved": asdict(candidate.reserved),
+        "spot": asdict(candidate.spot),
         "reserved_nodes": candidate.reserved_nodes,
         "spot_nodes": candidate.spot_nodes,
-        "cluster": shape_of(file, candidate),
+        "cluster": shape_of(candidate),
+        "next_share": candidate.next_share,
+        "previews": candidate.previews,
         "simulated_whole": one.whole,
-        "outcome": runs_record(one.runs) if one.whole else outcome_record(one.outcome),
+        "outcome": runs_record(one.runs),
     }
 
 
@@ -162,10 +172,8 @@ def plan_verdict(file: ScenarioFile, found: SearchResult, explained: PlanExplana
     if found.answer is None or explained is None:
         return answer_text(file, found)
     base = explained.levers[0]
-    name = f"The planner's cluster, {shape_of(file, found.answer.candidate)},"
-    return verdict_text(
-        name, found.answer.runs, f"the scenario's {shape_of(file, base.candidate)}", base.runs
-    )
+    name = f"The planner's cluster, {shape_of(found.answer.candidate)},"
+    return verdict_text(name, found.answer.runs, f"the scenario's {shape_of(base.candidate)}", base.runs)
 
 
 def plan_page(
@@ -198,7 +206,7 @@ def _curve(file: ScenarioFile, found: SearchResult) -> Figure:
         figure.add_scatter(
             x=[one.runs.target_h.p50 for one in shown],
             y=[one.runs.target_usd.p50 for one in shown],
-            text=[shape_of(file, one.candidate) for one in shown],
+            text=[shape_of(one.candidate) for one in shown],
             name=name,
             mode=mode,
             marker=marker,

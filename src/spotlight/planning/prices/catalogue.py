@@ -27,21 +27,10 @@ from spotlight.fleet.gpus import (
 )
 from spotlight.planning.prices.quotes import PriceError, Quote, refuse
 
-COLUMNS = (
-    "InstanceType",
-    "AcceleratorName",
-    "AcceleratorCount",
-    "Region",
-    "AvailabilityZone",
-    "Price",
-    "SpotPrice",
-)
-_BUILT_IN_COLUMNS = (
-    *(column for column in COLUMNS if column != "AvailabilityZone"),
-    "Cloud",
-    "AsOf",
-    "Source",
-)
+COLUMNS = ("InstanceType", "AcceleratorName", "AcceleratorCount", "Price")
+OPTIONAL_COLUMNS = ("Region", "AvailabilityZone", "SpotPrice")
+"""Not in the catalogue of every cloud: some have one place, no zones, or no spot machines."""
+_BUILT_IN_COLUMNS = (*COLUMNS, "Region", "SpotPrice", "Cloud", "AsOf", "Source")
 BUILT_IN = "builtin"
 
 
@@ -64,16 +53,23 @@ class _CatalogueRow:
 
 
 def parse_catalogue(
-    text: str, *, cloud: str, source: str, as_of: datetime, gpus: Collection[str] = ()
+    text: str,
+    *,
+    cloud: str,
+    source: str,
+    as_of: datetime,
+    gpus: Collection[str] = (),
+    skipped: list[str] | None = None,
 ) -> tuple[Quote, ...]:
     """Read one cloud's catalogue.
 
     Args:
-        text: CSV with at least :data:`COLUMNS`.
+        text: CSV with at least :data:`COLUMNS`; :data:`OPTIONAL_COLUMNS` are read where they are.
         cloud: ``gcp`` adds instance and GPU rows.
         source: name in messages and in every price.
         as_of: when the prices held, with time zone.
         gpus: read only rows of these types, ignoring errors in others; empty: all.
+        skipped: takes the problems of malformed rows, which are then left out; None: they are errors.
 
     Raises:
         PriceError: missing columns, malformed rows (up to ten are listed), no price at all.
@@ -85,20 +81,22 @@ def parse_catalogue(
     problems: list[str] = []
     for line, record in _records(text, source, COLUMNS):
         try:
-            row = _row(line, record, gpus, machines=cloud == "gcp")
+            row = _row(line, dict.fromkeys(OPTIONAL_COLUMNS, "") | record, gpus, machines=cloud == "gcp")
         except _BadRowError as error:
             problems.append(f"{source}:{line}: {error}")
             continue
         if row is not None:
             rows.append(row)
     machines = [row for row in rows if row.gpu and row.instance_type]
-    if cloud == "gcp" and not problems:
+    if cloud == "gcp" and (not problems or skipped is not None):
         try:
             machines += _with_their_machines(rows)
         except _BadRowError as error:
             problems.append(f"{source}:{error}")
-    if problems:
+    if problems and skipped is None:
         raise refuse(source, problems, "Correct these lines, or read only the GPU types you need.")
+    if skipped is not None:
+        skipped += problems
     if not machines and not gpus:
         raise PriceError(f"{source}: no row has the price of a machine with GPUs; expected at least one")
     return tuple(_quote(row, cloud, source, as_of) for row in machines)

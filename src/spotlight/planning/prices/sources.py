@@ -10,14 +10,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
+from spotlight.planning.prices import skypilot_prices
 from spotlight.planning.prices.cache import PriceCache, default_directory
 from spotlight.planning.prices.catalogue import BUILT_IN, built_in, parse_catalogue
 from spotlight.planning.prices.fetch import FetchLimits, get_text
 from spotlight.planning.prices.quotes import PriceError, Quote
 from spotlight.registry import CLOUDS, resolve
-
-SKYPILOT_URL = "https://raw.githubusercontent.com/skypilot-org/skypilot-catalog/master/catalogs/v8/{}/vms.csv"
-SKYPILOT_CLOUDS = ("aws", "azure", "gcp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +26,7 @@ class PriceQuery:
         gpus: empty: all. Catalogues parse only these.
         clouds: catalogues to fetch; empty: all.
         regions: empty: all; on AWS, ``aws_prices.REGIONS``.
+        unread: filled by sources of several clouds: those without prices here, and why.
     """
 
     gpus: tuple[str, ...] = ()
@@ -36,6 +35,7 @@ class PriceQuery:
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
     cache: PriceCache = field(default_factory=lambda: PriceCache(default_directory()))
     limits: FetchLimits = field(default_factory=FetchLimits)
+    unread: dict[str, str] = field(default_factory=dict)
 
 
 def load_prices(source: str, question: PriceQuery) -> tuple[Quote, ...]:
@@ -70,15 +70,6 @@ def _prices_of(cloud: str) -> _PriceList | None:
     return resolve(prices) if isinstance(prices, str) else prices
 
 
-def _skypilot(question: PriceQuery) -> tuple[Quote, ...]:
-    return tuple(
-        quote
-        for cloud in SKYPILOT_CLOUDS
-        if not question.clouds or cloud in question.clouds
-        for quote in _published(cloud, SKYPILOT_URL.format(cloud), question)
-    )
-
-
 def _published(cloud: str, url: str, question: PriceQuery) -> tuple[Quote, ...]:
     def read(texts: Sequence[str], came: datetime) -> tuple[Quote, ...]:
         return parse_catalogue(texts[0], cloud=cloud, source=url, as_of=came, gpus=question.gpus)
@@ -100,4 +91,4 @@ def _file(cloud: str, path: Path, question: PriceQuery) -> tuple[Quote, ...]:
 
 
 _PriceList = Callable[[PriceQuery], tuple[Quote, ...]]
-_CATALOGUES: Mapping[str, _PriceList] = {BUILT_IN: _builtin, "skypilot": _skypilot}
+_CATALOGUES: Mapping[str, _PriceList] = {BUILT_IN: _builtin, skypilot_prices.NAME: skypilot_prices.prices}

@@ -23,6 +23,7 @@ from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace
 from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
+from spotlight.planning.prices.quotes import Quote
 from spotlight.planning.scenarios.fleet_events import SpotOffer, spot_events
 from spotlight.planning.scenarios.pricing import PriceTag, Pricing, pricing_of
 from spotlight.planning.scenarios.profile import (
@@ -33,7 +34,12 @@ from spotlight.planning.scenarios.profile import (
     require_size,
     timesteps_that_fit,
 )
-from spotlight.planning.scenarios.profile_costs import LearnerShape, ProfileCosts, ProfiledWorkload, sp_degrees
+from spotlight.planning.scenarios.profile_costs import (
+    LearnerShape,
+    ProfileCosts,
+    ProfiledWorkload,
+    sp_degrees,
+)
 from spotlight.planning.scenarios.scenario_file import AlwaysOn, GeneratedTrace, Pool, ScenarioFile
 from spotlight.planning.scenarios.side_costs import egress_of, standing_usd_h
 from spotlight.planning.scenarios.strategies import (
@@ -73,12 +79,15 @@ class Prepared:
         return self.trace if nodes == self.file.cluster.spot.nodes else _trace(self.file, nodes, self.later)
 
 
-def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> Prepared:
+def prepare(
+    file: ScenarioFile, strategies: tuple[str, ...], now: datetime, quotes: Sequence[Quote] | None = None
+) -> Prepared:
     """Read the scenario's files and check that every strategy can be simulated.
 
     Args:
         strategies: those to simulate.
         now: for the age of prices.
+        quotes: of the scenario's price source, already read; None reads them.
 
     Raises:
         ConfigError, TraceError, PriceError: missing figures or prices, too little memory, an unusable trace.
@@ -94,16 +103,23 @@ def prepare(file: ScenarioFile, strategies: tuple[str, ...], now: datetime) -> P
         remedy = "Ask for spot nodes, or simulate reserved_only alone."
         raise ConfigError(file.name, [Problem("cluster.spot.nodes", "0", f"1 or more for {names}", remedy)])
     _require_fresh(file, chosen)
-    pricing = pricing_of(
-        file,
-        on_demand=any(one.places.stays or one.placement == "spot_then_on_demand" for one in chosen),
-        spot=SpotPlaces.SPOT in places,
-        now=now,
-    )
+    pricing = _pricing(file, chosen, now, quotes)
     prepared = Prepared(file, profile, pricing, _trace(file, file.cluster.spot.nodes))
     for strategy in chosen:
         _require_costs(scenario_of(prepared, strategy), profile)
     return prepared
+
+
+def _pricing(
+    file: ScenarioFile, chosen: Sequence[Strategy], now: datetime, quotes: Sequence[Quote] | None
+) -> Pricing:
+    return pricing_of(
+        file,
+        on_demand=any(one.places.stays or one.placement == "spot_then_on_demand" for one in chosen),
+        spot=any(one.places is SpotPlaces.SPOT for one in chosen),
+        now=now,
+        quotes=quotes,
+    )
 
 
 def at_starts(prepared: Prepared) -> tuple[Prepared, ...]:
@@ -124,6 +140,21 @@ def with_file(prepared: Prepared, file: ScenarioFile, later: float = 0.0) -> Pre
     """Another file with the profile and prices of this one; a trace file begins this share of it later."""
     trace = _trace(file, file.cluster.spot.nodes, later)
     return replace(prepared, file=file, trace=trace, later=later)
+
+
+def priced_again(
+    starts: Sequence[Prepared],
+    file: ScenarioFile,
+    strategy: str,
+    now: datetime,
+    quotes: Sequence[Quote] | None = None,
+) -> tuple[Prepared, ...]:
+    """The same simulations in other places: only prices differ. Raises :class:`PriceError`."""
+    pricing = _pricing(file, [strategy_named(strategy)], now, quotes)
+    return tuple(
+        replace(start, file=start.file.model_copy(update={"cluster": file.cluster}), pricing=pricing)
+        for start in starts
+    )
 
 
 def _require_fresh(file: ScenarioFile, chosen: Sequence[Strategy]) -> None:
@@ -239,9 +270,7 @@ def _plan(
         lease_s=_lease_s(costs, denoising, file),
         max_drop_share=0.5,  # uneven ranks leave samples over by design
         ranks=ranks,
-        cluster=replace(
-            _cluster_plan(prepared, costs, denoising), learner_moves=strategy.learner_moves
-        ),
+        cluster=replace(_cluster_plan(prepared, costs, denoising), learner_moves=strategy.learner_moves),
         exploration=_exploration(file, strategy, costs, denoising[0], ranks),
         keeps_previews=strategy.explore == "critical_path",
         pipeline=file.pipeline.of(strategy, costs.switch_s()),
@@ -295,7 +324,9 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
             events.append((0.0, NodeJoined(node)))
     elif strategy.places is SpotPlaces.SPOT:
         usd_h = None if pricing.spot is None else pricing.spot.usd_gpu_h * spot.gpus_per_node
-        events += spot_events(prepared.trace_of(strategy), SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h))
+        events += spot_events(
+            prepared.trace_of(strategy), SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h)
+        )
     return tuple(events)
 
 

@@ -1,21 +1,30 @@
-"""GPU prices of a scenario, with their sources.
+"""Prices of a scenario's machines, with their sources, and what traffic between places costs.
 
-Looked-up prices are all of one cloud and region, since rollouts do not cross clouds: the place where all GPUs
-together cost least. If none has them all, each price is the lowest anywhere and :attr:`Pricing.caveat` says
-so.
+Looked-up prices are of whole machines with as many GPUs as a node has (unless ``prices.whole_machines`` is
+false). All are of one cloud and region, the place where all GPUs together cost least, unless the pools name
+places of their own. If no place has them all, each price is the lowest anywhere and :attr:`Pricing.caveat`
+says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Literal, TypeAlias
 
 from spotlight.planning.prices.quotes import PriceError, Quote, select
 from spotlight.planning.prices.sources import PriceQuery, load_prices
-from spotlight.planning.scenarios.scenario_file import ClusterSection, ScenarioFile, TraceFile
+from spotlight.planning.scenarios.scenario_file import (
+    Pool,
+    PricesSection,
+    ScenarioFile,
+    TraceFile,
+)
 
 STATED = "stated in the scenario"
+Crossing: TypeAlias = Literal["", "region", "cloud"]
+"""What lies between two places: nothing that is known of, a region's border, or a cloud's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +35,15 @@ class PriceTag:
         source: origin of the figure, and the instance type.
         as_of: when it held; None if the scenario states it.
         place: cloud and region (empty: unknown); None if the scenario states the price.
+        machine, machine_usd_h: the instance type and its price; empty and 0 if the scenario states the price.
     """
 
     usd_gpu_h: float
     source: str
     as_of: datetime | None = None
     place: tuple[str, str] | None = None
+    machine: str = ""
+    machine_usd_h: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,71 +63,148 @@ class Pricing:
 
 
 @dataclass(frozen=True, slots=True)
+class MachineWish:
+    """Which machines a pool may have; None: any."""
+
+    cloud: str | None
+    region: str | None
+    machine: str | None
+    gpus: int | None
+
+    def takes(self, quote: Quote) -> bool:
+        """Whether a quote is of such a machine; a price without a region holds in all regions."""
+        return (
+            self.cloud in {None, quote.cloud}
+            and (self.region is None or quote.region in {"", self.region})
+            and self.machine in {None, quote.instance_type}
+            and self.gpus in {None, quote.gpus}
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class _PriceRequest:
+    """One price that is wanted, of ``gpus`` GPUs."""
+
+    pool: str
     key: str
     stated: float | None
     gpu_type: str
     gpus: int
     kind: str
     price: Callable[[Quote], float | None]
+    wish: MachineWish
 
 
-def pricing_of(scenario: ScenarioFile, *, on_demand: bool, spot: bool, now: datetime) -> Pricing:
+def pricing_of(
+    scenario: ScenarioFile,
+    *,
+    on_demand: bool,
+    spot: bool,
+    now: datetime,
+    quotes: Sequence[Quote] | None = None,
+) -> Pricing:
     """Look up the prices that the scenario does not state.
 
     Args:
         on_demand: whether spot places need on-demand prices. The stated reserved price does not apply even
             for equal types: it may be a committed rate.
         spot: whether spot prices are needed.
+        quotes: those of the scenario's source, already read; None reads them.
 
     Raises:
         PriceError: the source lacks a price or cannot be read; names the key that states it instead.
     """
     by_trace = isinstance(scenario.trace, TraceFile) and scenario.trace.use_prices
-    wants = _wants(scenario.cluster, on_demand=on_demand, spot=spot and not by_trace)
-    asked = [want for want in wants.values() if want.stated is None]
-    quotes = quotes_of(scenario, sorted({want.gpu_type for want in asked}), now) if asked else ()
-    for want in asked:
-        if not _priced(want, quotes):
-            raise _missing(want, scenario)
-    together = _place(asked, quotes)
-    tags = {name: _tag(want, together or quotes) for name, want in wants.items()}
-    caveat = ""
-    if not together and len({tag.place for tag in tags.values() if tag.place}) > 1:
-        places = ", ".join(
-            f"{name.replace('_', ' ')} in {' '.join(filter(None, tag.place))}"
-            for name, tag in tags.items()
-            if tag.place
-        )
-        caveat = (
-            f"no cloud and region has all prices, so they are of different ones ({places}): set prices.cloud "
-            "and prices.region, or state prices in cluster"
-        )
+    wants = _wants(scenario, on_demand=on_demand, spot=spot and not by_trace)
+    asked = {name: want for name, want in wants.items() if want.stated is None}
+    if asked and quotes is None:
+        quotes = quotes_of(scenario, sorted({want.gpu_type for want in asked.values()}), now)
+    tags, together = _looked_up(asked, quotes or (), scenario)
+    tags |= {name: PriceTag(want.stated, STATED) for name, want in wants.items() if want.stated is not None}
+    caveat = "" if together else _caveat(tags)
     return Pricing(tags["reserved"], tags.get("on_demand"), tags.get("spot"), caveat)
 
 
-def _wants(cluster: ClusterSection, *, on_demand: bool, spot: bool) -> dict[str, _PriceRequest]:
-    fixed, coming = cluster.reserved, cluster.spot
-    rented, places = fixed.nodes * fixed.gpus_per_node, coming.nodes * coming.gpus_per_node
-    key = "cluster.reserved.usd_gpu_h"
-    wants = {"reserved": _PriceRequest(key, fixed.usd_gpu_h, fixed.gpu_type, rented, "on-demand", _on_demand)}
-    if on_demand:
-        key, stated = "cluster.spot.usd_gpu_h_on_demand", coming.usd_gpu_h_on_demand
-        wants["on_demand"] = _PriceRequest(key, stated, coming.gpu_type, places, "on-demand", _on_demand)
-    if spot:
-        key = "cluster.spot.usd_gpu_h"
-        wants["spot"] = _PriceRequest(key, coming.usd_gpu_h, coming.gpu_type, places, "spot", _spot)
-    return wants
+def _looked_up(
+    asked: Mapping[str, _PriceRequest], quotes: Sequence[Quote], scenario: ScenarioFile
+) -> tuple[dict[str, PriceTag], bool]:
+    """Tags, and whether those of pools that name no places of their own are of one place."""
+    for want in asked.values():
+        if not _priced(want, quotes):
+            raise _missing(want, scenario, quotes)
+    apart = len({(want.wish.cloud, want.wish.region) for want in asked.values()}) > 1
+    tags: dict[str, PriceTag] = {}
+    all_together = True
+    for pools in [("reserved",), ("spot",)] if apart else [("reserved", "spot")]:
+        group = {name: want for name, want in asked.items() if want.pool in pools}
+        here = _place(list(group.values()), quotes)
+        all_together = all_together and (bool(here) or not group)
+        tags |= {name: _tag(want, here or quotes) for name, want in group.items()}
+    return tags, all_together
+
+
+def _caveat(tags: Mapping[str, PriceTag]) -> str:
+    places = {name: tag.place for name, tag in tags.items() if tag.place}
+    if len(set(places.values())) < 2:
+        return ""
+    told = ", ".join(
+        f"{name.replace('_', ' ')} in {' '.join(filter(None, at))}" for name, at in places.items()
+    )
+    return (
+        f"no cloud and region has all prices, so they are of different ones ({told}): set prices.cloud "
+        "and prices.region, or those of cluster.reserved and cluster.spot, or state prices in cluster"
+    )
+
+
+def crossing_of(one: tuple[str, str] | None, other: tuple[str, str] | None) -> Crossing:
+    """What lies between two places of cloud and region; unknown ones count as the same place."""
+    if one is None or other is None or not one[0] or not other[0]:
+        return ""
+    if one[0] != other[0]:
+        return "cloud"
+    return "region" if one[1] and other[1] and one[1] != other[1] else ""
 
 
 def quotes_of(scenario: ScenarioFile, gpus: Sequence[str], now: datetime) -> tuple[Quote, ...]:
     """Quotes of these GPU types from the scenario's price source. Raises :class:`PriceError`."""
-    wish = scenario.prices
-    clouds = () if wish.cloud is None else (wish.cloud,)
-    regions = () if wish.region is None else (wish.region,)
-    question = PriceQuery(gpus=tuple(gpus), clouds=clouds, regions=regions, now=now)
-    found = select(load_prices(wish.source, question), gpus=gpus, clouds=clouds, regions=regions)
-    return tuple(quote for quote in found if wish.instance_type in {None, quote.instance_type})
+    pools = scenario.cluster.reserved, scenario.cluster.spot
+    clouds = {pool.cloud or scenario.prices.cloud for pool in pools}
+    regions = {pool.region or scenario.prices.region for pool in pools}
+    question = PriceQuery(
+        gpus=tuple(gpus),
+        clouds=tuple(sorted(cloud for cloud in clouds if cloud)) if None not in clouds else (),
+        regions=tuple(sorted(region for region in regions if region)) if None not in regions else (),
+        now=now,
+    )
+    return select(load_prices(scenario.prices.source, question), gpus=gpus)
+
+
+def wish_of(prices: PricesSection, pool: Pool) -> MachineWish:
+    """Which machines a pool may have."""
+    return MachineWish(
+        pool.cloud or prices.cloud,
+        pool.region or prices.region,
+        pool.machine or prices.instance_type,
+        pool.gpus_per_node if prices.whole_machines else None,
+    )
+
+
+def _wants(scenario: ScenarioFile, *, on_demand: bool, spot: bool) -> dict[str, _PriceRequest]:
+    fixed, coming = scenario.cluster.reserved, scenario.cluster.spot
+
+    def want(
+        name: str, pool: Pool, key: str, kind: str, of: Callable[[Quote], float | None]
+    ) -> _PriceRequest:
+        wish, gpus = wish_of(scenario.prices, pool), pool.nodes * pool.gpus_per_node
+        stated: float | None = getattr(pool, key)
+        return _PriceRequest(name, f"cluster.{name}.{key}", stated, pool.gpu_type, gpus, kind, of, wish)
+
+    wants = {"reserved": want("reserved", fixed, "usd_gpu_h", "on-demand", _on_demand)}
+    if on_demand:
+        wants["on_demand"] = want("spot", coming, "usd_gpu_h_on_demand", "on-demand", _on_demand)
+    if spot:
+        wants["spot"] = want("spot", coming, "usd_gpu_h", "spot", _spot)
+    return wants
 
 
 def _on_demand(quote: Quote) -> float | None:
@@ -142,22 +231,41 @@ def _place(wants: Sequence[_PriceRequest], quotes: Sequence[Quote]) -> tuple[Quo
 
 
 def _tag(want: _PriceRequest, quotes: Sequence[Quote]) -> PriceTag:
-    if want.stated is not None:
-        return PriceTag(want.stated, STATED)
     usd, quote = min(_priced(want, quotes), key=lambda item: item[0])
     where = " ".join(filter(None, (quote.cloud, quote.zone or quote.region, quote.instance_type)))
     caveat = f"; {quote.caveat}" if quote.caveat else ""
-    return PriceTag(usd, f"{where}: {quote.source}{caveat}", quote.as_of, (quote.cloud, quote.region))
+    source, place = f"{where}: {quote.source}{caveat}", (quote.cloud, quote.region)
+    return PriceTag(usd, source, quote.as_of, place, quote.instance_type, usd * quote.gpus)
 
 
 def _priced(want: _PriceRequest, quotes: Sequence[Quote]) -> list[tuple[float, Quote]]:
-    return [(usd, quote) for quote in quotes if quote.gpu == want.gpu_type and (usd := want.price(quote))]
+    return [
+        (usd, quote)
+        for quote in quotes
+        if quote.gpu == want.gpu_type and want.wish.takes(quote) and (usd := want.price(quote))
+    ]
 
 
-def _missing(want: _PriceRequest, scenario: ScenarioFile) -> PriceError:
-    wish = scenario.prices.model_dump(exclude_none=True)
+def _missing(want: _PriceRequest, scenario: ScenarioFile, quotes: Sequence[Quote]) -> PriceError:
+    wish = scenario.prices.model_dump(exclude_none=True, exclude={"whole_machines"})
+    wish |= {key: value for key in ("cloud", "region") if (value := getattr(want.wish, key))}
+    if want.wish.machine:
+        wish["instance_type"] = want.wish.machine
+    there = [
+        f"{quote.instance_type} ({quote.gpus})"
+        for quote in quotes
+        if quote.gpu == want.gpu_type and replace(want.wish, gpus=None).takes(quote) and want.price(quote)
+    ]
+    found = f"prices: found no {want.kind} price of {want.gpu_type}"
+    asked = f"with {', '.join(f'{key}={value}' for key, value in wish.items())}"
+    if there:
+        return PriceError(
+            f"{found} on a machine of {want.wish.gpus} GPUs {asked}, only of "
+            f"{', '.join(dict.fromkeys(there))}; expected a whole machine. Set "
+            f"cluster.{want.pool}.gpus_per_node to one of these, state {want.key}, or set "
+            "prices.whole_machines=false"
+        )
     return PriceError(
-        f"prices: found no {want.kind} price of {want.gpu_type} with "
-        f"{', '.join(f'{key}={value}' for key, value in wish.items())}; expected one. State it as "
-        f"{want.key}, or see what there is: spotlight prices --gpu {want.gpu_type}"
+        f"{found} {asked}; expected one. State it as {want.key}, or see what there is: "
+        f"spotlight prices --gpu {want.gpu_type}"
     )

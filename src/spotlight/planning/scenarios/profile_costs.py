@@ -146,7 +146,9 @@ class ProfileCosts:
         one_s = work.forwards * forward_s(self.profile, work.learner_gpu, work.pixels, 1, 1)
         each = math.ceil(samples / ranks)
         passes = math.ceil(each / work.learner.micro_batch) * work.trained_timesteps
-        return self.profile.prepare_s.value + max(each * work.trained_timesteps * one_s, passes * self.gather_s)
+        return self.profile.prepare_s.value + max(
+            each * work.trained_timesteps * one_s, passes * self.gather_s
+        )
 
     def train_s(self, gpu_type: str, pixels: int, samples: int, ranks: int) -> float:
         """See :class:`CostModel`.

@@ -48,6 +48,12 @@ class Pool(_ScenarioSection):
     """Name as in price catalogues, such as H100."""
     usd_gpu_h: PositiveFloat | None = None
     """USD per GPU-hour; null looks it up in ``prices``."""
+    cloud: str | None = None
+    """Only this cloud's machines; null: as ``prices.cloud``."""
+    region: str | None = None
+    """Only in this region; null: as ``prices.region``."""
+    machine: str | None = None
+    """Only this instance type, such as p5.48xlarge; null: as ``prices.instance_type``."""
 
 
 class ReservedPool(Pool):
@@ -131,6 +137,9 @@ class PricesSection(_ScenarioSection):
     """Only this region; null chooses it with the cloud."""
     instance_type: str | None = None
     """Only this instance type."""
+    whole_machines: bool = True
+    """A node is a whole machine with as many GPUs. If false, it may be a part of one, at its share of the
+    price, which no cloud rents."""
 
 
 class AlwaysOn(_ScenarioSection):
@@ -332,14 +341,21 @@ class SearchSection(_ScenarioSection):
         PipelinePart.TCSS,
     )
     """Pipeline parts to try; those that do not pay are left off."""
+    next_shares: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.25, 0.5)
+    """Values of ``pipeline.next_share`` to try beside the scenario's, with ``+tcss``."""
+    previews: tuple[tuple[PositiveInt, PositiveInt], ...] = ()
+    """Previews per prompt and their steps to try beside the scenario's. The stated iterations to target are
+    taken to hold for them too."""
+    machine_sizes_max: PositiveInt = 2
+    """Sizes of machine to try for each GPU type and pool, those with the cheapest GPUs first."""
     reserved_nodes: tuple[PositiveInt, ...] = ()
-    """Numbers to try."""
+    """Numbers of machines to try."""
     spot_nodes: tuple[NonNegativeInt, ...] = ()
-    """Numbers to try."""
+    """Numbers of machines to try."""
     iterations: Annotated[int, Field(ge=2)] = 6
-    """Iterations simulated per candidate."""
-    candidates_max: PositiveInt = 80
-    """Most candidates to simulate."""
+    """Iterations of each short simulation."""
+    candidates_max: PositiveInt = 240
+    """Most short simulations. Prices and starts need none of their own."""
 
 
 class ScenarioFile(_ScenarioSection):

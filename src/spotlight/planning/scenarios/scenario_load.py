@@ -257,7 +257,9 @@ def _cluster(scenario: ScenarioFile) -> Iterator[Problem]:
     if reserved.nodes == 0 and (standing or scenario.learner.gpus is None):
         expected = f"1 or more for {', '.join(standing)}" if standing else "1 or more, or learner.gpus"
         remedy = "The learner and all that is committed live on reserved GPUs: rent at least one"
-        yield Problem("cluster.reserved.nodes", "0", expected, f"{remedy}, or take all_spot with learner.gpus.")
+        yield Problem(
+            "cluster.reserved.nodes", "0", expected, f"{remedy}, or take all_spot with learner.gpus."
+        )
     for key, pool in (("reserved", reserved), ("spot", spot)):
         if pool.gpu_type not in GPU_TYPES:
             where = f"cluster.{key}.gpu_type"

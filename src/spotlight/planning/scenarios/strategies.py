@@ -18,7 +18,6 @@ from typing import Literal, TypeAlias
 from spotlight.config.errors import Problem
 from spotlight.config.sections.exploration import PreviewTime
 
-
 LearnerPlacement: TypeAlias = Literal["reserved", "spot", "spot_then_on_demand"]
 
 

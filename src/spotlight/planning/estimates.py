@@ -1,0 +1,135 @@
+"""Estimates of candidates, and the short simulations that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from spotlight.config.errors import ConfigError
+from spotlight.planning.candidates import Candidate, file_of, gpu_types_of, prepared_for, shape_of
+from spotlight.planning.compare import SimulationTask, run_tasks
+from spotlight.planning.prices.quotes import PriceError, Quote
+from spotlight.planning.scenarios.prepare import Prepared, at_starts, priced_again
+from spotlight.planning.scenarios.pricing import quotes_of
+from spotlight.planning.scenarios.scenario_file import ScenarioFile
+from spotlight.planning.strategy_runs import StrategyRuns
+from spotlight.planning.surrogate import (
+    SteadyCurve,
+    SteadyPoint,
+    counts_wanted,
+    estimated,
+    point_of,
+    steady_task,
+)
+
+
+@dataclass(slots=True)
+class Estimates:
+    """Candidates tried so far, with what was simulated for them.
+
+    Attributes:
+        progress: called after each simulation.
+        quotes: of the scenario's price source.
+        tried: all that were tried, useless or not.
+        lengths_s: of the iterations after the first, with all spot nodes.
+        points: short simulations by :func:`family_of` and number of spot nodes.
+        limit: short simulations up to which may be made now.
+    """
+
+    file: ScenarioFile
+    now: datetime
+    jobs: int
+    progress: Callable[[str], None]
+    quotes: tuple[Quote, ...] = ()
+    tried: set[Candidate] = field(default_factory=set)
+    lengths_s: dict[Candidate, tuple[float, ...]] = field(default_factory=dict)
+    points: dict[Candidate, dict[int, SteadyPoint]] = field(default_factory=dict)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+    limit: int = 0
+    _starts: dict[Candidate, tuple[Prepared, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.limit = self.file.plan.candidates_max
+        self.quotes = quotes_of(self.file, gpu_types_of(self.file), self.now)
+
+    @property
+    def simulated(self) -> int:
+        """Short simulations so far."""
+        return sum(map(len, self.points.values()))
+
+    def of(self, candidates: Sequence[Candidate]) -> dict[Candidate, StrategyRuns]:
+        """Estimate those that are new and feasible; what they need is simulated, up to the limit."""
+        starts: dict[Candidate, tuple[Prepared, ...]] = {}
+        tasks: dict[tuple[Candidate, int], tuple[Prepared, SimulationTask | None]] = {}
+        for candidate in dict.fromkeys(candidates):
+            if candidate in self.tried or (prepared := self._prepared(candidate)) is None:
+                continue
+            family = family_of(candidate)
+            known = self.points.get(family, {})
+            counts = counts_wanted(prepared, candidate.strategy)
+            new = [one for one in counts if one not in known and (family, one) not in tasks]
+            if self.simulated + len(tasks) + len(new) > self.limit:
+                self.leave_out(candidate, "plan.candidates_max is reached")
+                continue
+            self.tried.add(candidate)
+            starts[candidate] = prepared
+            for one in new:
+                tasks[family, one] = prepared[0], steady_task(prepared[0], candidate.strategy, one)
+        self._simulate(tasks)
+        return {candidate: self._estimate(candidate, prepared) for candidate, prepared in starts.items()}
+
+    def leave_out(self, candidate: Candidate, reason: str) -> None:
+        """Remember why a candidate is not considered."""
+        self.left_out.setdefault(reason, []).append(shape_of(candidate))
+
+    def reasons(self) -> tuple[str, ...]:
+        """Reasons for leaving candidates out, each with its first example."""
+        return tuple(
+            f"{shapes[0]}{f' and {len(shapes) - 1} more' if len(shapes) > 1 else ''}: {reason}"
+            for reason, shapes in self.left_out.items()
+        )
+
+    def _prepared(self, candidate: Candidate) -> tuple[Prepared, ...] | None:
+        """The candidate from every start; where only the place differs from another, only prices are new."""
+        layout, iterations = _layout(candidate), self.file.plan.iterations
+        try:
+            if layout in self._starts:
+                changed = file_of(self.file, candidate, iterations)
+                return priced_again(self._starts[layout], changed, candidate.strategy, self.now, self.quotes)
+            prepared = prepared_for(self.file, candidate, iterations, self.now, self.quotes)
+        except (ConfigError, PriceError) as error:
+            self.tried.add(candidate)
+            self.leave_out(candidate, str(error).splitlines()[-1].strip(" -"))
+            return None
+        self._starts[layout] = at_starts(prepared)
+        return self._starts[layout]
+
+    def _simulate(
+        self, tasks: Mapping[tuple[Candidate, int], tuple[Prepared, SimulationTask | None]]
+    ) -> None:
+        real = {key: task for key, (_, task) in tasks.items() if task is not None}
+        results = run_tasks(list(real.values()), self.jobs, lambda task: self.progress(task.strategy))
+        found = dict(zip(real, results, strict=True))
+        for (family, nodes), (prepared, _) in tasks.items():
+            point = point_of(prepared, nodes, found.get((family, nodes)))
+            self.points.setdefault(family, {})[nodes] = point
+
+    def _estimate(self, candidate: Candidate, prepared: Sequence[Prepared]) -> StrategyRuns:
+        points = self.points[family_of(candidate)]
+        most = max(counts_wanted(prepared, candidate.strategy))
+        self.lengths_s[candidate] = points[most].lengths_s
+        curve = SteadyCurve.of(points.values())
+        return StrategyRuns(tuple(estimated(one, candidate.strategy, curve) for one in prepared))
+
+
+def family_of(candidate: Candidate) -> Candidate:
+    """What shares a curve: all but the number of spot nodes and the places, unless these are apart."""
+    return replace(_layout(candidate), spot_nodes=0)
+
+
+def _layout(candidate: Candidate) -> Candidate:
+    """What takes the same time: all but the places; the spot machine's tells whether they are apart."""
+    fixed = replace(candidate.reserved, cloud="", region="", name="")
+    between = "away" if candidate.crossing else ""
+    return replace(candidate, reserved=fixed, spot=replace(candidate.spot, cloud=between, region="", name=""))
