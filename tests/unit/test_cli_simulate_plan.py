@@ -25,6 +25,8 @@ SMALL = (
     "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 4]}",
     "iterations_to_target.spotlight.value=8",
     "iterations_to_target.reserved_only.value=10",
+    "cluster.reserved.usd_gpu_h=6.88",
+    "cluster.spot.usd_gpu_h=1.78",
 )
 
 
@@ -163,7 +165,7 @@ def test_planning_says_when_nothing_meets_the_goal() -> None:
         (("plan", "paper-512"), ("exactly one, above 0", "--deadline-h 24")),
         (("plan", "paper-512", "--deadline-h", "1", "--budget-usd", "1"), ("exactly one",)),
         (("plan", "paper-512", "--deadline-h", "-1"), ("exactly one, above 0",)),
-        (("plan", "paper-512", "--deadline-h", "5", "plan.gpu_types=[L4]"), ("L4", "can be simulated")),
+        (("plan", "paper-512", "--deadline-h", "5", "plan.gpu_types=[L4]"), ("no on-demand price of L4", "can be simulated")),
     ],
 )
 def test_wrong_calls_end_before_any_work(words: tuple[str, ...], parts: tuple[str, ...]) -> None:

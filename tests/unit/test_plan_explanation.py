@@ -10,7 +10,7 @@ from functools import cache
 import pytest
 from tests.unit.test_strategy_runs import NOW, SMALL, of, three_starts
 
-from spotlight.planning.candidates import Candidate, prepared_for
+from spotlight.planning.candidates import Candidate, Machine, prepared_for
 from spotlight.planning.explanation.levers import ALONE, Lever, lever_steps
 from spotlight.planning.explanation.plan_explanation import PlanExplanation, explain
 from spotlight.planning.explanation.sensitivity import FACTOR, Swing, assumptions_varied
@@ -37,7 +37,8 @@ def planned() -> tuple[ScenarioFile, SearchResult, PlanExplanation]:
     wish = "plan={iterations: 2, gpu_types: [H100], reserved_nodes: [1], spot_nodes: [3], parts: [tsp]}"
     targets = ("iterations_to_target.spotlight.value=[2, 3, 5]", "iterations_to_target.reserved_only.value=4")
     calm = "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}"
-    some = ("strategies=[spotlight]", "plan.strategies=[spotlight]", "run.starts=1", "run.iterations=2")
+    prices = ("cluster.reserved.usd_gpu_h=6.88", "cluster.spot.usd_gpu_h=1.78")
+    some = (*prices, "strategies=[spotlight]", "plan.strategies=[spotlight]", "run.starts=1", "run.iterations=2")
     file = load_scenario("paper-512", [*SMALL, wish, *targets, calm, *some])
     found = search(file, Goal(deadline_h=1000), NOW)
     assert found.answer is not None
@@ -53,7 +54,8 @@ def swings() -> dict[str, Swing]:
 def test_levers_lead_one_by_one_from_reserved_gpus_to_the_answer(strategy: str, spot_nodes: int) -> None:
     file = load_scenario("paper-512")
     alone = strategy == ALONE
-    answer = Candidate(strategy, "H100", "H100", 1 if spot_nodes == 4 else 2, 0 if alone else spot_nodes)
+    here, there = Machine("H100", 4), Machine("H100", 4 if alone else 2)
+    answer = Candidate(strategy, here, there, 1 if spot_nodes == 4 else 2, 0 if alone else spot_nodes)
     steps = lever_steps(file, answer)
     assert steps[0][1].strategy == ALONE
     assert steps[-1][1] == answer

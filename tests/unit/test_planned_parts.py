@@ -51,16 +51,22 @@ def outcome(strategy: str, *overrides: str) -> SimulationOutcome:
 
 
 def few_clusters(most: int, *overrides: str) -> ScenarioFile:
-    where = "gpu_types: [H100], reserved_nodes: [2, 3], spot_nodes: [2], parts: [gap, tag, tcss]"
+    where = (
+        "gpu_types: [H100], reserved_nodes: [2, 3], spot_nodes: [2], parts: [gap, tag, tcss], "
+        "next_shares: [0.5]"
+    )
     wish = f"plan={{iterations: 3, strategies: [disaggregated], {where}, candidates_max: {most}}}"
     target = "iterations_to_target.disaggregated.value=3"
-    return load_scenario("pipeline-wan", [*TINY, wish, target, "workload.trained_timesteps=2", *overrides])
+    prices = [f"cluster.{key}" for key in ("reserved.usd_gpu_h=6.88", "spot.usd_gpu_h=1.78")]
+    prices.append("cluster.spot.usd_gpu_h_on_demand=6.88")
+    steps = "workload.trained_timesteps=2"
+    return load_scenario("pipeline-wan", [*TINY, *prices, wish, target, steps, *overrides])
 
 
 @cache
 def by_hand() -> dict[Candidate, SimulationOutcome]:
     file, found = few_clusters(80), {}
-    for cluster in grid(file):
+    for cluster in grid(file, ())[0]:
         for name in variants("disaggregated", file.plan.parts):
             one = dataclasses.replace(cluster, strategy=name)
             task = SimulationTask(prepared_for(file, one, file.plan.iterations, NOW), name)

@@ -169,10 +169,11 @@ def test_the_answer_is_simulated_from_every_start() -> None:
     wish = "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1], spot_nodes: [2], parts: []}"
     targets = ("iterations_to_target.spotlight.value=3", "iterations_to_target.reserved_only.value=4")
     calm = "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}"
-    file = load_scenario("paper-512", [*SMALL, wish, *targets, calm])
+    prices = ("cluster.reserved.usd_gpu_h=6.88", "cluster.spot.usd_gpu_h=1.78")
+    file = load_scenario("paper-512", [*SMALL, wish, *targets, calm, *prices])
     found = search(file, Goal(deadline_h=1000), NOW)
     assert found.answer is not None
     assert len(found.answer.runs.outcomes) == 3
-    assert all(len(one.runs.outcomes) == 1 for one in found.evaluated)
+    assert all(len(one.runs.outcomes) == 3 for one in found.evaluated)
     missed = search(file, Goal(deadline_h=found.answer.runs.target_h.p50), NOW)
     assert missed.answer is None or missed.answer.candidate != found.answer.candidate

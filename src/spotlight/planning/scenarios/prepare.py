@@ -95,7 +95,6 @@ def prepare(
     chosen = [strategy_named(name) for name in strategies]
     profile = load_profile(file.workload.profile)
     require_size(profile, file.workload.height, file.workload.width)
-    places = {strategy.places for strategy in chosen}
     if file.cluster.spot.nodes == 0 and (
         needy := [one for one in chosen if one.places is not SpotPlaces.NOTHING]
     ):
