@@ -62,6 +62,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "surrogate": {"compare", "scenarios"},
         "estimates": {"candidates", "compare", "prices", "scenarios", "strategy_runs", "surrogate"},
         "search": {"candidates", "compare", "estimates", "scenarios", "strategy_runs"},
+        "launch_files": {"candidates", "scenarios"},
         "explanation": {"candidates", "compare", "prices", "scenarios", "search", "strategy_runs"},
         "pages": {
             "candidates",

@@ -371,7 +371,7 @@ QUICK = (
     "cluster.spot.usd_gpu_h=1.78",
     "iterations_to_target.spotlight.value=3",
     "iterations_to_target.reserved_only.value=4",
-    "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6], parts: []}",
+    "plan={iterations: 3, strategies: [reserved_only, spotlight], gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6], parts: []}",
 )
 
 

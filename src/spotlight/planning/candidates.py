@@ -51,7 +51,7 @@ class Candidate:
     """A cluster and a strategy.
 
     Attributes:
-        reserved: machine of the reserved nodes.
+        reserved: machine of the reserved nodes; of the learner's, where it is on spot nodes.
         spot: machine of spot nodes or their replacements; without any, that of reserved nodes.
         next_share: ``pipeline.next_share``; None: the scenario's.
         previews: per prompt, and their steps; None: the scenario's.
@@ -125,7 +125,15 @@ def rentals(
     Raises:
         ConfigError: there is no price of one.
     """
-    places = strategy_named(strategy).places
+    named = strategy_named(strategy)
+    places = named.places
+    if named.learner_moves:  # all nodes are alike
+        for size in _sizes_of(
+            file, _offers(file, file.cluster.spot, "spot", coming_type, quotes, on_demand=False)
+        ):
+            best = min(size, key=lambda one: one.usd_gpu_h).machine
+            yield best, best
+        return
     fixed = _offers(file, file.cluster.reserved, "reserved", fixed_type, quotes, on_demand=True)
     if places is SpotPlaces.NOTHING:
         for size in _sizes_of(file, fixed):
@@ -277,10 +285,12 @@ def file_of(file: ScenarioFile, candidate: Candidate, iterations: int) -> Scenar
         ConfigError: a contradiction.
     """
     tree = file.model_dump(mode="json")
-    for pool, machine, nodes in (
-        ("reserved", candidate.reserved, candidate.reserved_nodes),
-        ("spot", candidate.spot, candidate.spot_nodes),
-    ):
+    pools = [("spot", candidate.spot, candidate.spot_nodes)]
+    if strategy_named(candidate.strategy).learner_moves:
+        tree["learner"]["gpus"] = candidate.reserved_nodes * candidate.reserved.gpus
+    else:
+        pools.append(("reserved", candidate.reserved, candidate.reserved_nodes))
+    for pool, machine, nodes in pools:
         section = tree["cluster"][pool]
         if machine.name or section["gpu_type"] != machine.gpu_type:
             section.update({key: None for key in section if key.startswith("usd_gpu_h")})
@@ -318,8 +328,9 @@ def shape_of(candidate: Candidate) -> str:
     kind = "on-demand" if strategy_named(candidate.strategy).places.stays else "spot"
     alike = not others or fixed.gpu_type == coming.gpu_type
     both = bool(others) and alike and not fixed.name
+    held = "learner" if strategy_named(candidate.strategy).learner_moves else "reserved"
     first = (
-        f"{gpus} reserved" + ("" if both else f" {fixed.gpu_type}") + _named(fixed, candidate.reserved_nodes)
+        f"{gpus} {held}" + ("" if both else f" {fixed.gpu_type}") + _named(fixed, candidate.reserved_nodes)
     )
     more = f" + {others} {kind} {coming.gpu_type}{_named(coming, candidate.spot_nodes)}" if others else ""
     share = "" if candidate.next_share is None else f", next_share {candidate.next_share:g}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -43,6 +44,13 @@ BudgetUsdOption: TypeAlias = Annotated[
 PageOption: TypeAlias = Annotated[
     Path | None, typer.Option("--html", help="Write a page with the trade-off curve (Plotly).")
 ]
+LaunchOption: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--launch", help="Write launch files of the answer here: SkyPilot, KubeRay, start.sh."),
+]
+ConfigOption: TypeAlias = Annotated[
+    str, typer.Option("--config", help="With --launch: the run's configuration, in the repository.")
+]
 
 
 def plan(
@@ -55,13 +63,16 @@ def plan(
     starts: StartsOption = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write all candidates to this file.")] = None,
     page: PageOption = None,
+    launch: LaunchOption = None,
+    config: ConfigOption = "examples/qwen-image-nft.yaml",
     jobs: JobsOption = None,
 ) -> None:
     """Find how many reserved and spot GPUs of which type meet a deadline or a budget.
 
-    Simulates a grid around the scenario's cluster, refined around the best candidates. Every recommendation
-    was simulated in full from several starts, and meets the goal at p90. The scenario's section ``plan``
-    defines the search range. A page and JSON also have the verdict against the reserved GPUs alone, what each
+    Tries whole machines of every cloud of the price source, each pool in its own place, in numbers around the
+    scenario's, and refines around the best candidates, by estimates. Every recommendation was simulated in
+    full from several starts, and meets the goal at p90. The scenario's section ``plan`` defines the search
+    range. A page and JSON also have the verdict against the reserved GPUs alone, what each
     lever brings, and which assumption moves the answer most.
     Exit status: 0 found, 1 nothing meets the goal, 2 not started.
 
@@ -71,10 +82,13 @@ def plan(
 
       spotlight plan paper-512 --budget-usd 150 --html plan.html
 
+      spotlight plan paper-512 prices.source=skypilot --deadline-h 4 --launch launch/planned
+
       spotlight plan mine.yaml plan.spot_nodes=[4,8,16,32] --deadline-h 24 --json plan.json
     """
     from spotlight.planning.candidates import prepared_for
     from spotlight.planning.explanation.plan_explanation import explain
+    from spotlight.planning.launch_files import write_launch_files
     from spotlight.planning.pages.comparison_page import require_place, require_plotly, write_file
     from spotlight.planning.pages.plan_page import plan_page, plan_record
     from spotlight.planning.search import Goal, search
@@ -99,6 +113,9 @@ def plan(
             write_file(as_json, json.dumps(plan_record(file, found, explained), indent=2) + "\n")
         if page is not None:
             write_file(page, plan_page(file, found, explained, prepared, now))
+        if launch is not None and found.answer is not None:
+            _print_written(*write_launch_files(launch, file, shown, prepared.pricing, config))
+            Console(highlight=False).print(f"Start it: bash {launch / 'start.sh'}", soft_wrap=True)
     _print_written(as_json, page)
     if found.answer is None:
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
@@ -110,6 +127,7 @@ def _print_written(*paths: Path | None) -> None:
 
 
 def _print(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime) -> None:
+    from spotlight.planning.candidates import overrides_of
     from spotlight.planning.pages.plan_page import COLUMNS, answer_text, lines_of, plan_notes
 
     console = wide_console()
@@ -122,3 +140,8 @@ def _print(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: dat
     console.print()
     style = "bold green" if found.answer else "bold red"
     console.print(Text(answer_text(file, found), style=style), soft_wrap=True)
+    if found.answer is not None:
+        best = found.answer.candidate
+        words = ["--strategy", best.strategy, *overrides_of(file, best)]
+        told = f"Simulate it: spotlight simulate SCENARIO {' '.join(map(shlex.quote, words))}"
+        console.print(Text(told, style="dim"), soft_wrap=True)

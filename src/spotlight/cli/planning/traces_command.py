@@ -71,7 +71,8 @@ BurstFractionOption: TypeAlias = Annotated[
     float | None, typer.Option("--burst-fraction", help="With --generate: share lost (default 0.5).")
 ]
 ZonesOption: TypeAlias = Annotated[
-    int | None, typer.Option("--zones", help="With --generate: each has losses together of its own (default 1).")
+    int | None,
+    typer.Option("--zones", help="With --generate: each has losses together of its own (default 1)."),
 ]
 OutOption: TypeAlias = Annotated[
     Path | None, typer.Option("--out", help="Write the one trace, in canonical form: .csv or .jsonl.")

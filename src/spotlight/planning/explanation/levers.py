@@ -94,13 +94,17 @@ def _steps(file: ScenarioFile, answer: Candidate) -> Iterator[tuple[str, Candida
         own = Candidate(name, here, there, fixed.nodes, coming.nodes)
         steps.append((added, own))
         if strategy.explore is not None:
-            base = answer.strategy.split("+")[0]
+            base = strategy.like or answer.strategy.split("+")[0]
             name = base if STRATEGIES[base].explore else with_parts(name, (PipelinePart.EXPLORATION,))
             steps.append(("exploration", replace(own, strategy=name)))
         for part in PipelinePart:
             if part in strategy.parts and part is not PipelinePart.EXPLORATION:
                 name = with_parts(name, (part,))
                 steps.append((f"+{part}", replace(own, strategy=name)))
+        if strategy.learner_moves:
+            nodes = -(-fixed.nodes * fixed.gpus_per_node // coming.gpus_per_node)
+            moved = replace(own, strategy=answer.strategy, reserved=there, reserved_nodes=nodes)
+            steps.append(("learner on spot GPUs", moved))
     *before, (last, own) = steps
     yield from before if own == answer else steps
     yield (last if own == answer else "search"), answer

@@ -327,7 +327,7 @@ class SimulationRunSection(_ScenarioSection):
 class SearchSection(_ScenarioSection):
     """Search space of ``spotlight plan``; empty lists: around the scenario's cluster."""
 
-    strategies: tuple[str, ...] = ("reserved_only", "spotlight")
+    strategies: tuple[str, ...] = ("reserved_only", "spotlight", "all_spot")
     """Strategies that may be recommended."""
     gpu_types: tuple[str, ...] = ()
     """GPU types of reserved and spot nodes alike. Empty: every type with profile figures, a price and enough

@@ -1,0 +1,268 @@
+"""What the planner finds: reserved GPUs alone, the shipped cluster, and its best at several deadlines.
+
+    python -m benchmarks.plan_table
+    python -m benchmarks.plan_table --workload paper-512 --confirm-starts 1 --json table.json
+
+Two workloads, three clouds and all of them together (each pool where it is cheapest, traffic between clouds
+paid), built-in prices, whole machines. Every figure is an estimate from short exact simulations
+(planning/surrogate.py), from ``--starts`` starts; the planner's best are also simulated exactly to their
+target, from ``--confirm-starts`` starts. Ranges are of the starts and of the stated iterations to target.
+
+Goals: five times as fast at the dollars of the scenario's reserved GPUs alone, and a seventh of their dollars in
+their time.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spotlight.planning.candidates import Candidate, Machine, grid, prepared_for, shape_of, ways
+from spotlight.planning.compare import run_tasks
+from spotlight.planning.estimates import Estimates
+from spotlight.planning.explanation.levers import lever_steps
+from spotlight.planning.pages.comparison_summary import between, hours, usd
+from spotlight.planning.scenarios.scenario_file import ScenarioFile
+from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.search import Goal, useless
+from spotlight.planning.strategy_runs import StrategyRuns, tasks_from_starts
+
+CLOUDS = ("aws", "gcp", "azure")
+EVERYWHERE = "all three"
+FASTER, CHEAPER = 5.0, 7.0
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One cluster; times and costs to target."""
+
+    workload: str
+    place: str
+    what: str
+    cluster: str
+    hours_p50: float
+    hours_range: tuple[float, float]
+    usd_p50: float
+    usd_range: tuple[float, float]
+    exact_h: float = math.nan
+    exact_usd: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class GoalRow:
+    """How far the goals are met in one place, against the scenario's reserved GPUs alone.
+
+    Attributes:
+        faster: most times as fast for no more dollars.
+        cheaper: most times cheaper in no more time.
+        levers: hours and dollars to target after each lever, towards the cheapest.
+    """
+
+    workload: str
+    place: str
+    faster: float
+    faster_cluster: str
+    cheaper: float
+    cheaper_cluster: str
+    levers: tuple[tuple[str, float, float], ...]
+
+
+@dataclass(slots=True)
+class Workload:
+    """One workload's estimates, shared by all places and goals."""
+
+    name: str
+    file: ScenarioFile
+    estimates: Estimates
+    known: dict[Candidate, StrategyRuns] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, starts: int, jobs: int, now: datetime) -> Workload:
+        """With built-in prices of H100."""
+        wish = "plan.strategies=[reserved_only, spotlight, all_spot]"
+        file = load_scenario(
+            name,
+            ["prices.cloud=null", "plan.gpu_types=[H100]", wish, "plan.candidates_max=100000"],
+            starts=starts,
+        )
+        return cls(name, file, Estimates(file, now, jobs, lambda strategy: None))
+
+    def on(self, cloud: str | None) -> ScenarioFile:
+        """The scenario in one cloud, or in all."""
+        return self.file.model_copy(update={"prices": self.file.prices.model_copy(update={"cloud": cloud})})
+
+    def runs_of(self, candidates: Sequence[Candidate]) -> dict[Candidate, StrategyRuns]:
+        """Their estimates, without those that say nothing of the target."""
+        self.known |= self.estimates.of(candidates)
+        return {
+            one: self.known[one]
+            for one in candidates
+            if one in self.known and useless(self.known[one].first) is None
+        }
+
+    def space(self, cloud: str | None) -> list[Candidate]:
+        """Every cluster of a cloud, run in every way."""
+        file = self.on(cloud)
+        found, _ = grid(file, self.estimates.quotes)
+        return [
+            replace(one, strategy=name, next_share=share, previews=arm)
+            for one in found
+            for name, share, arm in ways(file, one.strategy)
+        ]
+
+    def own(self, strategy: str, cloud: str) -> StrategyRuns:
+        """The scenario's own cluster in one cloud, parts of machines at their share of the price."""
+        fixed, coming = self.file.cluster.reserved, self.file.cluster.spot
+        alone = strategy == "reserved_only"
+        one = Candidate(
+            strategy,
+            Machine(fixed.gpu_type, fixed.gpus_per_node),
+            Machine(fixed.gpu_type, fixed.gpus_per_node)
+            if alone
+            else Machine(coming.gpu_type, coming.gpus_per_node),
+            fixed.nodes,
+            0 if alone else coming.nodes,
+        )
+        here = replace(self.estimates, file=self.on(cloud), tried=set(), points={}, left_out={})
+        here._starts = {}
+        return here.of([one])[one]
+
+
+def table_of(
+    work: Workload, deadlines_h: Sequence[float], confirm_starts: int
+) -> Iterator[TableRow | GoalRow]:
+    """All rows of a workload."""
+    spaces = {cloud: work.runs_of(work.space(cloud)) for cloud in CLOUDS}
+    spaces[EVERYWHERE] = {one: runs for found in spaces.values() for one, runs in found.items()}
+    spaces[EVERYWHERE] |= work.runs_of(work.space(None))
+    alone = {cloud: work.own("reserved_only", cloud) for cloud in CLOUDS}
+    alone[EVERYWHERE] = min(alone.values(), key=lambda runs: runs.target_usd.p50)
+    for place, found in spaces.items():
+        yield _row(work, place, "reserved only", "4 reserved H100, of a machine", alone[place])
+        if place in CLOUDS:
+            shipped = work.own("spotlight", place)
+            yield _row(work, place, "shipped", "4 reserved + 8 spot H100, of machines", shipped)
+        for deadline_h in deadlines_h:
+            goal = Goal(deadline_h=deadline_h)
+            best = min(found.items(), key=lambda item: goal.rank(item[1]))
+            told = f"best at {deadline_h:g} h" + ("" if goal.met_by(best[1]) else " (missed)")
+            exact = _exact(work, best[0], confirm_starts)
+            yield _row(work, place, told, shape_of(best[0]), best[1], exact)
+        yield _goals(work, place, found, alone[place])
+
+
+def _exact(work: Workload, candidate: Candidate, starts: int) -> StrategyRuns | None:
+    if not starts:
+        return None
+    target = work.known[candidate].first.target
+    assert target is not None, "useless ones are left out"
+    file = work.file.model_copy(update={"run": work.file.run.model_copy(update={"starts": starts})})
+    estimates = work.estimates
+    prepared = prepared_for(file, candidate, target.iterations, estimates.now, estimates.quotes)
+    tasks = tasks_from_starts(prepared, (candidate.strategy,))
+    return StrategyRuns(tuple(one.outcome for one in run_tasks(tasks, estimates.jobs)))
+
+
+def _row(
+    work: Workload, place: str, what: str, cluster: str, runs: StrategyRuns, exact: StrategyRuns | None = None
+) -> TableRow:
+    return TableRow(
+        work.name,
+        place,
+        what,
+        cluster,
+        runs.target_h.p50,
+        runs.ends_h,
+        runs.target_usd.p50,
+        runs.ends_usd,
+        exact.target_h.p50 if exact else math.nan,
+        exact.target_usd.p50 if exact else math.nan,
+    )
+
+
+def _goals(work: Workload, place: str, found: dict[Candidate, StrategyRuns], alone: StrategyRuns) -> GoalRow:
+    time, cost = alone.target_h.p50, alone.target_usd.p50
+    fast = min(
+        (item for item in found.items() if item[1].target_usd.p50 <= cost),
+        key=lambda item: item[1].target_h.p50,
+    )
+    cheap = min(
+        (item for item in found.items() if item[1].target_h.p50 <= time),
+        key=lambda item: item[1].target_usd.p50,
+    )
+    levers: list[tuple[str, float, float]] = [("reserved GPUs alone", time, cost)]
+    if place in CLOUDS:
+        file = work.on(place)
+        here = replace(work.estimates, file=file, tried=set(), points={}, left_out={}, _starts={})
+        for name, candidate in lever_steps(file, cheap[0])[1:-1]:
+            runs = here.of([candidate]).get(candidate)
+            if runs is not None:
+                levers.append((name, runs.target_h.p50, runs.target_usd.p50))
+    levers.append(("whole machines, sizes and places", cheap[1].target_h.p50, cheap[1].target_usd.p50))
+    return GoalRow(
+        work.name,
+        place,
+        time / fast[1].target_h.p50,
+        shape_of(fast[0]),
+        cost / cheap[1].target_usd.p50,
+        shape_of(cheap[0]),
+        tuple(levers),
+    )
+
+
+def show(rows: Sequence[TableRow | GoalRow]) -> str:
+    """As Markdown."""
+    lines = [
+        "| | cloud | | cluster | to target | $ to target | simulated exactly |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if isinstance(row, TableRow):
+            time = f"{hours(row.hours_p50)} ({between(hours, *row.hours_range)})"
+            cost = f"{usd(row.usd_p50)} ({between(usd, *row.usd_range)})"
+            exact = "-" if math.isnan(row.exact_h) else f"{hours(row.exact_h)}, {usd(row.exact_usd)}"
+            cells = (row.workload, row.place, row.what, row.cluster, time, cost, exact)
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| | cloud | faster for no more dollars | cheaper in no more time |", "|---|---|---|---|"]
+    for row in rows:
+        if isinstance(row, GoalRow):
+            fast = f"{row.faster:.1f}x of {FASTER:g}x: {row.faster_cluster}"
+            cheap = f"{row.cheaper:.1f}x of {CHEAPER:g}x: {row.cheaper_cluster}"
+            lines.append(f"| {row.workload} | {row.place} | {fast} | {cheap} |")
+    lines += ["", "| | cloud | lever | to target | $ to target |", "|---|---|---|---|---|"]
+    for row in rows:
+        if isinstance(row, GoalRow):
+            for name, time_h, cost_usd in row.levers:
+                lines.append(f"| {row.workload} | {row.place} | {name} | {hours(time_h)} | {usd(cost_usd)} |")
+    return "\n".join(lines)
+
+
+def main(
+    workload: Annotated[list[str], typer.Option(help="Scenario; repeatable.")] = ["paper-512", "paper-1280"],  # noqa: B006
+    deadline_h: Annotated[list[float], typer.Option(help="Hours; repeatable.")] = [2.0, 4.0, 8.0],  # noqa: B006
+    starts: Annotated[int, typer.Option(help="Of each estimate.")] = 5,
+    confirm_starts: Annotated[int, typer.Option(help="Of the exact simulations; 0: none.")] = 5,
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Also write all rows here.")] = None,
+) -> None:
+    """Print the tables."""
+    now = datetime.now(UTC)
+    rows: list[TableRow | GoalRow] = []
+    for name in workload:
+        rows += table_of(Workload.of(name, starts, jobs, now), deadline_h, confirm_starts)
+        if json is not None:
+            json.parent.mkdir(parents=True, exist_ok=True)
+            content = {"utc": now.isoformat(timespec="seconds"), "rows": [asdict(row) for row in rows]}
+            json.write_text(json_format.dumps(content, indent=2) + "\n")
+    print(show(rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

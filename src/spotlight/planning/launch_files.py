@@ -1,0 +1,246 @@
+"""Launch files of a recommended cluster: SkyPilot tasks and a KubeRay job, from those of ``launch/``.
+
+The repository's files are copied with the cluster, its prices and the settings of the strategy in their
+places; all else (set-up, security, notices) stays as it is there. Pure, but for :func:`write_launch_files`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.planning.candidates import Candidate, Machine, file_of, shape_of
+from spotlight.planning.scenarios.pricing import Pricing
+from spotlight.planning.scenarios.scenario_file import ScenarioFile
+from spotlight.planning.scenarios.strategies import PipelinePart, Strategy, strategy_named
+
+_TEMPLATES = ("skypilot-reserved.yaml", "skypilot-spot.yaml", "kuberay-rayjob.yaml")
+_INFRA = r"[a-z0-9]+(/[a-z0-9-]+){0,2}"
+_HEAD_MACHINE = "cpus: 16+"
+
+
+@dataclass(frozen=True, slots=True)
+class _Nodes:
+    """How many nodes of which machine hold the learner, and how many others there are."""
+
+    fixed: Machine
+    coming: Machine
+    fixed_nodes: int
+    coming_nodes: int
+    strategy: Strategy
+
+    @property
+    def others(self) -> str:
+        """What the other nodes are, as ``launch/ray-start.sh`` names it."""
+        return "reserved" if self.strategy.places.stays else "spot"
+
+
+def launch_files(
+    file: ScenarioFile, candidate: Candidate, pricing: Pricing, templates: Mapping[str, str], config: str
+) -> dict[str, str]:
+    """Contents by file name, with the commands that start them in ``start.sh``.
+
+    Args:
+        templates: those of :data:`_TEMPLATES`.
+        config: of the training run, such as examples/qwen-image-nft.yaml.
+    """
+    strategy = strategy_named(candidate.strategy)
+    moved = candidate.reserved_nodes if strategy.learner_moves else 0
+    nodes = _Nodes(
+        candidate.reserved,
+        candidate.spot,
+        candidate.reserved_nodes - moved,
+        candidate.spot_nodes + moved,
+        strategy,
+    )
+    settings = " ".join(settings_of(file, candidate, pricing))
+    about = f"# {shape_of(candidate)}: written by spotlight plan.\n#\n"
+    reserved = _sky_reserved(templates["skypilot-reserved.yaml"], nodes, config, settings)
+    made = {"skypilot-reserved.yaml": reserved, "start.sh": _commands(nodes, candidate)}
+    if nodes.coming_nodes:
+        made["skypilot-spot.yaml"] = _sky_others(templates["skypilot-spot.yaml"], nodes)
+    if nodes.fixed_nodes > 1:
+        made["skypilot-more.yaml"] = _sky_more(templates["skypilot-spot.yaml"], nodes)
+    job = _kuberay(templates["kuberay-rayjob.yaml"], nodes, config, settings)
+    made["kuberay-rayjob.yaml"] = job
+    return {name: text if name == "start.sh" else about + text for name, text in made.items()}
+
+
+def write_launch_files(
+    folder: Path, file: ScenarioFile, candidate: Candidate, pricing: Pricing, config: str
+) -> list[Path]:
+    """Write them, and return their paths.
+
+    Raises:
+        ConfigError: the repository's files are not here, or the folder cannot be written to.
+    """
+    made = launch_files(file, candidate, pricing, read_templates(), config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in made.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = Problem("--launch", f"{folder}: {error.strerror}", "a folder", "Name another.")
+        raise ConfigError("the command line", [problem]) from None
+    return [folder / name for name in made]
+
+
+def read_templates() -> dict[str, str]:
+    """The repository's launch files: of the current folder, else beside this source.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    for root in (Path.cwd(), Path(__file__).parents[3]):
+        paths = {name: root / "launch" / name for name in _TEMPLATES}
+        if all(path.is_file() for path in paths.values()):
+            return {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
+    remedy = "Run it in Spotlight's repository, from which SkyPilot installs Spotlight on the machines."
+    found = f"no launch/{_TEMPLATES[0]} in {Path.cwd()}"
+    raise ConfigError(
+        "the command line", [Problem("--launch", found, "the repository's launch files", remedy)]
+    )
+
+
+def settings_of(file: ScenarioFile, candidate: Candidate, pricing: Pricing) -> Iterator[str]:
+    """What ``spotlight train`` is given for the workload, the cluster and the strategy."""
+    run, strategy = file_of(file, candidate, file.run.iterations), strategy_named(candidate.strategy)
+    work, parts = run.workload, strategy.parts
+    yield f"rollout.height={work.height} rollout.width={work.width} rollout.steps={work.steps}"
+    yield f"rollout.prompts_per_iteration={work.prompts} rollout.group_size={work.group_size}"
+    yield f"learner.micro_batch_size={work.micro_batch_per_gpu}"
+    yield f"fleet.learner_ranks={candidate.reserved_nodes * candidate.reserved.gpus}"
+    if strategy.learner_moves:
+        yield f"fleet.learner_placement={strategy.placement}"
+    yield f"fleet.price_usd_h={(pricing.on_demand or pricing.reserved).usd_gpu_h:g}"
+    if pricing.spot is not None:
+        yield f"fleet.spot.price_usd_h={pricing.spot.usd_gpu_h:g}"
+    if strategy.explore is not None and run.exploration is not None:
+        seeds, steps = run.exploration.seeds_per_prompt, run.exploration.steps
+        yield f"exploration.where={strategy.explore}"
+        yield " ".join(
+            f"exploration.{key}={value}"
+            for key, value in (("seeds_per_prompt", seeds), ("steps", steps))
+            if value is not None
+        )
+    if PipelinePart.GAP in parts:
+        yield "pipeline.axis=prompt"
+    if PipelinePart.SLICES in parts:
+        sliced = run.pipeline
+        yield f"pipeline.axis=generation pipeline.slice_size={sliced.slice_size}"
+        yield f"pipeline.baseline={sliced.baseline}"
+    if PipelinePart.TSP in parts:
+        yield "learner.timesteps_per_pass=auto"
+    if parts & {PipelinePart.TAG, PipelinePart.STEAL}:
+        yield "pipeline.trainers_generate=true"
+    if PipelinePart.TCSS in parts:
+        yield f"pipeline.next_share={run.pipeline.next_share:g}"
+
+
+# -- SkyPilot ------------------------------------------------------------------------------------------------
+
+
+def _sky_reserved(text: str, nodes: _Nodes, config: str, settings: str) -> str:
+    """The head's machine; without any reserved GPU, one without GPUs."""
+    machine = nodes.fixed if nodes.fixed_nodes else nodes.coming
+    text = _resources(text, machine)
+    if not nodes.fixed_nodes:
+        text = re.sub(r"\n  (accelerators|instance_type): [^\n]*", "", text)
+        text = text.replace("  use_spot: false", f"  {_HEAD_MACHINE}\n  use_spot: false")
+    train = f'spotlight train {config} fleet.driver=ray fleet.address="$SPOTLIGHT_IP:6379" {settings} --plain'
+    return _once(r"spotlight train [^\n]*", text, train)
+
+
+def _sky_others(text: str, nodes: _Nodes) -> str:
+    text = _resources(text, nodes.coming)
+    if nodes.others == "reserved":
+        text = text.replace("use_spot: true", "use_spot: false")
+        text = _once(r"SPOTLIGHT_KIND: spot[^\n]*", text, "SPOTLIGHT_KIND: reserved")
+    return text
+
+
+def _sky_more(text: str, nodes: _Nodes) -> str:
+    """Further machines of the learner, which stay."""
+    text = _resources(text, nodes.fixed).replace("name: spotlight-spot", "name: spotlight-more")
+    text = text.replace("use_spot: true", "use_spot: false")
+    return _once(r"SPOTLIGHT_KIND: spot[^\n]*", text, "SPOTLIGHT_KIND: reserved")
+
+
+def _resources(text: str, machine: Machine) -> str:
+    infra = "/".join(filter(None, machine.place))
+    if not re.fullmatch(_INFRA, infra):  # a place by another name than SkyPilot's regions have
+        infra = machine.cloud
+    if infra:
+        text = _once(r"  infra: [^\n]*", text, f"  infra: {infra}")
+    named = f"\n  instance_type: {machine.name}" if machine.name else ""
+    return _once(r"  accelerators: [^\n]*", text, f"  accelerators: {machine.gpu_type}:{machine.gpus}{named}")
+
+
+def _commands(nodes: _Nodes, candidate: Candidate) -> str:
+    """A shell script with the commands of docs/howto/launch-with-skypilot.md."""
+    lines = [
+        "#!/usr/bin/env bash",
+        f"# {shape_of(candidate)}.",
+        "# Run it in Spotlight's repository; docs/howto/launch-with-skypilot.md explains it.",
+        "set -euo pipefail",
+        'here=$(dirname "$0")',
+        "export SPOTLIGHT_TOKEN=${SPOTLIGHT_TOKEN:-$(openssl rand -hex 32)}",
+        "sky launch --yes --cluster spotlight --detach-run \\",
+        '  "$here/skypilot-reserved.yaml" --secret SPOTLIGHT_TOKEN',
+        "SPOTLIGHT_HEAD=$(ssh spotlight hostname -I | tr ' ' '\\n' | head -n 1)",
+        "export SPOTLIGHT_HEAD",
+    ]
+    if candidate.crossing:
+        lines.insert(
+            2,
+            "# The pools are in different places: join their networks (VPN, peering) first.",
+        )
+    for count, name in ((nodes.fixed_nodes - 1, "more"), (nodes.coming_nodes, "spot")):
+        if count > 0:
+            lines.append(f"for i in $(seq 0 {count - 1}); do")
+            lines.append(f'  sky jobs launch --yes --detach-run --name "spotlight-{name}-$i" \\')
+            lines.append(f'    "$here/skypilot-{name}.yaml" --env SPOTLIGHT_HEAD --secret SPOTLIGHT_TOKEN')
+            lines.append("done")
+    return "\n".join(lines) + "\n"
+
+
+# -- Kubernetes ----------------------------------------------------------------------------------------------
+
+
+def _kuberay(text: str, nodes: _Nodes, config: str, settings: str) -> str:
+    """The job: groups of pods as large as machines. Without spot pods or trainers, their group has none."""
+    prompts = "data.train=/opt/spotlight/examples/prompts/ocr_train.txt"
+    held_out = "data.test=/opt/spotlight/examples/prompts/ocr_test.txt"
+    train = [
+        f"spotlight train /opt/spotlight/{config}",
+        *(prompts, held_out, "runs_dir=/shared/runs", "fleet.driver=ray fleet.address=auto"),
+        f"{settings} --plain",
+    ]
+    entrypoint = "entrypoint: >-\n" + "\n".join(f"    {line}" for line in train) + "\n  submissionMode"
+    text = _once(r"entrypoint: >-\n.*?\n  submissionMode", text, entrypoint)
+    head, trainer = text.split("      - groupName: trainer\n")
+    trainer, spot = trainer.split("      - groupName: spot\n")
+    trainer = _group(trainer, nodes.fixed, nodes.fixed_nodes)
+    spot = _group(spot, nodes.coming, nodes.coming_nodes)
+    if nodes.strategy.places.stays:  # pods like the trainer's, without defining YAML's anchors again
+        spot = re.sub(r"&\w+ ", "", _group(trainer, nodes.coming, nodes.coming_nodes))
+    return f"{head}      - groupName: trainer\n{trainer}      - groupName: spot\n{spot}"
+
+
+def _group(text: str, machine: Machine, nodes: int) -> str:
+    for key in ("replicas", "minReplicas", "maxReplicas"):
+        text = _once(rf"        {key}: \d+", text, f"        {key}: {nodes}")
+    return _once(r'nvidia.com/gpu: "\d+"', text, f'nvidia.com/gpu: "{machine.gpus}"')
+
+
+def _once(pattern: str, text: str, by: str) -> str:
+    found, count = re.subn(pattern, lambda _: by, text, count=1, flags=re.DOTALL)
+    if not count:
+        problem = Problem(
+            "--launch", f"no {pattern} in a launch file", "the repository's files", "Restore them."
+        )
+        raise ConfigError("launch/", [problem])
+    return found
