@@ -8,8 +8,8 @@ paid), built-in prices, whole machines. Every figure is an estimate from short e
 (planning/surrogate.py), from ``--starts`` starts; the planner's best are also simulated exactly to their
 target, from ``--confirm-starts`` starts. Ranges are of the starts and of the stated iterations to target.
 
-Goals: five times as fast at the dollars of the scenario's reserved GPUs alone, and a seventh of their dollars in
-their time.
+Goals: five times as fast at the dollars of the scenario's reserved GPUs alone, and a seventh of their
+dollars in their time.
 """
 
 from __future__ import annotations
@@ -82,16 +82,20 @@ class Workload:
     file: ScenarioFile
     estimates: Estimates
     known: dict[Candidate, StrategyRuns] = field(default_factory=dict)
+    confirmed: dict[Candidate, StrategyRuns] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, starts: int, jobs: int, now: datetime) -> Workload:
+    def of(cls, name: str, starts: int, iterations: int, jobs: int, now: datetime) -> Workload:
         """With built-in prices of H100."""
-        wish = "plan.strategies=[reserved_only, spotlight, all_spot]"
-        file = load_scenario(
-            name,
-            ["prices.cloud=null", "plan.gpu_types=[H100]", wish, "plan.candidates_max=100000"],
-            starts=starts,
-        )
+        wishes = [
+            "prices.cloud=null",
+            "plan.gpu_types=[H100]",
+            "plan.strategies=[reserved_only, spotlight, all_spot]",
+            "plan.machine_sizes_max=1",
+            f"plan.iterations={iterations}",
+            "plan.candidates_max=100000",
+        ]
+        file = load_scenario(name, wishes, starts=starts)
         return cls(name, file, Estimates(file, now, jobs, lambda strategy: None))
 
     def on(self, cloud: str | None) -> ScenarioFile:
@@ -161,13 +165,17 @@ def table_of(
 def _exact(work: Workload, candidate: Candidate, starts: int) -> StrategyRuns | None:
     if not starts:
         return None
+    if candidate in work.confirmed:
+        return work.confirmed[candidate]
     target = work.known[candidate].first.target
     assert target is not None, "useless ones are left out"
     file = work.file.model_copy(update={"run": work.file.run.model_copy(update={"starts": starts})})
     estimates = work.estimates
     prepared = prepared_for(file, candidate, target.iterations, estimates.now, estimates.quotes)
     tasks = tasks_from_starts(prepared, (candidate.strategy,))
-    return StrategyRuns(tuple(one.outcome for one in run_tasks(tasks, estimates.jobs)))
+    runs = StrategyRuns(tuple(one.outcome for one in run_tasks(tasks, estimates.jobs)))
+    work.confirmed[candidate] = runs
+    return runs
 
 
 def _row(
@@ -248,6 +256,7 @@ def main(
     workload: Annotated[list[str], typer.Option(help="Scenario; repeatable.")] = ["paper-512", "paper-1280"],  # noqa: B006
     deadline_h: Annotated[list[float], typer.Option(help="Hours; repeatable.")] = [2.0, 4.0, 8.0],  # noqa: B006
     starts: Annotated[int, typer.Option(help="Of each estimate.")] = 5,
+    iterations: Annotated[int, typer.Option(help="Of each short simulation.")] = 6,
     confirm_starts: Annotated[int, typer.Option(help="Of the exact simulations; 0: none.")] = 5,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Also write all rows here.")] = None,
@@ -256,7 +265,7 @@ def main(
     now = datetime.now(UTC)
     rows: list[TableRow | GoalRow] = []
     for name in workload:
-        rows += table_of(Workload.of(name, starts, jobs, now), deadline_h, confirm_starts)
+        rows += table_of(Workload.of(name, starts, iterations, jobs, now), deadline_h, confirm_starts)
         if json is not None:
             json.parent.mkdir(parents=True, exist_ok=True)
             content = {"utc": now.isoformat(timespec="seconds"), "rows": [asdict(row) for row in rows]}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.load import load_config
 from spotlight.planning.candidates import Candidate, Machine, file_of, shape_of
 from spotlight.planning.scenarios.pricing import Pricing
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
@@ -75,8 +76,11 @@ def write_launch_files(
     """Write them, and return their paths.
 
     Raises:
-        ConfigError: the repository's files are not here, or the folder cannot be written to.
+        ConfigError: the repository's files are not here, the run's configuration refuses the settings, or the
+            folder cannot be written to.
     """
+    ray = ("fleet.driver=ray", "fleet.address=auto")
+    load_config(Path(config), [*ray, *" ".join(settings_of(file, candidate, pricing)).split()])
     made = launch_files(file, candidate, pricing, read_templates(), config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,7 +118,7 @@ def settings_of(file: ScenarioFile, candidate: Candidate, pricing: Pricing) -> I
     yield f"learner.micro_batch_size={work.micro_batch_per_gpu}"
     yield f"fleet.learner_ranks={candidate.reserved_nodes * candidate.reserved.gpus}"
     if strategy.learner_moves:
-        yield f"fleet.learner_placement={strategy.placement}"
+        yield f"fleet.learner_placement={strategy.placement} checkpoint.every=1"
     yield f"fleet.price_usd_h={(pricing.on_demand or pricing.reserved).usd_gpu_h:g}"
     if pricing.spot is not None:
         yield f"fleet.spot.price_usd_h={pricing.spot.usd_gpu_h:g}"
@@ -127,7 +131,7 @@ def settings_of(file: ScenarioFile, candidate: Candidate, pricing: Pricing) -> I
             if value is not None
         )
     if PipelinePart.GAP in parts:
-        yield "pipeline.axis=prompt"
+        yield "pipeline.axis=prompt algorithm.advantage.std=group"  # of the batch, all would have to be there
     if PipelinePart.SLICES in parts:
         sliced = run.pipeline
         yield f"pipeline.axis=generation pipeline.slice_size={sliced.slice_size}"
@@ -226,7 +230,7 @@ def _kuberay(text: str, nodes: _Nodes, config: str, settings: str) -> str:
     trainer = _group(trainer, nodes.fixed, nodes.fixed_nodes)
     spot = _group(spot, nodes.coming, nodes.coming_nodes)
     if nodes.strategy.places.stays:  # pods like the trainer's, without defining YAML's anchors again
-        spot = re.sub(r"&\w+ ", "", _group(trainer, nodes.coming, nodes.coming_nodes))
+        spot = re.sub(r"&\w+", "", _group(trainer, nodes.coming, nodes.coming_nodes))
     return f"{head}      - groupName: trainer\n{trainer}      - groupName: spot\n{spot}"
 
 

@@ -1,0 +1,248 @@
+"""Whole machines, each pool in its own place, and what a plan is launched with."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import shlex
+import subprocess
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+
+import pytest
+import yaml
+from test_launch_files import schema
+
+from spotlight.config.load import load_config
+from spotlight.planning import estimates as planning_estimates
+from spotlight.planning.candidates import (
+    Candidate,
+    Machine,
+    grid,
+    overrides_of,
+    prepared_for,
+    shape_of,
+    ways,
+)
+from spotlight.planning.compare import SimulationTask, run_task
+from spotlight.planning.launch_files import launch_files, read_templates
+from spotlight.planning.prices.quotes import PriceError, Quote
+from spotlight.planning.scenarios.prepare import prepare
+from spotlight.planning.scenarios.scenario_file import ScenarioFile
+from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.search import GAIN_MIN, Goal, SearchResult, search, useless
+from spotlight.planning.strategy_runs import StrategyRuns
+
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+ROOT = Path(__file__).parents[2]
+SMALL = (
+    "workload.prompts=8",
+    "workload.group_size=8",
+    "workload.evaluation=null",
+    "exploration.seeds_per_prompt=10",
+    "exploration.steps=4",
+    "run.until_h=30",
+    "run.starts=1",
+    "run.noise=0",
+    "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}",
+    "prices.cloud=null",
+    "iterations_to_target.spotlight.value=4",
+    "iterations_to_target.reserved_only.value=6",
+)
+
+
+def quote(cloud: str, region: str, machine: str, gpus: int, fixed: float | None, spot: float | None) -> Quote:
+    return Quote(cloud, region, "", machine, "H100", gpus, fixed, spot, NOW, "test")
+
+
+QUOTES = (
+    quote("aws", "us-east-1", "p5.48xlarge", 8, 55.0, 30.0),
+    quote("aws", "us-east-1", "p5.4xlarge", 1, None, 2.5),
+    quote("aws", "us-west-2", "p5.48xlarge", 8, 58.0, 14.0),
+    quote("azure", "eastus", "ND96", 8, 98.0, 16.0),
+    quote("gcp", "us-central1", "a3-highgpu-4g", 4, 44.0, 20.0),
+)
+
+
+def small(*overrides: str) -> ScenarioFile:
+    return load_scenario("paper-512", [*SMALL, *overrides])
+
+
+WISH = (
+    "plan={iterations: 3, gpu_types: [H100], reserved_nodes: [1], spot_nodes: [1, 2], parts: [gap], "
+    "strategies: [reserved_only, spotlight, all_spot], machine_sizes_max: 3, previews: [[12, 4]], "
+    "candidates_max: 400}"
+)
+
+
+@pytest.fixture(autouse=True)
+def quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning_estimates, "quotes_of", lambda file, gpus, now: QUOTES)
+
+
+def test_nodes_are_whole_machines() -> None:
+    file = load_scenario("paper-512", ["prices.whole_machines=true"])
+    with pytest.raises(PriceError) as raised:
+        prepare(file, ("reserved_only",), NOW)
+    for part in (
+        "machine of 4 GPUs",
+        "p5.48xlarge (8)",
+        "cluster.reserved.gpus_per_node",
+        "whole_machines=false",
+    ):
+        assert part in str(raised.value)
+    whole = ("cluster.reserved={nodes: 1, gpus_per_node: 8}", "cluster.spot={nodes: 2, gpus_per_node: 8}")
+    found = prepare(load_scenario("paper-512", ["prices.whole_machines=true", *whole]), ("spotlight",), NOW)
+    assert (found.pricing.reserved.machine, found.pricing.reserved.machine_usd_h) == ("p5.48xlarge", 55.04)
+    assert found.pricing.spot is not None
+    assert found.pricing.spot.machine == "p5.48xlarge"
+
+
+def test_each_pool_may_be_in_a_cloud_of_its_own() -> None:
+    whole = ("cluster.reserved={nodes: 1, gpus_per_node: 8}", "cluster.spot={nodes: 2, gpus_per_node: 8}")
+    away = ("prices.cloud=aws", "cluster.spot.cloud=azure", "prices.whole_machines=true")
+    pricing = prepare(load_scenario("paper-512", [*whole, *away]), ("spotlight",), NOW).pricing
+    assert pricing.spot is not None
+    assert (pricing.reserved.place, pricing.spot.place) == (("aws", ""), ("azure", ""))
+    assert pricing.caveat == ""
+
+
+def test_the_grid_has_machines_and_places_that_no_other_beats() -> None:
+    candidates, _ = grid(small(WISH), QUOTES)
+    pairs = {
+        (one.reserved.name, one.reserved.region, one.spot.name, one.spot.region)
+        for one in candidates
+        if one.strategy == "spotlight"
+    }
+    assert ("p5.48xlarge", "us-east-1", "p5.4xlarge", "us-east-1") in pairs
+    assert ("p5.48xlarge", "us-west-2", "p5.48xlarge", "us-west-2") in pairs
+    assert ("p5.48xlarge", "us-east-1", "p5.48xlarge", "us-west-2") in pairs  # across regions
+    assert ("p5.48xlarge", "us-east-1", "ND96", "eastus") in pairs  # across clouds
+    assert not any(reserved == "ND96" and spot == "ND96" for reserved, _, spot, _ in pairs), "dearer in both"
+    assert {one.spot.gpus for one in candidates} == {1, 4, 8}
+    moving = {(one.reserved, one.spot) for one in candidates if one.strategy == "all_spot"}
+    assert all(one == other for one, other in moving)
+
+
+@cache
+def by_hand() -> dict[Candidate, StrategyRuns]:
+    """Everything, simulated to the target."""
+    file, found = small(WISH), {}
+    for cluster in grid(file, QUOTES)[0]:
+        for name, share, arm in ways(file, cluster.strategy):
+            one = dataclasses.replace(cluster, strategy=name, next_share=share, previews=arm)
+            prepared = prepared_for(file, one, 4 if "spot" in name else 6, NOW, QUOTES)
+            outcome = run_task(SimulationTask(prepared, name)).outcome
+            if useless(outcome) is None:
+                found[one] = StrategyRuns((outcome,))
+    return found
+
+
+@pytest.mark.slow  # some hundred simulations
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_no_machine_place_or_preview_named_by_hand_beats_the_answer(share: float) -> None:
+    times = sorted(one.target_h.p50 for one in by_hand().values())
+    goal = Goal(deadline_h=times[int(share * len(times))] * 1.01)
+    found = search(small(WISH), goal, NOW)
+    assert found.answer is not None
+    meeting = [one.target_usd.p50 for one in by_hand().values() if goal.met_by(one)]
+    assert found.answer.runs.target_usd.p50 <= (1 + 2 * GAIN_MIN) * min(meeting)
+
+
+@cache
+def answered() -> tuple[ScenarioFile, SearchResult]:
+    file = small(WISH.replace("machine_sizes_max: 3", "machine_sizes_max: 1"), "plan.previews=[]")
+    return file, search(file, Goal(deadline_h=1000.0), NOW)
+
+
+def test_estimates_are_near_what_is_simulated() -> None:
+    """Of all that was confirmed: prices of machines and traffic between clouds included."""
+    _, found = answered()
+    short = {one.candidate: one.runs for one in found.evaluated}
+    assert found.confirmed
+    for one in found.confirmed:
+        assert short[one.candidate].target_h.p50 == pytest.approx(one.runs.target_h.p50, rel=0.05)
+        assert short[one.candidate].target_usd.p50 == pytest.approx(one.runs.target_usd.p50, rel=0.05)
+
+
+def test_the_overrides_of_the_answer_simulate_it() -> None:
+    file, found = answered()
+    assert found.answer is not None
+    one = found.answer.candidate
+    again = load_scenario("paper-512", [*SMALL, *overrides_of(small(), one), "run.iterations=4"])
+    prepared = prepared_for(file, one, 4, NOW, QUOTES)
+    assert again.cluster == prepared.file.cluster
+    assert again.learner == prepared.file.learner
+
+
+MACHINES = (
+    Machine("H100", 8, "aws", "us-east-1", "p5.48xlarge"),
+    Machine("H100", 8, "azure", "eastus", "ND96"),
+    Machine("H100", 4, "gcp", "us-central1", "a3-highgpu-4g"),
+)
+STRATEGIES = ("reserved_only", "spotlight+gap+tsp", "disaggregated", "all_spot")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "fixed", "coming", "nodes"),
+    [
+        (strategy, *pair, nodes)
+        for strategy, pair, nodes in itertools.product(
+            STRATEGIES, [(MACHINES[0], MACHINES[0]), (MACHINES[0], MACHINES[1])], (1, 2)
+        )
+        if strategy != "all_spot" or pair[0] == pair[1]
+    ],
+)
+def test_launch_files_are_what_schedulers_take(
+    strategy: str, fixed: Machine, coming: Machine, nodes: int
+) -> None:
+    file = small(
+        "cluster.spot.usd_gpu_h_on_demand=7",
+        "workload.prompts=32",
+        "workload.group_size=16",
+        "exploration.seeds_per_prompt=20",
+    )
+    others = 0 if strategy == "reserved_only" else 3
+    one = Candidate(strategy, fixed, coming if others else fixed, nodes, others)
+    pricing = prepared_for(file, one, 2, NOW, QUOTES).pricing
+    made = launch_files(file, one, pricing, read_templates(), "examples/qwen-image-nft.yaml")
+    tasks = {name: yaml.safe_load(text) for name, text in made.items() if name.startswith("skypilot")}
+    for task in tasks.values():
+        schema("skypilot_task.json").validate(task)
+        for part in ("setup", "run"):
+            subprocess.run(["bash", "-n", "-c", task[part]], check=True)
+    subprocess.run(["bash", "-n"], input=made["start.sh"], text=True, check=True)
+    assert all(f"/{name}" in made["start.sh"] for name in tasks)
+    moves = strategy == "all_spot"
+    head = tasks["skypilot-reserved.yaml"]["resources"]
+    assert ("accelerators" in head) is not moves
+    assert ("skypilot-more.yaml" in tasks) is (nodes == 2 and not moves)
+    if others:
+        spot = tasks["skypilot-spot.yaml"]
+        assert spot["resources"]["infra"] == f"{coming.cloud}/{coming.region}"
+        assert spot["resources"]["instance_type"] == coming.name
+        assert spot["resources"]["use_spot"] is (strategy != "disaggregated")
+        assert f"seq 0 {others + (nodes if moves else 0) - 1}" in made["start.sh"]
+    (line,) = [
+        line for line in tasks["skypilot-reserved.yaml"]["run"].splitlines() if "spotlight train" in line
+    ]
+    job = next(part for part in yaml.safe_load_all(made["kuberay-rayjob.yaml"]) if part["kind"] == "RayJob")
+    schema("kuberay_rayjob_v1.json").validate(job)
+    groups = {group["groupName"]: group for group in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]}
+    assert groups["trainer"]["replicas"] == (0 if moves else nodes)
+    assert groups["spot"]["replicas"] == others + (nodes if moves else 0)
+    for text in (line.replace('"$SPOTLIGHT_IP:6379"', "10.0.0.1:6379"), job["spec"]["entrypoint"]):
+        words = [word.replace("/opt/spotlight/", f"{ROOT}/") for word in shlex.split(text)[2:]]
+        config = load_config(ROOT / words[0], [word for word in words[1:] if not word.startswith("-")])
+        assert config.fleet.learner_ranks == 8 * nodes
+        assert config.fleet.learner_placement == ("spot" if moves else "reserved")
+        assert config.rollout.steps == 20
+        assert (config.pipeline.axis == "prompt") is ("gap" in strategy)
+
+
+def test_the_shape_names_machines_and_clouds() -> None:
+    one = Candidate("spotlight", MACHINES[0], MACHINES[1], 1, 2)
+    assert shape_of(one) == (
+        "8 reserved H100 (1 x p5.48xlarge, aws us-east-1) + 16 spot H100 (2 x ND96, azure eastus), spotlight"
+    )
