@@ -1,25 +1,30 @@
-"""What a transformer block of Qwen-Image costs besides arithmetic: operators, bytes, and the host's time.
+"""What a transformer's block costs besides arithmetic: operators, bytes, and the host's time.
 
     python -m benchmarks.block_costs [--side 512] [--batch 16] [--text 64] [--json FILE]
+    python -m benchmarks.block_costs --every
 
-Two tables. Counted, at full width, on tensors without memory: operators of one block that a GPU would launch
-kernels for (all but views and allocations; an attention call is one), the bytes that these read and write,
-and floating-point operations. A block is the difference between models of three and of two layers. Operators
-are torch's before any compiler, as dispatched for a CPU under its autocast. A GPU's kernels are about as
-many; ``python -m benchmarks.gpu --part B --only launches`` counts those.
+Counted, at full width, on tensors without memory: operators of one block that a GPU would launch kernels for
+(all but views and allocations; an attention call is one), the bytes that these read and write, and
+floating-point operations. A block is what a forward through the family costs more with one layer of its kind
+more. Operators are torch's before any compiler, as dispatched for a CPU under its autocast. A GPU's kernels
+are about as many; ``python -m benchmarks.gpu --part B --only launches`` counts those. ``--every`` counts the
+blocks of one model of each family.
 
-Timed, on this machine: the host's milliseconds for a forward of 60 layers, most of which is Python and
-dispatch, with a width and pictures so small that arithmetic takes next to nothing. A GPU that computes for
-less than this waits for the host. Variants take turns; medians.
+Timed, on this machine, for Qwen-Image: the host's milliseconds for a forward of 60 layers, most of which is
+Python and dispatch, with a width and pictures so small that arithmetic takes next to nothing. A GPU that
+computes for less than this waits for the host. Variants take turns; medians.
 """
 
 from __future__ import annotations
 
+import copy
 import json as jsonlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,14 +38,36 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks._measure import Clock, machine, ratio, take_turns, wide_console
-from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.condition import Condition
+from spotlight.models.experts import denoisers
+from spotlight.models.family import MediaSize, ModelFamily
 from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import LoraSlots
+from spotlight.registry import FAMILIES
 
-PUBLISHED = QwenImage.published["Qwen/Qwen-Image"].configs["transformer"]
+QWEN = "Qwen/Qwen-Image"
+EVERY = {
+    QWEN: "qwen-image",
+    "Qwen/Qwen-Image-2.1": "qwen-image-2.1",
+    "black-forest-labs/FLUX.1-dev": "flux",
+    "black-forest-labs/FLUX.2-klein-4B": "flux2-klein",
+    "stabilityai/stable-diffusion-3.5-medium": "sd3",
+    "Tongyi-MAI/Z-Image": "z-image",
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan",
+    "hunyuanvideo-community/HunyuanVideo": "hunyuan-video",
+}
+"""A model of each family with blocks of its own (Qwen-Image-Edit has Qwen-Image's), and the family."""
+KINDS = ("num_layers", "num_single_layers", "n_layers")
+"""Keys of configurations that count blocks of a kind."""
+OF_THE_PIPELINE = {
+    *("in_channels", "out_channels", "patch_size", "guidance_embeds", "joint_attention_dim", "text_dim"),
+    *("text_embed_dim", "cap_feat_dim", "pooled_projection_dim", "context_in_dim"),
+}
+"""What a transformer takes from the tiny pipeline around it: no block sees it."""
 LAYERS = 60
 RANK = 64
-NARROW = {"num_attention_heads": 1, "joint_attention_dim": 16, "in_channels": 4, "out_channels": 1}
+NARROW = {"num_attention_heads": 1}
 VARIANTS = ("no adapters", "bfloat16 copies", "float32 adapters, autocast")
 """The second is what a bfloat16 model trains with, the third what a float32 model would."""
 _ALLOCATIONS = ("empty", "detach", "alias", "_unsafe_view", "lift_fresh")
@@ -64,21 +91,16 @@ _UNKNOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Pictures of one forward."""
+    """Pictures of one forward, or videos of two latent frames."""
 
     side_px: int
     batch: int
     text: int
 
     @property
-    def image_tokens(self) -> int:
-        """Of one picture."""
-        return (self.side_px // 16) ** 2
-
-    @property
-    def tokens(self) -> int:
-        """Of all pictures and prompts."""
-        return self.batch * (self.image_tokens + self.text)
+    def grid(self) -> int:
+        """Tokens along a side; of every published model one per 16 pixels."""
+        return self.side_px // 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +153,58 @@ def _stored(tensor: Tensor) -> int:
     return count * tensor.element_size()
 
 
-def make_slots(
-    config: Mapping[str, object], layers: int, rank: int, compute: torch.dtype | None
-) -> LoraSlots:
-    """A transformer with adapters applied in ``compute``; its own weights have no memory."""
-    from accelerate import init_empty_weights
-    from diffusers import QwenImageTransformer2DModel
+@cache
+def family_of(model: str) -> ModelFamily:
+    """The family with a tiny pipeline, in bfloat16."""
+    kind, directory = FAMILIES.load(EVERY[model]), Path(tempfile.mkdtemp(prefix="block-costs-"))
+    kind.tiny(directory / "pipeline", seed=0)
+    return kind.load(directory / "pipeline", device="cpu", dtype=torch.bfloat16, embeddings_cache=directory)
 
+
+def published(model: str) -> dict[str, Any]:
+    """Configuration of the transformer."""
+    return dict(FAMILIES.load(EVERY[model]).published[model].configs["transformer"])
+
+
+def kinds_of(model: str) -> dict[str, dict[str, Any]]:
+    """Blocks by kind, as the configuration of one: what counts them, and whether SD3.5 doubles attention."""
+    config = published(model)
+    found: dict[str, dict[str, Any]] = {key: {key: 1} for key in KINDS if key in config}
+    if config.get("dual_attention_layers"):
+        found["num_layers, dual attention"] = {"num_layers": 1, "dual_attention_layers": True}
+    return found
+
+
+def _with_layers(model: str, kind: str, layers: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Published, but with so many blocks of the kind, and one of each other."""
+    config = published(model)
+    few: dict[str, Any] = {
+        key: layers if key in kinds_of(model)[kind] else 1 for key in KINDS if key in config
+    }
+    if "dual_attention_layers" in config:
+        dual = "dual_attention_layers" in kinds_of(model)[kind]
+        few["dual_attention_layers"] = list(range(layers)) if dual else []
+    return {**config, **few, **extra}
+
+
+def make_slots(
+    model: str, config: Mapping[str, Any], rank: int, compute: torch.dtype | None
+) -> tuple[LoraSlots, nn.Module]:
+    """Slots of a transformer with adapters applied in ``compute``, and itself; its weights have no memory."""
+    from accelerate import init_empty_weights
+
+    family = family_of(model)
+    tiny: Any = denoisers(family.transformer)["transformer"]
+    own = {key: value for key, value in tiny.config.items() if key in OF_THE_PIPELINE}
     with init_empty_weights():
-        module = QwenImageTransformer2DModel.from_config({**config, "num_layers": layers})
-    spec = LoraSpec(rank, 2.0 * rank, QwenImage.lora_targets, seed=3)
-    half = nn.Module.to(module, torch.bfloat16)  # diffusers' own warns of layers to keep, even of none
-    return LoraSlots(half, spec, compute=compute)
+        module = type(tiny).from_config(
+            {**{key: value for key, value in config.items() if key not in OF_THE_PIPELINE}, **own}
+        )
+    for name, parameter in module.named_parameters():
+        if not keeps_float32(type(module), name):
+            parameter.data = parameter.data.to(torch.bfloat16)
+    spec = LoraSpec(rank, 2.0 * rank, family.lora_targets, seed=3)
+    return LoraSlots(module, spec, compute=compute), module
 
 
 def fill(module: nn.Module) -> None:
@@ -154,74 +216,119 @@ def fill(module: nn.Module) -> None:
             part.register_parameter(name, nn.Parameter(value, trained))
 
 
-def inputs(config: Any, work: Work, *, masked: bool) -> dict[str, Any]:
-    """Arguments of a forward."""
-    side = work.side_px // 16
-    text = torch.zeros(work.batch, work.text, config["joint_attention_dim"], dtype=torch.bfloat16)
-    return {
-        "hidden_states": torch.zeros(
-            work.batch, work.image_tokens, config["in_channels"], dtype=torch.bfloat16
-        ),
-        "timestep": torch.zeros(work.batch, dtype=torch.bfloat16),
-        "encoder_hidden_states": text,
-        "encoder_hidden_states_mask": torch.ones(text.shape[:2], dtype=torch.bool) if masked else None,
-        "img_shapes": [[(1, side, side)]] * work.batch,
-        "return_dict": False,
-    }
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """Of a variant, with inputs."""
+
+    slots: LoraSlots
+    variant: str
+    run: Callable[[nn.Module], Tensor]
+
+    def __call__(self) -> Tensor:
+        """The velocity."""
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=self.variant.endswith("autocast"))
+        with self.slots.use("reference" if self.variant == "no adapters" else "policy") as module, autocast:
+            return self.run(module)
 
 
-@contextmanager
-def ready(
-    config: Mapping[str, object], layers: int, variant: str, rank: int, memory: AbstractContextManager[object]
-) -> Iterator[tuple[nn.Module, Callable[[], AbstractContextManager[object]]]]:
-    """The transformer of a variant, and the context of its forwards. ``memory``: where the weights are."""
-    autocast = variant.endswith("autocast")
-    slots = make_slots(config, layers, rank, None if autocast else torch.bfloat16)
-    with memory:
-        fill(slots.modules()["policy"])
-        with slots.use("reference" if variant == "no adapters" else "policy") as module:
-            yield module, lambda: torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+def size_of(family: ModelFamily, work: Work) -> MediaSize:
+    """Of the tiny pipeline's VAE: as many tokens as the published one's."""
+    side = work.grid * family.dimensions.patch_px
+    return MediaSize(side, side, frames=5 if family.video else 1)
 
 
-def count(layers: int, variant: str, work: Work, *, masked: bool, gradient: bool) -> Cost:
-    """Of a whole forward, with its backward if asked for, at full width."""
+def make_forward(
+    model: str,
+    config: Mapping[str, Any],
+    variant: str,
+    work: Work,
+    *,
+    rank: int = RANK,
+    masked: bool = False,
+    memory: AbstractContextManager[object] | None = None,
+) -> Forward:
+    """A forward through the family.
+
+    Args:
+        memory: where weights and inputs are made; default: real ones.
+    """
+    family = copy.copy(family_of(model))
+    slots, module = make_slots(model, config, rank, None if variant.endswith("autocast") else torch.bfloat16)
+    family.config, family.dimensions = module.config, replace(family.dimensions, side_max_px=None)
+    size = size_of(family, work)
+    with memory or nullcontext():
+        fill(module)
+        texts = [work.text - (masked and i % 2) for i in range(work.batch)]
+        conditions = [
+            Condition({key: torch.zeros(shape) for key, shape in family.condition_shapes(text).items()})
+            for text in texts
+        ]
+        batch = family.collate(conditions)
+        latents = torch.zeros(work.batch, *family.latent_shape(size), dtype=family.dtype)
+
+    def run(part: nn.Module) -> Tensor:
+        levels = torch.full([work.batch], 0.5)
+        return family.predict(part, latents, levels, batch, family.embedded_guidance, size)
+
+    return Forward(slots, variant, run)
+
+
+def count(
+    model: str, config: Mapping[str, Any], variant: str, work: Work, *, masked: bool, gradient: bool
+) -> Cost:
+    """Of a whole forward, with its backward if asked for."""
     without = FakeTensorMode(allow_non_fake_inputs=True)
-    with ready(PUBLISHED, layers, variant, RANK, without) as (module, context):
-        given = inputs(PUBLISHED, work, masked=masked)
-        with torch.no_grad():
-            module(**given)  # rotary tables are cached
-        counting = FlopCounterMode(display=False, custom_mapping=_UNKNOWN)
-        with torch.set_grad_enabled(gradient), counting as flops, _Counter() as counter:
-            with context():
-                output = module(**given)[0]
-            if gradient:
-                output.float().square().mean().backward()
-    total = float(flops.get_total_flops())
+    # Outside the mode: what the forward makes itself, masks and positions, has values that it may read.
+    forward = make_forward(model, config, variant, work, masked=masked, memory=without)
+    with torch.no_grad():
+        forward()  # rotary tables and bfloat16 copies are kept
+    counting = FlopCounterMode(display=False, custom_mapping=_UNKNOWN)
+    with ExitStack() as stack:
+        stack.enter_context(torch.set_grad_enabled(gradient))
+        stack.enter_context(counting)
+        counter = stack.enter_context(_Counter())
+        output = forward()
+        if gradient:
+            output.float().square().mean().backward()  # type: ignore[no-untyped-call]
+    total = float(counting.get_total_flops())
     return Cost(counter.operators, counter.products, counter.bytes, counter.elementwise_bytes, total)
 
 
-def block(variant: str, work: Work, *, masked: bool, gradient: bool) -> Cost:
+def block(
+    variant: str,
+    work: Work,
+    *,
+    masked: bool = False,
+    gradient: bool = False,
+    model: str = QWEN,
+    kind: str = "num_layers",
+) -> Cost:
     """Of one block: what a third layer adds."""
-    two, three = (count(layers, variant, work, masked=masked, gradient=gradient) for layers in (2, 3))
+    two, three = (
+        count(model, _with_layers(model, kind, layers, {}), variant, work, masked=masked, gradient=gradient)
+        for layers in (2, 3)
+    )
     return three - two
 
 
 def host_seconds(rounds: int, layers: int = LAYERS) -> dict[str, list[float]]:
-    """Of a narrow model's forward on one picture of one token, by variant."""
-    config, work = {**PUBLISHED, **NARROW}, Work(16, 1, 4)
-    given = inputs(config, work, masked=False)
-    made = [ready(config, layers, variant, 1, nullcontext()) for variant in VARIANTS]
+    """Of a narrow Qwen-Image's forward on one picture of one token, by variant."""
+    config, work = _with_layers(QWEN, "num_layers", layers, NARROW), Work(16, 1, 4)
+    runs = {variant: make_forward(QWEN, config, variant, work, rank=1) for variant in VARIANTS}
     with torch.no_grad():
-        entered = [each.__enter__() for each in made]
-
-        def forward(module: nn.Module, context: Callable[[], AbstractContextManager[object]]) -> object:
-            with torch.no_grad(), context():
-                return module(**given)
-
-        runs = {
-            variant: lambda pair=pair: forward(*pair) for variant, pair in zip(VARIANTS, entered, strict=True)
-        }
         return take_turns(runs, rounds, torch.device("cpu"), Clock.CPU)
+
+
+def tokens(model: str, work: Work) -> int:
+    """Of all pictures and prompts."""
+    family = family_of(model)
+    shapes = family.condition_shapes(work.text).values()
+    text = sum(shape[0] for shape in shapes if len(shape) > 1)
+    return work.batch * (family.dimensions.tokens(size_of(family, work)) + text)
+
+
+Case = tuple[str, str, str, bool, bool, Cost]
+"""Model, kind, variant, masked, backward."""
 
 
 def main(
@@ -229,45 +336,54 @@ def main(
     batch: Annotated[int, typer.Option(min=1, help="Pictures of a forward.")] = 16,
     text: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 64,
     rounds: Annotated[int, typer.Option(min=2)] = 15,
+    every: Annotated[bool, typer.Option("--every", help="Count a model of each family; no timing.")] = False,
     json: Annotated[Path | None, typer.Option(help="Write everything measured to this file.")] = None,
 ) -> None:
     """Count a block's operators and bytes, and time the host."""
     torch.set_num_threads(1)
     work, console = Work(side, batch, text), wide_console()
-    cases = [
-        (variant, masked, gradient, block(variant, work, masked=masked, gradient=gradient))
+    cases: list[Case] = [
+        (model, kind, variant, masked, gradient, cost)
+        for model in (EVERY if every else (QWEN,))
+        for kind in kinds_of(model)
         for gradient in (False, True)
-        for masked in (False, True)
+        for masked in ((False,) if every else (False, True))
         for variant in VARIANTS
         if not (gradient and variant == "no adapters")
+        for cost in [block(variant, work, masked=masked, gradient=gradient, model=model, kind=kind)]
     ]
-    table = Table("a block", "mask", "operators", "products", "GB moved", "elementwise kB a token", "TFLOP")
-    for variant, masked, gradient, cost in cases:
-        table.add_row(
-            f"{variant}, with backward" if gradient else variant, "yes" if masked else "no",
-            f"{cost.operators:.0f}", f"{cost.products:.0f}", f"{1e-9 * cost.bytes:.2f}",
-            f"{1e-3 * cost.elementwise_bytes / work.tokens:.0f}", f"{1e-12 * cost.flops:.2f}",
-        )  # fmt: skip
-    console.print(f"{batch} pictures of {side} px, prompts of {text} tokens, adapters of rank {RANK}")
-    console.print(table)
-    seconds = host_seconds(rounds)
-    timed = Table(f"the host, {LAYERS} layers", "ms a forward", "over the first")
-    for variant, taken in seconds.items():
-        over = ratio(taken, seconds[VARIANTS[0]])
-        timed.add_row(variant, f"{1e3 * statistics.median(taken):.1f}", str(over))
-    console.print(timed)
+    console.print(f"{batch} pictures of {side} px (videos: 5 frames), prompts of {text} tokens, rank {RANK}")
+    console.print(_table(cases, work))
+    seconds = {} if every else host_seconds(rounds)
+    if seconds:
+        timed = Table(f"the host, {LAYERS} layers", "ms a forward", "over the first")
+        for variant, taken in seconds.items():
+            over = ratio(taken, seconds[VARIANTS[0]])
+            timed.add_row(variant, f"{1e3 * statistics.median(taken):.1f}", str(over))
+        console.print(timed)
     if json is not None:
+        names = ("model", "kind", "variant", "masked", "backward")
         told = {
             "work": asdict(work),
             "machine": machine(torch.device("cpu")),
-            "blocks": [
-                {"variant": variant, "masked": masked, "backward": gradient, **asdict(cost)}
-                for variant, masked, gradient, cost in cases
-            ],
+            "blocks": [{**dict(zip(names, case, strict=False)), **asdict(case[-1])} for case in cases],
             "host_seconds": seconds,
         }
         json.parent.mkdir(parents=True, exist_ok=True)
         json.write_text(jsonlib.dumps(told, indent=1))
+
+
+def _table(cases: list[Case], work: Work) -> Table:
+    columns = ("operators", "products", "GB moved", "elementwise kB a token", "TFLOP")
+    table = Table("model", "a block of", "", "mask", *columns)
+    for model, kind, variant, masked, gradient, cost in cases:
+        table.add_row(
+            model.partition("/")[2], kind, f"{variant}, with backward" if gradient else variant,
+            "yes" if masked else "no", f"{cost.operators:.0f}", f"{cost.products:.0f}",
+            f"{1e-9 * cost.bytes:.2f}",
+            f"{1e-3 * cost.elementwise_bytes / tokens(model, work):.0f}", f"{1e-12 * cost.flops:.2f}",
+        )  # fmt: skip
+    return table
 
 
 if __name__ == "__main__":

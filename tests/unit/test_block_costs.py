@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.block_costs import PUBLISHED, RANK, VARIANTS, Work, block, host_seconds
+from benchmarks.block_costs import (
+    EVERY,
+    QWEN,
+    RANK,
+    VARIANTS,
+    Work,
+    block,
+    host_seconds,
+    kinds_of,
+    published,
+    tokens,
+)
 
-WIDTH = int(str(PUBLISHED["num_attention_heads"])) * int(str(PUBLISHED["attention_head_dim"]))
+PUBLISHED = published(QWEN)
+WIDTH = int(PUBLISHED["num_attention_heads"]) * int(PUBLISHED["attention_head_dim"])
 WORK = Work(64, 2, 5)
 
 
 def test_operations_and_bytes_are_those_of_the_block() -> None:
     none, bfloat16, autocast = (block(each, WORK, masked=False, gradient=False) for each in VARIANTS)
-    rows, length = WORK.tokens, WORK.image_tokens + WORK.text
+    rows, length = tokens(QWEN, WORK), WORK.grid**2 + WORK.text
     streams = 2 * rows * 12 * WIDTH**2  # queries, keys, values, output, and an MLP four times as wide
     modulation = 2 * WORK.batch * 2 * 6 * WIDTH**2
     attention = 4 * WORK.batch * length**2 * WIDTH
@@ -37,6 +49,35 @@ def test_a_backward_costs_two_forwards_and_a_mask_a_little(variant: str) -> None
     if variant == "bfloat16 copies":  # adapters' gradients become float32 together
         assert both.operators == 328
     assert 0 < masked.operators - forward.operators < 10
+
+
+OTHERS = {
+    # single-stream: queries, keys, values, an MLP of two matrices of four widths, and its way out
+    ("black-forest-labs/FLUX.1-dev", "num_single_layers"): 3 + 4 + 5,
+    # a gated MLP of three widths, and queries, keys, values, output
+    ("Qwen/Qwen-Image-2.1", "num_layers"): 4 + 3 * 3,
+    ("black-forest-labs/FLUX.2-klein-4B", "num_single_layers"): 3 + 6 + 4,
+}
+"""Weights that a token meets in a block, in squares of the width."""
+
+
+@pytest.mark.parametrize(("model", "kind"), OTHERS)
+def test_a_block_of_another_family_costs_what_its_weights_do(model: str, kind: str) -> None:
+    config = published(model)
+    width = config["num_attention_heads"] * config["attention_head_dim"]
+    small, large = (block(VARIANTS[0], Work(side, 1, 8), model=model, kind=kind) for side in (64, 128))
+    more = tokens(model, Work(128, 1, 8)) - tokens(model, Work(64, 1, 8))
+    linear = (large.flops - small.flops) / (2 * more * width**2)
+    assert OTHERS[model, kind] <= linear < 1.1 * OTHERS[model, kind], "and a little attention"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [name for name in EVERY if name != QWEN])
+def test_every_family_has_fewer_operators_with_copies_than_under_autocast(model: str) -> None:
+    for kind in kinds_of(model):
+        none, copies, autocast = (block(each, WORK, model=model, kind=kind) for each in VARIANTS)
+        assert 0 < none.operators < copies.operators < autocast.operators
+        assert none.flops < copies.flops == autocast.flops
 
 
 def test_the_host_is_timed_for_every_variant() -> None:
