@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from multiprocessing.queues import Queue
 from pathlib import Path
@@ -15,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -26,7 +29,8 @@ from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.model_errors import ModelError
 from spotlight.models.skeleton import skeleton
 from spotlight.models.slots import CopySlots, WeightSlots
-from spotlight.training.sharding import Ranks, shard
+from spotlight.training import sharding
+from spotlight.training.sharding import Ranks, RolloutGathering, shard
 
 RECIPE = Path("examples/qwen-image-ocr-full.yaml")
 LORA_RECIPE = RECIPE.with_name("qwen-image-ocr-lora.yaml")
@@ -90,6 +94,37 @@ def test_the_plan_knows_what_rollouts_keep_gathered() -> None:
     assert whole.bytes == 2 * (model.parameters + trained)  # in bfloat16, adapters too
     assert peak_bytes(kept) <= peak_bytes(without) + whole.bytes
     assert peak_bytes(kept) < 0.9 * GPU_BYTES
+
+
+def test_rollouts_keep_gathered_what_fits_beside_the_largest_peak(
+    first_of_eight: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fully_shard(torch.nn.Linear(8, 8, bias=False), mesh=init_device_mesh("cpu", (8,)))
+    whole = 8 * 8 * 2  # gathered in bfloat16
+    gathering = RolloutGathering("auto", first_of_eight, torch.device("cuda"), torch.bfloat16)
+    kept: list[bool] = []
+    now = {"free": 0, "peak": 0}
+
+    @contextmanager
+    def recorded(parts: object) -> Iterator[None]:
+        kept.append(True)
+        yield
+
+    monkeypatch.setattr(sharding, "gathered", recorded)
+    monkeypatch.setattr(sharding, "free_bytes", lambda device: now["free"])
+    monkeypatch.setattr(sharding, "measured_peak", lambda device: nullcontext(lambda: now["peak"]))
+    monkeypatch.setattr(gathering, "_agreed", lambda mine: mine)
+    for free, peak, expected in (
+        (10**9, 1000, False),  # how much rollouts take is not known yet
+        (1254, 1200 + whole, True),  # 1000 and the model are 90 % of it
+        (1254, 900, False),  # the largest so far was 1200
+        (1476, 900, True),
+    ):
+        now |= {"free": free, "peak": peak}
+        kept.clear()
+        with gathering.around(model):
+            pass
+        assert bool(kept) is expected, (free, peak)
 
 
 def test_files_of_another_model_are_refused_before_sharding(random_pipeline: Path, tmp_path: Path) -> None:

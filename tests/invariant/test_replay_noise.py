@@ -14,6 +14,7 @@ import torch
 from learner_world import World, algorithm, make_learner, roll_out, train_batch
 
 from spotlight.models.kernels.attention import use_attention
+from spotlight.models.kernels.regional import compile_blocks
 from spotlight.training.learner import Learner
 
 CLIP_RANGE = 1e-5
@@ -53,6 +54,21 @@ def noise(world: World, learner: Learner) -> float:
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_float32_replays_within_a_hundredth_of_the_clip_range(world: World, switch: str) -> None:
     assert noise(world, switched(world, switch)) <= CLIP_RANGE / 100
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_compiled_blocks_replay_as_well(random_pipeline: Path, tmp_path: Path) -> None:
+    world = World(random_pipeline, tmp_path / "cache", layers=1)
+    torch._dynamo.reset()
+    limit = torch._dynamo.config.recompile_limit
+    learner = switched(world, "nothing")
+    try:
+        compile_blocks(learner.family.transformer, CPU, "aot_eager")
+        assert noise(world, learner) <= CLIP_RANGE / 100
+    finally:
+        torch._dynamo.config.recompile_limit = limit
+        torch._dynamo.reset()
 
 
 def test_bfloat16_rounds_more_than_that_and_switches_add_nothing(world: World) -> None:
