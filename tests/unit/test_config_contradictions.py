@@ -199,7 +199,11 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "planner decides",
         ),
         (["exploration.planner.caution=2"], "exploration.planner.caution", "leave it out"),
-        (["exploration.planner.costs.step_s=0.1"], "exploration.planner.costs", "leave it out"),
+        (
+            ["exploration.planner={costs: {step_s: 0.1}, maximises: contrast}"],
+            "exploration.planner.costs",
+            "leave it out",
+        ),
         (["exploration.drawn_seeds=17"], "exploration.drawn_seeds", "Two are enough"),
         (["exploration.sampled_prompts=13"], "exploration.sampled_prompts", "Lower it"),
         (

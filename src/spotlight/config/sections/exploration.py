@@ -37,7 +37,7 @@ class BanditConfig(Section):
     """A bandit that decides every iteration how many seeds to preview with how many steps.
 
     In idle time it only considers what fits into the time that training leaves. On the critical path, which
-    waits for previews, every choice fits: it seeks the largest contrast, whatever it costs.
+    waits for previews, every choice fits, random seeds among them: it seeks the largest contrast per second.
     """
 
     seed_counts: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = (24, 32, 48)
@@ -50,6 +50,10 @@ class BanditConfig(Section):
     """Factor per iteration on past evidence: the gain of seeds and steps drifts with the model."""
     sharing: Annotated[float, Field(ge=0, lt=1)] = 0.3
     """How much evidence a choice shares with its neighbours on the grid: 0 none, towards 1 nearly all."""
+    maximises: Literal["contrast_per_second", "contrast"] = "contrast_per_second"
+    """On the critical path: contrast over the time of an iteration, so that previews have to pay for
+    themselves, or contrast whatever it costs.
+    """
     caution: Annotated[float, Field(ge=0)] = 1.0
     """Safety margin, in standard deviations, subtracted from the time that training is expected to leave.
     Only for previews in idle time.
@@ -60,7 +64,7 @@ class PlannerConfig(BanditConfig):
     """A run's bandit, which learns what previews cost."""
 
     costs: PreviewCostsConfig = PreviewCostsConfig()
-    """Cost of previews. Only with ``where: idle``."""
+    """Cost of previews. Not with ``maximises: contrast`` on the critical path."""
 
 
 PreviewTime: TypeAlias = Literal["critical_path", "idle"]
@@ -350,9 +354,16 @@ class ExplorationConfig(SeedChoiceConfig):
 
     def _unread_problems(self) -> Iterator[Problem]:
         planner, default = self.planner, PlannerConfig()
-        if planner is None or self.where == "idle":
+        if planner is None:
             return
-        for name in ("caution", "costs"):
+        if self.where == "idle":
+            if planner.maximises != default.maximises:
+                yield Problem(
+                    "exploration.planner.maximises", planner.maximises, "nothing with exploration.where=idle",
+                    "Idle time costs nothing: leave it out.",
+                )  # fmt: skip
+            return
+        for name in ("caution", "costs") if planner.maximises == "contrast" else ("caution",):
             if (value := getattr(planner, name)) != getattr(default, name):
                 yield Problem(
                     f"exploration.planner.{name}", str(value), "nothing with exploration.where=critical_path",

@@ -109,10 +109,14 @@ class DiscountedUCB:
             raise ValueError(f"none of the arms {sorted(wanted)} is an arm of this bandit")
         return max(candidates, key=lambda arm: estimates[arm].index)  # the first of the largest
 
-    def learn(self, arm: Arm, reward: float) -> None:
-        """Add a play. An arm not on the grid only decays the others."""
+    def forget(self) -> None:
+        """Decay all evidence, as a play of another arm would."""
         for memory in self._memory.values():
             memory.forget(self.discount)
+
+    def learn(self, arm: Arm, reward: float) -> None:
+        """Add a play. An arm not on the grid only decays the others."""
+        self.forget()
         if arm in self._memory:
             self._memory[arm].add(reward)
 

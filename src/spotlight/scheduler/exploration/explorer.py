@@ -19,6 +19,7 @@ from spotlight.scheduler.exploration.contrast import contrast
 from spotlight.scheduler.exploration.decayed_mean import section
 from spotlight.scheduler.exploration.fidelity import Trust, fidelity
 from spotlight.scheduler.exploration.halving import rungs_of
+from spotlight.scheduler.exploration.iteration_seconds import IterationSeconds
 from spotlight.scheduler.exploration.planner import ArmPolicy, FixedArm, Lesson, Outlook, Planner
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.exploration.window import Choice, ExploredGroup, Window, choose, flat
@@ -45,6 +46,7 @@ class Explorer:
         self.policy = make_policy(plan, self._exploration)
         self._pool_max = plan.pool_max
         self.window = Window(0)
+        self._closed: tuple[Arm | None, float] | None = None
         self._planned: list[Prompt] = []
         self.groups: Mapping[int, ExploredGroup] = {}
         self.report: dict[str, object] = {}
@@ -67,6 +69,10 @@ class Explorer:
             prompts: by slot.
             early: number of leading slots that are not explored.
         """
+        if self._closed is not None and self._exploration.where == "critical_path":
+            arm, closed_s = self._closed
+            self.policy.rested(arm, now - closed_s)
+        self._closed = None
         explored = {slot: prompt for slot, prompt in enumerate(prompts) if slot >= early}
         decision = self.policy.decide(Outlook(iteration, len(explored), workers))
         self._planned = list(prompts)
@@ -115,6 +121,7 @@ class Explorer:
         plan, exploration = self._plan, self._exploration
         choice = choose(window, exploration, plan.group_size, plan.prompts_per_iteration, plan.run_seed)
         self.groups = choice.groups
+        self._closed = window.arm, now
         open_s = now - window.opened_s
         if window.arm is not None:
             # Deepening pools keeps workers as busy as planned previews do.
@@ -227,6 +234,7 @@ class Explorer:
         """Restore a snapshot; empty: the initial state. Raises ValueError if malformed."""
         self.policy = make_policy(self._plan, self._exploration)
         self.window, self.groups, self.report = Window(0), {}, {}
+        self._closed = None  # the clock may be another's
         if not state:
             return
         self.policy.load(section(state, "policy"))
@@ -251,4 +259,9 @@ def make_policy(plan: Plan, exploration: ExplorationConfig) -> ArmPolicy:
     arms = sorted(plan.arms, key=lambda arm: (-planner.costs.work_s(arm.steps, arm.seeds_per_prompt), arm))
     bandit = DiscountedUCB(arms, planner.alpha, planner.discount, planner.sharing)
     forecast = Forecast(planner.costs, planner.caution)
-    return Planner(bandit, forecast, trust, limited=exploration.where == "idle")
+    if exploration.where == "idle":
+        return Planner(bandit, forecast, trust)
+    if planner.maximises == "contrast":
+        return Planner(bandit, forecast, trust, limited=False)
+    seconds = IterationSeconds(forecast, plan.rollout_steps, plan.group_size, plan.keeps_previews)
+    return Planner(bandit, forecast, trust, limited=False, seconds=seconds)

@@ -20,6 +20,7 @@ from spotlight.scheduler.exploration.budget import Capacity, Forecast, WindowSee
 from spotlight.scheduler.exploration.contrast import Contrast
 from spotlight.scheduler.exploration.decayed_mean import DecayedMean, section
 from spotlight.scheduler.exploration.fidelity import Fidelity, Trust
+from spotlight.scheduler.exploration.iteration_seconds import IterationSeconds
 
 _NO_CONTRAST = 1e-12
 """Gains are not divided by a random contrast below this."""
@@ -76,6 +77,10 @@ class ArmPolicy(Protocol):
         """Learn from a window's length and throughput."""
         ...
 
+    def rested(self, arm: Arm | None, rest_s: float) -> None:
+        """Learn how long an iteration took after the window of ``arm``."""
+        ...
+
     def learn(self, lesson: Lesson) -> None:
         """Learn from the regenerated groups, once per iteration."""
         ...
@@ -107,6 +112,9 @@ class FixedArm:
     def observe(self, seen: WindowSeen) -> None:
         """Nothing depends on it."""
 
+    def rested(self, arm: Arm | None, rest_s: float) -> None:
+        """Nothing depends on it."""
+
     def learn(self, lesson: Lesson) -> None:
         """See :class:`ArmPolicy`."""
         _learn_trust(self.trust, lesson)
@@ -131,8 +139,14 @@ class Planner:
 
     A window may open before the previous one's groups are regenerated; its reward then arrives late.
 
+    With ``seconds``, previews are waited for, and what is maximised is contrast per second: (1 + gain) over
+    the seconds of an iteration, in units of random groups' contrast. Random seeds have gain 0 and no window:
+    they are an arm too. That contrast is worth its square in deviations, not less, is measured
+    (``docs/howto/explore-seeds.md``): what needs n iterations with random groups needs about n / (1 + gain).
+
     Attributes:
         limited: windows end with training; otherwise previews are waited for and every arm fits.
+        seconds: of iterations; None: every second is free.
         _awaited: the last arm played, until its reward arrives.
     """
 
@@ -140,6 +154,7 @@ class Planner:
     forecast: Forecast
     trust: Trust
     limited: bool = True
+    seconds: IterationSeconds | None = None
     _unit: DecayedMean = field(default_factory=DecayedMean)
     _awaited: Arm | None = None
 
@@ -150,6 +165,7 @@ class Planner:
         fits = {arm for arm in self.bandit.arms if self._fits(work_s[arm], capacity)}
         trusted = {arm for arm in self.bandit.arms if not self.trust.doubts(arm.steps)}
         estimates = self.bandit.estimates()
+        rates = self._rates(outlook, estimates)
         cheapest = min(trusted, key=lambda arm: (work_s[arm], arm)) if trusted else None
         if not trusted:
             arm, why = None, _doubt(self.trust)
@@ -161,22 +177,40 @@ class Planner:
             arm = self.bandit.choose(self._worth_trying(fits & trusted, estimates), estimates)
             tried = estimates[arm].mean is not None
             why = "the largest index of those that fit" if tried else "fits, and was not tried yet"
+            if tried and rates:
+                arm = max(trusted, key=lambda one: (rates[one], one))
+                pays = rates[arm] > rates[None]
+                why = (
+                    "the most contrast per second" if pays else "random seeds: no previews pay for their time"
+                )
+                arm = arm if pays else None
         arms = {
             one.name: self._explain(one, work_s[one], one in fits, one in trusted, estimates[one])
+            | ({"per_s": rates[one]} if math.isfinite(rates.get(one, math.inf)) else {})
             for one in self.bandit.arms
         }
         self._awaited = arm
-        metrics = {"iteration": outlook.iteration, "chosen": arm and arm.name, "why": why}
+        metrics: dict[str, object] = {"iteration": outlook.iteration, "chosen": arm and arm.name, "why": why}
+        metrics |= {"random_per_s": rates[None]} if rates else {}
         return Decision(arm, why, metrics | {"capacity": capacity.as_metrics(), "arms": arms})
 
     def observe(self, seen: WindowSeen) -> None:
         """See :class:`ArmPolicy`."""
         self.forecast.observe(seen)
+        if self.seconds is not None:
+            self.seconds.windowed(seen)
+
+    def rested(self, arm: Arm | None, rest_s: float) -> None:
+        """See :class:`ArmPolicy`."""
+        if self.seconds is not None:
+            self.seconds.rested(arm, rest_s)
 
     def learn(self, lesson: Lesson) -> None:
         """See :class:`ArmPolicy`."""
         _learn_trust(self.trust, lesson)
         if lesson.arm is None:
+            if self.seconds is not None:
+                self.bandit.forget()  # so that what did not pay is tried again
             return
         self._awaited = None if self._awaited == lesson.arm else self._awaited
         if lesson.contrast is None:
@@ -198,6 +232,7 @@ class Planner:
             "trust": self.trust.snapshot(),
             "unit": self._unit.to_list(),
             "awaited": self._awaited and self._awaited.name,
+            "seconds": {} if self.seconds is None else self.seconds.snapshot(),
         }
 
     def load(self, state: Mapping[str, object]) -> None:
@@ -206,9 +241,21 @@ class Planner:
         self.forecast.load(section(state, "forecast"))
         self.trust.load(section(state, "trust"))
         self._unit = DecayedMean.from_list(state.get("unit"))
+        if self.seconds is not None:
+            self.seconds.load(section(state, "seconds") if "seconds" in state else {})
         awaited = state.get("awaited")
         arm = None if awaited is None else Arm.parse(str(awaited))
         self._awaited = arm if arm in self.bandit.arms else None  # the configured grid may have changed
+
+    def _rates(self, outlook: Outlook, estimates: Mapping[Arm, ArmEstimate]) -> dict[Arm | None, float]:
+        """Contrast per second by arm, None for random seeds; empty where seconds are free or not known."""
+        if self.seconds is None:
+            return {}
+        arms: tuple[Arm | None, ...] = (None, *self.bandit.arms)
+        seconds = {arm: self.seconds.of(arm, outlook.prompts, outlook.workers) for arm in arms}
+        brings = {arm: 1.0 if arm is None else max(0.0, 1 + estimates[arm].index) for arm in arms}
+        known = {arm: brings[arm] / taken for arm, taken in seconds.items() if taken}
+        return known if len(known) == len(arms) else {}
 
     def _worth_trying(self, arms: set[Arm], estimates: Mapping[Arm, ArmEstimate]) -> set[Arm]:
         """Skip an untried arm whose reward is pending: a second play would not inform sooner."""
