@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -127,6 +127,7 @@ class Halved:
         variance: of the rewards of the group that is chosen.
         of_all: the same of the group that would be chosen from all seeds.
         of_pool: of all seeds' rewards: that of a random group.
+        of_fewer: of the group chosen from as many whole rollouts as these steps make.
     """
 
     sampler: str
@@ -136,6 +137,7 @@ class Halved:
     variance: Sequence[float]
     of_all: Sequence[float]
     of_pool: Sequence[float]
+    of_fewer: Sequence[float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +246,7 @@ def halved(
     seeds = len(whole[0])
     explores = ExplorationConfig(seeds_per_prompt=seeds, rungs=tuple(looks), finishers=finishers)
     rungs = rungs_of(explores, group, steps)
-    found = Halved(sampler, tuple(looks), finishers, [], [], [], [])
-    columns = [list[float]() for _ in range(4)]
+    columns = [list[float]() for _ in range(5)]
     for place, rewards in enumerate(whole):
         left, taken = set(range(seeds)), 0
         for rung in rungs:
@@ -254,12 +255,19 @@ def halved(
             left, taken = left - ends, taken + rung.step * len(ends)
         taken += steps * len(left)
         columns[0].append(taken / (steps * seeds))
-        for column, pool in zip(columns[1:3], (sorted(left), range(seeds)), strict=True):
-            chosen = select({seed: rewards[seed] for seed in pool}, group, SelectionPolicy.MAX_VARIANCE).seeds
-            column.append(sample_variance([rewards[seed] for seed in chosen]))
+        columns[1].append(chosen_variance(rewards, sorted(left), group))
+        columns[2].append(chosen_variance(rewards, range(seeds), group))
         columns[3].append(sample_variance(rewards))
-    share, variance, of_all, of_pool = columns
-    return replace(found, steps=share, variance=variance, of_all=of_all, of_pool=of_pool)
+        fewer = round(seeds * columns[0][-1])
+        parts = [[(at + first) % seeds for at in range(fewer)] for first in range(seeds)]
+        columns[4].append(statistics.fmean(chosen_variance(rewards, part, group) for part in parts))
+    return Halved(sampler, tuple(looks), finishers, *columns)
+
+
+def chosen_variance(rewards: Sequence[float], pool: Sequence[int], group: int) -> float:
+    """Variance of the rewards of the group that is chosen from a pool."""
+    chosen = select({seed: rewards[seed] for seed in pool}, group, SelectionPolicy.MAX_VARIANCE).seeds
+    return sample_variance([rewards[seed] for seed in chosen])
 
 
 def _hits(previews: Sequence[float], whole: Sequence[float]) -> float | None:
@@ -294,10 +302,21 @@ def show(figures: Sequence[Figures], title: str) -> None:
     wide_console().print(table)
 
 
+_CAPTION = "contrast: variance of the chosen group over that from all; of whole rollouts with as many steps"
+
+
 def show_halvings(halvings: Sequence[Halved], title: str) -> None:
     """Print what rungs leave."""
-    table = Table(title=title, caption="contrast: variance of the chosen group over that from all; random: 1")
-    for column in ("sampler", "rungs", "run to their end", "steps", "contrast left", "times random"):
+    table = Table(title=title, caption=_CAPTION)
+    for column in (
+        "sampler",
+        "rungs",
+        "run to their end",
+        "steps",
+        "contrast left",
+        "of fewer whole",
+        "times random",
+    ):
         table.add_column(column, justify="left" if column in ("sampler", "rungs") else "right")
     for row in halvings:
         all_of_them, pool = sum(row.of_all), sum(row.of_pool)
@@ -306,7 +325,10 @@ def show_halvings(halvings: Sequence[Halved], title: str) -> None:
             ", ".join(map(str, row.rungs)),
             str(row.finishers),
             f"{statistics.fmean(row.steps):.2f}",
-            f"{sum(row.variance) / all_of_them:.2f}" if all_of_them else "-",
+            *(
+                f"{sum(part) / all_of_them:.2f}" if all_of_them else "-"
+                for part in (row.variance, row.of_fewer)
+            ),
             f"{sum(row.variance) / pool:.2f} of {all_of_them / pool:.2f}" if pool else "-",
         )
     wide_console().print(table)

@@ -220,7 +220,11 @@ def planned(**changes: object) -> ExplorationConfig:
 
 
 def test_the_planner_finds_the_arm_that_brings_most() -> None:
-    run = ran(planned(), RewardModel(exponent=0.8, variety=0.2), iterations=60)
+    run = ran(
+        planned(maximises="contrast", costs=PreviewCostsConfig()),
+        RewardModel(exponent=0.8, variety=0.2),
+        iterations=60,
+    )
     chosen = [report["decision"]["chosen"] for report in run.reports]
     assert chosen[30:].count("24x9") > 20, chosen
     told = run.reports[-1]["decision"]["arms"]
@@ -301,7 +305,8 @@ class Restarted(Watched):
 @pytest.mark.parametrize("policy", ["max_variance", "proportional"])
 def test_a_restarted_run_decides_and_learns_as_one_that_was_not(policy: str) -> None:
     """Where nothing depends on time: previews are waited for."""
-    plan = revised(planned(), policy=policy, sampled_prompts=2, spare_prompts=2, fidelity_min=0.2)
+    regardless = planned(maximises="contrast", costs=PreviewCostsConfig())
+    plan = revised(regardless, policy=policy, sampled_prompts=2, spare_prompts=2, fidelity_min=0.2)
     rewards = RewardModel(flat_share=0.2)
     whole, restarted = (ran(plan, rewards, kind=kind, iterations=12) for kind in (Watched, Restarted))
     assert restarted.head_life == 3

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.algorithms.base import LossTerms
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import load_config
 from spotlight.config.sections.learner_section import EmaConfig, LearnerConfig
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import StepReport, UpdateMeter
@@ -72,3 +74,28 @@ def test_without_labels_or_ratios_nothing_is_made_up() -> None:
     assert sums.ratio_max is None
     assert sums.replay_difference == {}
     assert "train/ratio_max" not in StepReport(1, sums, 1.0, 1.0, 1.0, 1.0, 1.0).flat()
+
+
+@given(st.integers(1, 4), st.integers(1, 64), st.integers(1, 40))
+def test_by_samples_a_run_that_trains_half_is_as_far_after_twice_as_many_iterations(
+    updates: int, half: int, iterations: int
+) -> None:
+    settings = LearnerConfig(
+        schedule_samples=2 * half * updates, updates_per_batch=updates, decay_iterations=40, warmup_steps=3
+    )
+    whole = LearnerConfig(updates_per_batch=updates, decay_iterations=40, warmup_steps=3)
+    trained = iterations * 2 * half * updates
+    steps, batches = settings.scheduled(2 * iterations * updates, 2 * iterations, trained)
+    assert (steps, batches) == pytest.approx((iterations * updates, iterations))
+    assert settings.learning_rate_at(steps) == pytest.approx(whole.learning_rate_at(iterations * updates))
+    assert whole.scheduled(7, 5, trained) == (7, 5)
+
+
+def test_a_decay_by_samples_ends_where_the_samples_do() -> None:
+    subset = ["algorithm.train_samples=8", "learner.micro_batch_size=96", "learner.decay_iterations=30"]
+    by_samples = [*subset, "learner.schedule_samples=192"]
+    assert load_config(None, [*by_samples, "iterations=60"]).iterations == 60
+    with pytest.raises(ConfigError, match="after 60 iterations"):
+        load_config(None, [*by_samples, "iterations=61"])
+    with pytest.raises(ConfigError, match=r"learner\.decay_iterations=30"):
+        load_config(None, [*subset, "iterations=31"])

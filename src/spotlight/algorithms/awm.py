@@ -83,7 +83,7 @@ class AWM:
                 metrics[f"{slot}_distance"] = distance.detach()
         return LossTerms(loss, metrics)
 
-    def old_decay(self, n: int) -> float | None:
+    def old_decay(self, n: float) -> float | None:
         """From ``algorithm.old_policy``; None if ``old_weight`` is 0."""
         return self.config.old_policy.decay(n) if self.config.old_weight > 0 else None
 

@@ -220,9 +220,9 @@ class Algorithm(Protocol):
         ``batch.groups``, and of rows of other ranks only values without gradient are known.
         """
 
-    def old_decay(self, n: int) -> float | None:
+    def old_decay(self, n: float) -> float | None:
         """m of ``old <- m old + (1 - m) policy`` after a batch; None without an old slot.
 
         ``n`` counts the batches (iterations) trained so far, 1 after the first; optimizer steps if the
-        section ``decays_by_steps``.
+        section ``decays_by_steps``; either by trained samples with ``learner.schedule_samples``.
         """

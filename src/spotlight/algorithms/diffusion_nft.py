@@ -72,6 +72,6 @@ class DiffusionNFT:
             metrics["reference_distance"] = distance.detach()
         return LossTerms(loss, metrics)
 
-    def old_decay(self, n: int) -> float:
+    def old_decay(self, n: float) -> float:
         """From ``algorithm.old_policy``."""
         return self.config.old_policy.decay(n)

@@ -76,6 +76,6 @@ class FlowDPPO:
         }
         return LossTerms(loss, metrics, kept_step=at.index)
 
-    def old_decay(self, n: int) -> float:
+    def old_decay(self, n: float) -> float:
         """0: the old policy is the one before each batch."""
         return 0.0

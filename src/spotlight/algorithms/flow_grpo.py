@@ -82,7 +82,7 @@ class FlowGRPO:
             metrics["kl"] = kl.detach()
         return LossTerms(loss, metrics, kept_step=at.index)
 
-    def old_decay(self, n: int) -> None:
+    def old_decay(self, n: float) -> None:
         """None: there is no old slot."""
         return
 

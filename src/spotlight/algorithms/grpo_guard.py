@@ -66,6 +66,6 @@ class GRPOGuard:
             metrics |= replay_metrics(self.sampler.log_prob(at.x_next, moments), at, batch)
         return LossTerms(loss / (at.sigma - at.sigma_next), metrics, kept_step=at.index)
 
-    def old_decay(self, n: int) -> float:
+    def old_decay(self, n: float) -> float:
         """0: the old policy is the one before each batch."""
         return 0.0

@@ -62,7 +62,7 @@ class VGRPO:
         loss, metrics = clipped_surrogate(log_ratio, advantages, config.clip_range)
         return LossTerms(loss, {**metrics, "surrogate": surrogate.detach()})
 
-    def old_decay(self, n: int) -> None:
+    def old_decay(self, n: float) -> None:
         """None: there is no old slot."""
         return
 

@@ -150,6 +150,8 @@ class Learner:
         """Optimizer steps applied: the policy version."""
         self.batches = 0
         """Batches finished."""
+        self.samples = 0
+        """Samples trained."""
         self._waiting: dict[str, _Prepared] = {}
         self._order: list[Sequence[str]] = []
         """Micro-batches of the current batch."""
@@ -266,11 +268,12 @@ class Learner:
         if not self._stepped:
             self._compute_old_log_probs([keys for keys in self._order if self._waiting.keys() >= {*keys}])
         clip_grads_with_norm_(self._trainable(), config.max_grad_norm, norm)
-        learning_rate = config.learning_rate_at(self.steps)
+        learning_rate = config.learning_rate_at(self._scheduled[0])
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.step()
         self.steps += 1
+        self.samples += sums.samples
         self._stepped = True
         decay = None if config.ema is None else config.ema.decay(self.steps)
         if decay is not None:
@@ -298,8 +301,8 @@ class Learner:
         if self._update.announced is not None:
             raise RuntimeError("finish_batch() with accumulated gradients: call step() first")
         self.batches += 1
-        by_steps = self.algorithm.config.decays_by_steps
-        decay = self.algorithm.old_decay(self.steps if by_steps else self.batches)
+        steps, batches = self._scheduled
+        decay = self.algorithm.old_decay(steps if self.algorithm.config.decays_by_steps else batches)
         if decay is not None:
             self.slots.blend("old", "policy", decay)
         self._waiting.clear()
@@ -309,17 +312,24 @@ class Learner:
         """Save everything needed to resume; see :func:`state.save`."""
         if self._update.announced is not None or self._waiting:
             raise RuntimeError("save() within a batch: checkpoints are between two batches")
-        counters = state.Counters(self.steps, self.batches)
-        state.save(directory, self.slots, self.optimizer, counters, self.ranks)
+        state.save(directory, self.slots, self.optimizer, self._counters, self.ranks)
 
     def load(self, directory: Path) -> None:
         """Restore what :meth:`save` wrote; see :func:`state.load`."""
         counters = state.load(directory, self.slots, self.optimizer)
-        self.steps, self.batches = counters.steps, counters.batches
+        self.steps, self.batches, self.samples = counters.steps, counters.batches, counters.samples
 
     def digest(self) -> str:
         """SHA-256 of what :meth:`save` writes, independent of sharding."""
-        return state.digest(self.slots, self.optimizer, state.Counters(self.steps, self.batches))
+        return state.digest(self.slots, self.optimizer, self._counters)
+
+    @property
+    def _counters(self) -> state.Counters:
+        return state.Counters(self.steps, self.batches, self.samples)
+
+    @property
+    def _scheduled(self) -> tuple[float, float]:
+        return self.config.scheduled(self.steps, self.batches, self.samples)
 
     # -- a batch ---------------------------------------------------------------------------------------
 

@@ -50,10 +50,11 @@ class StateError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """Optimizer steps applied, and batches finished."""
+    """Optimizer steps applied, batches finished and samples trained."""
 
     steps: int
     batches: int
+    samples: int = 0
 
 
 def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Counters, ranks: Ranks) -> None:
@@ -70,6 +71,7 @@ def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Co
             "format": FORMAT,
             "steps": counters.steps,
             "batches": counters.batches,
+            "samples": counters.samples,
             "optimizer_steps": _optimizer_steps(slots, optimizer),
             "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
         }
@@ -121,11 +123,8 @@ def digest(slots: WeightSlots, optimizer: Optimizer, counters: Counters) -> str:
 
     Gathers sharded tensors, so every rank must call this; all get the same result.
     """
-    total = hashlib.sha256(
-        json.dumps(
-            [counters.steps, counters.batches, _optimizer_steps(slots, optimizer)], sort_keys=True
-        ).encode()
-    )
+    counted = [counters.steps, counters.batches, counters.samples, _optimizer_steps(slots, optimizer)]
+    total = hashlib.sha256(json.dumps(counted, sort_keys=True).encode())
     for name, tensor in sorted(_tensors(slots, optimizer).items()):
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         total.update(f"{name} {whole.dtype} {list(whole.shape)}".encode())
@@ -175,7 +174,8 @@ def _read_index(path: Path) -> _StateIndex:
                 "made it (package_version in the checkpoint's manifest.json), or start a run of another name."
             )
         return _StateIndex(
-            Counters(int(index["steps"]), int(index["batches"])),
+            # Older states lack samples; their runs schedule by iteration.
+            Counters(int(index["steps"]), int(index["batches"]), int(index.get("samples", 0))),
             {str(name): int(step) for name, step in index["optimizer_steps"].items()},
             {str(name): [int(n) for n in shape] for name, shape in index["shapes"].items()},
         )

@@ -73,6 +73,6 @@ class DGPO:
             metrics["reference_distance"] = distance.detach()
         return LossTerms(loss, metrics)
 
-    def old_decay(self, n: int) -> float | None:
+    def old_decay(self, n: float) -> float | None:
         """From ``algorithm.old_policy``; None without a clip."""
         return None if self.config.clip_range is None else self.config.old_policy.decay(n)

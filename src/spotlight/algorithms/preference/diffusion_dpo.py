@@ -67,7 +67,7 @@ class DiffusionDPO:
         }
         return LossTerms(loss, metrics)
 
-    def old_decay(self, n: int) -> None:
+    def old_decay(self, n: float) -> None:
         """None: there is no old slot."""
         return
 

@@ -349,8 +349,8 @@ class OldPolicyConfig(Section):
     count: Literal["batches", "steps"] = "batches"
     """What n is: batches trained, or optimizer steps (``learner.updates_per_batch`` per batch)."""
 
-    def decay(self, n: int) -> float:
-        """m of ``old <- m old + (1 - m) policy``."""
+    def decay(self, n: float) -> float:
+        """m of ``old <- m old + (1 - m) policy``; n as ``learner.schedule_samples`` counts."""
         return min(self.slope * max(n - self.delay, 0), self.cap)
 
 

@@ -65,6 +65,10 @@ class LearnerConfig(Section):
     """Optimizer steps of linear warm-up."""
     decay_iterations: PositiveInt | None = None
     """After warm-up, cosine decay of the learning rate to 0 at this iteration; default: constant."""
+    schedule_samples: PositiveInt | None = None
+    """Schedules (warm-up and decay of the learning rate, the old policy's decay) advance by trained samples:
+    one iteration for so many. Default: by iteration and optimizer step, however few samples these train.
+    """
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
     updates_per_batch: PositiveInt = 1
@@ -109,8 +113,19 @@ class LearnerConfig(Section):
         """``pass_memory_gib`` in bytes."""
         return None if self.pass_memory_gib is None else int(self.pass_memory_gib * 2**30)
 
-    def learning_rate_at(self, step: int) -> float:
-        """Learning rate of the next optimizer step after ``step`` steps."""
+    def scheduled(self, steps: int, batches: int, samples: int) -> tuple[float, float]:
+        """How far schedules have advanced, in optimizer steps and in batches.
+
+        Args:
+            steps, batches, samples: trained so far.
+        """
+        if self.schedule_samples is None:
+            return steps, batches
+        done = samples / self.schedule_samples
+        return done * self.updates_per_batch, done
+
+    def learning_rate_at(self, step: float) -> float:
+        """Learning rate of the next optimizer step after ``step`` steps, as :meth:`scheduled` counts them."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
         if self.decay_iterations is None:
@@ -134,7 +149,10 @@ class LearnerConfig(Section):
                 "speed), or learner.mode=lora.",
             )  # fmt: skip
         if self.decay_iterations is not None:
-            yield from self._decay_problems(run.iterations, self.decay_iterations)
+            rollout = run.rollout
+            trained = rollout.prompts_per_iteration * (run.algorithm.train_samples or rollout.group_size)
+            per_iteration = trained / (self.schedule_samples or trained)
+            yield from self._decay_problems(run.iterations, self.decay_iterations, per_iteration)
         if self.keep_gathered is True and (run.fleet.driver == "ray" or self.shard == "none"):
             reason = "learner.shard=none" if self.shard == "none" else "fleet.driver=ray"
             yield Problem(
@@ -148,11 +166,12 @@ class LearnerConfig(Section):
                 "Only learner.timesteps_per_pass=auto looks at memory: set that, or leave the budget out.",
             )  # fmt: skip
 
-    def _decay_problems(self, iterations: int, until: int) -> Iterator[Problem]:
-        if iterations > until:
+    def _decay_problems(self, iterations: int, until: int, per_iteration: float) -> Iterator[Problem]:
+        if iterations * per_iteration > until * (1 + 1e-9):
+            each = "" if per_iteration == 1 else f" after {until / per_iteration:g} iterations"
             yield Problem(
                 "iterations", str(iterations),
-                f"at most learner.decay_iterations={until}, where the learning rate is 0",
+                f"at most learner.decay_iterations={until}, where the learning rate is 0{each}",
                 "Raise learner.decay_iterations with it (for a new run: it changes every step's learning "
                 "rate).",
             )  # fmt: skip
