@@ -148,6 +148,23 @@ def test_the_kl_is_weighted_by_beta_and_matches_the_formula() -> None:
     )
 
 
+@pytest.mark.parametrize("sampler", [FlowSDE(0.7), Dance(0.3), CPS(0.8)], ids=lambda one: type(one).__name__)
+def test_a_steps_kl_is_that_of_its_normal_densities(sampler: Sampler) -> None:
+    """Of flow-sde and dance it is the other one over the step's length; of cps the same."""
+    policy = TinyPolicy()
+    batch = replace(rollout(policy, sampler), advantages=torch.zeros(6))
+    policy.nudge(0.1)
+    settings = FlowGRPOConfig(kl_weight=1, old_log_probs="stop_gradient")
+    rate, step = (
+        losses(FlowGRPO(settings.model_copy(update={"kl_scale": scale}), sampler), policy, batch)
+        for scale in ("rate", "step")
+    )
+    for at, (one, other) in enumerate(zip(rate, step, strict=True)):
+        length = batch.sigmas[:, at] - batch.sigmas[:, at + 1]
+        expected = one.metrics["kl"] if isinstance(sampler, CPS) else one.metrics["kl"] / length
+        torch.testing.assert_close(other.metrics["kl"], expected, rtol=1e-5, atol=0)
+
+
 def test_without_kl_the_reference_is_never_evaluated() -> None:
     policy = TinyPolicy()
     algorithm = FlowGRPO(FlowGRPOConfig(), FlowSDE())

@@ -9,7 +9,7 @@ short random SDE window, without KL (its rollouts use CPS at 0.8 in a window of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -77,6 +77,8 @@ class FlowGRPO:
         if self.config.kl_weight > 0:
             with torch.no_grad():
                 reference = self._moments(policy, at, "reference")
+            if self.config.kl_scale == "step":
+                moments = replace(moments, kl_std=moments.std)
             kl = self.sampler.kl(moments, reference)
             loss = loss + self.config.kl_weight * kl
             metrics["kl"] = kl.detach()

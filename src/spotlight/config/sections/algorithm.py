@@ -252,6 +252,10 @@ class FlowGRPOConfig(AlgorithmSection):
     """Ratio clip. Log-probs are means over the latent, so this is far below PPO's 0.2."""
     kl_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the KL divergence from the initial model; above 0 costs one more forward per timestep."""
+    kl_scale: Literal["rate", "step"] = "rate"
+    """What the KL's squared distance of means is divided by: ``rate``, twice the squared noise rate, as in
+    Flow-GRPO and DanceGRPO; ``step``, twice the step's variance, which has its length, as in the divergence.
+    """
     old_log_probs: OldLogProbs = "recompute"
     """Denominator of the ratio. ``recompute``: the weights before the batch; ``stop_gradient``: this pass's
     own value; ``rollout``: as stored by the rollout.
@@ -264,8 +268,13 @@ class FlowGRPOConfig(AlgorithmSection):
     """
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Weights of steps that the rollouts do not have."""
+        """A scale of no KL; weights of steps that the rollouts do not have."""
         rollout = run.rollout
+        if self.kl_scale == "step" and not self.kl_weight:
+            yield Problem(
+                "algorithm.kl_scale", "'step'", "'rate' with algorithm.kl_weight=0",
+                "There is no KL to scale: set algorithm.kl_weight, or leave it out.",
+            )  # fmt: skip
         if self.step_weights == "noise" and rollout.sampler == "cps":
             yield Problem(
                 "algorithm.step_weights", "'noise'", "'equal' with rollout.sampler=cps",

@@ -66,11 +66,10 @@ class IterationSeconds:
         self._learn(self._rest.setdefault(self._kept(arm), DecayedMean()), rest_s)
 
     def snapshot(self) -> dict[str, object]:
-        """JSON-able state."""
-        return {
-            "windows": {arm.name: mean.to_list() for arm, mean in self._windows.items()},
-            "rest": {_REST[kept]: mean.to_list() for kept, mean in self._rest.items()},
-        }
+        """JSON-able state; empty: nothing measured."""
+        windows = {arm.name: mean.to_list() for arm, mean in self._windows.items()}
+        rest = {_REST[kept]: mean.to_list() for kept, mean in self._rest.items()}
+        return {"windows": windows, "rest": rest} if windows or rest else {}
 
     def load(self, state: Mapping[str, object]) -> None:
         """Restore a snapshot; empty: nothing measured."""
