@@ -20,7 +20,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -36,11 +36,15 @@ from benchmarks._measure import CLOCK_HELP, Clock, machine, ratio, take_turns, w
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.exploration import ExplorationConfig
+from spotlight.diffusion.noise import INITIAL, noise_batch
+from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.family import Condition
+from spotlight.models.media import MediaSize
+from spotlight.models.shared.latents import pack, unpack
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import ScoredSample
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.state import FinishedRollout, Recipe
+from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Model, prepare_model
 from spotlight.runtime.process import prepare_process
@@ -63,14 +67,18 @@ class Setting:
     Attributes:
         step_cache: see :class:`spotlight.rollout.state.Recipe`.
         look: step of a rollout of ``steps`` at which its prediction is taken.
+        small: half as high and wide, from the rollout's initial noise averaged over 2 x 2 latents.
     """
 
     steps: int
     step_cache: int = 1
     half: bool = False
     look: int | None = None
+    small: bool = False
 
     def __str__(self) -> str:
+        if self.small:
+            return f"{self.steps} steps, half the size"
         if self.look is not None:
             return f"look after {self.look} of {self.steps} steps"
         known = [f"{self.steps} steps"]
@@ -91,6 +99,7 @@ def settings_of(steps: int) -> list[Setting]:
     together = [Setting(n, 2) for n in fewer if n < steps][:1]
     halves = [Setting(steps, half=True), Setting(steps, 2, half=True)]
     looks = [Setting(steps, look=n) for n in looks_of(steps)]
+    halves.append(Setting(steps, small=True))
     return [*(Setting(n) for n in fewer if n < steps), *cached, *together, *halves, *looks]
 
 
@@ -165,10 +174,29 @@ class Bench:
         train = self.model.recipes.train
         whole = purpose is Purpose.TRAIN
         recipe = train if whole else setting.recipe(train, self.config.rollout.steps)
+        if setting.small:
+            size = MediaSize(recipe.size.height // 2, recipe.size.width // 2)
+            whole_size, recipe = recipe.size, replace(recipe, size=size)
         states = self.engine.start(rollouts, [self.conditions[place]] * self.seeds, recipe)
+        if setting.small:
+            states = self.shrunk(states, whole_size)
         results = self.engine.run(self.model.family.transformer, states)
         assert all(isinstance(result, FinishedRollout) for result in results), "the testbed does not diverge"
-        return [result.image for result in results if isinstance(result, FinishedRollout)]
+        pictures = [result.image for result in results if isinstance(result, FinishedRollout)]
+        return [picture.repeat(2, 0).repeat(2, 1) for picture in pictures] if setting.small else pictures
+
+    def shrunk(self, states: Sequence[RolloutState], size: MediaSize) -> list[RolloutState]:
+        """Small rollouts from the noise that their rollouts of ``size`` begin with.
+
+        A mean of four independent normals has half their deviation. Packed latents only (Qwen-Image).
+        """
+        family = self.model.family
+        assert isinstance(family, QwenImage), "other families lay their latents out otherwise"
+        seeds = [state.rollout.seed for state in states]
+        noise = noise_batch(seeds, [INITIAL] * len(seeds), family.latent_shape(size), family.device)
+        whole = unpack(noise, family.dimensions.grid(size))
+        small = pack(2 * torch.nn.functional.avg_pool2d(whole, 2))
+        return [replace(state, latents=row) for state, row in zip(states, small, strict=True)]
 
     def scores(self, place: int, pictures: Sequence[NDArray[np.uint8]]) -> list[float]:
         """Rewards of pictures of one prompt."""
