@@ -14,10 +14,9 @@ from test_exploration import ran
 
 from spotlight.config.sections.exploration import ExplorationConfig, PlannerConfig, PreviewCostsConfig
 from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
-from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
+from spotlight.scheduler.exploration.budget import Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
 from spotlight.scheduler.exploration.fidelity import Trust
-from spotlight.scheduler.exploration.iteration_seconds import IterationSeconds
 from spotlight.scheduler.exploration.planner import Lesson, Outlook, Planner
 
 GRID = arm_grid((16, 32, 64), (5, 10))

@@ -14,12 +14,11 @@ from typing import cast
 
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB
-from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
+from spotlight.scheduler.exploration.budget import Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.exploration.contrast import contrast
 from spotlight.scheduler.exploration.decayed_mean import section
 from spotlight.scheduler.exploration.fidelity import Trust, fidelity
 from spotlight.scheduler.exploration.halving import rungs_of
-from spotlight.scheduler.exploration.iteration_seconds import IterationSeconds
 from spotlight.scheduler.exploration.planner import ArmPolicy, FixedArm, Lesson, Outlook, Planner
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.exploration.window import Choice, ExploredGroup, Window, choose, flat

@@ -16,11 +16,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from spotlight.scheduler.exploration.bandit import Arm, ArmEstimate, DiscountedUCB
-from spotlight.scheduler.exploration.budget import Capacity, Forecast, WindowSeen
+from spotlight.scheduler.exploration.budget import Capacity, Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
 from spotlight.scheduler.exploration.decayed_mean import DecayedMean, section
 from spotlight.scheduler.exploration.fidelity import Fidelity, Trust
-from spotlight.scheduler.exploration.iteration_seconds import IterationSeconds
 
 _NO_CONTRAST = 1e-12
 """Gains are not divided by a random contrast below this."""
