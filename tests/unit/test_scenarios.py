@@ -418,6 +418,7 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
             ("exploration.sampled_prompts", "1", "drawn_seeds below 2"),
         ),
         ("exploration.policy=best", ("exploration.policy", "max_variance")),
+        ("exploration={rungs: [12], steps: 20, seeds_per_prompt: 32}", ("exploration.rungs", "nothing with spotlight")),
     ],
 )
 def test_an_exploration_that_cannot_be_is_refused(override: str, told: tuple[str, ...]) -> None:
@@ -425,3 +426,12 @@ def test_an_exploration_that_cannot_be_is_refused(override: str, told: tuple[str
         load_scenario("paper-512", [override])
     for words in told:
         assert words in str(raised.value)
+
+
+def test_rungs_are_for_the_critical_path() -> None:
+    only = ["strategies=[critical_path]", "plan.strategies=[critical_path]"]
+    rungs = ["exploration={rungs: [12], steps: 20, seeds_per_prompt: 32}", *only]
+    prepared = prepare(load_scenario("paper-512", rungs), ("critical_path",), NOW)
+    explores = scenario_of(prepared, STRATEGIES["critical_path"]).plan.exploration
+    assert explores is not None
+    assert explores.rungs == (12,)
