@@ -418,7 +418,10 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
             ("exploration.sampled_prompts", "1", "drawn_seeds below 2"),
         ),
         ("exploration.policy=best", ("exploration.policy", "max_variance")),
-        ("exploration={rungs: [12], steps: 20, seeds_per_prompt: 32}", ("exploration.rungs", "nothing with spotlight")),
+        (
+            "exploration={rungs: [12], steps: 20, seeds_per_prompt: 32}",
+            ("exploration.rungs", "nothing with spotlight"),
+        ),
     ],
 )
 def test_an_exploration_that_cannot_be_is_refused(override: str, told: tuple[str, ...]) -> None:
