@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from spotlight.config.errors import ConfigError
+from spotlight.fleet.traces.public_traces import PUBLIC_TRACES
 from spotlight.fleet.traces.trace import TraceError
 from spotlight.planning.pages.comparison_summary import prices_of
 from spotlight.planning.prices.quotes import PriceError, Quote
@@ -17,7 +18,7 @@ from spotlight.planning.scenarios import pricing
 from spotlight.planning.scenarios.prepare import degrees, prepare, scenario_of
 from spotlight.planning.scenarios.pricing import Pricing
 from spotlight.planning.scenarios.profile import load_profile
-from spotlight.planning.scenarios.scenario_file import ScenarioFile
+from spotlight.planning.scenarios.scenario_file import PublicTraceSection, ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario, scenario_names
 from spotlight.planning.scenarios.side_costs import egress_between
 from spotlight.planning.scenarios.strategies import STRATEGIES, SpotPlaces, strategy_named
@@ -26,6 +27,9 @@ from spotlight.scheduler.types import NodeKind
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 ALL = tuple(STRATEGIES)
+
+
+SKYPILOT = '{"metadata": {"gap_seconds": 600}, "data": [4, 4, 3]}'
 
 
 def told(*overrides: str, name: str = "paper-512") -> str:
@@ -41,8 +45,14 @@ def read(name: str, overrides: Sequence[str]) -> None:
 
 
 @pytest.mark.parametrize("name", scenario_names())
-def test_shipped_scenarios_can_be_simulated_with_all_they_name(name: str) -> None:
+def test_shipped_scenarios_can_be_simulated_with_all_they_name(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = load_scenario(name)
+    if isinstance(file.trace, PublicTraceSection):
+        made = tmp_path / PUBLIC_TRACES[file.trace.name].file
+        made.write_text("0,add,a\n3600000,remove,a\n" if made.suffix == ".csv" else SKYPILOT)
+        monkeypatch.setenv("SPOTLIGHT_TRACES", str(tmp_path))
     names = tuple(dict.fromkeys((*file.strategies, *file.iterations_to_target)))
     prepared = prepare(file, names, NOW)
     for strategy in map(strategy_named, names):
@@ -88,6 +98,15 @@ def test_files_build_on_others_and_paths_are_beside_them(tmp_path: Path) -> None
     assert (file.run.iterations, file.run.seed) == (3, 5)
     prepared = prepare(file, file.strategies, NOW)
     assert prepared.trace.events[1].time_s == 3600
+
+
+def test_a_public_trace_that_is_not_there_says_how_to_fetch_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPOTLIGHT_TRACES", str(tmp_path))
+    message = told(name="skypilot-v100")
+    assert f"curl -fL --create-dirs -o '{tmp_path}/skypilot-16-us-west-2a-v100.json' https://" in message
+    assert "Did you mean 'bamboo-p3'?" in told("trace.name=bambo-p3", name="bamboo-p3")
 
 
 def test_a_trace_of_the_command_line_keeps_the_scenarios_notices(tmp_path: Path) -> None:

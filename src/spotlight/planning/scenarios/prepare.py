@@ -20,6 +20,7 @@ from spotlight.config.sections.exploration import (
     SeedChoiceConfig,
 )
 from spotlight.fleet.traces.generator import TraceSpec, generate
+from spotlight.fleet.traces.public_traces import public_trace
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace
 from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
@@ -40,7 +41,13 @@ from spotlight.planning.scenarios.profile_costs import (
     ProfiledWorkload,
     sp_degrees,
 )
-from spotlight.planning.scenarios.scenario_file import AlwaysOn, GeneratedTrace, Pool, ScenarioFile
+from spotlight.planning.scenarios.scenario_file import (
+    AlwaysOn,
+    GeneratedTrace,
+    Pool,
+    PublicTraceSection,
+    ScenarioFile,
+)
 from spotlight.planning.scenarios.side_costs import egress_of, standing_usd_h
 from spotlight.planning.scenarios.strategies import (
     PipelinePart,
@@ -357,8 +364,9 @@ def _trace(file: ScenarioFile, nodes: int, later: float = 0.0) -> Trace:
                 notice_lead_s=section.notice_lead_s,
             )
         )
-    source = str(section.path)
-    trace = limit(read_trace(section.path, gpus_per_node=spot.gpus_per_node), nodes)
+    path = public_trace(section.name) if isinstance(section, PublicTraceSection) else section.path
+    source = str(path)
+    trace = limit(read_trace(path, gpus_per_node=spot.gpus_per_node), nodes)
     start_s = section.start_h * 3600 + later * trace.horizon_s
     trace = repeat(trace, start_s + horizon_s)
     if start_s:

@@ -162,6 +162,18 @@ class TraceFile(_ScenarioSection):
     """Notice before each removal; 0: none; null: as in the file."""
 
 
+class PublicTraceSection(_ScenarioSection):
+    """Spot nodes from a public trace, which you fetch once; repeated if the run is longer."""
+
+    kind: Literal["public"] = "public"
+    name: str
+    """One that ``docs/howto/prices-and-traces.md`` lists, such as bamboo-p3."""
+    start_h: NonNegativeFloat = 0.0
+    """Offset into the trace at which the run begins."""
+    notice_lead_s: NonNegativeFloat | None = None
+    """Notice before each removal; 0: none; null: as in the file, which has none."""
+
+
 class GeneratedTrace(_ScenarioSection):
     """Randomly generated spot nodes."""
 
@@ -183,7 +195,7 @@ class GeneratedTrace(_ScenarioSection):
     """Notice before each removal; 0: none."""
 
 
-TraceSection = Annotated[AlwaysOn | TraceFile | GeneratedTrace, Field(discriminator="kind")]
+TraceSection = Annotated[AlwaysOn | TraceFile | PublicTraceSection | GeneratedTrace, Field(discriminator="kind")]
 
 
 class EvaluationSection(_ScenarioSection):
@@ -375,7 +387,7 @@ class ScenarioFile(_ScenarioSection):
     prices: PricesSection = PricesSection()
     """Source of prices."""
     trace: TraceSection = AlwaysOn()
-    """Spot availability: ``kind`` is always_on, file or generated."""
+    """Spot availability: ``kind`` is always_on, file, public or generated."""
     workload: WorkSection
     """The RL workload."""
     exploration: ExplorationSection | None = None
