@@ -161,7 +161,10 @@ def test_strategies_rent_what_they_say() -> None:
     assert nodes("all_on_demand") == {NodeKind.RESERVED: (12, 12, pytest.approx(12 * 6.88))}
     assert nodes("disaggregated") == {NodeKind.RESERVED: (4, 8, pytest.approx(12 * 6.88))}
     for name, strategy in STRATEGIES.items():
-        if strategy.learner_moves:
+        if strategy.baseline is not None:
+            expected = {NodeKind.RESERVED: (12, 12, pytest.approx(12 * 1.78))}
+            assert nodes(name) == expected, "undisturbed, before the trace is applied"
+        elif strategy.learner_moves:
             assert nodes(name) == {NodeKind.SPOT: (0, 12, pytest.approx(12 * 1.78))}, "as many GPUs, all spot"
         elif strategy.places is SpotPlaces.SPOT:
             assert nodes(name) == {NodeKind.RESERVED: reserved, NodeKind.SPOT: spot}

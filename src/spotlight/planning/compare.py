@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
+from spotlight.planning.scenarios.baseline_runs import on_spot_nodes
 from spotlight.planning.scenarios.prepare import Prepared, scenario_of
 from spotlight.planning.scenarios.scenario_file import Target
 from spotlight.planning.scenarios.strategies import strategy_named
@@ -286,6 +287,8 @@ def run_task(task: SimulationTask) -> ComparedStrategy:
     strategy = strategy_named(task.strategy)
     scenario = scenario_of(task.prepared, strategy, timelines=task.timelines)
     result = simulate(scenario)
+    if strategy.baseline is not None:
+        result = on_spot_nodes(task.prepared, strategy, scenario, result)
     file = task.prepared.file
     # What is stated for a strategy with this very name holds for it as it is.
     exact = task.strategy in file.iterations_to_target

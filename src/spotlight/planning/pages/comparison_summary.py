@@ -199,7 +199,8 @@ def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Itera
     needs = {one.strategy: bytes_of_both(prepared, strategy_named(one.strategy)) for one in outcomes}
     crowded = [f"{name} {need / 2**30:.0f} GiB" for name, need in needs.items() if need > has]
     if crowded:
-        resident = prepared.file.workload.resident
+        stay = any(not strategy_named(name.split(" ")[0]).switches for name in crowded)
+        resident = prepared.file.workload.resident and stay
         assumed = "as if they fitted" if resident else "as if what is not in use moved out and in again"
         yield (
             f"GPUs that train and roll out would hold, for both: {', '.join(crowded)} each; {gpu} has "

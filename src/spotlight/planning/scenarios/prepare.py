@@ -227,7 +227,7 @@ def _on_demand(prepared: Prepared) -> OnDemandOffer:
 
 def _learner_shape(file: ScenarioFile, strategy: Strategy, ranks: int) -> LearnerShape:
     pools = file.cluster
-    gpus = (pools.spot if strategy.learner_moves else pools.reserved).gpus_per_node
+    gpus = (pools.spot if strategy.is_all_spot else pools.reserved).gpus_per_node
     if strategy.places is SpotPlaces.ON_DEMAND and pools.spot.gpu_type == pools.reserved.gpu_type:
         gpus = min(gpus, pools.spot.gpus_per_node)
     return LearnerShape(ranks, gpus, file.learner.shard, file.workload.micro_batch_per_gpu)
@@ -250,7 +250,7 @@ def _costs(prepared: Prepared, strategy: Strategy, denoising: tuple[str, ...], r
         guidance=work.guidance,
         recomputes_log_probs=work.recomputes_log_probs,
         timesteps_per_pass=per_pass,
-        resident=work.resident,
+        resident=work.resident and not strategy.switches,
         scorers=prepared.file.rewards.scorers,
         learner=_learner_shape(prepared.file, strategy, ranks),
     )
@@ -305,7 +305,7 @@ def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> in
         return 1
     if work.timesteps_per_pass is not None:
         return min(work.timesteps_per_pass, work.trained_timesteps)
-    both = work.resident and strategy.trainers_roll_out(reserved.rolls_out)
+    both = work.resident and not strategy.switches and strategy.trainers_roll_out(reserved.rolls_out)
     held = prepared.profile.memory.rollout_bytes.value if both else 0.0
     gpu = prepared.file.learner_gpu(strategy)
     parts = _learner_shape(prepared.file, strategy, ranks).parts
@@ -319,8 +319,15 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
     both = strategy.trainers_roll_out(reserved.rolls_out)
     events: list[tuple[float, NodeEvent]] = [
         (0.0, NodeJoined(_standing(f"reserved:{n}", reserved, pricing.reserved, trains=True, rolls_out=both)))
-        for n in range(0 if strategy.learner_moves else reserved.nodes)
+        for n in range(0 if strategy.is_all_spot else reserved.nodes)
     ]
+    if strategy.baseline is not None:  # the undisturbed run that its model takes
+        price = pricing.spot or PriceTag(0.0, "the trace's")
+        nodes = (
+            _standing(f"spot:{n}", spot, price, trains=True, rolls_out=True)
+            for n in range(prepared.file.spot_nodes(strategy))
+        )
+        return tuple((0.0, NodeJoined(node)) for node in nodes)
     if strategy.places.stays:
         assert pricing.on_demand is not None, "prepared for a strategy that rents on demand"
         # Mixed GPU types would train at the pace of the slowest, so other types only denoise.
@@ -329,11 +336,15 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
             node = _standing(f"on-demand:{n}", spot, pricing.on_demand, trains=trains, rolls_out=True)
             events.append((0.0, NodeJoined(node)))
     elif strategy.places is SpotPlaces.SPOT:
-        usd_h = None if pricing.spot is None else pricing.spot.usd_gpu_h * spot.gpus_per_node
-        events += spot_events(
-            prepared.trace_of(strategy), SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h)
-        )
+        events += spot_nodes_of(prepared, strategy)
     return tuple(events)
+
+
+def spot_nodes_of(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
+    """The spot nodes of the strategy's trace, as they come and go."""
+    spot, tag = prepared.file.cluster.spot, prepared.pricing.spot
+    usd_h = None if tag is None else tag.usd_gpu_h * spot.gpus_per_node
+    return spot_events(prepared.trace_of(strategy), SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h))
 
 
 def _standing(name: str, pool: Pool, tag: PriceTag, *, trains: bool, rolls_out: bool) -> Node:

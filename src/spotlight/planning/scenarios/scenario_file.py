@@ -126,6 +126,14 @@ class EgressSection(_ScenarioSection):
     """Source of the figures."""
 
 
+class BaselinesSection(_ScenarioSection):
+    """The models ``spot_checkpoints`` and ``spot_redundancy``."""
+
+    redundant_share: NonNegativeFloat = 1 / 3
+    """Of a training pass, what a node computes for its neighbour in addition. One forward of three: Bamboo
+    hides it in the bubbles of a pipeline of layers, which data-parallel training does not have."""
+
+
 class PricesSection(_ScenarioSection):
     """Source of the prices that the pools do not state."""
 
@@ -384,6 +392,8 @@ class ScenarioFile(_ScenarioSection):
     egress: EgressSection | None = None
     """Between spot nodes and the learner; null: list prices if their prices are of different regions, else
     nothing."""
+    baselines: BaselinesSection = BaselinesSection()
+    """Models of how others run on spot nodes."""
     prices: PricesSection = PricesSection()
     """Source of prices."""
     trace: TraceSection = AlwaysOn()
@@ -454,12 +464,12 @@ class ScenarioFile(_ScenarioSection):
     def learner_gpu(self, strategy: Strategy) -> str:
         """Type of the GPUs that train."""
         pools = self.cluster
-        return pools.spot.gpu_type if strategy.learner_moves else pools.reserved.gpu_type
+        return pools.spot.gpu_type if strategy.is_all_spot else pools.reserved.gpu_type
 
     def spot_nodes(self, strategy: Strategy) -> int:
-        """Most spot nodes at once: where the learner moves, enough for it beside those that roll out."""
+        """Most spot nodes at once: where all are spot, as many GPUs more as are reserved elsewhere."""
         spot = self.cluster.spot
-        return spot.nodes + (math.ceil(self.ranks / spot.gpus_per_node) if strategy.learner_moves else 0)
+        return spot.nodes + (math.ceil(self.ranks / spot.gpus_per_node) if strategy.is_all_spot else 0)
 
     @property
     def pixels(self) -> int:

@@ -251,7 +251,7 @@ def _exploration(explore: ExplorationSection, group: int, steps: int) -> Iterato
 
 def _is_on_reserved(name: str) -> bool:
     try:
-        return not strategy_named(name).learner_moves
+        return not strategy_named(name).is_all_spot
     except UnknownStrategyError:
         return False  # reported on its own
 

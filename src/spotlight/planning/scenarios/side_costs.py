@@ -66,7 +66,7 @@ def standing_usd_h(file: ScenarioFile, profile: Profile, strategy: Strategy) -> 
 
 def egress_section(file: ScenarioFile, pricing: Pricing, strategy: Strategy) -> EgressSection | None:
     """Between spot nodes and the learner, if they are in different regions."""
-    if strategy.learner_moves or strategy.places is not SpotPlaces.SPOT:
+    if strategy.is_all_spot or strategy.places is not SpotPlaces.SPOT:
         return None
     spot = pricing.spot.place if pricing.spot else None
     return file.egress or egress_between(pricing.reserved.place, spot)

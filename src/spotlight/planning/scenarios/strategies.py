@@ -19,6 +19,7 @@ from spotlight.config.errors import Problem
 from spotlight.config.sections.exploration import PreviewTime
 
 LearnerPlacement: TypeAlias = Literal["reserved", "spot", "spot_then_on_demand"]
+SpotBaseline: TypeAlias = Literal["checkpoints", "redundancy"]
 
 
 class UnknownStrategyError(ValueError):
@@ -93,6 +94,8 @@ class Strategy:
         placement: of the learner, as ``fleet.learner_placement``; anywhere but on reserved nodes, spot GPUs take
             the places of the reserved ones, too.
         like: the strategy whose iterations to target apply; empty: its own.
+        switches: GPUs that train and roll out switch between both, whatever ``workload.resident`` says.
+        baseline: a model of how others run on spot nodes; None: our controller runs it.
     """
 
     name: str
@@ -102,10 +105,17 @@ class Strategy:
     parts: frozenset[PipelinePart] = frozenset()
     placement: LearnerPlacement = "reserved"
     like: str = ""
+    switches: bool = False
+    baseline: SpotBaseline | None = None
 
     @property
     def learner_moves(self) -> bool:
-        """Whether the learner is on spot nodes."""
+        """Whether our learner is on spot nodes."""
+        return self.is_all_spot and self.baseline is None
+
+    @property
+    def is_all_spot(self) -> bool:
+        """Whether spot nodes take the places of the reserved ones."""
         return self.placement != "reserved"
 
     @property
@@ -123,7 +133,8 @@ class Strategy:
         Args:
             wished: the scenario's setting, used where both are possible.
         """
-        if self.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND} or self.parts & _ONE_OF[1]:
+        alone = self.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND} or self.baseline is not None
+        if alone or self.parts & _ONE_OF[1]:
             return True
         pipelined = self.parts & {PipelinePart.GAP, PipelinePart.SLICES, PipelinePart.TCSS}
         return wished and self.places is SpotPlaces.SPOT and not pipelined
@@ -139,6 +150,34 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 "as many GPUs, all at the on-demand price, never taken back; all denoise, then all train",
                 SpotPlaces.ON_DEMAND,
                 None,
+            ),
+            Strategy(
+                "colocated",
+                "as all_on_demand, and all GPUs switch between denoising and training",
+                SpotPlaces.ON_DEMAND,
+                None,
+                like="all_on_demand",
+                switches=True,
+            ),
+            Strategy(
+                "spot_checkpoints",
+                "a model: as colocated, all spot; a preemption stops the job, which restarts from a checkpoint",
+                SpotPlaces.SPOT,
+                None,
+                placement="spot",
+                like="all_on_demand",
+                switches=True,
+                baseline="checkpoints",
+            ),
+            Strategy(
+                "spot_redundancy",
+                "a model: as colocated, all spot; each node also computes its neighbour's part (as Bamboo)",
+                SpotPlaces.SPOT,
+                None,
+                placement="spot",
+                like="all_on_demand",
+                switches=True,
+                baseline="redundancy",
             ),
             Strategy(
                 "disaggregated",
@@ -183,7 +222,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
         )
     }
 )
-"""Without a pipeline. ``all_on_demand`` is what others call colocated."""
+"""Without a pipeline. ``all_on_demand`` is what others call colocated, without switching."""
 
 
 @cache
@@ -250,7 +289,7 @@ def _require_together(name: str, base: Strategy, parts: frozenset[PipelinePart])
     for either in _ONE_OF:
         if either <= parts:
             raise UnknownStrategyError(name, f"one of {' and '.join(sorted(either))}", "Remove the other.")
-    alone = base.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND}
+    alone = base.places in {SpotPlaces.NOTHING, SpotPlaces.ON_DEMAND} or base.baseline is not None
     if alone and (overlapping := parts & _OVERLAPPING):
         expected = f"GPUs that only roll out, with {', '.join(sorted(overlapping))}"
         raise UnknownStrategyError(name, expected, f"Of {base.name} all train: take disaggregated.")

@@ -1,0 +1,91 @@
+"""Baselines on spot nodes: from an undisturbed run to one on the scenario's trace. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeAlias
+
+from spotlight.planning.scenarios.prepare import Prepared, spot_nodes_of
+from spotlight.planning.scenarios.profile_costs import ProfileCosts
+from spotlight.planning.scenarios.strategies import Strategy
+from spotlight.scheduler.types import NodeKind, Phase
+from spotlight.simulation.scenario import Scenario, SimulationResult
+from spotlight.simulation.spot_baselines import BaselineModel, replay
+
+Spent: TypeAlias = Mapping[tuple[NodeKind, Phase], float]
+
+
+def on_spot_nodes(
+    prepared: Prepared, strategy: Strategy, scenario: Scenario, undisturbed: SimulationResult
+) -> SimulationResult:
+    """What becomes of an undisturbed run; as it is if it did not make two iterations."""
+    if len(undisturbed.iterations) < 2:
+        return undisturbed
+    result = replay(
+        _model(prepared, strategy, scenario, undisturbed),
+        spot_nodes_of(prepared, strategy),
+        prepared.file.run.until_h * 3600,
+    )
+    shares = _shares(undisturbed)
+    return replace(
+        result,
+        trained=undisturbed.trained * len(result.iterations) // len(undisturbed.iterations),
+        phase_s=_divided(result.phase_s, shares),
+        cost_usd=_divided(result.cost_usd, shares),
+    )
+
+
+def _shares(undisturbed: SimulationResult) -> Mapping[Phase, float]:
+    """Of the time after the start, by phase."""
+    spent: Counter[Phase] = Counter()
+    for (_, phase), seconds in undisturbed.phase_s.items():
+        if phase is not Phase.SETUP:
+            spent[phase] += seconds
+    return {phase: seconds / spent.total() for phase, seconds in spent.items()}
+
+
+def _divided(amounts: Spent, shares: Mapping[Phase, float]) -> Spent:
+    """With work divided as in the undisturbed run."""
+    found: Counter[tuple[NodeKind, Phase]] = Counter()
+    for (kind, phase), amount in amounts.items():
+        parts = shares if phase is Phase.TRAINING else {phase: 1.0}
+        for part, share in parts.items():
+            found[kind, part] += share * amount
+    return dict(found)
+
+
+def _model(
+    prepared: Prepared, strategy: Strategy, scenario: Scenario, undisturbed: SimulationResult
+) -> BaselineModel:
+    """Pauses: a restart loads checkpoint and model; a neighbour that takes over has both, and forms groups anew,
+    into which a part of the model is copied.
+    """
+    costs, file = scenario.costs, prepared.file
+    assert isinstance(costs, ProfileCosts), "made from a profile"
+    first, *later = [one.end_s - one.start_s for one in undisturbed.iterations]
+    iteration_s = sum(later) / len(later)
+    restart_s = costs.restore_s()
+    if strategy.baseline == "redundancy":
+        gpu_s = undisturbed.phase_s
+        training_s = sum(s for (_, phase), s in gpu_s.items() if phase is Phase.TRAINING)
+        gpus = file.spot_nodes(strategy) * file.cluster.spot.gpus_per_node
+        iteration_s += file.baselines.redundant_share * training_s / gpus / len(undisturbed.iterations)
+        site, shape = prepared.profile.infrastructure, costs.workload.learner
+        copied_s = prepared.profile.weights.full_bytes.value / shape.parts / site.network_bytes_s.value
+        pause_s = site.group_setup_s.value + copied_s
+        join_s = pause_s
+    else:
+        pause_s = join_s = restart_s
+    return BaselineModel(
+        iterations=file.run.iterations,
+        nodes=file.spot_nodes(strategy),
+        start_s=max(0.0, first - iteration_s),
+        iteration_s=iteration_s,
+        checkpoint_every=file.workload.checkpoint_every,
+        pause_s=pause_s,
+        join_s=join_s,
+        boot_s=scenario.boot_s,
+        survives_one=strategy.baseline == "redundancy",
+    )
