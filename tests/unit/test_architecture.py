@@ -55,7 +55,8 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
     "planning": {
         "prices": set(),
         "scenarios": {"prices"},
-        "compare": {"scenarios"},
+        "learning_speed": {"scenarios"},
+        "compare": {"learning_speed", "scenarios"},
         "calibration": {"scenarios"},
         "strategy_runs": {"compare", "scenarios"},
         "candidates": {"prices", "scenarios"},

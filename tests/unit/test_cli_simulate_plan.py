@@ -23,7 +23,7 @@ SMALL = (
     "run.starts=1",
     "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60, notice_lead_s: 20}",
     "plan={iterations: 3, strategies: [reserved_only, spotlight], gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 4]}",
-    "iterations_to_target.spotlight.value=8",
+    "iterations_to_target.spotlight={value: 8, source: 'assumed: for a test'}",
     "iterations_to_target.reserved_only.value=10",
     "cluster.reserved.usd_gpu_h=6.88",
     "cluster.spot.usd_gpu_h=1.78",
@@ -120,7 +120,7 @@ def test_the_shipped_scenarios_are_listed() -> None:
 
 def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
     page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
-    fewer = ("iterations_to_target.spotlight.value=3", "plan.spot_nodes=[2]", "plan.parts=[gap]")
+    fewer = ("iterations_to_target.spotlight={value: 3, source: 'assumed: for a test'}", "plan.spot_nodes=[2]", "plan.parts=[gap]")
     words = ("plan", "paper-512", *SMALL, *fewer, "--jobs", "1", "--deadline-h", "1", "--html", str(page))
     result = call(*words, "--json", str(figures))
     assert result.exit_code == 0, result.output

@@ -131,7 +131,7 @@ def test_an_iteration_that_was_repeated_counts_once_with_what_was_undone() -> No
 
 
 def test_simulated_whole_nothing_is_extrapolated() -> None:
-    prep = prepared("iterations_to_target.spotlight.value=6")
+    prep = prepared("iterations_to_target.spotlight={value: 6, source: 'assumed: for a test'}")
     result, outcome = ran(prep, "spotlight")
     assert outcome.target_h * 3600 == pytest.approx(result.iterations[-1].end_s)
 
@@ -370,7 +370,7 @@ QUICK = (
     "run.starts=1",
     "cluster.reserved.usd_gpu_h=6.88",
     "cluster.spot.usd_gpu_h=1.78",
-    "iterations_to_target.spotlight.value=3",
+    "iterations_to_target.spotlight={value: 3, source: 'assumed: for a test'}",
     "iterations_to_target.reserved_only.value=4",
     "plan={iterations: 3, strategies: [reserved_only, spotlight], gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6], parts: []}",
 )

@@ -118,7 +118,7 @@ def test_to_target_the_range_has_the_interval_of_the_iterations() -> None:
 
 def test_an_interval_out_of_order_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"iterations_to_target\.spotlight\.value.*ascending"):
-        prepared("iterations_to_target.spotlight.value=[110, 109, 160]")
+        prepared("iterations_to_target.spotlight={value: [110, 109, 160], source: 'assumed: for a test'}")
 
 
 def test_the_table_and_notes_tell_percentiles_and_starts() -> None:
@@ -167,7 +167,7 @@ def test_a_goal_holds_at_p90_and_what_is_open_is_ranked_by_p50() -> None:
 
 def test_the_answer_is_simulated_from_every_start() -> None:
     wish = "plan={iterations: 3, strategies: [reserved_only, spotlight], gpu_types: [H100], reserved_nodes: [1], spot_nodes: [2], parts: []}"
-    targets = ("iterations_to_target.spotlight.value=3", "iterations_to_target.reserved_only.value=4")
+    targets = ("iterations_to_target.spotlight={value: 3, source: 'assumed: for a test'}", "iterations_to_target.reserved_only.value=4")
     calm = "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}"
     prices = ("cluster.reserved.usd_gpu_h=6.88", "cluster.spot.usd_gpu_h=1.78")
     file = load_scenario("paper-512", [*SMALL, wish, *targets, calm, *prices])

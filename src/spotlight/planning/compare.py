@@ -12,17 +12,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
+from spotlight.planning.learning_speed import PREVIEWS_WANTED as PREVIEWS_WANTED
+from spotlight.planning.learning_speed import explored_of, honest_target, learned_target
 from spotlight.planning.scenarios.baseline_runs import on_spot_nodes
 from spotlight.planning.scenarios.prepare import Prepared, scenario_of
-from spotlight.planning.scenarios.scenario_file import Target
+from spotlight.planning.scenarios.scenario_file import CONTRAST_EXPONENT, Exponent, Target
 from spotlight.planning.scenarios.strategies import strategy_named
 from spotlight.scheduler.types import Filler, NodeKind, Phase
 from spotlight.simulation.scenario import GpuTimeline, IterationTime, Scenario, SimulationResult
 from spotlight.simulation.virtual_driver import simulate
-
-PREVIEWS_WANTED = 0.8
-"""Below this share of its previews, a strategy is not the one its iterations to target were stated for."""
-
 
 @dataclass(frozen=True, slots=True)
 class SimulationOutcome:
@@ -109,16 +107,25 @@ def outcome_of(
     random: Target | None = None,
     *,
     exact: bool = False,
+    exponent: Exponent = CONTRAST_EXPONENT,
 ) -> SimulationOutcome:
     """Compute a result's metrics.
 
     Args:
-        stated: iterations to target with the seeds that the strategy wants for all groups.
+        stated: iterations to target with the seeds that the strategy wants for all groups; None: with explored
+            seeds, derived from those with random seeds.
         random: with random seeds, which groups have that begin early; None: not stated.
         exact: ``stated`` counts those groups already.
+        exponent: of contrast in the speed of learning.
     """
     previews, early = _preview_share(scenario, result), _early_share(scenario, result)
-    target, no_target = honest_target(stated, random, previews, 0.0 if exact else early)
+    arm = scenario.plan.exploration
+    if stated is None and arm is not None:
+        windows = len(lasting(result.iterations)) - (arm.where == "idle")
+        explored = explored_of(result.explorations, scenario.plan.prompts_per_iteration, windows)
+        target, no_target = learned_target(random, previews, explored, exponent)
+    else:
+        target, no_target = honest_target(stated, random, previews, 0.0 if exact else early)
     iterations = lasting(result.iterations)
     durations = [one.end_s - one.start_s for one in iterations]
     costs = [one.cost_usd for one in iterations]
@@ -171,44 +178,6 @@ def lasting(iterations: Sequence[IterationTime]) -> list[IterationTime]:
             start_s, cost_usd = undone.start_s, cost_usd + undone.cost_usd
         merged.append(replace(one, start_s=start_s, cost_usd=cost_usd))
     return merged
-
-
-def honest_target(
-    stated: Target | None, random: Target | None, previews: float, early: float
-) -> tuple[Target | None, str]:
-    """The iterations that can be promised, or why none can.
-
-    Iterations with explored seeds are promised only where enough previews were made. Of a share ``early`` of
-    the groups, which begin before exploration, seeds are random; each group then contributes to the way to
-    the target what it does where all are alike: 1 / (early / random + (1 - early) / explored).
-
-    Args:
-        random: None: not stated, so that nothing can be promised where groups begin early.
-        previews: share that was made; NaN: the strategy does not explore.
-    """
-    if stated is None:
-        return None, ""
-    if previews < PREVIEWS_WANTED:
-        told = f"{previews:.0%} of the previews could be used: too little idle time for them"
-        return None, f"only {told}; its iterations to target are of at least {PREVIEWS_WANTED:.0%}"
-    if math.isnan(previews) or not early:
-        return stated, ""
-    if random is None:
-        told = f"{early:.0%} of the groups begin early, with random seeds"
-        return None, f"{told}, and iterations_to_target has no strategy without exploration: state one"
-    if random.iterations <= stated.iterations:
-        return stated, ""
-
-    def mixed(explored: int) -> int:
-        return math.ceil(1 / (early / random.iterations + (1 - early) / explored))
-
-    fewest, most = map(mixed, stated.ends)
-    value = mixed(stated.iterations)
-    source = (
-        f"derived: {early:.0%} of the groups begin early, with random seeds: 1 / ({early:.2f} / "
-        f"{random.iterations} + {1 - early:.2f} / {stated.iterations}); explored seeds: {stated.source}"
-    )
-    return Target(value=value if fewest == most else (fewest, value, most), source=source), ""
 
 
 def _early_share(scenario: Scenario, result: SimulationResult) -> float:
@@ -294,7 +263,13 @@ def run_task(task: SimulationTask) -> ComparedStrategy:
     exact = task.strategy in file.iterations_to_target
     ends_s = tuple(one.end_s for one in result.iterations)
     outcome = outcome_of(
-        task.strategy, scenario, result, file.target_of(strategy), file.random_target, exact=exact
+        task.strategy,
+        scenario,
+        result,
+        file.stated_target(strategy),
+        file.random_target,
+        exact=exact,
+        exponent=file.exploration.contrast_exponent if file.exploration else CONTRAST_EXPONENT,
     )
     return ComparedStrategy(outcome, result.gpus, ends_s)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -29,6 +29,11 @@ from spotlight.planning.scenarios.profile import Source
 from spotlight.planning.scenarios.profile_costs import Shard
 from spotlight.planning.scenarios.strategies import PipelinePart, Strategy, strategy_named
 from spotlight.scheduler.types import WeightKind
+
+
+Exponent: TypeAlias = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
+CONTRAST_EXPONENT: Exponent = (0.36, 1.0, 1.66)
+"""Least, likely and most; a test compares it with what :mod:`spotlight.planning.learning_speed` fits."""
 
 
 class _ScenarioSection(BaseModel):
@@ -279,6 +284,9 @@ class ExplorationSection(SeedChoiceConfig):
 
     rewards: SimulatedRewards = SimulatedRewards()
     """Rewards of simulated samples."""
+    contrast_exponent: Exponent = CONTRAST_EXPONENT
+    """Where iterations to target are not stated, they are those with random seeds over the realised contrast to
+    this power, ``[least, likely, most]``. The default is fitted on a tiny DiT (docs/benchmarks.md)."""
 
 
 class PipelineSection(_ScenarioSection):
@@ -407,14 +415,19 @@ class ScenarioFile(_ScenarioSection):
     strategies: tuple[str, ...]
     """Strategies to compare, with pipeline parts appended: ``disaggregated+gap+tsp``."""
     iterations_to_target: Mapping[str, Target] = {}
-    """By strategy; with pipeline parts, defaults to the strategy without them. Without any, time and cost to
-    target are unknown."""
+    """By strategy; with pipeline parts, defaults to the strategy without them. With exploration, defaults to
+    those with random seeds, fewer by the realised contrast. Without any, time and cost to target are unknown."""
     run: SimulationRunSection = SimulationRunSection()
     """What is simulated."""
     plan: SearchSection = SearchSection()
     """Search space of ``spotlight plan``."""
 
     def target_of(self, strategy: Strategy) -> Target | None:
+        """Iterations to target that a strategy's are, or are derived from; None: there are none."""
+        stated = self.stated_target(strategy)
+        return self.random_target if stated is None and strategy.explore is not None else stated
+
+    def stated_target(self, strategy: Strategy) -> Target | None:
         """Iterations to target of a strategy, if stated."""
         return self.iterations_to_target.get(strategy.name, self.iterations_to_target.get(strategy.learns_as))
 
