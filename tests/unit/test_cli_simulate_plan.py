@@ -120,7 +120,11 @@ def test_the_shipped_scenarios_are_listed() -> None:
 
 def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
     page, figures = tmp_path / "plan.html", tmp_path / "plan.json"
-    fewer = ("iterations_to_target.spotlight={value: 3, source: 'assumed: for a test'}", "plan.spot_nodes=[2]", "plan.parts=[gap]")
+    fewer = (
+        "iterations_to_target.spotlight={value: 3, source: 'assumed: for a test'}",
+        "plan.spot_nodes=[2]",
+        "plan.parts=[gap]",
+    )
     words = ("plan", "paper-512", *SMALL, *fewer, "--jobs", "1", "--deadline-h", "1", "--html", str(page))
     result = call(*words, "--json", str(figures))
     assert result.exit_code == 0, result.output

@@ -35,7 +35,10 @@ ANSWERS = (
 @cache
 def planned() -> tuple[ScenarioFile, SearchResult, PlanExplanation]:
     wish = "plan={iterations: 2, gpu_types: [H100], reserved_nodes: [1], spot_nodes: [3], parts: [tsp]}"
-    targets = ("iterations_to_target.spotlight={value: [2, 3, 5], source: 'assumed: for a test'}", "iterations_to_target.reserved_only.value=4")
+    targets = (
+        "iterations_to_target.spotlight={value: [2, 3, 5], source: 'assumed: for a test'}",
+        "iterations_to_target.reserved_only.value=4",
+    )
     calm = "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}"
     prices = ("cluster.reserved.usd_gpu_h=6.88", "cluster.spot.usd_gpu_h=1.78")
     some = (*prices, "strategies=[spotlight]", "plan.strategies=[spotlight]", "run.starts=1", "run.iterations=2")

@@ -173,7 +173,9 @@ def test_strategies_rent_what_they_say() -> None:
 def test_where_the_learner_may_be_on_spot_nodes() -> None:
     file = load_scenario("paper-512", ["learner.gpus=3", "learner.on_demand.after_s=5"])
     prepared = prepare(file, ("all_spot", "all_spot_then_on_demand"), NOW)
-    waits, takes = (scenario_of(prepared, STRATEGIES[name]) for name in ("all_spot", "all_spot_then_on_demand"))
+    waits, takes = (
+        scenario_of(prepared, STRATEGIES[name]) for name in ("all_spot", "all_spot_then_on_demand")
+    )
     for scenario in (waits, takes):
         plan = scenario.plan
         assert (plan.ranks, plan.checkpoint_every, plan.cluster.learner_moves) == (3, 1, True)
@@ -190,7 +192,9 @@ def test_no_reserved_node_is_needed_where_the_learner_is_on_spot_nodes() -> None
     none = ("cluster.reserved.nodes=0", "strategies=[all_spot]")
     assert "or learner.gpus" in told(*none)
     read("paper-512", [*none, "learner.gpus=4"])
-    assert "1 or more for spotlight" in told("cluster.reserved.nodes=0", "learner.gpus=4", "strategies=[spotlight]")
+    assert "1 or more for spotlight" in told(
+        "cluster.reserved.nodes=0", "learner.gpus=4", "strategies=[spotlight]"
+    )
 
 
 def test_scorers_and_bytes_between_regions_cost_money() -> None:
@@ -198,16 +202,22 @@ def test_scorers_and_bytes_between_regions_cost_money() -> None:
     between = "egress={to_spot_usd_gb: 0.02, from_spot_usd_gb: 0.01, bytes_s: 1e9, source: 'assumed: x'}"
     file = load_scenario("paper-512", [*priced, between])
     prepared = prepare(file, ("spotlight", "all_spot", "reserved_only"), NOW)
-    scenarios = {name: scenario_of(prepared, STRATEGIES[name]) for name in ("spotlight", "all_spot", "reserved_only")}
+    scenarios = {
+        name: scenario_of(prepared, STRATEGIES[name]) for name in ("spotlight", "all_spot", "reserved_only")
+    }
     assert {name: one.standing_usd_h for name, one in scenarios.items()} == {
         "spotlight": {"rewards": 6}, "reserved_only": {"rewards": 6}, "all_spot": {"rewards": 6, "head": 0.4}
     }  # fmt: skip
-    assert [name for name, one in scenarios.items() if one.egress] == ["spotlight"], "others are in one region"
+    assert [name for name, one in scenarios.items() if one.egress] == ["spotlight"], (
+        "others are in one region"
+    )
     egress = scenarios["spotlight"].egress
     assert egress is not None
     # A picture; before and after each of two timesteps, and after every fifth step of 20, a latent.
     assert egress.sample_bytes == 512 * 512 * (3 + 4 + 4)
-    assert "egress.source: found 'x'" in told("egress={to_spot_usd_gb: 0, from_spot_usd_gb: 0, bytes_s: 1, source: x}")
+    assert "egress.source: found 'x'" in told(
+        "egress={to_spot_usd_gb: 0, from_spot_usd_gb: 0, bytes_s: 1, source: x}"
+    )
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,14 @@ from spotlight.planning.search import Goal, SearchResult, pareto, search
 from spotlight.planning.strategy_runs import StrategyRuns
 from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed
 from spotlight.scheduler.types import NodeId, NodeKind, Phase
-from spotlight.simulation.scenario import GpuTimeline, IterationTime, NodeEvent, PriceChanged, Segment, SimulationResult
+from spotlight.simulation.scenario import (
+    GpuTimeline,
+    IterationTime,
+    NodeEvent,
+    PriceChanged,
+    Segment,
+    SimulationResult,
+)
 from spotlight.simulation.virtual_driver import simulate
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -125,7 +132,9 @@ def test_an_iteration_that_was_repeated_counts_once_with_what_was_undone() -> No
     def times(*numbers: int) -> list[IterationTime]:
         return [IterationTime(n, 10.0 * at, 10.0 * at + 10, 1.0, 4) for at, n in enumerate(numbers)]
 
-    found = [(one.iteration, one.start_s, one.end_s, one.cost_usd) for one in lasting(times(0, 1, 2, 1, 2, 2))]
+    found = [
+        (one.iteration, one.start_s, one.end_s, one.cost_usd) for one in lasting(times(0, 1, 2, 1, 2, 2))
+    ]
     assert found == [(0, 0, 10, 1), (1, 10, 40, 3), (2, 40, 60, 2)]
     assert lasting(times(0, 1, 2)) == times(0, 1, 2)
 

@@ -89,9 +89,7 @@ def test_on_a_calm_trace_they_are_the_colocated_run_at_the_spot_price() -> None:
     small = ("workload.prompts=8", "run.iterations=6", "workload.evaluation=null", "trace.kind=always_on")
     names = ("colocated", "all_on_demand", "spot_checkpoints", "spot_redundancy")
     prepared = prepare(load_scenario("paper-512", small), names, datetime(2026, 11, 21, tzinfo=UTC))
-    together, resident, ours, redundant = (
-        run_task(SimulationTask(prepared, name)).outcome for name in names
-    )
+    together, resident, ours, redundant = (run_task(SimulationTask(prepared, name)).outcome for name in names)
     assert together.iteration_s > resident.iteration_s + 30, "two switches of 17.5 s"
     assert ours.iteration_s == pytest.approx(together.iteration_s, rel=0.25), "on nodes of two, not of four"
     assert redundant.iteration_s > 1.02 * ours.iteration_s

@@ -80,7 +80,13 @@ def test_bursts_on_a_dense_trace_do_not_chain_into_one() -> None:
 
 def test_a_burst_takes_nodes_of_one_zone_within_three_minutes() -> None:
     spec = TraceSpec(
-        seed=3, horizon_s=200 * 3600, nodes=12, mean_uptime_s=1e9, zones=3, bursts_per_h=0.1, burst_fraction=1.0
+        seed=3,
+        horizon_s=200 * 3600,
+        nodes=12,
+        mean_uptime_s=1e9,
+        zones=3,
+        bursts_per_h=0.1,
+        burst_fraction=1.0,
     )
     gone = [event for event in generate(spec).events if event.kind is REMOVE]
     zones = {event.node.split("-")[0] if "-" in event.node else "zone0" for event in gone}

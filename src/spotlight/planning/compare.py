@@ -22,6 +22,7 @@ from spotlight.scheduler.types import Filler, NodeKind, Phase
 from spotlight.simulation.scenario import GpuTimeline, IterationTime, Scenario, SimulationResult
 from spotlight.simulation.virtual_driver import simulate
 
+
 @dataclass(frozen=True, slots=True)
 class SimulationOutcome:
     """One strategy's metrics.
@@ -112,8 +113,8 @@ def outcome_of(
     """Compute a result's metrics.
 
     Args:
-        stated: iterations to target with the seeds that the strategy wants for all groups; None: with explored
-            seeds, derived from those with random seeds.
+        stated: iterations to target with the seeds that the strategy wants for all groups; None: with
+            explored seeds, derived from those with random seeds.
         random: with random seeds, which groups have that begin early; None: not stated.
         exact: ``stated`` counts those groups already.
         exponent: of contrast in the speed of learning.

@@ -4,10 +4,10 @@ With random seeds they are an input. With explored seeds they are fewer by the s
 
     coverage * contrast ** exponent + 1 - coverage
 
-of the groups and pools that the run had: ``contrast`` is the variance of its explored groups' rewards over that
-of random groups of the same prompts, ``coverage`` the share of groups that were explored; all others have random
-seeds. The exponent is fitted to :data:`MEASURED`, through 1 without contrast; its interval spans those of the
-points. It rests on one tiny model over 16 iterations, in which random seeds hardly learn.
+of the groups and pools that the run had: ``contrast`` is the variance of its explored groups' rewards over
+that of random groups of the same prompts, ``coverage`` the share of groups that were explored; all others
+have random seeds. The exponent is fitted to :data:`MEASURED`, through 1 without contrast; its interval spans those
+of the points. It rests on one tiny model over 16 iterations, in which random seeds hardly learn.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def learned_target(
         )
     )
     source = (
-        f"derived: {random.iterations} / {explored.speed(likely):.2f}; contrast {explored.contrast:.2f} of random "
-        f"groups, to the power of {likely:.2f} [{least:.2f} to {most:.2f}], fitted on a tiny DiT, in "
+        f"derived: {random.iterations} / {explored.speed(likely):.2f}; contrast {explored.contrast:.2f} of "
+        f"random groups, to the power of {likely:.2f} [{least:.2f} to {most:.2f}], fitted on a tiny DiT, in "
         f"{explored.coverage:.0%} of the groups; random seeds: {random.source}"
     )
     return Target(value=(fewest, value, longest), source=source), ""

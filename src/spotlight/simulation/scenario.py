@@ -47,7 +47,8 @@ class Scenario:
     Attributes:
         nodes: node events as (seconds, event), ascending; training nodes join at 0, unless the
             learner moves.
-        boot_s: from a machine's arrival, billed, until the cluster can use it; what is there at 0 s has booted.
+        boot_s: from a machine's arrival, billed, until the cluster can use it; what is there at 0 s has
+            booted.
         on_demand: for a learner that moves; None: it waits for spot nodes.
         ranks_roll_out: GPUs of a learner that moves also roll out while it waits.
         even_ranks: it has equally many ranks on each node.

@@ -1,7 +1,7 @@
 """Baselines that train and roll out on all of a trace's spot nodes, as other systems do. Pure.
 
-Not our controller runs here, but a model over the trace. Its input is an undisturbed iteration of as many GPUs,
-which all roll out and then all train; with n of N nodes it takes N / n times as long.
+Not our controller runs here, but a model over the trace. Its input is an undisturbed iteration of as many
+GPUs, which all roll out and then all train; with n of N nodes it takes N / n times as long.
 
     checkpoints    a loss stops the job: it restarts on the nodes that are left, from the last checkpoint
     redundancy     as Bamboo (NSDI 23): each node also computes its neighbour's part, which takes over after a

@@ -31,15 +31,15 @@ from spotlight.scheduler.types import (
     WeightKind,
     WorkerId,
 )
-from spotlight.simulation.machines.booting import BootingMachines
 from spotlight.simulation.disturbances import Network, TimingNoise
 from spotlight.simulation.gpu_accounts import GpuAccounts, GpuSwitches
-from spotlight.simulation.run_result import result_of
-from spotlight.simulation.scenario import IterationTimes, NodeEvent, PriceChanged, Scenario, SimulationResult
-from spotlight.simulation.virtual_learner import VirtualLearner, VirtualStore
+from spotlight.simulation.machines.booting import BootingMachines
 from spotlight.simulation.machines.other_costs import OtherCosts
 from spotlight.simulation.machines.virtual_on_demand import VirtualOnDemand
 from spotlight.simulation.machines.virtual_places import VirtualPlaces
+from spotlight.simulation.run_result import result_of
+from spotlight.simulation.scenario import IterationTimes, NodeEvent, PriceChanged, Scenario, SimulationResult
+from spotlight.simulation.virtual_learner import VirtualLearner, VirtualStore
 from spotlight.simulation.virtual_processes import VirtualProcess, VirtualWeights
 from spotlight.simulation.virtual_rewards import ScorerQueue, judged
 from spotlight.simulation.virtual_workers import ImageCosts, Receipt, VirtualWorkers

@@ -160,6 +160,7 @@ def _generated(given: dict[str, float], shape: _Shape) -> Trace:
             nodes=8 if shape.nodes is None else shape.nodes,
             gpus_per_node=shape.gpus_per_node,
             notice_lead_s=shape.notice_lead_s or 0.0,
+            zones=int(given.pop("zones", 1)),
             **given,
         )
     )
@@ -234,7 +235,8 @@ def _rows(numbers: TraceStatistics) -> Sequence[tuple[str, str]]:
         (
             "bursts",
             f"{numbers.bursts} (largest {numbers.burst_largest} nodes), "
-            f"{_percent(numbers.burst_share)} of the preemptions; {_percent(numbers.burst_share_by_chance)} by chance",
+            f"{_percent(numbers.burst_share)} of the preemptions; "
+            f"{_percent(numbers.burst_share_by_chance)} by chance",
         ),
         ("notices", _notices(numbers)),
     ]

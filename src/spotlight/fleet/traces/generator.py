@@ -1,9 +1,10 @@
 """Synthetic traces from a seed. Pure: equal specifications give equal traces on every machine.
 
 Each of ``nodes`` slots is a renewal process with exponential up and down times and its own random stream, so
-adding slots does not change the others. Slots are dealt to zones in turn. Bursts are a Poisson process in each
-zone that takes each node present there with probability ``burst_fraction``, all within ``burst_spread_s``: of
-joint interruptions of one type in one zone, more than 92 % lie within three minutes (arXiv 2604.16457).
+adding slots does not change the others. Slots are dealt to zones in turn. Bursts are a Poisson process in
+each zone that takes each node present there with probability ``burst_fraction``, all within
+``burst_spread_s``: of joint interruptions of one type in one zone, more than 92 % lie within three minutes
+(arXiv 2604.16457).
 Replacements have new names: ``node3.2``, of a second zone ``zone1-node3.2``.
 """
 

@@ -13,7 +13,9 @@ from spotlight.fleet.traces.trace import TraceError
 
 FOLDER_VARIABLE = "SPOTLIGHT_TRACES"
 _BAMBOO = "https://raw.githubusercontent.com/uclasystem/bamboo/main/traces"
-_SKYPILOT = "https://raw.githubusercontent.com/skypilot-org/spot-traces/main/availability/16-node/aws-08-27-2023"
+_SKYPILOT = (
+    "https://raw.githubusercontent.com/skypilot-org/spot-traces/main/availability/16-node/aws-08-27-2023"
+)
 
 
 @dataclass(frozen=True, slots=True)

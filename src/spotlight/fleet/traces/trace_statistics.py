@@ -1,9 +1,9 @@
 """Trace statistics: number of nodes, uptime, preemption rate, and bursts. Pure.
 
-More than 92 % of joint interruptions of one type in one zone lie within three minutes (arXiv 2604.16457), so a
-burst begins with a removal and has those of the next three minutes. On a dense trace some of these are together
-by chance: of removals at the same rate without any burst (a Poisson process), with n expected in three minutes,
-1 - exp(-n) / (1 + n).
+More than 92 % of joint interruptions of one type in one zone lie within three minutes (arXiv 2604.16457), so
+a burst begins with a removal and has those of the next three minutes. On a dense trace some of these are
+together by chance: of removals at the same rate without any burst (a Poisson process), with n expected in
+three minutes, 1 - exp(-n) / (1 + n).
 """
 
 from __future__ import annotations

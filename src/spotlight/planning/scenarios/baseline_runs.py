@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
@@ -39,16 +39,16 @@ def on_spot_nodes(
 
 def _shares(undisturbed: SimulationResult) -> Mapping[Phase, float]:
     """Of the time after the start, by phase."""
-    spent: Counter[Phase] = Counter()
+    spent: dict[Phase, float] = defaultdict(float)
     for (_, phase), seconds in undisturbed.phase_s.items():
         if phase is not Phase.SETUP:
             spent[phase] += seconds
-    return {phase: seconds / spent.total() for phase, seconds in spent.items()}
+    return {phase: seconds / sum(spent.values()) for phase, seconds in spent.items()}
 
 
 def _divided(amounts: Spent, shares: Mapping[Phase, float]) -> Spent:
     """With work divided as in the undisturbed run."""
-    found: Counter[tuple[NodeKind, Phase]] = Counter()
+    found: dict[tuple[NodeKind, Phase], float] = defaultdict(float)
     for (kind, phase), amount in amounts.items():
         parts = shares if phase is Phase.TRAINING else {phase: 1.0}
         for part, share in parts.items():
@@ -59,14 +59,14 @@ def _divided(amounts: Spent, shares: Mapping[Phase, float]) -> Spent:
 def _model(
     prepared: Prepared, strategy: Strategy, scenario: Scenario, undisturbed: SimulationResult
 ) -> BaselineModel:
-    """Pauses: a restart loads checkpoint and model; a neighbour that takes over has both, and forms groups anew,
-    into which a part of the model is copied.
+    """Pauses: a restart loads checkpoint and model; a neighbour that takes over has both, and forms groups
+    anew, into which a part of the model is copied.
     """
     costs, file = scenario.costs, prepared.file
     assert isinstance(costs, ProfileCosts), "made from a profile"
     first, *later = [one.end_s - one.start_s for one in undisturbed.iterations]
     iteration_s = sum(later) / len(later)
-    restart_s = costs.restore_s()
+    pause_s = costs.restore_s()
     if strategy.baseline == "redundancy":
         gpu_s = undisturbed.phase_s
         training_s = sum(s for (_, phase), s in gpu_s.items() if phase is Phase.TRAINING)
@@ -75,9 +75,6 @@ def _model(
         site, shape = prepared.profile.infrastructure, costs.workload.learner
         copied_s = prepared.profile.weights.full_bytes.value / shape.parts / site.network_bytes_s.value
         pause_s = site.group_setup_s.value + copied_s
-        join_s = pause_s
-    else:
-        pause_s = join_s = restart_s
     return BaselineModel(
         iterations=file.run.iterations,
         nodes=file.spot_nodes(strategy),
@@ -85,7 +82,7 @@ def _model(
         iteration_s=iteration_s,
         checkpoint_every=file.workload.checkpoint_every,
         pause_s=pause_s,
-        join_s=join_s,
+        join_s=pause_s,
         boot_s=scenario.boot_s,
         survives_one=strategy.baseline == "redundancy",
     )

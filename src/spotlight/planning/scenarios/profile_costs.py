@@ -153,8 +153,8 @@ class ProfileCosts:
     def train_s(self, gpu_type: str, pixels: int, samples: int, ranks: int) -> float:
         """See :class:`CostModel`.
 
-        Sharded weights of the next layers are gathered while a layer computes (FSDP2), once in the forward and
-        once in the backward of a pass: the longer of both counts.
+        Sharded weights of the next layers are gathered while a layer computes (FSDP2), once in the forward
+        and once in the backward of a pass: the longer of both counts.
         """
         work = self.workload
         one_s = work.forwards * train_point_s(self.profile, gpu_type, pixels)

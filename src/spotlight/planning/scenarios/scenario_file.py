@@ -30,7 +30,6 @@ from spotlight.planning.scenarios.profile_costs import Shard
 from spotlight.planning.scenarios.strategies import PipelinePart, Strategy, strategy_named
 from spotlight.scheduler.types import WeightKind
 
-
 Exponent: TypeAlias = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
 CONTRAST_EXPONENT: Exponent = (0.36, 1.0, 1.66)
 """Least, likely and most; a test compares it with what :mod:`spotlight.planning.learning_speed` fits."""
@@ -83,8 +82,8 @@ class ClusterSection(_ScenarioSection):
     spot: SpotPool
     """Preemptible nodes."""
     boot_s: NonNegativeFloat | None = None
-    """From a machine's arrival, when it begins to cost, until its processes can start; null: as in the profile.
-    Machines that are there at the start have booted."""
+    """From a machine's arrival, when it begins to cost, until its processes can start; null: as in the
+    profile. Machines that are there at the start have booted."""
 
 
 class OnDemandNodeSection(_ScenarioSection):
@@ -202,13 +201,15 @@ class GeneratedTrace(_ScenarioSection):
     burst_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a zone's nodes that a burst preempts."""
     burst_spread_s: NonNegativeFloat = 180.0
-    """Within which it preempts them: of joint interruptions of one type in one zone, more than 92 % lie within
-    three minutes (arXiv 2604.16457)."""
+    """Within which it preempts them: of joint interruptions of one type in one zone, more than 92 % lie
+    within three minutes (arXiv 2604.16457)."""
     notice_lead_s: NonNegativeFloat = 30.0
     """Notice before each removal; 0: none."""
 
 
-TraceSection = Annotated[AlwaysOn | TraceFile | PublicTraceSection | GeneratedTrace, Field(discriminator="kind")]
+TraceSection = Annotated[
+    AlwaysOn | TraceFile | PublicTraceSection | GeneratedTrace, Field(discriminator="kind")
+]
 
 
 class EvaluationSection(_ScenarioSection):
@@ -285,8 +286,8 @@ class ExplorationSection(SeedChoiceConfig):
     rewards: SimulatedRewards = SimulatedRewards()
     """Rewards of simulated samples."""
     contrast_exponent: Exponent = CONTRAST_EXPONENT
-    """Where iterations to target are not stated, they are those with random seeds over the realised contrast to
-    this power, ``[least, likely, most]``. The default is fitted on a tiny DiT (docs/benchmarks.md)."""
+    """Where iterations to target are not stated, they are those with random seeds over the realised contrast
+    to this power, ``[least, likely, most]``. The default is fitted on a tiny DiT (docs/benchmarks.md)."""
 
 
 class PipelineSection(_ScenarioSection):
@@ -416,7 +417,8 @@ class ScenarioFile(_ScenarioSection):
     """Strategies to compare, with pipeline parts appended: ``disaggregated+gap+tsp``."""
     iterations_to_target: Mapping[str, Target] = {}
     """By strategy; with pipeline parts, defaults to the strategy without them. With exploration, defaults to
-    those with random seeds, fewer by the realised contrast. Without any, time and cost to target are unknown."""
+    those with random seeds, fewer by the realised contrast. Without any, time and cost to target are
+    unknown."""
     run: SimulationRunSection = SimulationRunSection()
     """What is simulated."""
     plan: SearchSection = SearchSection()

@@ -91,8 +91,8 @@ class Strategy:
         places: what takes the places of the spot nodes.
         explore: when previews are made; None: never.
         parts: pipeline parts that are on.
-        placement: of the learner, as ``fleet.learner_placement``; anywhere but on reserved nodes, spot GPUs take
-            the places of the reserved ones, too.
+        placement: of the learner, as ``fleet.learner_placement``; anywhere but on reserved nodes, spot GPUs
+            take the places of the reserved ones, too.
         like: the strategy whose iterations to target apply; empty: its own.
         switches: GPUs that train and roll out switch between both, whatever ``workload.resident`` says.
         baseline: a model of how others run on spot nodes; None: our controller runs it.
@@ -161,7 +161,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
             ),
             Strategy(
                 "spot_checkpoints",
-                "a model: as colocated, all spot; a preemption stops the job, which restarts from a checkpoint",
+                "a model: as colocated, all spot; after a preemption the job restarts from a checkpoint",
                 SpotPlaces.SPOT,
                 None,
                 placement="spot",
@@ -205,7 +205,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
             ),
             Strategy(
                 "all_spot",
-                "as many GPUs, all spot: the learner moves when its nodes are preempted, and waits for others",
+                "as many GPUs, all spot: the learner moves off preempted nodes, and waits for others",
                 SpotPlaces.SPOT,
                 "idle",
                 placement="spot",

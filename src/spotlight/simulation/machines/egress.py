@@ -1,4 +1,4 @@
-"""Bytes between spot nodes and the learner's region, if that is another one: what they cost and how long they take."""
+"""Bytes between spot nodes and a learner in another region: what they cost, and how long they take."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from typing import Protocol
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy, OnDemandStep
 from spotlight.scheduler.types import Node, NodeId
-from spotlight.simulation.scenario import NodeEvent, OnDemandOffer
 from spotlight.simulation.machines.virtual_places import VirtualPlaces
+from spotlight.simulation.scenario import NodeEvent, OnDemandOffer
 
 LOOK_S = 1.0
 """Between two looks while it is wanted, coming or there, as in real runs."""
@@ -138,7 +138,7 @@ class VirtualOnDemand:
         """The node, once it has joined; it may have been lost since."""
         places = self.host.places
         assert places.moving is not None, "only a learner that moves takes a node on demand"
-        there = next(iter(places.moving.on_demand), None)
+        there = next(map(NodeId, places.moving.on_demand), None)
         if there is not None:
             self._coming = None
         else:

@@ -118,7 +118,7 @@ class VirtualPlaces:
     def started(self) -> None:
         """The learner starts at its places."""
         if self.moving is not None:
-            self.warm.update(self.moving.target)
+            self.warm.update(map(NodeId, self.moving.target))
             self.moving.started(self.moving.target)
 
     def lost(self) -> None:
