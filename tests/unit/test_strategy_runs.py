@@ -24,6 +24,7 @@ from spotlight.planning.strategy_runs import StrategyRuns, grouped, range_of, ta
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SMALL = (
     "cluster.boot_s=0",
+    "iterations_to_target.spotlight={value: [71, 109, 160], source: 'derived: for a test'}",
     "workload.prompts=8",
     "workload.group_size=8",
     "workload.evaluation=null",

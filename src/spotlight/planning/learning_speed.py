@@ -6,8 +6,8 @@ With random seeds they are an input. With explored seeds they are fewer by the s
 
 of the groups and pools that the run had: ``contrast`` is the variance of its explored groups' rewards over
 that of random groups of the same prompts, ``coverage`` the share of groups that were explored; all others
-have random seeds. The exponent is fitted to :data:`MEASURED`, through 1 without contrast; its interval spans those
-of the points. It rests on one tiny model over 16 iterations, in which random seeds hardly learn.
+have random seeds. The exponent is fitted to :data:`MEASURED`, through 1 without contrast; its interval spans
+those of the points. It rests on one tiny model over 16 iterations, in which random seeds hardly learn.
 """
 
 from __future__ import annotations
