@@ -60,7 +60,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "calibration": {"scenarios"},
         "strategy_runs": {"compare", "scenarios"},
         "candidates": {"prices", "scenarios"},
-        "surrogate": {"compare", "scenarios"},
+        "surrogate": {"compare", "learning_speed", "scenarios"},
         "estimates": {"candidates", "compare", "prices", "scenarios", "strategy_runs", "surrogate"},
         "search": {"candidates", "compare", "estimates", "scenarios", "strategy_runs"},
         "launch_files": {"candidates", "scenarios"},

@@ -22,7 +22,8 @@ SMALL = (
     "run.until_h=4",
     "run.starts=1",
     "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60, notice_lead_s: 20}",
-    "plan={iterations: 3, strategies: [reserved_only, spotlight], gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 4]}",
+    "plan={iterations: 3, strategies: [reserved_only, spotlight], gpu_types: [H100], "
+    "reserved_nodes: [1, 2], spot_nodes: [2, 4]}",
     "iterations_to_target.spotlight={value: 8, source: 'assumed: for a test'}",
     "iterations_to_target.reserved_only.value=10",
     "cluster.reserved.usd_gpu_h=6.88",
@@ -169,7 +170,10 @@ def test_planning_says_when_nothing_meets_the_goal() -> None:
         (("plan", "paper-512"), ("exactly one, above 0", "--deadline-h 24")),
         (("plan", "paper-512", "--deadline-h", "1", "--budget-usd", "1"), ("exactly one",)),
         (("plan", "paper-512", "--deadline-h", "-1"), ("exactly one, above 0",)),
-        (("plan", "paper-512", "--deadline-h", "5", "plan.gpu_types=[L4]"), ("no on-demand price of L4", "can be simulated")),
+        (
+            ("plan", "paper-512", "--deadline-h", "5", "plan.gpu_types=[L4]"),
+            ("no on-demand price of L4", "can be simulated"),
+        ),
     ],
 )
 def test_wrong_calls_end_before_any_work(words: tuple[str, ...], parts: tuple[str, ...]) -> None:

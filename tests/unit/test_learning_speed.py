@@ -30,7 +30,9 @@ BENCHMARKS = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 def test_the_points_are_those_of_the_benchmarks_page() -> None:
     row = re.search(r"\| variance over random groups, in the run .*", BENCHMARKS)
     assert row is not None
-    assert [float(found) for found in re.findall(r"(\d\.\d+) ±", row[0])] == [point.contrast for point in MEASURED]
+    assert [float(found) for found in re.findall(r"(\d\.\d+) ±", row[0])] == [
+        point.contrast for point in MEASURED
+    ]
     current, stale = MEASURED
     assert f"| {current.speed} [{current.least}, -] |" in BENCHMARKS
     assert f"| {stale.speed} [{stale.least}, {stale.most}] |" in BENCHMARKS
@@ -112,7 +114,7 @@ def test_the_simulated_contrast_is_that_of_the_scenarios_group_and_pool() -> Non
         assert target is not None
         return target.iterations
 
-    # The benchmark's own shape, groups of 4 of 16 full previews by current weights, has 2.79 times the variance
-    # of random groups; normally distributed rewards, which have no bounds, more.
+    # The benchmark's own shape, groups of 4 of 16 full previews by current weights, has 2.79 times the
+    # variance of random groups; normally distributed rewards, which have no bounds, more.
     assert iterations(32, 4, 16) == pytest.approx(200 / 2.79, rel=0.2)
     assert iterations(8, 16, 20) > 150

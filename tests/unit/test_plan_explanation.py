@@ -41,7 +41,13 @@ def planned() -> tuple[ScenarioFile, SearchResult, PlanExplanation]:
     )
     calm = "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}"
     prices = ("cluster.reserved.usd_gpu_h=6.88", "cluster.spot.usd_gpu_h=1.78")
-    some = (*prices, "strategies=[spotlight]", "plan.strategies=[spotlight]", "run.starts=1", "run.iterations=2")
+    some = (
+        *prices,
+        "strategies=[spotlight]",
+        "plan.strategies=[spotlight]",
+        "run.starts=1",
+        "run.iterations=2",
+    )
     file = load_scenario("paper-512", [*SMALL, wish, *targets, calm, *some])
     found = search(file, Goal(deadline_h=1000), NOW)
     assert found.answer is not None

@@ -383,7 +383,8 @@ QUICK = (
     "cluster.spot.usd_gpu_h=1.78",
     "iterations_to_target.spotlight={value: 3, source: 'assumed: for a test'}",
     "iterations_to_target.reserved_only.value=4",
-    "plan={iterations: 3, strategies: [reserved_only, spotlight], gpu_types: [H100], reserved_nodes: [1, 2], spot_nodes: [2, 6], parts: []}",
+    "plan={iterations: 3, strategies: [reserved_only, spotlight], gpu_types: [H100], "
+    "reserved_nodes: [1, 2], spot_nodes: [2, 6], parts: []}",
 )
 
 

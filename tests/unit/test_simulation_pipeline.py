@@ -144,7 +144,9 @@ def test_targets_are_of_what_changes_seeds() -> None:
     assert set(values) == set(file.strategies)
     assert set(values.values()) == {200}
     unstated = [name for name in file.strategies if file.stated_target(strategy_named(name)) is None]
-    assert unstated == [file.strategies[-1]], "with exploration, they are derived from those with random seeds"
+    assert unstated == [file.strategies[-1]], (
+        "with exploration, they are derived from those with random seeds"
+    )
     own = file.target_of(strategy_named("disaggregated+tcss"))
     assert own is not None
     assert own.value == 7

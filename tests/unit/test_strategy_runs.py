@@ -167,8 +167,14 @@ def test_a_goal_holds_at_p90_and_what_is_open_is_ranked_by_p50() -> None:
 
 
 def test_the_answer_is_simulated_from_every_start() -> None:
-    wish = "plan={iterations: 3, strategies: [reserved_only, spotlight], gpu_types: [H100], reserved_nodes: [1], spot_nodes: [2], parts: []}"
-    targets = ("iterations_to_target.spotlight={value: 3, source: 'assumed: for a test'}", "iterations_to_target.reserved_only.value=4")
+    wish = (
+        "plan={iterations: 3, strategies: [reserved_only, spotlight], gpu_types: [H100], "
+        "reserved_nodes: [1], spot_nodes: [2], parts: []}"
+    )
+    targets = (
+        "iterations_to_target.spotlight={value: 3, source: 'assumed: for a test'}",
+        "iterations_to_target.reserved_only.value=4",
+    )
     calm = "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}"
     prices = ("cluster.reserved.usd_gpu_h=6.88", "cluster.spot.usd_gpu_h=1.78")
     file = load_scenario("paper-512", [*SMALL, wish, *targets, calm, *prices])

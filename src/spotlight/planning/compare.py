@@ -44,6 +44,8 @@ class SimulationOutcome:
         overlapped_share, early_share: of the samples trained, those given to the learner before the batch was
             complete, and those begun before their iteration.
         dropped_share: of the samples generated for training.
+        contrast: variance of explored groups' rewards over that of random ones; NaN without exploration.
+        coverage: share of the groups that were explored.
         other_usd: paid in the whole simulation beside machines with GPUs, by what it was for.
         on_demand: nodes that the learner took on demand.
     """
@@ -73,6 +75,8 @@ class SimulationOutcome:
     first_h: float = math.nan
     first_usd: float = math.nan
     no_target: str = ""
+    contrast: float = math.nan
+    coverage: float = math.nan
     other_usd: Mapping[str, float] = field(default_factory=dict)
     on_demand: int = 0
 
@@ -121,9 +125,11 @@ def outcome_of(
     """
     previews, early = _preview_share(scenario, result), _early_share(scenario, result)
     arm = scenario.plan.exploration
-    if stated is None and arm is not None:
+    explored = None
+    if arm is not None:
         windows = len(lasting(result.iterations)) - (arm.where == "idle")
         explored = explored_of(result.explorations, scenario.plan.prompts_per_iteration, windows)
+    if stated is None and arm is not None:
         target, no_target = learned_target(random, previews, explored, exponent)
     else:
         target, no_target = honest_target(stated, random, previews, 0.0 if exact else early)
@@ -164,6 +170,8 @@ def outcome_of(
         first_h=durations[0] / 3600 if durations else math.nan,
         first_usd=costs[0] if costs else math.nan,
         no_target=no_target,
+        contrast=explored.contrast if explored else math.nan,
+        coverage=explored.coverage if explored else math.nan,
         other_usd=dict(result.other_usd),
         on_demand=result.on_demand,
     )
@@ -270,7 +278,7 @@ def run_task(task: SimulationTask) -> ComparedStrategy:
         file.stated_target(strategy),
         file.random_target,
         exact=exact,
-        exponent=file.exploration.contrast_exponent if file.exploration else CONTRAST_EXPONENT,
+        exponent=file.contrast_exponent,
     )
     return ComparedStrategy(outcome, result.gpus, ends_s)
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from spotlight.fleet.traces.trace import PricePoint, Trace, TraceEventKind
-from spotlight.planning.compare import ComparedStrategy, SimulationOutcome, SimulationTask, honest_target
+from spotlight.planning.compare import ComparedStrategy, SimulationOutcome, SimulationTask
+from spotlight.planning.learning_speed import Explored, honest_target, learned_target
 from spotlight.planning.scenarios.prepare import Prepared, with_file
 from spotlight.planning.scenarios.profile import Profile
 from spotlight.planning.scenarios.scenario_file import AlwaysOn, ScenarioFile, Target
@@ -164,11 +165,10 @@ def estimated(prepared: Prepared, strategy: str, curve: SteadyCurve) -> Simulati
     """
     outcome = curve.most.outcome or next(one.outcome for one in curve.points if one.outcome)
     named, file = strategy_named(strategy), prepared.file
-    stated, exact = file.target_of(named), strategy in file.iterations_to_target
+    stated = file.target_of(named)
     wanted = stated.iterations if stated else file.run.iterations
     run = _integrated(prepared, named, curve, wanted)
-    early = 0.0 if exact else run.early
-    target, no_target = honest_target(stated, file.random_target, run.previews, early)
+    target, no_target = _promised(file, strategy, outcome, run)
     if target is not None and target.iterations != wanted:
         wanted = target.iterations
         run = _integrated(prepared, named, curve, wanted)
@@ -186,6 +186,22 @@ class _WholeRun:
     previews: float = math.nan
     early: float = 0.0
     preemptions: int = 0
+
+
+def _promised(
+    file: ScenarioFile, strategy: str, outcome: SimulationOutcome, run: _WholeRun
+) -> tuple[Target | None, str]:
+    """Iterations to target; coverage is as much less than at most nodes as the share of previews is."""
+    named = strategy_named(strategy)
+    stated = file.stated_target(named)
+    if stated is not None or named.explore is None:
+        early = 0.0 if strategy in file.iterations_to_target else run.early
+        return honest_target(stated, file.random_target, run.previews, early)
+    explored = None
+    if outcome.contrast > 0 and outcome.preview_share > 0:
+        coverage = outcome.coverage * min(1.0, run.previews / outcome.preview_share)
+        explored = Explored(outcome.contrast, coverage)
+    return learned_target(file.random_target, run.previews, explored, file.contrast_exponent)
 
 
 def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iterations: int) -> _WholeRun:

@@ -81,6 +81,8 @@ def _lines(outcomes: Sequence[SimulationOutcome]) -> Iterator[TableLine]:
     yield line("work lost", lambda one: f"{_three(one.lost_s / 3600)} GPU-h")
     if any(not math.isnan(one.preview_share) for one in outcomes):
         yield line("previews used", lambda one: percent(one.preview_share))
+    if any(not math.isnan(one.contrast) for one in outcomes):
+        yield line("contrast, of random groups'", lambda one: _times(one.contrast))
     yield TableLine("GPU-hours, and share")
     for phase in Phase:
         if any(one.seconds([phase]) for one in outcomes):
@@ -313,6 +315,10 @@ def _iterations(target: Target) -> str:
     least, most = target.ends
     interval = f" ({least} to {most})" if least < most else ""
     return f"{target.iterations}{interval}"
+
+
+def _times(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
 
 
 def _three(value: float) -> str:

@@ -434,6 +434,11 @@ class ScenarioFile(_ScenarioSection):
         return self.iterations_to_target.get(strategy.name, self.iterations_to_target.get(strategy.learns_as))
 
     @property
+    def contrast_exponent(self) -> Exponent:
+        """Of contrast in the speed of learning."""
+        return self.exploration.contrast_exponent if self.exploration else CONTRAST_EXPONENT
+
+    @property
     def random_target(self) -> Target | None:
         """Iterations to target with random seeds: the most stated for a strategy that does not explore."""
         stated = (

@@ -207,6 +207,9 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
                 continue
             if key != "iterations_to_target":
                 strategies[name] = strategy
+            if key == "plan.strategies" and strategy.baseline is not None:
+                remedy = "It is a model of how others run, which cannot be recommended: leave it out."
+                yield Problem(key, repr(name), "strategies that run here", remedy)
         if len(set(names)) < len(names):
             yield Problem(key, ", ".join(names), "every strategy once", "Remove the second.")
     for name, target in scenario.iterations_to_target.items():
