@@ -24,13 +24,14 @@ from typing import Annotated
 
 import typer
 
-from spotlight.planning.candidates import Candidate, Machine, grid, prepared_for, shape_of, ways
+from spotlight.planning.candidates import Candidate, Machine, grid, prepared_for, shape_of
 from spotlight.planning.compare import run_tasks
 from spotlight.planning.estimates import Estimates
 from spotlight.planning.explanation.levers import lever_steps
 from spotlight.planning.pages.comparison_summary import between, hours, usd
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.scenarios.strategies import with_parts
 from spotlight.planning.search import Goal, useless
 from spotlight.planning.strategy_runs import StrategyRuns, tasks_from_starts
 
@@ -92,6 +93,7 @@ class Workload:
             "plan.gpu_types=[H100]",
             "plan.strategies=[reserved_only, spotlight, all_spot]",
             "plan.machine_sizes_max=1",
+            "plan.parts=[gap, tsp]",
             f"plan.iterations={iterations}",
             "plan.candidates_max=100000",
         ]
@@ -112,14 +114,11 @@ class Workload:
         }
 
     def space(self, cloud: str | None) -> list[Candidate]:
-        """Every cluster of a cloud, run in every way."""
+        """Every cluster of a cloud, with no part of the pipeline and with all."""
         file = self.on(cloud)
         found, _ = grid(file, self.estimates.quotes)
-        return [
-            replace(one, strategy=name, next_share=share, previews=arm)
-            for one in found
-            for name, share, arm in ways(file, one.strategy)
-        ]
+        names = [(one, {one.strategy, with_parts(one.strategy, file.usable_parts)}) for one in found]
+        return [replace(one, strategy=name) for one, each in names for name in sorted(each)]
 
     def own(self, strategy: str, cloud: str) -> StrategyRuns:
         """The scenario's own cluster in one cloud, parts of machines at their share of the price."""

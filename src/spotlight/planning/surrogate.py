@@ -175,6 +175,20 @@ def estimated(prepared: Prepared, strategy: str, curve: SteadyCurve) -> Simulati
     return _as_outcome(prepared, outcome, run, wanted, target, no_target)
 
 
+def iterations_in(prepared: Prepared, strategy: str, curve: SteadyCurve, seconds: float) -> float:
+    """Iterations done after so many seconds of the trace."""
+    done = 0.0
+    for since_s, until_s, _, useful, _ in _stretches(prepared, strategy_named(strategy)):
+        at_s, until_s = since_s, min(until_s, seconds)
+        while at_s < until_s:
+            per_s = curve.between(useful, _first_rate if done < 1 else _rate)
+            left_s = (1 - done) / per_s if done < 1 and per_s > 0 else math.inf
+            step_s = min(until_s - at_s, left_s)
+            done = 1.0 if step_s == left_s else done + per_s * step_s
+            at_s += step_s
+    return done
+
+
 @dataclass(slots=True)
 class _WholeRun:
     """An integrated run; infinite times if it does not end within the trace."""
