@@ -66,7 +66,7 @@ class Head:
         self.store = start_blob_store(self.paths.path / "stored", 1 << 24, node=cluster)
         place = Placement(cluster, "127.0.0.1", resources={"spotlight_reserved": reserved}, threads=1)
         self.launcher = RayLauncher(
-            dump_config(self.config), 2, lambda: [place, place], self.store, "token", self.paths.attempts
+            dump_config(self.config), lambda: [place, place], self.store, "token", self.paths.attempts
         )
         self.notes: list[str] = []
         self.losses: list[tuple[float, str]] = []

@@ -170,7 +170,10 @@ def _with_moving_learner(
     spare = source.choice([1, 1, 2, 3])
     spot = [_node(f"s{n}", NodeKind.SPOT, gpus, False, True) for n in range(plan.ranks // gpus + spare)]
     reserved = [_node("r0", NodeKind.RESERVED, degree_min, False, True)] if source.random() < 0.3 else []
-    moves = replace(plan.cluster, learner_moves=True)
+    fewer = random.Random(f"fewer ranks {seed}").choice([None, *divisors(plan.ranks, 1, plan.ranks)])
+    if fewer is not None and (fewer % degree_min or plan.whole_groups):
+        fewer = None
+    moves = replace(plan.cluster, learner_moves=True, learner_ranks_min=fewer)
     return [*reserved, *spot], replace(plan, cluster=moves, checkpoint_every=1)
 
 

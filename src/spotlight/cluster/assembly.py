@@ -201,12 +201,11 @@ async def _learner(
 
     async def wait_for_room() -> None:
         if nodes.learner_waits:
-            incidents.learner_waits(fleet.learner_ranks, even=config.learner.shard == "node")
+            incidents.learner_waits(fleet.fewest_ranks, even=config.learner.shard == "node")
         await nodes.learner_room()
 
     launcher = RayLauncher(
         dump_config(pinned(config)),
-        fleet.learner_ranks,
         nodes.learner_placements,
         room.store,
         token,
@@ -260,6 +259,11 @@ class _MovingPlaces:
     def lost(self) -> None:
         self.nodes.learner_lost()
 
-    def started(self) -> None:
-        places = self.nodes.learner_started(self.launcher.nodes_of(self.learner.working_life))
-        self.incidents.learner_placed(places)
+    def started(self) -> int:
+        at = self.launcher.nodes_of(self.learner.working_life)
+        ranks = sum(at.values())
+        self.incidents.learner_placed(self.nodes.learner_started(at), ranks, self.nodes.places.ranks)
+        return ranks
+
+    def second_failed(self) -> None:
+        self.nodes.learner_stays()

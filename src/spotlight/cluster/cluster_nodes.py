@@ -83,7 +83,8 @@ class ClusterNodes:
         beside = config.pipeline.trainers_generate
         if fleet.learner_moves:
             even = config.learner.shard == "node"
-            self._fleet = Fleet.on_spot(ranks, prices, ranks_roll_out=beside, even=even)
+            least = fleet.fewest_ranks
+            self._fleet = Fleet.on_spot(ranks, prices, ranks_roll_out=beside, even=even, ranks_min=least)
         else:
             self._fleet = Fleet.plan(ranks, prices, site.nodes, ranks_roll_out=beside)
         # Ray would assign any GPU with room, but what shares a rank's GPU must know which it is.
@@ -95,6 +96,7 @@ class ClusterNodes:
         self._mixed: set[str] = set()
         self._rolling_out: set[NodeId] = set()
         self._stands = False
+        self._growth: asyncio.TimerHandle | None = None
         self.on_demand: OnDemandNodes | None = None
         self.spares: SpareWorkers | None = None
         self._first_gpu: Gpu | None = None
@@ -166,7 +168,8 @@ class ClusterNodes:
         self._tell_learner_slots()
         if self.spares is not None:
             self.spares.prune()
-        if sum(count for _, count in self._site.learner_slots.by_node.values()) >= self._fleet.ranks:
+        self._await_growth()
+        if sum(count for _, count in self._site.learner_slots.by_node.values()) >= self._fleet.fewest_ranks:
             self._room.set()
         else:
             self._room.clear()
@@ -174,6 +177,20 @@ class ClusterNodes:
             held = ": the learner holds all slots" if self._room.is_set() else ""
             self._note(f"waiting for nodes that roll out{held}")
         self._stands = not self._rolling_out
+
+    def _await_growth(self) -> None:
+        """Have the learner move to more ranks when there has been room for them for long enough."""
+        larger = self._fleet.places is not None and self._fleet.places.larger
+        if larger and self._growth is None:
+            self._growth = self._loop.call_later(self._config.fleet.learner_grows_after_s, self._grow)
+        elif not larger and self._growth is not None:
+            self._growth.cancel()
+            self._growth = None
+
+    def _grow(self) -> None:
+        self._growth = None
+        self.places.grow()
+        self._change_roles()
 
     def _unused(self, names: Sequence[NodeId]) -> None:
         for name in names:
@@ -284,6 +301,11 @@ class ClusterNodes:
         self.places.lost()
         self._change_roles()
 
+    def learner_stays(self) -> None:
+        """A second learner does not start; its nodes are not kept for it if the first goes on."""
+        self.places.stay()
+        self._change_roles()
+
     def learner_started(self, at: Mapping[str, int]) -> list[tuple[str, float]]:
         """The learner is up on these Ray nodes; returns their names, and USD per hour of its slots there."""
         self.places.started(at)
@@ -302,8 +324,11 @@ class ClusterNodes:
         """
         beside = self._fleet.ranks_roll_out
         share = SHARE if beside else 1.0
-        ranks = self._fleet.ranks
-        placements = [
+        places = self._site.learner_slots.by_node
+        ranks = sum(count for _, count in places.values())
+        if ranks < (least := self._fleet.fewest_ranks):
+            raise LookupError(f"room for {ranks} of {least} learner ranks")
+        return [
             Placement(
                 ray_id,
                 LOOPBACK if self._site.emulated else node.address,
@@ -312,12 +337,9 @@ class ClusterNodes:
                 None if self._site.threads is None else max(1, (os.cpu_count() or 1) // ranks),
                 slot if node.gpus and self._by_index else None,
             )
-            for ray_id, (node, count) in self._site.learner_slots.by_node.items()
+            for ray_id, (node, count) in places.items()
             for slot in range(count)
         ]
-        if len(placements) < ranks:
-            raise LookupError(f"room for {len(placements)} of {ranks} learner ranks")
-        return placements
 
 
 def _notice_settings(config: RunConfig) -> NoticeSettings:

@@ -51,11 +51,13 @@ class IncidentRecorder:
         self._write(Incident.LEARNER_WAITS, "learner", True, detail)
         self.note(f"the learner waits {detail}")
 
-    def learner_placed(self, places: Sequence[tuple[str, float]]) -> None:
-        """The learner is up on these nodes, at these USD per hour."""
+    def learner_placed(self, places: Sequence[tuple[str, float]], ranks: int, wished: int) -> None:
+        """The learner is up on these nodes, at these USD per hour, with all or some of its ranks."""
         if not places:
             return  # its nodes are gone again
         detail = ", ".join(f"{name} at ${price_usd_h:g}/h" for name, price_usd_h in places)
+        if ranks < wished:
+            detail += f", with {ranks} of {wished} ranks"
         self._write(Incident.LEARNER_PLACED, "learner", True, detail)
         self.note(f"the learner is on {detail}")
 

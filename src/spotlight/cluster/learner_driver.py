@@ -66,8 +66,11 @@ class Places(Protocol):
     def lost(self) -> None:
         """The learner's processes have ended."""
 
-    def started(self) -> None:
-        """They are up."""
+    def started(self) -> int:
+        """They are up; returns their number."""
+
+    def second_failed(self) -> None:
+        """A second learner does not start."""
 
 
 @dataclass(slots=True)
@@ -94,6 +97,7 @@ class LearnerDriver:
     _committed: bool = False
     _lost_meanwhile: str | None = None
     _restoring: int = 0
+    _ranks: int | None = None
     _restored: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, checkpoint: Path | None) -> None:
@@ -108,12 +112,12 @@ class LearnerDriver:
         await self.published.announce(manifest)
         if self.learner.is_up and self.learner.working_life == life:  # else it was lost and is being restored
             self._begun = True
-            self.put_event(ev.RunStarted())
+            self.put_event(ev.RunStarted(self._ranks))
 
     async def _restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         manifest = await self.learner.restore(checkpoint, lineage)
         if self.places is not None:
-            self.places.started()
+            self._ranks = self.places.started()
         self.conversations.start(self._await_loss())
         return manifest
 
@@ -203,13 +207,15 @@ class LearnerDriver:
             )
         manifest = await self._restore(newest.directory / LEARNER_FOLDER if newest else None, lineage)
         await self.published.announce(manifest)
-        self.put_event(ev.LearnerRestored(lineage))
+        self.put_event(ev.LearnerRestored(lineage, self._ranks))
 
     async def prepare_second(self, number: int) -> None:
         """Form a second learner elsewhere, which :meth:`restore` takes; reported with its ``number``."""
         try:
             await self.learner.form_second()
         except AbandonedError:
+            if self.places is not None:
+                self.places.second_failed()
             self.put_event(ev.LearnerPrepared(number, formed=False))
         else:
             self.put_event(ev.LearnerPrepared(number))

@@ -86,7 +86,7 @@ class Controller:
         self._now = self._task_s = 0.0
         self._task_overlaps = False
         self._budget = self._budget_until_s = 0.0
-        self.learner = LearnerLife(plan.ranks, self.cluster, self._snapshot())
+        self.learner = LearnerLife(plan.ranks, self.cluster, self._snapshot(), plan.ranks_min)
         self._undo: list[Effect] = []
 
     @property
@@ -147,6 +147,7 @@ class Controller:
     def _dispatch(self, event: ev.Event) -> None:
         match event:
             case ev.RunStarted():
+                self.learner.observe(event)
                 self._stages.move(Trigger.RUN_STARTED)
                 self._start_iteration()
             case ev.GroupPulled():

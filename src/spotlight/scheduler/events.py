@@ -27,7 +27,12 @@ from spotlight.scheduler.types import (
 
 @dataclass(frozen=True, slots=True)
 class RunStarted:
-    """Learner and rewards are up, and the checkpoint, if any, is loaded."""
+    """Learner and rewards are up, and the checkpoint, if any, is loaded.
+
+    ``ranks``: of the learner; None: those of the plan.
+    """
+
+    ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,9 +269,10 @@ class LearnerLost:
 
 @dataclass(frozen=True, slots=True)
 class LearnerRestored:
-    """The learner is at the checkpoint named by ``RestoreLearner``."""
+    """The learner is at the checkpoint named by ``RestoreLearner``. ``ranks``: see :class:`RunStarted`."""
 
     lineage: int
+    ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

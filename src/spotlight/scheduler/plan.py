@@ -35,6 +35,7 @@ class ClusterPlan:
         drain_margin_s: a noticed node stops work this long before its deadline.
         learner_moves: the learner is on spot nodes. A checkpoint ends every iteration, behind the rollouts of
             the next, and trained samples are kept until it is durable.
+        learner_ranks_min: see :attr:`Plan.ranks_min`; None: the plan's number of ranks.
     """
 
     pixels: int = 512 * 512
@@ -48,6 +49,7 @@ class ClusterPlan:
     drain_margin_s: float = 25.0
     publishes: WeightKind = WeightKind.ADAPTER
     learner_moves: bool = False
+    learner_ranks_min: int | None = None
 
     @property
     def sp_pays(self) -> bool:
@@ -128,6 +130,11 @@ class Plan:
     choice: TrainingChoice = TRAINS_ALL
 
     @property
+    def ranks_min(self) -> int:
+        """The fewest ranks that the learner is formed with."""
+        return self.cluster.learner_ranks_min or self.ranks
+
+    @property
     def trained_share(self) -> float:
         """Share of a whole group that is trained."""
         return self.choice.of_group(self.group_size) / self.group_size
@@ -165,6 +172,10 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
         raise ValueError(
             f"slices compared by pipeline.baseline={plan.pipeline.baseline} are trained before their group "
             f"is whole, but {plan.choice.samples} samples of it are to be chosen"
+        )
+    if plan.ranks % plan.ranks_min:
+        raise ValueError(
+            f"{plan.ranks} learner ranks are no multiple of the fewest allowed, {plan.ranks_min}"
         )
     if plan.cluster.learner_moves and plan.checkpoint_every != 1:
         raise ValueError(

@@ -36,7 +36,7 @@ from spotlight.simulation.gpu_accounts import GpuAccounts, GpuSwitches
 from spotlight.simulation.machines.booting import BootingMachines
 from spotlight.simulation.machines.other_costs import OtherCosts
 from spotlight.simulation.machines.virtual_on_demand import VirtualOnDemand
-from spotlight.simulation.machines.virtual_places import VirtualPlaces
+from spotlight.simulation.machines.virtual_places import GROWS_AFTER_S, VirtualPlaces
 from spotlight.simulation.run_result import result_of
 from spotlight.simulation.scenario import IterationTimes, NodeEvent, PriceChanged, Scenario, SimulationResult
 from spotlight.simulation.virtual_learner import VirtualLearner, VirtualStore
@@ -283,10 +283,10 @@ class Simulation:
 
     def _restore(self, head_life: int, effect: ef.RestoreLearner) -> None:
         wanted = (head_life, effect.lineage) == (self.head_life, self.controller.cluster.lineage)
-        if wanted and not self.places.has_room(self.scenario.plan.ranks):
+        if wanted and not self.places.has_room(self.scenario.plan.ranks_min):
             self.after(FIND_S, self._restore, head_life, effect)
         elif wanted:
-            self.learner.restore(effect)
+            self.learner.restore(effect, self.places.next_ranks)
             self._learner_starts()
 
     def _close(self, effect: ef.FinishRun) -> None:
@@ -432,6 +432,12 @@ class Simulation:
             self._kill_workers(before)
             self.accounts.reassign(before, after, self.now)
             self.feed(ev.NodeReassigned(tuple(part.id for part in before), after))
+        if self.places.sees_more_room(self.now):
+            self.after(GROWS_AFTER_S, self._grow)
+
+    def _grow(self) -> None:
+        if self.places.grow(self.now):
+            self._reassign()
 
     def _kill_workers(self, nodes: Sequence[Node]) -> None:
         for process in [p for p in self.workers.processes.values() if p.node in {node.id for node in nodes}]:
@@ -486,9 +492,9 @@ class Simulation:
             self.feed(ev.LearnerLost(detail))
 
     def _start_learner(self) -> None:
-        self._start_due = not self.places.has_room(self.scenario.plan.ranks)
+        self._start_due = not self.places.has_room(self.scenario.plan.ranks_min)
         if not self._start_due:
-            self.learner.start()
+            self.learner.start(self.places.next_ranks)
             self._learner_starts()
 
     def restart_head(self, down_s: float) -> None:

@@ -67,6 +67,7 @@ class VirtualLearner:
         prepared: samples of the batch that no micro-batch has taken yet.
         trained: samples accumulated since the last optimizer step.
         task: what it does, one thing at a time.
+        ranks: that it has.
         ready_s: when the second learner is formed; None: there is none.
     """
 
@@ -79,6 +80,7 @@ class VirtualLearner:
     after: Callable[..., None]
     turns: GpuSwitches
     is_cold: Callable[[], bool] = lambda: False
+    ranks: int = 1
     prepared: set[RolloutId] = field(default_factory=set)
     trained: int = 0
     weights: VirtualWeights = INITIAL_WEIGHTS
@@ -92,17 +94,18 @@ class VirtualLearner:
     _contents: int = 0
     _uncommitted: list[BilledSegment] = field(default_factory=list)
 
-    def start(self) -> None:
+    def start(self, ranks: int) -> None:
         """First start, or restart with the head; answers :class:`RunStarted`."""
         self.forget_second()
+        self.ranks = ranks
         self._begin_life()
-        self.after(self._restore_s, self._up, self.life, ev.RunStarted())
+        self.after(self._restore_s, self._up, self.life, ev.RunStarted(ranks))
 
     @property
     def _restore_s(self) -> float:
         return self.scenario.costs.restore_s(cold=self.is_cold())
 
-    def restore(self, effect: ef.RestoreLearner) -> None:
+    def restore(self, effect: ef.RestoreLearner, ranks: int) -> None:
         """Restart from the checkpoint that the controller names."""
         durable = self.checkpoint.effect.iteration if self.checkpoint else 0
         assert effect.iteration == durable, (
@@ -114,8 +117,9 @@ class VirtualLearner:
         if self.ready_s is not None:
             formed_s = min(formed_s, max(0.0, self.ready_s - self.now()))
             self.forget_second()
+        self.ranks = ranks
         self._begin_life()
-        self.after(formed_s, self._up, self.life, ev.LearnerRestored(effect.lineage))
+        self.after(formed_s, self._up, self.life, ev.LearnerRestored(effect.lineage, ranks))
 
     def prepare(self, number: int) -> None:
         """Form a second learner, up to loading the state."""
@@ -166,14 +170,14 @@ class VirtualLearner:
                 again = self.prepared.intersection(members)
                 assert not again, f"samples are prepared twice: {again}"
                 self.prepared.update(members)
-                seconds = costs.prepare_s(len(members), plan.ranks)
+                seconds = costs.prepare_s(len(members), self.ranks)
             case ef.TrainMicroBatch(batch):
                 size = len(batch.rollouts)
                 strange = set(batch.rollouts) - self.prepared
                 assert not strange, f"a micro-batch has samples that were not prepared: {strange}"
                 self.prepared -= set(batch.rollouts)
                 self.trained += size
-                seconds = costs.train_s(self.gpu_type, plan.cluster.pixels, size, plan.ranks)
+                seconds = costs.train_s(self.gpu_type, plan.cluster.pixels, size, self.ranks)
             case ef.StepOptimizer(samples=samples):
                 assert samples == self.trained, f"a step of {samples} samples has {self.trained}"
                 self.trained = 0

@@ -29,7 +29,7 @@ import spotlight
 from spotlight.cluster.blobs.blob_server import NEGATIVE
 from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.learner.learner_group import RankHandle
-from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankPlace, share_of
+from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankPlace
 from spotlight.cluster.learner.spare_workers import SpareProcess, Spares, SpareWorkers
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.cluster.remote_calls import cause_of
@@ -159,9 +159,8 @@ class LearnerActor:
         stored: Mapping[RolloutId, BlobAddress],
     ) -> None:
         """Fetch this rank's share of the samples for :meth:`LearnerRank.prepare`."""
-        place = self._order.place
         samples: dict[RolloutId, bytes] = {}
-        share = share_of(effect, place.rank, place.world)
+        share = self.rank.share_of(effect)
         for mark in sorted({stored[rollout].mark for rollout in share}):
             names = [rollout for rollout in share if stored[rollout].mark == mark]
             for start in range(0, len(names), _FETCHED_AT_ONCE):
@@ -228,7 +227,7 @@ class RayLauncher:
 
     Args:
         config: the resolved configuration as YAML.
-        placements: placements by rank; asked before each start, since nodes come and go. May raise
+        placements: of all ranks, whose number may differ from start to start; asked before each. May raise
             LookupError, saying why there is no room.
         room: waits until there is room for all ranks; None: there always is, or a start fails.
         spares: workers that become ranks where there are any; None: every rank is a new process.
@@ -243,7 +242,6 @@ class RayLauncher:
     def __init__(
         self,
         config: str,
-        world: int,
         placements: Callable[[], Sequence[Placement]],
         store: ActorHandle[Any],
         token: str,
@@ -256,7 +254,7 @@ class RayLauncher:
         yield_s: float = 30.0,
         profiled_steps: int = 0,
     ) -> None:
-        self.world, self._room, self._profiled_steps = world, room, profiled_steps
+        self._room, self._profiled_steps = room, profiled_steps
         self._spares, self._yield_s = spares, yield_s
         self._at: dict[int, Mapping[str, int]] = {}
         self._config, self._placements, self._store, self._token = config, placements, store, token
@@ -297,12 +295,10 @@ class RayLauncher:
                 _kill(left)
 
     def _start_all(self, life: int, placements: Sequence[Placement], spares: Spares) -> list[RankHandle]:
-        if len(placements) != self.world:
-            raise LookupError(f"{len(placements)} places for {self.world} learner ranks")
         per_node = tuple(len([*ranks]) for _, ranks in groupby(placements, lambda placement: placement.node))
         self._at[life] = Counter(placement.node for placement in placements)
         places = [
-            RankPlace(rank, self.world, self._exchange_s, placement.gpu, per_node)
+            RankPlace(rank, len(placements), self._exchange_s, placement.gpu, per_node)
             for rank, placement in enumerate(placements)
         ]
         orders = [self._order(life, *each) for each in zip(places, placements, strict=True)]

@@ -72,8 +72,6 @@ class RankHandle(Protocol):
 class Launcher(Protocol):
     """Starts and ends processes; see :class:`spotlight.cluster.learner.learner_actor.RayLauncher`."""
 
-    world: int
-
     async def start(self, life: int) -> Sequence[RankHandle]:
         """Start one process per rank, in order; they may still be initialising. LookupError: no room."""
 
@@ -363,7 +361,7 @@ class LearnerGroup:
         life.begin(ranks)
         await life.ask("begin", deadline_s=wait.start_s)
         address, hosts = None, self._launcher.meeting_hosts(ranks)
-        if self._launcher.world > 1:
+        if len(ranks) > 1:
             (address,) = await life.ask("open_rendezvous", hosts[0], deadline_s=wait.start_s, first_only=True)
         await life.ask("join", address, deadline_s=wait.start_s, each=[(host,) for host in hosts])
         await life.ask("load_model", self._prompts, deadline_s=wait.load_s)

@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -83,14 +83,32 @@ class RankPlace:
     per_node: tuple[int, ...] = ()
 
 
-def share_of(effect: PrepareBatch, rank: int, world: int) -> tuple[RolloutId, ...]:
+def share_of(effect: PrepareBatch, rank: int, world: int, planned: int = 0) -> tuple[RolloutId, ...]:
     """Samples whose tensors a rank receives: equally many of every micro-batch, so none must move later, and
     neighbours, so that they share prompts.
+
+    Args:
+        planned: see :func:`passes_of`.
     """
     return tuple(
         rollout
         for micro_batch in effect.micro_batches
-        for rollout in neighbours(micro_batch.rollouts, rank, world)
+        for each in passes_of(micro_batch, world, planned)
+        for rollout in neighbours(each.rollouts, rank, world)
+    )
+
+
+def passes_of(micro_batch: MicroBatch, world: int, planned: int = 0) -> tuple[MicroBatch, ...]:
+    """A micro-batch for ``planned`` ranks, as fewer ranks train it: in turn, as many samples at a time.
+
+    Args:
+        planned: a multiple of ``world`` that divides its samples; 0: ``world``.
+    """
+    times = (planned or world) // world
+    size = len(micro_batch.rollouts) // times
+    return tuple(
+        replace(micro_batch, rollouts=micro_batch.rollouts[start : start + size])
+        for start in range(0, size * times, size)
     )
 
 
@@ -111,8 +129,9 @@ class LearnerRank:
         self, config: str, place: RankPlace, profiled_steps: int = 0, held: ModelFamily | None = None
     ) -> None:
         self.config = _parsed(config)
-        if problems := list(self.config.rank_problems(place.world, place.per_node)):
-            raise ConfigError(f"this configuration on {place.world} ranks", problems)
+        self._planned = max(place.world, self.config.fleet.learner_ranks)
+        if problems := list(self.config.rank_problems(self._planned, place.per_node)):
+            raise ConfigError(f"this configuration on {self._planned} ranks", problems)
         self.place = place
         folder = RunPaths(self.config.runs_dir / self.config.name).profile
         kinds = (Phase.TRAINING,) if profiled_steps else ()
@@ -213,7 +232,8 @@ class LearnerRank:
 
         Raises ValueError if a sample of the share is invalid or missing.
         """
-        wanted = share_of(effect, self.place.rank, self.place.world)
+        wanted = self.share_of(effect)
+        passes = tuple(each for batch in effect.micro_batches for each in self._passes(batch))
         missing = [rollout for rollout in wanted if rollout not in samples]
         if missing:
             raise ValueError(
@@ -222,12 +242,20 @@ class LearnerRank:
             )
         with self._in(Phase.TRAINING):
             held = {rollout: unpack_sample(samples[rollout]) for rollout in wanted}
-            self.learning.trainer.prepare(effect, rollouts, held)
+            self.learning.trainer.prepare(replace(effect, micro_batches=passes), rollouts, held)
+
+    def share_of(self, effect: PrepareBatch) -> tuple[RolloutId, ...]:
+        """The samples whose tensors this rank receives."""
+        return share_of(effect, self.place.rank, self.place.world, self._planned)
 
     def accumulate(self, micro_batch: MicroBatch) -> None:
         """Accumulate the gradients of one micro-batch. Collective."""
         with self._in(Phase.TRAINING), self._profiler.step(Phase.TRAINING):
-            self.learning.trainer.accumulate(micro_batch)
+            for each in self._passes(micro_batch):
+                self.learning.trainer.accumulate(each)
+
+    def _passes(self, micro_batch: MicroBatch) -> tuple[MicroBatch, ...]:
+        return passes_of(micro_batch, self.place.world, self._planned)
 
     def step(self, samples: int, zeros: int = 0) -> tuple[float, float]:
         """Apply the gradients of ``samples`` samples, over all ranks; ``zeros`` more count as 0. Collective.

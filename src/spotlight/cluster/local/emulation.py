@@ -65,17 +65,18 @@ def require_learner_room(config: RunConfig) -> None:
             slots[event.node] = event.gpus
         elif event.kind is TraceEventKind.REMOVE:
             slots.pop(event.node, None)
-        rolls_out = elsewhere or sum(slots.values()) > fleet.learner_ranks
-        if rolls_out and choose_places(slots, fleet.learner_ranks, even=even):
+        least = fleet.fewest_ranks
+        if (elsewhere or sum(slots.values()) > least) and choose_places(slots, least, even=even):
             return
     traced = fleet.spot.trace is not None
-    wanted = f"{fleet.learner_ranks} slots at a time for fleet.learner_ranks"
+    key = "fleet.learner_ranks" if fleet.learner_ranks_min is None else "fleet.learner_ranks_min"
+    wanted = f"{fleet.fewest_ranks} slots at a time for {key}"
     wanted += ", equally many on each node that has any (learner.shard=node)" if even else ""
     problem = Problem(
         "fleet.spot.trace" if traced else "fleet.spot.nodes",
         str(fleet.spot.trace) if traced else f"{fleet.spot.emulated_nodes} of {fleet.spot.slots} slots",
         wanted + ("" if elsewhere else ", and one more that rolls out"),
-        "Lower fleet.learner_ranks, or set more fleet.spot.slots or nodes"
+        f"Lower {key}, or set more fleet.spot.slots or nodes"
         + (", or learner.shard=all." if even and fleet.learner_ranks > 1 else "."),
     )
     raise ConfigError("the configuration", [problem])

@@ -63,10 +63,21 @@ class Fleet:
 
     @classmethod
     def on_spot(
-        cls, ranks: int, prices: Prices, *, ranks_roll_out: bool = False, even: bool = False
+        cls,
+        ranks: int,
+        prices: Prices,
+        *,
+        ranks_roll_out: bool = False,
+        even: bool = False,
+        ranks_min: int = 0,
     ) -> Fleet:
-        """A fleet whose learner is on spot nodes; ``even``: equally many ranks on each that has any."""
-        return cls(ranks, prices, {}, ranks_roll_out, LearnerPlaces(ranks, even))
+        """A fleet whose learner is on spot nodes; see :class:`LearnerPlaces`."""
+        return cls(ranks, prices, {}, ranks_roll_out, LearnerPlaces(ranks, even, ranks_min))
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The learner starts with no fewer."""
+        return self.ranks if self.places is None else self.places.ranks_min or self.ranks
 
     def join(self, node: RayNode) -> tuple[Part, ...]:
         """Add a Ray node; returns the controller's nodes on it. :meth:`changes` may follow."""

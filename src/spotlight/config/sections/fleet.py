@@ -10,11 +10,13 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from spotlight.config.errors import Problem
 from spotlight.config.section import Section
+from spotlight.config.sections.learner_section import divisors_near
 from spotlight.registry import CLOUDS, FAMILIES
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
+_GROWS_AFTER_S = 60.0
 _TIMES_ASKED = 3
 """Commands to form or leave a group are sent this often before its members are given up."""
 _BEATS_MIN = 3
@@ -139,6 +141,13 @@ class FleetConfig(Section):
     """Dollars per hour per worker (a reserved GPU, or this machine's CPU). Every billed second is charged."""
     learner_ranks: PositiveInt = 1
     """Slots that train together (FSDP2)."""
+    learner_ranks_min: PositiveInt | None = None
+    """A learner on spot nodes with room for fewer than ``learner_ranks`` is formed with the largest divisor
+    of it that fits, down to this number. Gradients are the same up to rounding; with ``learner.shard=all``
+    each rank holds more of the model. Default: it waits for ``learner_ranks``.
+    """
+    learner_grows_after_s: Annotated[float, Field(ge=0)] = _GROWS_AFTER_S
+    """A learner of fewer ranks moves to more when spot nodes have had room for them so long, beside it."""
     learner_placement: Literal["reserved", "spot", "spot_then_on_demand"] = "reserved"
     """Nodes that the learner is on. ``spot``: it moves to another spot node when its own is noticed or lost,
     and waits for one where there is none. Its state is then saved after every iteration, behind the rollouts
@@ -207,16 +216,21 @@ class FleetConfig(Section):
         return 0 if self.learner_moves else self.learner_ranks
 
     @property
+    def fewest_ranks(self) -> int:
+        """The learner starts with no fewer."""
+        return self.learner_ranks_min or self.learner_ranks
+
+    @property
     def only_learner_slots(self) -> bool:
         """Whether the learner's slots are the only ones there will be, as far as the configuration tells."""
         ours, spot = self.driver == "ray" and self.address is None, self.spot
-        left = self.learner_ranks - self.reserved_ranks
+        left = self.fewest_ranks - self.reserved_ranks
         few = spot.emulated_nodes * spot.slots <= left
         return ours and spot.trace is None and few and self.local.rollout_slots == 0
 
     @property
     def _spot_nodes_min(self) -> int:
-        return (self.learner_ranks - self.reserved_ranks) // self.spot.slots + 1
+        return (self.fewest_ranks - self.reserved_ranks) // self.spot.slots + 1
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Keys of another driver or cluster, unused slots, and inconsistent timeouts."""
@@ -237,6 +251,7 @@ class FleetConfig(Section):
             )  # fmt: skip
         if self.learner_moves:
             yield from self._moving_problems(run)
+        yield from self._fewer_ranks_problems(run)
         yield from self._on_demand_problems()
         degrees = list(self.sequence_parallel.degrees)
         if degrees != (ascending := sorted(set(degrees))):
@@ -286,6 +301,34 @@ class FleetConfig(Section):
                 "learner.mode", run.learner.mode, f"lora with {placement}",
                 "All weights would be saved after every iteration: set learner.mode=lora, or leave "
                 "fleet.learner_placement out.",
+            )  # fmt: skip
+
+    def _fewer_ranks_problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Numbers of ranks that do not go together."""
+        least, most = self.learner_ranks_min, self.learner_ranks
+        if least is None:
+            if self.learner_grows_after_s != _GROWS_AFTER_S:
+                yield Problem(
+                    "fleet.learner_grows_after_s", f"{self.learner_grows_after_s:g}",
+                    "fleet.learner_ranks_min beside it",
+                    "Set that too, or leave it out: the number of ranks is fixed.",
+                )  # fmt: skip
+            return
+        if not self.learner_moves:
+            yield Problem(
+                "fleet.learner_ranks_min", str(least),
+                f"none with fleet.learner_placement={self.learner_placement}",
+                "Set fleet.learner_placement=spot, or leave it out.",
+            )  # fmt: skip
+        if most % least:
+            yield Problem(
+                "fleet.learner_ranks_min", str(least), f"a divisor of fleet.learner_ranks = {most}",
+                f"Nearest: {divisors_near(most, least)}.",
+            )  # fmt: skip
+        if run.algorithm.compares_groups and least < most:
+            yield Problem(
+                "fleet.learner_ranks_min", str(least), f"{most} with algorithm.name={run.algorithm.name}",
+                "Its loss compares the samples of whole groups, which fewer ranks would cut: leave it out.",
             )  # fmt: skip
 
     def _on_demand_problems(self) -> Iterator[Problem]:

@@ -62,6 +62,7 @@ def cluster_plan_of(config: RunConfig) -> Plan:
         drain_margin_s=fleet.drain_margin_s,
         publishes=WeightKind.ADAPTER if config.learner.mode == "lora" else WeightKind.FULL,
         learner_moves=fleet.learner_moves,
+        learner_ranks_min=fleet.learner_ranks_min,
     )
     plan = plan_of(config, fleet.learner_ranks)
     every = 1 if cluster.learner_moves else plan.checkpoint_every

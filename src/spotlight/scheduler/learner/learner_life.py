@@ -26,6 +26,8 @@ class LearnerLife:
     """See the module's docstring.
 
     Attributes:
+        ranks: that it has.
+        ranks_min: it can be formed with so many; 0: with ``ranks``.
         committed: what a lost learner starts from.
         saving: becomes ``committed`` once it is durable.
         up: it can be given work.
@@ -38,6 +40,7 @@ class LearnerLife:
     ranks: int
     cluster: Cluster
     committed: Snapshot
+    ranks_min: int = 0
     saving: Snapshot | None = None
     up: bool = True
     restore_due: bool = False
@@ -46,6 +49,9 @@ class LearnerLife:
     preparations: int = 0
     ending: bool = False
     _given_up: bool = False
+
+    def __post_init__(self) -> None:
+        self.ranks_min = self.ranks_min or self.ranks
 
     @property
     def works(self) -> bool:
@@ -65,8 +71,10 @@ class LearnerLife:
     def observe(self, event: ev.Event) -> None:
         """Call before the cluster handles an event."""
         match event:
-            case ev.LearnerRestored(lineage) if lineage == self.cluster.lineage:
-                self.up = True
+            case ev.RunStarted(ranks):
+                self.ranks = ranks or self.ranks
+            case ev.LearnerRestored(lineage, ranks) if lineage == self.cluster.lineage:
+                self.up, self.ranks = True, ranks or self.ranks
             case ev.LearnerPrepared(number, formed) if self.preparing and number == self.preparations:
                 self.prepared, self.preparing = formed, formed
                 self._given_up = not formed
@@ -92,7 +100,7 @@ class LearnerLife:
         awaited = self.restore_due or self.preparing or (self.up and (self._leaving or self._has_second))
         if self.ending or not awaited:
             return
-        if self._gpus < self.ranks:
+        if self._room < self.ranks_min:
             self.preparing = self.prepared = False
         elif self.restore_due:
             self.restore_due = False
@@ -124,13 +132,14 @@ class LearnerLife:
 
     @property
     def _has_second(self) -> bool:
-        """Whether it has places elsewhere already, whose notice may have been cancelled since."""
+        """Whether it has places elsewhere: for more ranks, or after a notice that is cancelled since."""
         return self.cluster.plan.learner_moves and self._all_gpus > self.ranks
 
     @property
-    def _gpus(self) -> int:
-        """GPUs on nodes that train, and stay as far as is known."""
-        return self._all_gpus - sum(host.node.gpus for host in self._leaving)
+    def _room(self) -> int:
+        """GPUs to form it on: on nodes that train, and stay as far as is known, and that it does not hold."""
+        stay = self._all_gpus - sum(host.node.gpus for host in self._leaving)
+        return min(stay, self._all_gpus - self.ranks) if self.up and self.cluster.plan.learner_moves else stay
 
     @property
     def _all_gpus(self) -> int:

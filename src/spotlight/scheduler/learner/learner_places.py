@@ -6,14 +6,15 @@ drivers.
                       the nodes it has left roll out again, unless they have a notice ◄─────┘
 
 Invariants
-    1. ``target`` is empty, or has room for all ranks on nodes that are there.
+    1. ``target`` is empty, or has room for all ranks on nodes that are there: ``ranks``, or the largest
+       divisor of it, not below ``ranks_min``, that fits and leaves a slot to roll out, if any does.
     2. While the learner lives, a node it runs on is no target of the next: its slots are taken.
     3. Until the ranks have places, every node rolls out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -52,7 +53,9 @@ class LearnerPlaces:
     """See the module's docstring.
 
     Attributes:
+        ranks: of the learner, if there is room.
         even: equally many ranks on each node.
+        ranks_min: it starts with so many, a divisor of ``ranks``; 0: with ``ranks`` only.
         slots: of each node that is there.
         on_demand: those of them that are used where spot nodes have no room.
         holding: those whose workers hold the base weights: the learner starts there at once.
@@ -63,6 +66,7 @@ class LearnerPlaces:
 
     ranks: int
     even: bool = False
+    ranks_min: int = 0
     slots: dict[str, int] = field(default_factory=dict)
     on_demand: set[str] = field(default_factory=set)
     holding: set[str] = field(default_factory=set)
@@ -77,8 +81,30 @@ class LearnerPlaces:
     @property
     def spot_room(self) -> bool:
         """Whether spot nodes have room for all ranks, or hold them."""
-        spot = {name: count for name, count in self._free(self.leaving).items() if name not in self.on_demand}
-        return bool(choose_places(spot, self.ranks, even=self.even))
+        return bool(self._fitting(self._spot(self._free(self.leaving)), self._sizes[-1:]))
+
+    @property
+    def larger(self) -> Mapping[str, int]:
+        """Places on spot nodes for a learner of more ranks than the one that runs, beside it."""
+        running = self.running
+        if (
+            not running
+            or self.target != running
+            or not self._stays(running)
+            or self.on_demand & running.keys()
+        ):
+            return {}
+        more = [size for size in self._sizes if size > sum(running.values())]
+        return self._fitting(self._spot(self._free(self.leaving | running.keys())), more)
+
+    def grow(self) -> None:
+        """Move to :attr:`larger`, if there is."""
+        self.target = self.larger or self.target
+
+    def stay(self) -> None:
+        """A second learner does not start: the one that runs goes on where it can."""
+        if self._stays(self.running):
+            self.target = self.running
 
     def join(self, node: str, slots: int, *, on_demand: bool = False) -> None:
         """A node is there."""
@@ -131,12 +157,24 @@ class LearnerPlaces:
         if self._stays(self.target):
             return
         free = self._free(self.leaving | set(self.running))
-        spot = {name: count for name, count in free.items() if name not in self.on_demand}
-        held = {name: count for name, count in spot.items() if name in self.holding}
-        for slots in (held, spot, free):
-            if chosen := choose_places(slots, self.ranks, even=self.even):
-                self.target = chosen
-                return
+        there = sum(self._free(self.leaving).values())
+        sizes = [size for size in self._sizes if size < there] or self._sizes[-1:]
+        self.target = self._fitting(self._spot(free), sizes) or self._fitting(free, sizes) or self.target
+
+    def _fitting(self, slots: Mapping[str, int], sizes: Sequence[int]) -> Mapping[str, int]:
+        """Places for the first of the sizes that fits, where workers hold the base weights if possible."""
+        held = {name: count for name, count in slots.items() if name in self.holding}
+        chosen = (choose_places(each, size, even=self.even) for size in sizes for each in (held, slots))
+        return next((places for places in chosen if places), {})
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Allowed numbers of ranks, the largest first: divisors, so that all share every batch evenly."""
+        least = self.ranks_min or self.ranks
+        return [size for size in range(self.ranks, least - 1, -1) if self.ranks % size == 0]
+
+    def _spot(self, slots: Mapping[str, int]) -> dict[str, int]:
+        return {name: count for name, count in slots.items() if name not in self.on_demand}
 
     def _stays(self, places: Mapping[str, int]) -> bool:
         return bool(places) and self.leaving.isdisjoint(places)

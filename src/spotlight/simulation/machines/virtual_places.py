@@ -15,6 +15,7 @@ from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind
 
 Parts = tuple[Node, ...]
+GROWS_AFTER_S = 60.0
 
 
 @dataclass(slots=True)
@@ -24,26 +25,30 @@ class VirtualPlaces:
     Attributes:
         moving: None if the learner does not move.
         ranks_roll_out: GPUs of a learner that moves also roll out while it waits.
+        ranks: of a learner that does not move.
         machines: as they joined.
         parts: the nodes on each.
         nodes: all of them.
         machine_of: the machine of each.
         warm: machines that have the model's files.
+        room_since_s: when there was room for more ranks; None: there is none now.
     """
 
     moving: LearnerPlaces | None
     ranks_roll_out: bool = False
+    ranks: int = 1
     machines: dict[NodeId, Node] = field(default_factory=dict)
     parts: dict[NodeId, Parts] = field(default_factory=dict)
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     machine_of: dict[NodeId, NodeId] = field(default_factory=dict)
     warm: set[NodeId] = field(default_factory=set)
+    room_since_s: float | None = None
 
     @classmethod
     def of(cls, plan: Plan, *, ranks_roll_out: bool = False, even: bool = False) -> VirtualPlaces:
         """No node is there yet; ``even``: equally many ranks on each node."""
-        moving = LearnerPlaces(plan.ranks, even) if plan.cluster.learner_moves else None
-        return cls(moving, ranks_roll_out)
+        moves, least = plan.cluster.learner_moves, plan.ranks_min
+        return cls(LearnerPlaces(plan.ranks, even, least) if moves else None, ranks_roll_out, plan.ranks)
 
     def join(self, machine: Node) -> Parts:
         """Add a machine; returns the nodes on it."""
@@ -120,6 +125,29 @@ class VirtualPlaces:
         if self.moving is not None:
             self.warm.update(map(NodeId, self.moving.target))
             self.moving.started(self.moving.target)
+
+    @property
+    def next_ranks(self) -> int:
+        """Of the learner that is formed now."""
+        return self.ranks if self.moving is None else sum(self.moving.target.values())
+
+    def sees_more_room(self, now: float) -> bool:
+        """Whether there is room for more ranks since now: :meth:`grow` is due after :data:`GROWS_AFTER_S`."""
+        if self.moving is None or not self.moving.larger:
+            self.room_since_s = None
+            return False
+        if self.room_since_s is not None:
+            return False
+        self.room_since_s = now
+        return True
+
+    def grow(self, now: float) -> bool:
+        """Have the learner move to more ranks if there has been room for them for long enough."""
+        since_s = self.room_since_s
+        if self.moving is None or since_s is None or now < since_s + GROWS_AFTER_S:
+            return False
+        self.moving.grow()
+        return True
 
     def lost(self) -> None:
         """The learner is lost."""
