@@ -14,6 +14,7 @@ from typing import NewType
 from unittest.mock import patch
 
 from spotlight.config.sections.algorithm import TrainPolicy
+from spotlight.scheduler import events as ev
 from spotlight.scheduler import iteration as issue_module
 from spotlight.scheduler import rollouts as rollouts_module
 from spotlight.scheduler.cluster.answer_limits import AnswerLimits
@@ -30,6 +31,7 @@ from spotlight.scheduler.exploration.kept import KeptPreviews, KeptSample
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.iteration import Iteration, Unsaved
 from spotlight.scheduler.learner.learner_life import LearnerLife
+from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.overlap import training_tasks as training_module
 from spotlight.scheduler.overlap.batches import micro_batches
 from spotlight.scheduler.overlap.slices import Slice
@@ -224,12 +226,37 @@ def _moves_a_learner_that_starts(self: Controller) -> None:
     self.work.effects += self.learner.placed(self.iteration, idle=not self.training.task)
 
 
+def _never(self: LearnerLife) -> bool:
+    return False
+
+
 def _never_unsaved(self: LearnerLife) -> bool:
     return self.up
 
 
 def _forgets_what_was_trained(self: Unsaved, at: Iteration) -> None:
     self.names.clear()
+
+
+_observe = LearnerLife.observe
+
+
+def _counts_no_ranks(self: LearnerLife, event: ev.Event) -> None:
+    match event:
+        case ev.RunStarted():
+            pass
+        case ev.LearnerRestored(lineage):
+            _observe(self, ev.LearnerRestored(lineage))
+        case _:
+            _observe(self, event)
+
+
+def _allows_any_divisor(self: LearnerPlaces) -> list[int]:
+    return [size for size in range(self.ranks, 0, -1) if self.ranks % size == 0]
+
+
+def _allows_any_number(self: LearnerPlaces) -> list[int]:
+    return list(range(self.ranks, self.ranks_min - 1, -1))
 
 
 def _triples_prices(self: GpuAccounts, node: Node, now: float) -> None:
@@ -384,6 +411,10 @@ MUTATIONS = (
         "the learner trains before its last step is durable",
         ((LearnerLife, "works", property(_never_unsaved)),),
     ),
+    Mutation("it is forgotten how many ranks there are", ((LearnerLife, "observe", _counts_no_ranks),)),
+    Mutation("nobody forms the larger learner", ((LearnerLife, "_has_second", property(_never)),)),
+    Mutation("fewer ranks than allowed", ((LearnerPlaces, "_sizes", property(_allows_any_divisor)),)),
+    Mutation("ranks that share no batch", ((LearnerPlaces, "_sizes", property(_allows_any_number)),)),
     Mutation("samples of a lost step are made again", ((Unsaved, "begin", _forgets_what_was_trained),)),
     Mutation("every price is tripled", ((GpuAccounts, "add", _triples_prices),)),
     Mutation("prices that change are overlooked", ((GpuAccounts, "price", _overlooks_prices),)),

@@ -47,6 +47,7 @@ from spotlight.simulation.virtual_processes import PHASE_OF, VirtualGroup, Virtu
 from spotlight.simulation.virtual_rewards import CONTENT
 from spotlight.simulation.virtual_workers import Receipt
 from tests.simulation.bill import Bill
+from tests.simulation.learner_ranks import check_ranks
 from tests.simulation.rungs import check_stopped
 
 
@@ -258,6 +259,7 @@ class ReferenceModel:
         expected, scenario = self.expected, self.simulation.scenario
         check_stopped(scenario, stopped, expected.issued, expected.ended, expected.finished)
         self._check_spare_time()
+        check_ranks(self.simulation)
         self._balance()
         self.bill.compare(self.simulation.accounts, self.simulation.now)
 

@@ -37,6 +37,7 @@ class Recovery(StrEnum):
     LEARNER_AWAITED = "learner_awaited"
     LEARNER_MOVED = "learner_moved"
     LEARNER_EVICTED = "learner_evicted"
+    LEARNER_RESIZED = "learner_resized"
     NODE_REASSIGNED = "node_reassigned"
     TRAINED_AGAIN = "trained_again"
     SAMPLE_KEPT = "sample_kept"

@@ -74,7 +74,10 @@ class LearnerLife:
             case ev.RunStarted(ranks):
                 self.ranks = ranks or self.ranks
             case ev.LearnerRestored(lineage, ranks) if lineage == self.cluster.lineage:
-                self.up, self.ranks = True, ranks or self.ranks
+                self.up = True
+                if ranks not in (None, self.ranks):
+                    self.ranks = ranks
+                    self.cluster.count(Recovery.LEARNER_RESIZED)
             case ev.LearnerPrepared(number, formed) if self.preparing and number == self.preparations:
                 self.prepared, self.preparing = formed, formed
                 self._given_up = not formed
