@@ -170,17 +170,23 @@ def test_a_notice_gives_it_another_place_and_what_it_leaves_rests_or_rolls_out()
     assert roles(fleet, "a", "b") == ["r", "T"]
 
 
-@given(data=st.data(), wanted=st.integers(1, 4), even=st.booleans())
+@given(data=st.data(), wanted=st.integers(1, 4), even=st.booleans(), fewer=st.booleans())
 @settings(max_examples=60)
 def test_places_are_whole_where_there_is_room_and_never_where_the_learner_runs(
-    data: st.DataObject, wanted: int, even: bool
+    data: st.DataObject, wanted: int, even: bool, fewer: bool
 ) -> None:
-    fleet = Fleet.on_spot(wanted, PRICES, even=even)
+    sizes = [size for size in (1, 2, 3, 4) if wanted % size == 0]
+    least = data.draw(st.sampled_from(sizes)) if fewer else wanted
+    fleet = Fleet.on_spot(wanted, PRICES, even=even, ranks_min=least)
     places = fleet.places
     assert places is not None
     there: dict[str, RayNode] = {}
     for number in range(data.draw(st.integers(1, 14))):
-        what = data.draw(st.sampled_from(["join", "join", "lose", "notice", "cancel", "lost", "started"]))
+        what = data.draw(
+            st.sampled_from(
+                ["join", "join", "lose", "notice", "cancel", "lost", "started", "grow", "stay", "hold"]
+            )
+        )
         name = data.draw(st.sampled_from(sorted(there))) if there else None
         if what == "join":
             new = spot(f"n{number}", data.draw(st.integers(1, 4)))
@@ -190,19 +196,21 @@ def test_places_are_whole_where_there_is_room_and_never_where_the_learner_runs(
             places.lost()
         elif what == "started" and places.target:
             places.started(dict(places.target))
-        elif what in ("lose", "notice", "cancel") and name is not None:
+        elif what in ("grow", "stay"):
+            getattr(places, what)()
+        elif what in ("lose", "notice", "cancel", "hold") and name is not None:
             if what == "lose":
                 fleet.lose(there.pop(name).ray_id)
             else:
                 getattr(places, what)(name)
         fleet.changes()
         target = places.target
-        assert sum(target.values()) in (0, wanted)
+        assert sum(target.values()) in (0, *(size for size in sizes if size >= least))
         assert all(0 < count <= there[ray_id].slots for ray_id, count in target.items())
         assert not even or len(set(target.values())) <= 1
         assert target == places.running or not set(target) & set(places.running)
         free = {key: each.slots for key, each in there.items() if key not in places.leaving}
-        assert target or places.running or not choose_places(free, wanted, even=even)
+        assert target or places.running or not choose_places(free, least, even=even)
         for ray_id, each in there.items():
             parts = [part.node for part in fleet._nodes[ray_id][1]]
             assert sum(part.gpus for part in parts) == each.slots
