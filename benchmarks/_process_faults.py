@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from spotlight.cluster.local import guard
 MARK = "SPOTLIGHT_SOAK"
 _PROC = Path("/proc")
 _SETTLE_S = 0.02
+_RANK = re.compile(r"learner rank in process (\d+) ")
 
 
 class TargetKind(StrEnum):
@@ -102,6 +104,12 @@ def processes_of(mark: str) -> list[Process]:
     return found
 
 
+def learner_processes(logs: Path) -> set[int]:
+    """Numbers of the processes that are or were learner ranks, by their logs."""
+    found = (_RANK.match(log.read_text(errors="replace")) for log in logs.glob("learner-*.log"))
+    return {int(match[1]) for match in found if match is not None}
+
+
 def end(find: Callable[[], Sequence[Process]], timeout_s: float = 10.0) -> list[Process]:
     """SIGKILL all that ``find`` finds, again and again until it finds nothing. Returns what is left.
 
@@ -164,12 +172,14 @@ class ProcessFaultInjector:
     """Does things to one run; draws from ``seed`` what and to whom, as far as the run lets it foresee.
 
     Attributes:
+        logs: of the learner's ranks, which name their processes: some were workers before.
         deeds: all that were done, the trace's among them.
     """
 
     mark: str
     seed: int
     began_s: float
+    logs: Path
     deeds: list[Deed] = field(default_factory=list)
     _draw: random.Random = field(init=False)
     _asleep: list[tuple[float, Sequence[Process]]] = field(default_factory=list)
@@ -241,10 +251,11 @@ class ProcessFaultInjector:
         """Whom one deed would hit, by kind."""
         found: dict[TargetKind, list[list[Process]]] = {}
         nodes: dict[int, list[Process]] = {}
-        everything = processes_of(self.mark)
+        everything, ranks = processes_of(self.mark), learner_processes(self.logs)
         for process in everything:
-            if process.kind is not None:
-                found.setdefault(process.kind, []).append([process])
+            kind = TargetKind.LEARNER if process.pid in ranks else process.kind
+            if kind is not None:
+                found.setdefault(kind, []).append([process])
             if process.node:
                 nodes.setdefault(process.node, []).append(process)
         there = [members for members in nodes.values() if any(member.is_raylet for member in members)]

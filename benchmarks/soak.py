@@ -2,12 +2,14 @@
 
     python -m benchmarks.soak --json soak.json
     python -m benchmarks.soak --kills 12 --minutes 4 --seed 3 fleet.learner_ranks=2
+    python -m benchmarks.soak --kills 40 --minutes 10 --spot-learner
 
 Starts ``spotlight train`` on a cluster of this machine whose spot nodes come, get notices (some) and are
 killed by a trace made from the seed. Beside it, a injector kills (SIGKILL) or stops (SIGSTOP, later SIGCONT)
 workers, reward processes, node agents, learner ranks, whole nodes, the head, and the head with all else on
 its node; after the last two the same command is started again. When enough was killed, or time is nearly up,
-the run is left alone until its next optimizer step, stopped by SIGTERM, and audited.
+the run is left alone until its next optimizer step, stopped by SIGTERM, and audited. With ``--spot-learner``
+the learner is on the spot nodes too, with two ranks or one.
 
 Exit status 1 if a promise is broken: the audit finds something, a head ends by itself or does not stop, no
 step is made for ``--patience`` seconds, processes or directories are left over, billed seconds are not the
@@ -87,6 +89,14 @@ SETTINGS = (
     "fleet.spot.notice_s=null",
 )
 """Small iterations with a checkpoint each, little patience, and notices as the trace gives them."""
+SPOT_LEARNER = (
+    "fleet.learner_placement=spot",
+    "fleet.learner_ranks=2",
+    "fleet.learner_ranks_min=1",
+    "fleet.learner_grows_after_s=5",
+)
+SPOT_LEARNER_SLOTS = (2, 1, 1)
+"""The same as :data:`SLOTS`, where some of them train."""
 
 
 def main(
@@ -96,6 +106,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the trace, and of what the injector does.")] = 0,
     patience: Annotated[float, typer.Option(help="Longest time without an optimizer step, s.")] = 300.0,
     slots: Annotated[list[int] | None, typer.Option(help="Of spot nodes, once a place: 2 and 1.")] = None,
+    spot_learner: Annotated[bool, typer.Option(help="The learner is on spot nodes too.")] = False,
     runs_dir: Annotated[Path | None, typer.Option(help="New directory for the run.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
 ) -> None:
@@ -106,7 +117,9 @@ def main(
             f"{place} has a run already; expected a new directory", param_hint="--runs-dir"
         )
     place.mkdir(parents=True, exist_ok=True)
-    soak = Soak(place, kills, 60.0 * minutes, seed, patience, slots or SLOTS, overrides or [])
+    own, usual = (SPOT_LEARNER, SPOT_LEARNER_SLOTS) if spot_learner else ((), SLOTS)
+    settings = [*own, *(overrides or [])]
+    soak = Soak(place, kills, 60.0 * minutes, seed, patience, slots or usual, settings)
     try:
         soak.run()
     finally:
@@ -188,7 +201,8 @@ class Soak:
         self.kills, self.limit_s, self.seed = kills, limit_s, seed
         self.slots, self.overrides = tuple(slots), list(overrides)
         self.began_s = time.monotonic()
-        self.injector = ProcessFaultInjector(secrets.token_hex(8), seed, self.began_s)
+        paths = RunPaths(self.run_directory)
+        self.injector = ProcessFaultInjector(secrets.token_hex(8), seed, self.began_s, paths.attempts)
         self.progress = Progress(RunPaths(self.run_directory).ledger, patience_s)
         self.violations: list[str] = []
         self.heads: list[str] = []

@@ -292,6 +292,13 @@ def test_ray_processes_are_known_by_their_titles() -> None:
     assert _process_faults.Process(1, "1", "/lib/ray/core/src/ray/raylet/raylet --a=/b", 1).is_raylet
 
 
+def test_ranks_that_were_workers_are_known_by_their_logs(tmp_path: Path) -> None:
+    (tmp_path / "learner-001-rank-0.log").write_text("learner rank in process 12 on here\nmore\n")
+    (tmp_path / "learner-002-rank-1.log").write_text("learner rank in process 3 on b, which was a worker\n")
+    (tmp_path / "learner-003-rank-0.log").write_text("")
+    assert _process_faults.learner_processes(tmp_path) == {12, 3}
+
+
 @pytest.mark.slow  # it starts a cluster, and waits for training on it
 @pytest.mark.timeout(900)
 def test_a_run_under_fire_keeps_its_promises(tmp_path: Path) -> None:
