@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,11 @@ from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import ModelFamily
 from spotlight.models.peft_layers import LoraSpec, eject, inject
+from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition
 from spotlight.runtime.build import components as build
-from spotlight.scheduler.effects import PullWeights, WeightKind
-from spotlight.scheduler.types import PolicyVersion, WorkerId
+from spotlight.scheduler.effects import PullWeights
+from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
 from spotlight.weights.weight_errors import WeightsError
 from spotlight.worker.interfaces import Leave
 
@@ -41,13 +43,14 @@ class Head:
     def deliver(self, report: object) -> None:
         """Nobody hears it."""
 
-    def fetch(self, kind: str, names: list[str], mark: str = "") -> list[Stored | None]:
+    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Stored | None]:
         return [Stored(self.negative) if kind == "condition" else None for _ in names]
 
 
 def ended_worker(config: RunConfig) -> WorkerProcess:
     """A worker that has loaded the model and left."""
-    place = WorkerPlace(WorkerId("n/0"), 1, torch.device("cpu"), ("127.0.0.1", 1), f"test-{id(config)}")
+    meeting, run = Address("127.0.0.1", 1), f"test-{id(config)}"
+    place = WorkerPlace(WorkerId("n/0"), 1, torch.device("cpu"), meeting, run)
     process = WorkerProcess(config, place, Head(config), lambda config: config)
     process.tell(PullWeights(place.worker, 1, PolicyVersion(0), 0, WeightKind.FULL, None))
     process.tell(Leave())
