@@ -106,6 +106,7 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the trace, and of what the injector does.")] = 0,
     patience: Annotated[float, typer.Option(help="Longest time without an optimizer step, s.")] = 300.0,
     slots: Annotated[list[int] | None, typer.Option(help="Of spot nodes, once a place: 2 and 1.")] = None,
+    uptime: Annotated[float, typer.Option(help="Mean s until a spot node is taken alone.")] = UPTIME_S,
     spot_learner: Annotated[bool, typer.Option(help="The learner is on spot nodes too.")] = False,
     runs_dir: Annotated[Path | None, typer.Option(help="New directory for the run.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
@@ -119,7 +120,7 @@ def main(
     place.mkdir(parents=True, exist_ok=True)
     own, usual = (SPOT_LEARNER, SPOT_LEARNER_SLOTS) if spot_learner else ((), SLOTS)
     settings = [*own, *(overrides or [])]
-    soak = Soak(place, kills, 60.0 * minutes, seed, patience, slots or usual, settings)
+    soak = Soak(place, kills, 60.0 * minutes, seed, patience, slots or usual, settings, uptime)
     try:
         soak.run()
     finally:
@@ -196,10 +197,11 @@ class Soak:
         patience_s: float,
         slots: Sequence[int],
         overrides: Sequence[str],
+        uptime_s: float = UPTIME_S,
     ) -> None:
         self.place, self.run_directory = place, place / NAME
         self.kills, self.limit_s, self.seed = kills, limit_s, seed
-        self.slots, self.overrides = tuple(slots), list(overrides)
+        self.slots, self.overrides, self.uptime_s = tuple(slots), list(overrides), uptime_s
         self.began_s = time.monotonic()
         paths = RunPaths(self.run_directory)
         self.injector = ProcessFaultInjector(secrets.token_hex(8), seed, self.began_s, paths.attempts)
@@ -250,7 +252,8 @@ class Soak:
 
     def _start(self) -> None:
         number = len(self.heads) + 1
-        write_trace(spot_trace(f"{self.seed}/{number}", self.limit_s, self.slots), self.place / "spot.csv")
+        trace = spot_trace(f"{self.seed}/{number}", self.limit_s, self.slots, self.uptime_s)
+        write_trace(trace, self.place / "spot.csv")
         with (self.place / "train.log").open("ab") as log:
             self._head = subprocess.Popen(
                 self.command,
@@ -344,13 +347,15 @@ def _base() -> Path:
     return Path(tempfile.gettempdir()) / f"spotlight-{os.getuid()}"
 
 
-def spot_trace(seed: str, horizon_s: float, slots: Sequence[int] = SLOTS) -> Trace:
+def spot_trace(
+    seed: str, horizon_s: float, slots: Sequence[int] = SLOTS, uptime_s: float = UPTIME_S
+) -> Trace:
     """Nodes of two sizes that come and go; some with notice, some at the last moment, some without."""
     draw = random.Random(f"{seed}/trace")
     events: list[TraceEvent] = []
     for place, gpus in enumerate(slots):
         spec = TraceSpec(
-            draw.randrange(2**32), horizon_s, 1, gpus, UPTIME_S, mean_downtime_s=4.0, bursts_per_h=10.0
+            draw.randrange(2**32), horizon_s, 1, gpus, uptime_s, mean_downtime_s=4.0, bursts_per_h=10.0
         )
         events += [
             TraceEvent(event.time_s, event.kind, f"spot{place}-{event.node}", event.gpus)

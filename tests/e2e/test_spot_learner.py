@@ -135,3 +135,25 @@ def test_without_spot_nodes_it_takes_one_on_demand_and_gives_it_back(job: Job, i
     assert incidents[Incident.LEARNER_PLACED, True] == 3, "spot, on demand, spot"
     assert incidents[Incident.NODE_LOST, False] == 1, "the node on demand was stopped"
     require_same(run, inline, report)
+
+
+def test_it_grows_and_is_formed_again_with_as_many_ranks_as_there_is_room_for(job: Job, inline: Path) -> None:
+    trace = job.root / "ranks.csv"
+    trace.write_text(TRACE)
+    run = job.root / "ranks"
+    ranks = ("fleet.learner_ranks=2", "fleet.learner_ranks_min=1", "fleet.learner_grows_after_s=1")
+    arguments = job.arguments("ranks", *SMALL, *RAY, *ALL_SPOT, *ranks, f"fleet.spot.trace={trace}")
+    with running(run, arguments) as it:
+        it.wait_for(PLACED, 2)
+        it.kill(place_of(it, 2))  # three nodes are left: two train, one rolls out
+        it.kill(place_of(it, 3))  # two are left
+        it.wait_for(PLACED, 4)
+        assert it.end(2 * PATIENCE_S) == 0, it.told
+        it.require_nothing_left()
+        placed = [str(row[0]) for row in it.ask(PLACED)]
+    assert [detail.count(" at $") for detail in placed] == [1, 2, 2, 1], it.told
+    assert [detail.endswith("with 1 of 2 ranks") for detail in placed] == [True, False, False, True]
+    report = clean_audit(run, LIMITS)
+    assert [bill.ended for bill in report.attempts] == [Ending.FINISHED]
+    assert read_history(run).incidents[Incident.LEARNER_LOST, False] == 2, "growing loses nothing"
+    require_same(run, inline, report)

@@ -76,12 +76,14 @@ class FakeLauncher:
     lives: list[list[FakeRank]] = field(default_factory=list)
     started_at_s: list[float] = field(default_factory=list)
     refuses: int = 0
+    beside: list[int | None] = field(default_factory=list)
 
     def answer(self, rank: int, method: str) -> Any:
         told = self.answers.get(method, self.answers.get(f"{method} {rank}"))
         return (MANIFEST if rank == 0 else None) if told is None and method == "publish" else told
 
-    async def start(self, life: int) -> Sequence[RankHandle]:
+    async def start(self, life: int, beside: int | None = None) -> Sequence[RankHandle]:
+        self.beside.append(beside)
         self.started_at_s.append(asyncio.get_running_loop().time())
         if self.refuses > 0:
             self.refuses -= 1
@@ -424,6 +426,7 @@ def test_a_second_learner_is_formed_beside_the_first_and_takes_over() -> None:
         await settle()
         assert world.done[-1] == "formed"
         first, second = launcher.lives
+        assert launcher.beside == [None, 1], "the nodes of the first are taken"
         assert [rank.called for rank in second][1] == START[:1] + START[2:5]
         assert world.group.is_up
         assert world.group.working_life == 1

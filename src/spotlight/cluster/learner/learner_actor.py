@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -261,14 +262,15 @@ class RayLauncher:
         self._logs, self._exchange_s, self._store_s = logs.absolute(), exchange_s, store_s
         self._thread = ThreadPoolExecutor(1, "learner-launcher")
 
-    async def start(self, life: int) -> Sequence[RankHandle]:
+    async def start(self, life: int, beside: int | None = None) -> Sequence[RankHandle]:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
         if self._room is not None:
             await self._room()
         spares: Spares = {}
         if self._spares is not None:
             spares = await self._spares.take({placement.node for placement in self._placements()})
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._start, life, spares)
+        start = partial(self._start, life, spares, beside)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, start)
 
     def nodes_of(self, life: int) -> Mapping[str, int]:
         """Ray ids of the nodes on which a life was started, with the number of ranks."""
@@ -287,9 +289,13 @@ class RayLauncher:
         """Finish pending work, then end the thread."""
         self._thread.shutdown(wait=True)
 
-    def _start(self, life: int, spares: Spares) -> list[RankHandle]:
+    def _start(self, life: int, spares: Spares, beside: int | None) -> list[RankHandle]:
         try:
-            return self._start_all(life, self._placements(), spares)
+            placements = self._placements()
+            taken = set() if beside is None else self._at[beside].keys()
+            if any(placement.node in taken for placement in placements):
+                raise LookupError("there is no room any more beside the learner that works")
+            return self._start_all(life, placements, spares)
         finally:
             for left in spares.values():
                 _kill(left)

@@ -72,8 +72,12 @@ class RankHandle(Protocol):
 class Launcher(Protocol):
     """Starts and ends processes; see :class:`spotlight.cluster.learner.learner_actor.RayLauncher`."""
 
-    async def start(self, life: int) -> Sequence[RankHandle]:
-        """Start one process per rank, in order; they may still be initialising. LookupError: no room."""
+    async def start(self, life: int, beside: int | None = None) -> Sequence[RankHandle]:
+        """Start one process per rank, in order; they may still be initialising. LookupError: no room.
+
+        Args:
+            beside: a life that works, none of whose nodes may be used.
+        """
 
     async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
         """Kill all processes; returns the last log lines of ``suspects``."""
@@ -304,7 +308,8 @@ class LearnerGroup:
         await self._drop_second()
         self._lives += 1
         life = _Life(self._lives, self._deadlines.suspect_s)
-        forming = asyncio.ensure_future(self._form(life))
+        beside = self._life.number if self.is_up and self._life is not None else None
+        forming = asyncio.ensure_future(self._form(life, beside))
         self._second = life, forming
         try:
             await asyncio.wait({forming})
@@ -351,10 +356,10 @@ class LearnerGroup:
         await self._form(life)
         return await self._load(life, checkpoint, lineage)
 
-    async def _form(self, life: _Life) -> None:
+    async def _form(self, life: _Life, beside: int | None = None) -> None:
         wait = self._deadlines
         try:
-            ranks = await self._launcher.start(life.number)
+            ranks = await self._launcher.start(life.number, beside)
         except Exception as error:
             life.end(_End(f"learner ranks cannot be started: {_described(error)}"))
             raise AbandonedError("start") from error
