@@ -83,7 +83,7 @@ class Simulation:
             scenario.plan, ranks_roll_out=scenario.ranks_roll_out, even=scenario.even_ranks
         )
         self.booting = BootingMachines(self.accounts)
-        offer, ranks = scenario.on_demand, scenario.plan.ranks
+        offer, ranks = scenario.on_demand, scenario.plan.ranks_min
         start_s = scenario.plan.cluster.start_s
         self.on_demand = None if offer is None else VirtualOnDemand(self, offer, ranks, start_s)
         self.learner = VirtualLearner(

@@ -59,7 +59,7 @@ class VirtualOnDemand:
     """Looks after it; one at a time.
 
     Attributes:
-        ranks: of the learner.
+        ranks: of the learner, at least.
         start_s: how long a node may take to join.
         taken: nodes so far.
         decisions: how often each was made.
