@@ -328,13 +328,14 @@ class ClusterNodes:
         ranks = sum(count for _, count in places.values())
         if ranks < (least := self._fleet.fewest_ranks):
             raise LookupError(f"room for {ranks} of {least} learner ranks")
+        own = self._config.fleet.local.threads
         return [
             Placement(
                 ray_id,
                 LOOPBACK if self._site.emulated else node.address,
                 share if node.gpus else 0.0,
                 {} if node.gpus else {SLOT: share},
-                None if self._site.threads is None else max(1, (os.cpu_count() or 1) // ranks),
+                None if self._site.threads is None else own or max(1, (os.cpu_count() or 1) // ranks),
                 slot if node.gpus and self._by_index else None,
             )
             for ray_id, (node, count) in places.items()

@@ -29,7 +29,9 @@ class LocalNodesConfig(Section):
     rollout_slots: Annotated[int, Field(ge=0)] = 0
     """Reserved slots for rollouts, in addition to the learner's."""
     threads: PositiveInt | None = None
-    """Threads per worker on a CPU slot; default: an equal share of the machine's cores."""
+    """Threads per worker, and per learner rank, on a CPU slot; default: an equal share of the machine's cores,
+    of all workers and of all ranks.
+    """
 
 
 class SpotConfig(Section):

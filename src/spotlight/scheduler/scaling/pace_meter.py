@@ -130,4 +130,3 @@ class PaceMeter:
         elapsed_s, self._seen_s = max(0.0, now_s - self._seen_s), now_s
         self._worker_s += elapsed_s * self._workers
         self._spot_node_s += elapsed_s * self._nodes
-

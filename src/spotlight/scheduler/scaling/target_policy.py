@@ -172,9 +172,7 @@ def forecast(rest: Rest, model: IterationModel, meter: PaceMeter, nodes: int) ->
 
 def choose(options: Sequence[Forecast], alive: Rest) -> tuple[Forecast, bool]:
     """The option that goals which are not lost want, and whether it holds them."""
-    holding = [
-        each for each in options if _share(each.range_s[1], each.range_usd[1], alive) <= 1 - MARGIN
-    ]
+    holding = [each for each in options if _share(each.range_s[1], each.range_usd[1], alive) <= 1 - MARGIN]
     better = _better(alive, holds=bool(holding))
     least = min(better(each) for each in holding or options)
     alike = [each for each in holding or options if better(each) <= (1 + _ALIKE) * least]
