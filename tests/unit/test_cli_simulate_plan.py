@@ -53,7 +53,7 @@ def test_simulating_writes_table_page_and_figures(tmp_path: Path) -> None:
         "work lost",
         "exploration",
         "Iterations to target: an input, not a result",
-        "derived: 200 / 1.84",
+        "fitted on a tiny DiT",
         "arXiv 2606.19004",
         "figures are assumed",
         "gpus.H100.batch_slope = 0.9: nearly bound by arithmetic",
@@ -64,7 +64,7 @@ def test_simulating_writes_table_page_and_figures(tmp_path: Path) -> None:
     assert [one["strategy"] for one in content["strategies"]] == content["scenario"]["strategies"]
     assert content["scenario"]["run"]["seed"] == 3
     assert content["prices"]["spot"]["usd_gpu_h"] == pytest.approx(1.78)
-    assert content["prices"]["spot"]["age_days"] > 0
+    assert content["prices"]["on demand"]["age_days"] > 0
     for one in content["strategies"]:
         assert one["target_h"] > 0
         assert sum(sum(by_phase.values()) for by_phase in one["gpu_s"].values()) > 0

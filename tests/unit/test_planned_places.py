@@ -47,7 +47,7 @@ SMALL = (
     "run.noise=0",
     "trace={kind: generated, mean_uptime_h: 2, mean_downtime_s: 60}",
     "prices.cloud=null",
-    "iterations_to_target.spotlight.value=4",
+    "iterations_to_target.spotlight={value: 4, source: 'assumed: for a test'}",
     "iterations_to_target.reserved_only.value=6",
 )
 
