@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from spotlight.cluster.scaling.node_provider import NodeProviderKind
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.family import ModelFamily
@@ -222,6 +223,17 @@ CLOUDS: Registry[Cloud] = Registry(
     },
 )
 """Clouds: a :class:`~spotlight.fleet.notices.notice.Cloud` with its preemption notices and prices."""
+
+NODE_PROVIDERS: Registry[NodeProviderKind] = Registry(
+    "fleet.target.provider",
+    "spotlight.node_providers",
+    {
+        "emulated": "spotlight.cluster.scaling.emulated_provider:EMULATED",
+        "kubernetes": "spotlight.cluster.scaling.kubernetes_provider:KUBERNETES",
+        "commands": "spotlight.cluster.scaling.command_provider:COMMANDS",
+    },
+)
+"""Who adds and drops spot nodes: a :class:`~spotlight.cluster.scaling.node_provider.NodeProviderKind`."""
 
 SINKS: Registry[SinkFactory] = Registry(
     "metrics.sinks",

@@ -143,7 +143,9 @@ def test_commands_are_told_the_node_and_their_failure_is_told(tmp_path: Path) ->
     machines.stop("on-demand-1")
     assert (tmp_path / "log").read_text().split() == ["4", "on-demand-1", "on-demand-1"]
     failing = CommandMachines("echo no quota; exit 3", "sleep 30; true", timeout_s=0.2)
-    with pytest.raises(OnDemandError, match=r"start ended with status 3; expected 0.*-2. It said: no quota"):
+    with pytest.raises(
+        OnDemandError, match=r"start ended with status 3; expected 0.*on-demand-2.*It said: no quota"
+    ):
         failing.start("on-demand-2", 1)
     began_s = time.monotonic()
     with pytest.raises(OnDemandError, match=r"fleet\.on_demand\.stop was ended after 0.2 s; expected"):

@@ -155,7 +155,7 @@ def test_it_is_bounded_patient_and_does_not_go_back_and_forth(
         fixed_s, work_s, 60, deadline_s, budget, asked, seed=seed, market=market, noise=noise
     ).run()
     for iteration, before, after in course.changes:
-        assert iteration > MEASURED_MIN
+        assert iteration >= MEASURED_MIN
         assert 1 <= after <= NODES_MAX
         assert before // 2 <= after <= max(2 * before, 1)
     iterations = [iteration for iteration, _, _ in course.changes]

@@ -31,6 +31,9 @@ from spotlight.cluster.nodes.on_demand_nodes import (
 )
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
+from spotlight.cluster.scaling.node_provider import SpotProvider
+from spotlight.cluster.scaling.run_scaling import make_scaler
+from spotlight.cluster.scaling.spot_scaler import SpotScaler
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_actor import ActorStarter
 from spotlight.cluster.workers.worker_pool import WorkerPool
@@ -77,7 +80,12 @@ class Materials:
 
 @dataclass(frozen=True, slots=True)
 class AttemptRoom:
-    """An attempt's surroundings. ``meeting``: rendezvous store of the sequence-parallel groups."""
+    """An attempt's surroundings.
+
+    Attributes:
+        meeting: rendezvous store of the sequence-parallel groups.
+        provider: of spot nodes; None: the run neither adds nor drops any.
+    """
 
     site: Site
     directory: RunDirectory
@@ -85,6 +93,7 @@ class AttemptRoom:
     accounts: ClusterAccounts
     store: Any
     meeting: Address
+    provider: SpotProvider | None
 
 
 @asynccontextmanager
@@ -106,6 +115,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
         if config.fleet.learner_placement == "spot_then_on_demand":
             nodes.on_demand = _on_demand(config, room, nodes, incidents)
             conversations.start(nodes.on_demand.run())
+        nodes.scaler = _scaler(config, room, nodes, controller, incidents)
         driver = LearnerDriver(
             controller,
             learner,
@@ -136,7 +146,10 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             grid=config.evaluation.grid,
             traces=traces,
             spares=nodes.spares,
+            scaler=nodes.scaler,
         )
+        if nodes.scaler is not None:
+            conversations.start(nodes.scaler.run())
         stack.enter_context(nodes.membership)
         yield Head(parts)
 
@@ -224,6 +237,21 @@ async def _learner(
     stack.push_async_callback(asyncio.to_thread, launcher.close)
     stack.push_async_callback(learner.stop)
     return learner, _MovingPlaces(nodes, launcher, learner, incidents) if moves else None
+
+
+def _scaler(
+    config: RunConfig,
+    room: AttemptRoom,
+    nodes: ClusterNodes,
+    controller: Controller,
+    incidents: IncidentRecorder,
+) -> SpotScaler | None:
+    if room.provider is None:
+        return None
+    ledger = room.attempt.recorder.ledger
+    return make_scaler(
+        config, room.directory, room.provider, nodes, controller, room.accounts, ledger, incidents
+    )
 
 
 def _on_demand(

@@ -29,6 +29,7 @@ from spotlight.cluster.nodes.node_prices import Fleet, LearnerSlots, Prices
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.nodes.on_demand_nodes import OnDemandNodes
 from spotlight.cluster.remote_calls import Clock, Notify, RayLostError
+from spotlight.cluster.scaling.spot_scaler import SpotScaler
 from spotlight.cluster.workers.worker_actor import WorkerPlacement
 from spotlight.config.errors import Problem
 from spotlight.config.schema import RunConfig
@@ -99,6 +100,7 @@ class ClusterNodes:
         self._growth: asyncio.TimerHandle | None = None
         self.on_demand: OnDemandNodes | None = None
         self.spares: SpareWorkers | None = None
+        self.scaler: SpotScaler | None = None
         self._first_gpu: Gpu | None = None
         self.placements: dict[NodeId, WorkerPlacement] = {}
         self.membership = NodeMembership(self, gather(), MembershipSettings(_notice_settings(config)))
@@ -218,6 +220,8 @@ class ClusterNodes:
         self._mixed.discard(node.ray_id)
         if self.on_demand is not None:
             self.on_demand.lost(node)
+        if self.scaler is not None:
+            self.scaler.lost(node)
         for name in names:
             self._put_event(ev.NodeLost(name))
         self._change_roles()
@@ -247,7 +251,23 @@ class ClusterNodes:
             return
         if self.on_demand is not None and host.kind is NodeKind.ON_DEMAND:
             self.on_demand.emptied(host)
+        if self.scaler is not None:
+            self.scaler.emptied(host)
         self.membership.acknowledge(host)
+
+    @property
+    def spot_nodes(self) -> list[RayNode]:
+        """Those that have joined, in this order."""
+        return [node for node in self._fleet.nodes if node.kind is NodeKind.SPOT]
+
+    def known(self, node: RayNode) -> tuple[NodeId, ...]:
+        """The controller's nodes on a machine."""
+        return self._fleet.known(node.ray_id)
+
+    def machine_of(self, node: NodeId) -> str:
+        """Ray id of the machine of a node; empty: it is gone."""
+        host = self._fleet.host_of(node)
+        return "" if host is None else host.ray_id
 
     def parts(self, node: NodeId) -> list[NodeId]:
         """The controller's nodes on the same machine, itself included."""
@@ -295,6 +315,10 @@ class ClusterNodes:
     def cancel_end(self, node: RayNode) -> None:
         """It stays after all."""
         self._cancel_notice(node)
+
+    def holds_learner(self, node: RayNode) -> bool:
+        """Whether learner ranks are on a node, or will be."""
+        return node.ray_id in self._fleet.learner_slots
 
     def learner_lost(self) -> None:
         """The learner's processes have ended; their nodes may live."""

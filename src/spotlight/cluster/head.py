@@ -33,6 +33,7 @@ from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.learner_driver import LearnerDriver
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
+from spotlight.cluster.scaling.spot_scaler import SpotScaler
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.models.shared.flop_count import Work
@@ -63,6 +64,7 @@ class HeadParts:
         grid: prompts of the image grids, and images per prompt.
         traces: of the profiler.
         spares: of a learner that moves.
+        scaler: adds and drops spot nodes; None: the run has no deadline and no budget.
     """
 
     controller: Controller
@@ -81,6 +83,7 @@ class HeadParts:
     grid: tuple[int, int]
     traces: TraceCollector
     spares: SpareWorkers | None = None
+    scaler: SpotScaler | None = None
 
 
 @dataclass(slots=True)
@@ -288,6 +291,8 @@ class Head:
         undone = parts.recorder.undo(position, parts.attempt, controller.iteration)
         parts.learner.published.continue_in(controller.cluster.lineage, controller.version)
         parts.observer.note(f"{undone} ledger records after the checkpoint are undone")
+        if parts.scaler is not None:
+            parts.scaler.interrupted(controller.iteration)
 
     def _grant(self, effect: ef.GrantLease) -> None:
         lease = effect.lease
@@ -334,7 +339,10 @@ class Head:
         parts, controller = self.parts, self.parts.controller
         parts.accounts.write(parts.recorder)
         row = self.log.take(controller.iteration) | dict(trained)
-        row |= {f"seconds/{phase.value}": spent for phase, spent in parts.accounts.take_seconds().items()}
+        seconds = parts.accounts.take_seconds()
+        row |= {f"seconds/{phase.value}": spent for phase, spent in seconds.items()}
+        if parts.scaler is not None:
+            row |= parts.scaler.iterated(controller.iteration, seconds)
         row |= {
             "head/events": float(self._effort.events),
             "head/handling_s": self._effort.handling_s,

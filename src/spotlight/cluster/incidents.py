@@ -67,6 +67,17 @@ class IncidentRecorder:
         self._write(Incident.ON_DEMAND, node, False, told)
         self.note(f"{node}: {told}")
 
+    def spot_target(self, told: str) -> None:
+        """Spot nodes are asked for, or the rest is forecast, to hold a deadline or a budget; or that failed."""
+        self._write(Incident.SPOT_TARGET, "fleet", True, told)
+        self.note(told)
+
+    def node_returned(self, name: str, parts: Sequence[NodeId]) -> None:
+        """A spot node is given back, after its end was announced; ``parts``: the controller's nodes on it."""
+        for part in parts:
+            self._write(Incident.NODE_RETURNED, part, True, "")
+        self.note(f"{name} is given back")
+
     def worker_crashed(self, worker: WorkerId, why: str) -> None:
         """A worker process died on a living node."""
         self.record(Incident.WORKER_CRASHED, worker, why)

@@ -62,6 +62,25 @@ AddressOption: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+DeadlineOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline-h",
+        metavar="H",
+        help="Add and drop spot nodes so that the run ends H hours after its first attempt began: short for "
+        "fleet.driver=ray fleet.target.deadline_h=H.",
+        show_default=False,
+    ),
+]
+BudgetOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--budget-usd",
+        metavar="USD",
+        help="Likewise, so that the run costs no more: short for fleet.driver=ray fleet.target.budget_usd=USD.",
+        show_default=False,
+    ),
+]
 PlainOption: TypeAlias = Annotated[
     bool, typer.Option("--plain", help="One line per event, as when the output is not a terminal.")
 ]
@@ -89,6 +108,8 @@ def train(
     dry_run: DryRunOption = False,
     smoke: SmokeOption = False,
     address: AddressOption = None,
+    deadline_h: DeadlineOption = None,
+    budget_usd: BudgetOption = None,
     plain: PlainOption = False,
     dashboard: DashboardOption = False,
     keep_dashboard: KeepDashboardOption = False,
@@ -115,6 +136,8 @@ def train(
 
       spotlight train qwen.yaml --address 10.0.0.5:6379 fleet.learner_ranks=4
 
+      spotlight train qwen.yaml --address auto --deadline-h 6 --budget-usd 150 fleet.target.provider=kubernetes
+
       spotlight train --dashboard
 
       spotlight train qwen.yaml --profile 3
@@ -122,8 +145,13 @@ def train(
     from spotlight.config.load import load_config
 
     with errors_without_traceback():
-        joined = [] if address is None else ["fleet.driver=ray", f"fleet.address={address}"]
-        given = [*(arguments or []), *joined]
+        options = {
+            "fleet.address": address,
+            "fleet.target.deadline_h": deadline_h,
+            "fleet.target.budget_usd": budget_usd,
+        }
+        named = [f"{key}={value}" for key, value in options.items() if value is not None]
+        given = [*(arguments or []), *(["fleet.driver=ray"] if named else []), *named]
         config = load_config(*split_arguments(given))
         if smoke:
             given += _smoke(config)

@@ -19,9 +19,10 @@ def spot_trace(fleet: FleetConfig) -> Trace:
     """Events of the emulated spot nodes in real seconds. ConfigError: the trace cannot be read."""
     spot = fleet.spot
     if spot.trace is None:
+        # With a target a market that always has as many nodes as may be asked for.
+        nodes = fleet.target.nodes_max if fleet.target.is_set else spot.emulated_nodes
         adds = tuple(
-            TraceEvent(0.0, TraceEventKind.ADD, f"spot-{number}", spot.slots)
-            for number in range(spot.emulated_nodes)
+            TraceEvent(0.0, TraceEventKind.ADD, f"spot-{number}", spot.slots) for number in range(nodes)
         )
         return Trace(adds, 1.0, "fleet.spot.nodes")
     try:
@@ -50,7 +51,7 @@ def spot_slots(fleet: FleetConfig) -> int:
         elif event.kind is TraceEventKind.REMOVE:
             present -= event.gpus
         most = max(most, present)
-    return most
+    return min(most, fleet.target.nodes_max * fleet.spot.slots) if fleet.target.is_set else most
 
 
 def require_learner_room(config: RunConfig) -> None:

@@ -132,6 +132,11 @@ class Fleet:
         """The controller's nodes on a Ray node."""
         return tuple(part.node.id for part in self._nodes[ray_id][1]) if ray_id in self._nodes else ()
 
+    @property
+    def nodes(self) -> list[RayNode]:
+        """Those that are there, in the order in which they joined."""
+        return [node for node, _ in self._nodes.values()]
+
     def ray_node(self, ray_id: str) -> RayNode | None:
         """A node that is there."""
         return self._nodes[ray_id][0] if ray_id in self._nodes else None

@@ -7,10 +7,7 @@ treated as one with a preemption notice; it is stopped once nothing works on it.
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import signal
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +15,7 @@ from typing import Protocol
 from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError
 from spotlight.cluster.nodes.listing import RayNode
 from spotlight.cluster.remote_calls import Clock
+from spotlight.cluster.scaling.shell_command import ShellCommandError, run_shell_command
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy, OnDemandStep
 from spotlight.scheduler.types import NodeKind
@@ -25,8 +23,6 @@ from spotlight.scheduler.types import NodeKind
 LOOK_S = 1.0
 RETRY_S = 60.0
 STOPS_AT_END = 3
-_OUTPUT = 500
-"""Characters of a failed command that are shown."""
 
 
 class OnDemandError(Exception):
@@ -84,24 +80,10 @@ class CommandMachines:
 
     def _call(self, key: str, command: str, name: str, slots: int | None) -> None:
         told = {"SPOTLIGHT_NODE": name} | ({} if slots is None else {"SPOTLIGHT_SLOTS": str(slots)})
-        process = subprocess.Popen(
-            command, shell=True, env=os.environ | told, stdin=subprocess.DEVNULL, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
         try:
-            output, _ = process.communicate(timeout=self.timeout_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # what the shell has started, too
-            process.wait()
-            raise OnDemandError(
-                f"fleet.on_demand.{key} was ended after {self.timeout_s:g} s; expected an end within "
-                "fleet.start_s: let it return sooner, or raise that"
-            ) from None
-        if process.returncode:
-            raise OnDemandError(
-                f"fleet.on_demand.{key} ended with status {process.returncode}; expected 0. Try it by hand "
-                f"with SPOTLIGHT_NODE={name}. It said: {output[-_OUTPUT:].strip()}"
-            )
+            run_shell_command(f"fleet.on_demand.{key}", command, told, self.timeout_s)
+        except ShellCommandError as error:
+            raise OnDemandError(str(error)) from error
 
 
 class Owner(Protocol):

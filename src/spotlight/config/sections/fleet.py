@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 from spotlight.config.errors import Problem
 from spotlight.config.section import Section
 from spotlight.config.sections.learner_section import divisors_near
+from spotlight.config.sections.target import TargetConfig
 from spotlight.registry import CLOUDS, FAMILIES
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class SpotConfig(Section):
     """Dollars per hour per slot (GPU) of a spot node."""
     nodes: Annotated[int, Field(ge=0)] | None = None
     """Emulated spot nodes on this machine that are never preempted; default: 2. Not with a ``trace``, which
-    defines the nodes itself.
+    defines the nodes itself. With a ``fleet.target``: those at the beginning.
     """
     slots: PositiveInt = 1
     """CPU slots per emulated spot node, each standing for a GPU; unless the trace gives a number of GPUs."""
@@ -163,6 +164,8 @@ class FleetConfig(Section):
     """Reserved nodes of a cluster on this machine."""
     spot: SpotConfig = SpotConfig()
     """Preemptible nodes."""
+    target: TargetConfig = TargetConfig()
+    """A deadline and a budget, which the number of spot nodes follows."""
     notices: NoticesConfig = NoticesConfig()
     """How nodes learn of their preemption."""
     sequence_parallel: SequenceParallelConfig = SequenceParallelConfig()
@@ -255,6 +258,7 @@ class FleetConfig(Section):
             yield from self._moving_problems(run)
         yield from self._fewer_ranks_problems(run)
         yield from self._on_demand_problems()
+        yield from self.target.problems(run)
         degrees = list(self.sequence_parallel.degrees)
         if degrees != (ascending := sorted(set(degrees))):
             yield Problem(

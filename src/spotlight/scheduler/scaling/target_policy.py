@@ -97,13 +97,15 @@ class TargetDecision:
         nodes: to ask for now.
         now, then: the rest with what is asked for already, and with ``nodes``.
         best: with what the goals want in the end, which may be several steps away.
-        reachable: ``best`` holds all goals.
+        holds: ``best`` holds the goals that are not lost already.
+        reachable: none is lost, and ``best`` holds them.
     """
 
     nodes: int
     now: Forecast
     then: Forecast
     best: Forecast
+    holds: bool
     reachable: bool
 
 
@@ -116,25 +118,34 @@ class TargetPolicy:
     _leaning: int = 0
     _leant: int = 0
 
-    def decide(self, rest: Rest, meter: PaceMeter) -> TargetDecision | None:
-        """Call it after each iteration; None: too little is measured to say anything."""
+    def outlook(self, rest: Rest, meter: PaceMeter) -> TargetDecision | None:
+        """The rest as it is, without a change; None: too little is measured to say anything."""
         model = meter.model
         if model is None or rest.iterations <= 0:
             return None
         options = [forecast(rest, model, meter, nodes) for nodes in range(self.nodes_min, self.nodes_max + 1)]
+        best, holds = choose(options, rest.alive)
         now = forecast(rest, model, meter, rest.asked)
-        alive = rest.alive
-        best, holds = choose(options, alive)
-        nodes = self._step(rest, best, meter) if self._worth(alive, now, best, holds) else rest.asked
-        nodes = min(max(nodes, self.nodes_min), self.nodes_max)
-        then = now if nodes == rest.asked else forecast(rest, model, meter, nodes)
-        return TargetDecision(nodes, now, then, best, reachable=holds and alive == rest)
+        return TargetDecision(rest.asked, now, now, best, holds, holds and rest.alive == rest)
 
-    def _worth(self, alive: Rest, now: Forecast, best: Forecast, holds: bool) -> bool:
+    def decide(self, rest: Rest, meter: PaceMeter) -> TargetDecision | None:
+        """Call it after each iteration; None as for :meth:`outlook`."""
+        found, model = self.outlook(rest, meter), meter.model
+        if found is None or model is None:
+            return None
+        worth = self._worth(rest.alive, found)
+        nodes = self._step(rest, found.best, meter) if worth else rest.asked
+        nodes = min(max(nodes, self.nodes_min), self.nodes_max)
+        if nodes == rest.asked:
+            return found
+        return replace(found, nodes=nodes, then=forecast(rest, model, meter, nodes))
+
+    def _worth(self, alive: Rest, found: TargetDecision) -> bool:
         """Whether the best option holds the goals where what is asked for does not, or is enough better twice
         in a row."""
-        better = _better(alive, holds=holds)
-        rescues = holds and _share(now.seconds, now.usd, alive) > 1
+        now, best = found.now, found.best
+        better = _better(alive, holds=found.holds)
+        rescues = found.holds and _share(now.seconds, now.usd, alive) > 1
         if best.nodes == alive.asked or (not rescues and better(best) > (1 - GAIN_MIN) * better(now)):
             self._lean(0)
             return False

@@ -263,6 +263,12 @@ def worked_s(connection: sqlite3.Connection) -> float:
     return float(row.fetchone()[0])
 
 
+def began_at(connection: sqlite3.Connection) -> float:
+    """When the first attempt began, in seconds since the epoch; 0 before it."""
+    row = connection.execute("SELECT COALESCE(MIN(started_at), 0.0) FROM attempts")
+    return float(row.fetchone()[0])
+
+
 def incidents(connection: sqlite3.Connection) -> dict[tuple[Incident, bool], int]:
     """Counts by (kind, whether it hit a spot node)."""
     rows = connection.execute("SELECT kind, spot, COUNT(*) FROM incidents GROUP BY kind, spot")
@@ -270,15 +276,17 @@ def incidents(connection: sqlite3.Connection) -> dict[tuple[Incident, bool], int
 
 
 def preemptions(connection: sqlite3.Connection) -> tuple[int, int]:
-    """(spot nodes lost, those with a standing notice)."""
+    """(spot nodes lost that the run had not given back, those with a standing notice)."""
     row = connection.execute(
         """
-        SELECT COUNT(*), TOTAL((
-            SELECT kind = 'node_noticed' FROM incidents AS before
-            WHERE before.attempt = gone.attempt AND before.subject = gone.subject AND before.id < gone.id
-                AND before.kind IN ('node_noticed', 'notice_cancelled', 'node_joined')
-            ORDER BY before.id DESC LIMIT 1))
-        FROM incidents AS gone WHERE kind = 'node_lost' AND spot
+        SELECT COUNT(*), TOTAL(state = 'node_noticed') FROM (
+            SELECT COALESCE((
+                SELECT kind FROM incidents AS before
+                WHERE before.attempt = gone.attempt AND before.subject = gone.subject AND before.id < gone.id
+                    AND before.kind IN ('node_noticed', 'notice_cancelled', 'node_joined', 'node_returned')
+                ORDER BY before.id DESC LIMIT 1), '') AS state
+            FROM incidents AS gone WHERE kind = 'node_lost' AND spot)
+        WHERE state <> 'node_returned'
         """
     ).fetchone()
     return int(row[0]), int(row[1])

@@ -22,7 +22,7 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 10
+SCHEMA_VERSION = 11
 UPGRADABLE_VERSION = 2
 """Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``, ``scorers``, ``leases``
 and ``kept_previews``, and ``outcomes`` refuses samples left out by choice and previews that stopped early.
@@ -54,6 +54,10 @@ class Incident(StrEnum):
     LEARNER_PLACED = "learner_placed"
     ON_DEMAND = "on_demand"
     """A node on demand is taken for the learner, left or given back: the detail says which."""
+    SPOT_TARGET = "spot_target"
+    """How many spot nodes are asked for to hold a deadline or a budget, and what the rest takes and costs."""
+    NODE_RETURNED = "node_returned"
+    """A spot node is given back; that it is gone then is no preemption."""
 
 
 class RolloutOutcome(StrEnum):
@@ -357,6 +361,7 @@ _ADDED = {
     8: _INCIDENTS_AGAIN,
     9: _KEPT,
     10: _OUTCOMES_AGAIN,
+    11: _INCIDENTS_AGAIN,
 }
 """What each version added."""
 

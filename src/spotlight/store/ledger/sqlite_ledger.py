@@ -368,6 +368,10 @@ class SqliteLedger:
         """Seconds of work of all attempts, up to the last billing."""
         return queries.worked_s(self._connection)
 
+    def began_at(self) -> float:
+        """When the first attempt began, in seconds since the epoch. There is one."""
+        return queries.began_at(self._connection)
+
     def cost_usd(self) -> float:
         """Cost of all GPU-seconds, lost ones included."""
         return queries.cost_usd(self._connection)

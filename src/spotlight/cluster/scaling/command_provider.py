@@ -1,0 +1,122 @@
+"""Spot nodes that two shell commands of the user's start and end, one at a time: SkyPilot's, or any cloud's.
+
+Which nodes it has started is written to the run directory before a command runs, so that a head that is
+killed loses none.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import StringConstraints
+
+from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderError, ProviderSetting
+from spotlight.cluster.scaling.shell_command import ShellCommandError, run_shell_command
+from spotlight.config.section import Section
+from spotlight.store.files import write_atomically
+
+if TYPE_CHECKING:
+    from spotlight.cluster.nodes.listing import RayNode
+
+_STOPS_AT_END = 3
+_PAUSE_S = 5.0
+Command = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+
+
+class CommandSettings(Section):
+    """Two shell commands."""
+
+    start: Command
+    """Starts a spot node, which joins the cluster as ``$SPOTLIGHT_NODE``, and again when it was preempted."""
+    stop: Command
+    """Ends the node ``$SPOTLIGHT_NODE`` for good."""
+
+
+class CommandProvider:
+    """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`.
+
+    A node that is away for longer than ``start_s`` is ended, and another is started.
+    """
+
+    def __init__(self, settings: CommandSettings, notes: Path, start_s: float) -> None:
+        self._settings, self._notes, self._start_s = settings, notes, start_s
+        self._seen_at = self._read()
+
+    def asked(self, present: Sequence[RayNode]) -> int:
+        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        return len(self._seen_at.keys() | {node.name for node in present})
+
+    def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
+        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        now_s, there = time.time(), {node.name for node in present}
+        known = self._seen_at | dict.fromkeys(there, now_s)  # nodes started by hand are nodes, too
+        away = [name for name, seen_s in known.items() if name not in there]
+        lost = [name for name in away if now_s - known[name] > self._start_s]
+        # The newest of those that have not come: the oldest are the first to be expected.
+        able = [*(node.name for node in leaving), *sorted(away, key=known.__getitem__, reverse=True)]
+        surplus = [name for name in able if name not in lost][: max(0, len(known) - len(lost) - nodes)]
+        self._write(known)
+        for name in dict.fromkeys([*lost, *surplus]):
+            self._run("stop", name)
+            self._forget(name)
+        while len(self._seen_at) < nodes:
+            name = f"spot-{secrets.token_hex(3)}"
+            self._write({**self._seen_at, name: time.time()})
+            try:
+                self._run("start", name)
+            except ProviderError:
+                self._run("stop", name)  # a part of it may be there
+                self._forget(name)
+                raise
+        return len(self._seen_at)
+
+    def close(self) -> None:
+        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        for turn in range(_STOPS_AT_END):
+            if turn:
+                time.sleep(_PAUSE_S)
+            failed: list[str] = []
+            for name in list(self._seen_at):
+                try:
+                    self._run("stop", name)
+                    self._forget(name)
+                except ProviderError as error:
+                    failed.append(str(error))
+            if not failed:
+                return
+        raise ProviderError(
+            f"{', '.join(self._seen_at)} may still cost money: end them by hand. {failed[-1]}"
+        )
+
+    def _run(self, key: str, name: str) -> None:
+        command = self._settings.start if key == "start" else self._settings.stop
+        try:
+            run_shell_command(f"fleet.target.params.{key}", command, {"SPOTLIGHT_NODE": name}, self._start_s)
+        except ShellCommandError as error:
+            raise ProviderError(str(error)) from error
+
+    def _forget(self, name: str) -> None:
+        self._write({each: seen_s for each, seen_s in self._seen_at.items() if each != name})
+
+    def _read(self) -> dict[str, float]:
+        if not self._notes.exists():
+            return {}
+        known: dict[str, float] = json.loads(self._notes.read_text())
+        return known
+
+    def _write(self, seen_at: dict[str, float]) -> None:
+        if seen_at != self._seen_at:
+            write_atomically(self._notes, json.dumps(seen_at).encode())
+        self._seen_at = seen_at
+
+
+def _open(settings: CommandSettings, setting: ProviderSetting) -> CommandProvider:
+    return CommandProvider(settings, setting.notes, setting.start_s)
+
+
+COMMANDS = NodeProviderKind(CommandSettings, _open)

@@ -1,0 +1,181 @@
+"""Spot nodes of a cluster that is emulated on this machine.
+
+A trace says which nodes a market offers at a time; the run takes as many of them as it asks for. A thread
+starts them, one at a time, and takes another when the market takes one away.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderSetting
+from spotlight.config.section import Section
+from spotlight.scheduler.types import NodeKind
+
+if TYPE_CHECKING:
+    from spotlight.cluster.local.local_cluster import LocalCluster
+    from spotlight.cluster.nodes.listing import RayNode
+
+log = logging.getLogger("spotlight.cluster.scaling.emulated_provider")
+
+_RETRY_S = 2.0
+
+
+class EmulatedSettings(Section):
+    """It has none."""
+
+
+@dataclass(slots=True)
+class SpotOffers:
+    """Which nodes of a market are taken. Pure.
+
+    Attributes:
+        wanted: how many to take.
+        offered: slots of the nodes that there are, those given back last.
+        taken: those of them that the run has.
+    """
+
+    wanted: int
+    offered: dict[str, int] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+
+    def take(self) -> tuple[str, int] | None:
+        """Take the next node, if one more is wanted and there is one."""
+        free = next((name for name in self.offered if name not in self.taken), None)
+        if free is None or len(self.taken) >= self.wanted:
+            return None
+        self.taken.add(free)
+        return free, self.offered[free]
+
+    def withdraw(self, name: str) -> bool:
+        """The market takes a node away; returns whether the run had it."""
+        self.offered.pop(name, None)
+        had = name in self.taken
+        self.taken.discard(name)
+        return had
+
+    def want(self, nodes: int, present: set[str], leaving: set[str]) -> list[str]:
+        """Another number is wanted; returns the nodes to give back: see ``SpotProvider.ask``."""
+        able = [name for name in self.taken if name in leaving or name not in present]
+        able.sort(key=lambda name: (name in leaving, name), reverse=True)
+        back = able[: max(0, len(self.taken) - nodes)]
+        for name in back:
+            self.taken.discard(name)
+            self.offered[name] = self.offered.pop(name)
+        self.wanted = max(nodes, len(self.taken))
+        return back
+
+
+class EmulatedProvider:
+    """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`, and ``Machines`` of the market."""
+
+    def __init__(self, cluster: LocalCluster, nodes: int) -> None:
+        self._cluster = cluster
+        self._offers = SpotOffers(nodes)
+        self._starting = ""
+        self._changed = threading.Condition()
+        self._over = False
+        self._thread = threading.Thread(target=self._take_all, name="spot provider", daemon=True)
+        self._thread.start()
+
+    # -- the run ---------------------------------------------------------------------------------------
+
+    def asked(self, present: Sequence[RayNode]) -> int:
+        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        return self._offers.wanted
+
+    def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
+        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        with self._changed:
+            back = self._offers.want(nodes, {node.name for node in present}, {node.name for node in leaving})
+            self._changed.notify()
+        for name in back:
+            self._end(name)
+        return self._offers.wanted
+
+    def close(self) -> None:
+        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`: the cluster itself ends."""
+        with self._changed:
+            self._over = True
+            self._changed.notify()
+        self._thread.join()
+
+    # -- the market ------------------------------------------------------------------------------------
+
+    def add(self, name: str, slots: int) -> None:
+        """The market offers a node."""
+        with self._changed:
+            self._offers.offered[name] = slots
+            self._changed.notify()
+
+    def notice(self, name: str) -> None:
+        """The market announces that it will take a node away."""
+        from spotlight.cluster.local.local_cluster import LocalClusterError
+
+        try:
+            if name in self._offers.taken:
+                self._cluster.notice(name)
+        except LocalClusterError as error:
+            log.warning("%s", error)
+
+    def kill(self, name: str) -> None:
+        """The market takes a node away."""
+        with self._changed:
+            had = self._offers.withdraw(name)
+            self._changed.notify()
+        if had:
+            self._end(name)
+
+    # -- nodes -----------------------------------------------------------------------------------------
+
+    def _end(self, name: str) -> None:
+        from spotlight.cluster.local.local_cluster import LocalClusterError
+
+        if name == self._starting:
+            return  # it ends once it is there
+        try:
+            self._cluster.kill(name)
+        except LocalClusterError as error:
+            log.warning("%s", error)
+
+    def _take_all(self) -> None:
+        from spotlight.cluster.local.local_cluster import LocalClusterError
+
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._over or self._next())
+                if self._over:
+                    return
+                name, slots = self._starting, self._offers.offered[self._starting]
+            failed = ""
+            try:
+                self._cluster.add_node(name, NodeKind.SPOT, slots)
+            except LocalClusterError as error:
+                failed = str(error)
+                log.warning("%s", error)
+            with self._changed:
+                self._starting = ""
+                kept = name in self._offers.taken and not failed
+                if failed:
+                    self._offers.taken.discard(name)
+                    self._changed.wait_for(lambda: self._over, timeout=_RETRY_S)
+            if not kept and not failed:
+                self._end(name)
+
+    def _next(self) -> bool:
+        taken = self._offers.take()
+        if taken is not None:
+            self._starting = taken[0]
+        return taken is not None
+
+
+def _open(settings: EmulatedSettings, setting: ProviderSetting) -> EmulatedProvider:
+    assert setting.emulated is not None, "checked with the configuration"
+    return EmulatedProvider(setting.emulated, setting.nodes)
+
+
+EMULATED = NodeProviderKind(EmulatedSettings, _open)

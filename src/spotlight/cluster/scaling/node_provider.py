@@ -1,0 +1,82 @@
+"""The interface of who adds and drops spot nodes. A provider is one file and one line in ``NODE_PROVIDERS``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from spotlight.config.section import Section
+
+if TYPE_CHECKING:
+    from spotlight.cluster.local.local_cluster import LocalCluster
+    from spotlight.cluster.nodes.listing import RayNode
+
+
+class ProviderError(Exception):
+    """A provider could not be asked, or refused; names what was found, what was expected and the remedy."""
+
+
+class SpotProvider(Protocol):
+    """Spot nodes of one cluster. Calls come one at a time, in a thread, and may take minutes.
+
+    What is asked for is a level, not a change: asking again for the same number repairs whatever was left
+    undone, so that a call that failed loses nothing.
+    """
+
+    def asked(self, present: Sequence[RayNode]) -> int:
+        """How many nodes it provides, or tries to. Raises ProviderError.
+
+        Args:
+            present: spot nodes of the cluster.
+        """
+        ...
+
+    def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
+        """Provide so many; returns how many it provides, or tries to, from now on.
+
+        Where these are fewer, it ends nodes that have not joined yet, and those of ``leaving``, on which
+        nothing works any more; never another one. So the number may stay larger than what was asked for.
+
+        Args:
+            present: spot nodes of the cluster; ``leaving``: some of them.
+
+        Raises:
+            ProviderError: it may have been done in part.
+        """
+        ...
+
+    def close(self) -> None:
+        """The attempt ends: provide nothing any more. Raises ProviderError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderSetting:
+    """What a provider may use.
+
+    Attributes:
+        emulated: the cluster that is emulated on this machine; None: there is none.
+        nodes: spot nodes to begin with, where there are none.
+        notes: a file of the run for what it must remember when this process is killed.
+        start_s: limit for a node to join.
+    """
+
+    emulated: LocalCluster | None
+    nodes: int
+    notes: Path
+    start_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProviderKind:
+    """An entry of :data:`spotlight.registry.NODE_PROVIDERS`.
+
+    Attributes:
+        settings: model of ``fleet.target.params``.
+        open: makes the provider, from settings of that model; it waits for nothing.
+    """
+
+    settings: type[Section]
+    open: Callable[[Any, ProviderSetting], SpotProvider]

@@ -1,0 +1,45 @@
+"""Runs a command that the user has configured."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping
+
+_OUTPUT = 500
+"""Characters of a failed command that are shown."""
+
+
+class ShellCommandError(Exception):
+    """A command failed or took too long; says what it printed."""
+
+
+def run_shell_command(key: str, command: str, told: Mapping[str, str], timeout_s: float) -> None:
+    """Run it to its end, with ``told`` in its environment.
+
+    Args:
+        key: of the configuration, for messages.
+
+    Raises:
+        ShellCommandError: another status than 0; or it, and what it had started, was ended after the time.
+    """
+    process = subprocess.Popen(
+        command, shell=True, env=os.environ | dict(told), stdin=subprocess.DEVNULL, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # what the shell has started, too
+        process.wait()
+        raise ShellCommandError(
+            f"{key} was ended after {timeout_s:g} s; expected an end within fleet.start_s: let it return "
+            "sooner, or raise that"
+        ) from None
+    if process.returncode:
+        by_hand = " ".join(f"{name}={value}" for name, value in told.items())
+        raise ShellCommandError(
+            f"{key} ended with status {process.returncode}; expected 0. Try it by hand with {by_hand}. "
+            f"It said: {output[-_OUTPUT:].strip()}"
+        )
