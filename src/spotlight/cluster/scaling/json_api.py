@@ -16,7 +16,9 @@ from urllib.parse import urlsplit
 
 from spotlight.cluster.scaling.node_provider import ProviderError
 
-_LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+LOOPBACK = {"localhost", "127.0.0.1", "::1"}
+ATTEMPTS, PAUSE_S = 4, 0.5
+"""Attempts of a call, and the pause before the second, which doubles with each."""
 _BYTES_MAX = 32 << 20
 _SHOWN = 300
 """Characters of an answer that a message shows."""
@@ -43,18 +45,15 @@ class JsonApi:
         authority: PEM file of the authority that signs its certificate; None: the system's.
         token: read for every attempt, since tokens are replaced while they are in use; in no message.
         timeout_s: of an attempt.
-        pause_s: before the second attempt; doubles with each.
     """
 
     url: str
     authority: Path | None
     token: Callable[[], str]
     timeout_s: float
-    attempts: int = 4
-    pause_s: float = 0.5
 
     def call(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Any:
-        """The JSON of a successful answer. Blocks for ``attempts`` times ``timeout_s``, and the pauses, at most.
+        """The JSON of a successful answer. Blocks for :data:`ATTEMPTS` times ``timeout_s`` and the pauses at most.
 
         No connection, no answer in time, 429 and 5xx are tried again; a refused token (401) once, since it
         may just have been replaced.
@@ -70,7 +69,7 @@ class JsonApi:
 
     async def _call(self, method: str, path: str, body: object, kind: str) -> Any:
         refused = 0
-        for attempt in range(1, self.attempts + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 return await self._attempt(method, path, body, kind)
             except RefusedError as error:
@@ -78,12 +77,12 @@ class JsonApi:
                 if error.status != 401 or refused > 1:
                     raise
             except _AgainError as error:
-                if attempt == self.attempts:
+                if attempt == ATTEMPTS:
                     raise ProviderError(
                         f"{error}, in the last of {attempt} attempts; expected an answer. See that "
                         f"{self.url} works; it is asked again later."
                     ) from None
-            await asyncio.sleep(self.pause_s * 2 ** (attempt - 1))
+            await asyncio.sleep(PAUSE_S * 2 ** (attempt - 1))
         raise ProviderError(f"{method} {self.url}{path} was not answered; it is asked again later.")
 
     async def _attempt(self, method: str, path: str, body: object, kind: str) -> Any:
@@ -97,9 +96,9 @@ class JsonApi:
             async with (
                 asyncio.timeout(self.timeout_s),
                 httpx2.AsyncClient(
-                    verify=self._tls(),
+                    verify=self._tls() if self.url.startswith("https:") else False,
                     timeout=self.timeout_s,
-                    trust_env=urlsplit(self.url).hostname not in _LOOPBACK,
+                    trust_env=urlsplit(self.url).hostname not in LOOPBACK,
                 ) as client,
                 client.stream(method, self.url + path, content=content, headers=headers) as response,
             ):

@@ -8,15 +8,16 @@ them.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
-from pydantic import PositiveFloat
+from pydantic import PositiveFloat, field_validator
 
-from spotlight.cluster.scaling.json_api import JsonApi, RefusedError
+from spotlight.cluster.scaling.json_api import LOOPBACK, JsonApi, RefusedError
 from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderError, ProviderSetting
 from spotlight.config.section import Section
 
@@ -50,6 +51,20 @@ class KubernetesSettings(Section):
     timeout_s: PositiveFloat = 10.0
     """Limit for one attempt of a call; there are four."""
 
+    @field_validator("server")
+    @classmethod
+    def _keeps_the_token(cls, server: str | None) -> str | None:
+        if server is not None:
+            try:
+                parts = urlsplit(server)
+                safe = parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK)
+                plain = bool(parts.hostname) and not (parts.username or parts.query or parts.fragment)
+            except ValueError:
+                safe = plain = False
+            if not (safe and plain):
+                raise ValueError("expected https://HOST[:PORT], or http:// of this machine (kubectl proxy)")
+        return server
+
 
 @dataclass(frozen=True, slots=True)
 class _WorkerGroup:
@@ -72,19 +87,32 @@ class KubernetesProvider:
 
     def asked(self, present: Sequence[RayNode]) -> int:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
-        group = self._group()
-        return min(
-            max(group.number("replicas", 1), group.number("minReplicas", 0)),
-            group.number("maxReplicas", 2**31 - 1),
-        )
+        with self._reading():
+            group = self._group()
+            most = group.number("maxReplicas", 2**31 - 1)
+            return min(max(group.number("replicas", 1), group.number("minReplicas", 0)), most)
 
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
-        return self._patch(nodes, {node.address for node in present}, {node.address for node in leaving})
+        with self._reading():
+            return self._patch(
+                nodes, {node.address for node in present}, {node.address for node in leaving}
+            )
 
     def close(self) -> None:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
-        self._patch(self._group().number("minReplicas", 0), set(), set())
+        with self._reading():
+            self._patch(self._group().number("minReplicas", 0), set(), set())
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise ProviderError(
+                f"{self._where}: the answer cannot be read ({type(error).__name__}: {error}); expected "
+                "objects of ray.io/v1 and pods. See that the address is the API server's own."
+            ) from error
 
     def _patch(self, nodes: int, present: set[str], leaving: set[str]) -> int:
         for _ in range(_CONFLICTS_MAX):
