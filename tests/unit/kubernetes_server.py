@@ -1,8 +1,8 @@
 """A Kubernetes API server on 127.0.0.1, as far as KubeRay's worker groups are concerned.
 
-It answers as the real one does: tokens are checked, a JSON patch is applied as a whole or not at all, one that
-names an old ``resourceVersion`` conflicts, and an operator makes and ends pods as KubeRay's does: those in
-``workersToDelete`` first, then any, so that a careless patch loses a pod that works.
+It answers as the real one does: tokens are checked, a JSON patch is applied as a whole or not at all, one
+that names an old ``resourceVersion`` conflicts, and an operator makes and ends pods as KubeRay's does: those
+in ``workersToDelete`` first, then any, so that a careless patch loses a pod that works.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Kubernetes:
     def cluster(self) -> Any:
         head = {"groupName": "trainer", "replicas": 1, "minReplicas": 1, "maxReplicas": 1}
         spot = {
-            "groupName": GROUP, "replicas": self.replicas, "minReplicas": self.least, "maxReplicas": self.most,
+            "groupName": GROUP, "replicas": self.replicas,
+            "minReplicas": self.least, "maxReplicas": self.most,
             "numOfHosts": self.hosts, "scaleStrategy": {"workersToDelete": self.to_delete},
         }  # fmt: skip
         return {
@@ -97,7 +98,8 @@ class Kubernetes:
     def pod(self, name: str) -> Any:
         address = self.pods[name]
         status = {"phase": "Pending"} if address is None else {"phase": "Running", "podIP": address}
-        return {"metadata": {"name": name, "creationTimestamp": f"2026-11-25T00:00:{name[-2:]}Z"}, "status": status}
+        made_at = f"2026-11-25T00:00:{name[-2:]}Z"
+        return {"metadata": {"name": name, "creationTimestamp": made_at}, "status": status}
 
     def patch(self, changes: Any) -> Answer:
         self.patches.append(changes)

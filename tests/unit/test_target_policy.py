@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -159,9 +160,9 @@ def test_it_is_bounded_patient_and_does_not_go_back_and_forth(
         assert 1 <= after <= NODES_MAX
         assert before // 2 <= after <= max(2 * before, 1)
     iterations = [iteration for iteration, _, _ in course.changes]
-    assert all(later - sooner > 2 for sooner, later in zip(iterations, iterations[1:], strict=False))
+    assert all(later - sooner > 2 for sooner, later in pairwise(iterations))
     ups = [after > before for _, before, after in course.changes]
-    turns = sum(one != other for one, other in zip(ups, ups[1:], strict=False))
+    turns = sum(one != other for one, other in pairwise(ups))
     assert turns <= 4, course.changes
     for decision in course.decisions:
         for each in (decision.now, decision.then, decision.best):
@@ -200,7 +201,7 @@ def test_equal_sizes_are_told_apart_by_the_work_that_was_measured() -> None:
     assert model is not None
     assert model.work_s == pytest.approx(240.0)
     assert model.fixed_s == pytest.approx(41.0)
-    # Other sizes say more: rollouts there overlap with what is fixed, so that work_s is what more workers save.
+    # Other sizes say more: where rollouts overlap with what is fixed, more workers save less.
     other = [MeasuredIteration(50.0 + 100.0 / 8, 8.0, 240.0, 8.0, 8) for _ in range(4)]
     mixed = IterationModel.fitted([MeasuredIteration(75.0, 4.0, 240.0, 4.0, 4)] * 4 + other)
     assert mixed is not None

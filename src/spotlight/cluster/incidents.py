@@ -68,7 +68,7 @@ class IncidentRecorder:
         self.note(f"{node}: {told}")
 
     def spot_target(self, told: str) -> None:
-        """Spot nodes are asked for, or the rest is forecast, to hold a deadline or a budget; or that failed."""
+        """Spot nodes are asked for to hold a goal, or the rest of the run is forecast; or that failed."""
         self._write(Incident.SPOT_TARGET, "fleet", True, told)
         self.note(told)
 

@@ -77,7 +77,8 @@ BudgetOption: TypeAlias = Annotated[
     typer.Option(
         "--budget-usd",
         metavar="USD",
-        help="Likewise, so that the run costs no more: short for fleet.driver=ray fleet.target.budget_usd=USD.",
+        help="Likewise, so that the run costs no more: short for fleet.driver=ray "
+        "fleet.target.budget_usd=USD.",
         show_default=False,
     ),
 ]
@@ -136,7 +137,9 @@ def train(
 
       spotlight train qwen.yaml --address 10.0.0.5:6379 fleet.learner_ranks=4
 
-      spotlight train qwen.yaml --address auto --deadline-h 6 --budget-usd 150 fleet.target.provider=kubernetes
+      spotlight train --deadline-h 6 --budget-usd 150
+
+      spotlight train qwen.yaml --address auto --deadline-h 6 fleet.target.provider=kubernetes
 
       spotlight train --dashboard
 

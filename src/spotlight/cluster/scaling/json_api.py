@@ -53,7 +53,7 @@ class JsonApi:
     timeout_s: float
 
     def call(self, method: str, path: str, body: object = None, kind: str = "application/json") -> Any:
-        """The JSON of a successful answer. Blocks for :data:`ATTEMPTS` times ``timeout_s`` and the pauses at most.
+        """The JSON of a successful answer. Blocks for :data:`ATTEMPTS` times ``timeout_s``, and the pauses.
 
         No connection, no answer in time, 429 and 5xx are tried again; a refused token (401) once, since it
         may just have been replaced.

@@ -45,7 +45,7 @@ class KubernetesSettings(Section):
     namespace: str | None = None
     """Its namespace; default: that of the service account."""
     server: str | None = None
-    """Address of the API; default: the pod's own (KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT_HTTPS)."""
+    """Address of the API; default: the pod's own (KUBERNETES_SERVICE_HOST, KUBERNETES_SERVICE_PORT_HTTPS)."""
     account: Path = _ACCOUNT
     """Folder with the service account's ``token``, ``ca.crt`` and ``namespace``."""
     timeout_s: PositiveFloat = 10.0
@@ -95,9 +95,7 @@ class KubernetesProvider:
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
         with self._reading():
-            return self._patch(
-                nodes, {node.address for node in present}, {node.address for node in leaving}
-            )
+            return self._patch(nodes, {node.address for node in present}, {node.address for node in leaving})
 
     def close(self) -> None:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
@@ -138,8 +136,10 @@ class KubernetesProvider:
         )
 
     def _to_end(self, now: int, nodes: int, present: set[str], leaving: set[str]) -> tuple[list[str], int]:
-        """Pods to end: first those of ``leaving``, then those whose node has not joined, the newest first; and
-        how many replicas without a pod (their nodes were lost, or are still to be made)."""
+        """Pods to end, and how many replicas without a pod: their nodes were lost, or are still to be made.
+
+        First those of ``leaving``, then those whose node has not joined, the newest first.
+        """
         selector = quote(f"ray.io/cluster={self._cluster},ray.io/group={self._settings.group}")
         found = self._get(f"/api/v1/namespaces/{self._namespace}/pods?labelSelector={selector}")
         pods = [pod for pod in found["items"] if "deletionTimestamp" not in pod["metadata"]]
@@ -155,13 +155,13 @@ class KubernetesProvider:
         hosts = group.number("numOfHosts", 1)
         if hosts != 1:
             raise ProviderError(
-                f"{self._where}: numOfHosts is {hosts}; expected 1, a pod for each replica. Make it a group of "
-                "single pods."
+                f"{self._where}: numOfHosts is {hosts}; expected 1, a pod for each replica. Make it a group "
+                "of single pods."
             )
         if not least <= nodes <= most:
             raise ProviderError(
-                f"{self._where}: {nodes} replicas are wanted, its minReplicas and maxReplicas are {least} and "
-                f"{most}; expected bounds around fleet.target.nodes_min and nodes_max. Change either."
+                f"{self._where}: {nodes} replicas are wanted, its minReplicas and maxReplicas are {least} "
+                f"and {most}; expected bounds around fleet.target.nodes_min and nodes_max. Change either."
             )
 
     # -- the API ---------------------------------------------------------------------------------------
@@ -226,8 +226,8 @@ class KubernetesProvider:
             return path.read_text().strip()
         except OSError as error:
             raise ProviderError(
-                f"{path} cannot be read ({error}); expected a pod's service account. Run the head in a pod that "
-                "mounts one (automountServiceAccountToken), or set fleet.target.params.account."
+                f"{path} cannot be read ({error}); expected a pod's service account. Run the head in a pod "
+                "that mounts one (automountServiceAccountToken), or set fleet.target.params.account."
             ) from error
 
 

@@ -1,4 +1,4 @@
-"""The interface of who adds and drops spot nodes. A provider is one file and one line in ``NODE_PROVIDERS``."""
+"""The interface of who adds and drops spot nodes; a provider is a file and a line in ``NODE_PROVIDERS``."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +18,7 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.scaling.measured_rows import measured_before
 from spotlight.scheduler.scaling.pace_meter import PaceMeter
 from spotlight.scheduler.scaling.target_policy import TargetPolicy
-from spotlight.scheduler.types import NodeId, NodeKind
+from spotlight.scheduler.types import NodeKind
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunDirectory

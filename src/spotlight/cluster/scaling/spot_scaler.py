@@ -1,6 +1,6 @@
 """Adds and drops spot nodes so that the run holds its deadline and its budget.
 
-    an iteration ends ─► policy ─► fewer: nodes are drained as on a preemption notice ─► the provider ends them
+    an iteration ends ─► policy ─► fewer: nodes are drained as on a notice ─► the provider ends them
                                 └► more: the provider is asked for them
 
 :class:`spotlight.scheduler.scaling.target_policy.TargetPolicy` decides. A provider that fails is asked again:

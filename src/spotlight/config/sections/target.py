@@ -19,7 +19,7 @@ _PARAMS = "fleet.target.params"
 
 
 class TargetConfig(Section):
-    """A deadline and a budget that the run holds by the number of its spot nodes (docs/howto/hold-a-deadline.md)."""
+    """A deadline and a budget, held by the number of spot nodes (docs/howto/hold-a-deadline.md)."""
 
     deadline_h: PositiveFloat | None = None
     """Hours from the start of the run's first attempt to its end, time between attempts included."""

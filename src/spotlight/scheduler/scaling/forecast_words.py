@@ -10,7 +10,7 @@ _MINUTE_S, _HOUR_S = 60.0, 3600.0
 
 
 def forecast_words(decision: TargetDecision, rest: Rest) -> str:
-    """``4 spot nodes instead of 2: the rest (28 iterations) takes 2.1 to 2.6 h and costs $41 to $52; ...``."""
+    """``4 spot nodes instead of 2: the rest (28 iterations) takes 2.1 to 2.6 h and costs $41 to $52; ...``"""
     nodes = _plural(decision.nodes, "spot node")
     if decision.nodes != rest.asked:
         nodes += f" instead of {rest.asked}"
@@ -18,16 +18,13 @@ def forecast_words(decision: TargetDecision, rest: Rest) -> str:
     if math.isinf(then.seconds):
         return f"{nodes}: nothing rolls out"
     takes, costs = _span(then.range_s), _dollars(then.range_usd)
-    left = " and ".join(
-        text
-        for text in (
-            None if rest.left_s is None else f"{_span((max(0.0, rest.left_s),) * 2)} to the deadline",
-            None if rest.left_usd is None else f"{_dollars((max(0.0, rest.left_usd),) * 2)} of the budget",
-        )
-        if text
-    )
+    left = [
+        *([] if rest.left_s is None else [f"{_one_span(rest.left_s)} to the deadline"]),
+        *([] if rest.left_usd is None else [f"{_one_sum(rest.left_usd)} of the budget"]),
+    ]
     iterations = _plural(rest.iterations, "iteration")
-    return f"{nodes}: the rest ({iterations}) takes {takes} and costs {costs}; left are {left}: {_verdict(decision, rest)}"
+    forecast = f"{nodes}: the rest ({iterations}) takes {takes} and costs {costs}"
+    return f"{forecast}; there are {' and '.join(left)} left: {_verdict(decision, rest)}"
 
 
 def _verdict(decision: TargetDecision, rest: Rest) -> str:
@@ -38,17 +35,15 @@ def _verdict(decision: TargetDecision, rest: Rest) -> str:
         ):
             return "that holds"
         return f"{_plural(best.nodes, 'node')} would hold, and come next"
-    late = rest.left_s is not None and not _fits(best.seconds, rest.left_s)
-    dear = rest.left_usd is not None and not _fits(best.usd, rest.left_usd)
     over = [
-        text
-        for text in (
-            f"{_span((best.seconds - max(0.0, rest.left_s or 0.0),) * 2)} late" if late else None,
-            f"{_dollars((best.usd - max(0.0, rest.left_usd or 0.0),) * 2)} over" if dear else None,
-        )
-        if text
+        *(
+            []
+            if _fits(best.seconds, rest.left_s)
+            else [f"{_one_span(best.seconds - (rest.left_s or 0.0))} late"]
+        ),
+        *([] if _fits(best.usd, rest.left_usd) else [f"{_one_sum(best.usd - (rest.left_usd or 0.0))} over"]),
     ]
-    by = f": about {' and '.join(over)}" if over else ", with too little to spare"
+    by = f", about {' and '.join(over)}" if over else ", with too little to spare"
     return f"out of reach; what comes nearest is {_plural(best.nodes, 'node')}{by}"
 
 
@@ -69,6 +64,14 @@ def _span(seconds: tuple[float, float]) -> str:
     else:
         unit, size, digits = "h", _HOUR_S, 1
     return f"{_range(f'{low / size:.{digits}f}', f'{high / size:.{digits}f}')} {unit}"
+
+
+def _one_span(seconds: float) -> str:
+    return _span((max(0.0, seconds), max(0.0, seconds)))
+
+
+def _one_sum(usd: float) -> str:
+    return _dollars((max(0.0, usd), max(0.0, usd)))
 
 
 def _dollars(usd: tuple[float, float]) -> str:

@@ -23,6 +23,10 @@ _UNTRIED = 0.25
 """Relative error of ``work_s`` that ranges allow for at sizes that were not measured: what rollouts took
 says neither how evenly they divide among more workers nor how other nodes compare.
 """
+_DRIFT = 0.04
+"""Relative error that no number of iterations averages out: the market changes, evaluations are rare."""
+_END = 0.5
+"""Iterations that the end of a run may take besides: its evaluation, the export."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,7 @@ class IterationModel:
             return 0.0
         chance = _TAIL * self.spread * math.sqrt(1 / iterations + 1 / self.measured)
         untried = _UNTRIED * self.work_s * abs(1 / workers - self.tried) / self.seconds(workers)
-        return math.hypot(chance, untried)
+        return math.hypot(chance, untried, _DRIFT, _END / iterations)
 
 
 def _weighted_median(values: Sequence[tuple[float, float]]) -> float:

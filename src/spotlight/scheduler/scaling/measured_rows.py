@@ -1,4 +1,4 @@
-"""What is measured and forecast, as figures of an iteration's row of metrics; a resumed run reads it again. Pure."""
+"""What is measured and forecast, in an iteration's row of metrics; a resumed run reads it again. Pure."""
 
 from __future__ import annotations
 

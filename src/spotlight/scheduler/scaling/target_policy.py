@@ -26,6 +26,7 @@ GAIN_MIN = 0.05
 MARGIN = 0.05
 """Of the time or money left, kept free when a number is chosen."""
 _ALIKE = 0.01
+_RESCUE_MIN = 0.25
 _STEADY = 2
 
 
@@ -141,11 +142,14 @@ class TargetPolicy:
         return replace(found, nodes=nodes, then=forecast(rest, model, meter, nodes))
 
     def _worth(self, alive: Rest, found: TargetDecision) -> bool:
-        """Whether the best option holds the goals where what is asked for does not, or is enough better twice
-        in a row."""
+        """Whether the best option is enough better twice in a row.
+
+        Or once, where what is asked for exceeds the goals, and the best holds them or is better by far.
+        """
         now, best = found.now, found.best
         better = _better(alive, holds=found.holds)
-        rescues = found.holds and _share(now.seconds, now.usd, alive) > 1
+        exceeds = _share(now.seconds, now.usd, alive) > 1
+        rescues = exceeds and (found.holds or better(best) < (1 - _RESCUE_MIN) * better(now))
         if best.nodes == alive.asked or (not rescues and better(best) > (1 - GAIN_MIN) * better(now)):
             self._lean(0)
             return False
