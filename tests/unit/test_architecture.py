@@ -93,6 +93,7 @@ SCHEDULER_PARTS: dict[str, set[str]] = {
     "exploration": {"messages"},
     "cluster": {"messages"},
     "learner": {"messages", "cluster"},
+    "scaling": set(),
     "rollouts": {"messages", "exploration", "cluster"},
     "overlap": {"messages", "cluster", "exploration", "rollouts"},
     "controller": {"messages", "exploration", "cluster", "learner", "rollouts", "overlap"},

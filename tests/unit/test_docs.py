@@ -90,11 +90,15 @@ def test_commands_options_and_overrides_exist(page: Path) -> None:
 
 
 def written_out(words: Sequence[str]) -> list[str]:
-    """Arguments without options, and with the overrides that ``--address`` and ``--like`` stand for."""
+    """Arguments without options, and with the overrides that some of them stand for."""
     words = list(words)
     if "--address" in words[:-1]:
         at = words.index("--address")
         words[at : at + 2] = ["fleet.driver=ray", f"fleet.address={words[at + 1]}"]
+    for option, key in (("--deadline-h", "deadline_h"), ("--budget-usd", "budget_usd")):
+        if option in words[:-1]:
+            at = words.index(option)
+            words[at : at + 2] = ["fleet.driver=ray", f"fleet.target.{key}={words[at + 1]}"]
     if "--like" in words[:-1]:
         at = words.index("--like")
         words[at : at + 2] = [f"like={words[at + 1]}"]

@@ -175,7 +175,15 @@ def _fleet(config: RunConfig, fleet: FleetPlan) -> Iterator[tuple[str, str, str]
     if config.fleet.learner_placement == "spot_then_on_demand":
         after = f"when the learner has waited {config.fleet.on_demand.after_s:g} s"
         yield "slots on demand", count(ranks), f"{after}, {money(ranks * config.fleet.price_usd_h)} an hour"
-    source = "at most" if spot.trace is not None else "from the beginning"
+    target = config.fleet.target
+    source = "at most" if spot.trace is not None or target.is_set else "from the beginning"
+    if target.is_set:
+        goals = [
+            *([] if target.deadline_h is None else [f"{target.deadline_h:g} h"]),
+            *([] if target.budget_usd is None else [money(target.budget_usd)]),
+        ]
+        bounds = f"held by {target.nodes_min} to {target.nodes_max} spot nodes, from what is measured"
+        yield "target", " and ".join(goals), bounds
     yield "spot slots", count(fleet.spot_slots), f"{source}; {trains}, and move" if moves else source
     if spot.trace is not None:
         known = spot.notice_s is not None

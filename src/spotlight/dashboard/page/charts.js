@@ -105,7 +105,7 @@ function phaseBar(amounts, unit) {
 
 const MARKS = {
   node_noticed: "▼", notice_cancelled: "○", node_drained: "▽", node_lost: "✕", worker_crashed: "!",
-  learner_lost: "◆", learner_waits: "◇", learner_placed: "▶", on_demand: "＄",
+  learner_lost: "◆", learner_waits: "◇", learner_placed: "▶", on_demand: "＄", node_returned: "↩",
 };
 
 /** Draw one worker's lane; marks are incidents of its node. */

@@ -45,6 +45,7 @@ function overviewCards(found) {
     progress,
     card("Time", found.worked_s === undefined ? "–" : duration(found.worked_s), running ? `${duration(found.left.seconds)} left at the pace of the last 20 iterations` : "of work, all attempts"),
     card("Money", found.usd === undefined ? "–" : dollars(found.usd), running ? `${dollars(found.left.usd)} to come` : "spent, lost work included"),
+    ...(found.target ? [targetCard(found.target)] : []),
     card(`Validation${last ? ` (${judged})` : ""}`, last ? score(last[judged], last[`${judged}_stderr`]) : "–",
       gain === null ? (last ? `at iteration ${last.iteration}` : "no evaluation yet") : h("span", { class: gain > 2 * noise ? "good" : gain < -2 * noise ? "bad" : "" },
         `${gain >= 0 ? "+" : ""}${gain.toFixed(3)} since iteration ${first.iteration}${known(noise) && noise > 0 ? `, ${(gain / noise).toFixed(1)} × its noise` : ""}`)),
@@ -52,6 +53,15 @@ function overviewCards(found) {
       found.preemptions ? `${count(found.noticed)} with notice` : "no spot node lost", nodes),
     card("Reward of the newest groups", figure(found.row["rollout/reward"]), `loss ${figure(found.row["train/loss"])}, gradient norm ${figure(found.row["train/grad_norm"])}`),
   ];
+}
+
+/** What a run that holds a deadline or a budget says of the rest. */
+function targetCard(target) {
+  const goals = [target.deadline_at ? `by ${moment(target.deadline_at)}` : null, known(target.budget_usd) ? `for ${dollars(target.budget_usd)}` : null].filter(Boolean);
+  const range = ([low, high], unit) => (known(low) && known(high) ? `${unit(low)} to ${unit(high)}` : "–");
+  const held = known(target.reachable) ? h("span", { class: target.reachable ? "good" : "bad" }, target.reachable ? "within reach" : "out of reach") : "not measured yet";
+  return card("Target", goals.join(", "), held, `the rest: ${range(target.left_s, duration)}, ${range(target.left_usd, dollars)}`,
+    known(target.nodes) ? `${plural(target.nodes, "spot node")} asked for` : null);
 }
 
 async function validationChart(place, found) {
@@ -199,7 +209,7 @@ function laneLegend(found) {
   const met = new Set(found.lanes.flatMap((lane) => lane.stretches.map(([, , phase]) => phase)));
   return h("div", { class: "legend" }, found.phases.map((phase, index) => met.has(index) && h("span", {}, h("span", { class: "swatch", style: { background: phaseColour(phase) } }), words(phase))),
     ["node_noticed", "node_drained", "node_lost", "worker_crashed"].map((kind) => h("span", {}, `${MARKS[kind]} ${words(kind)}`)),
-    ["learner_lost", "learner_waits", "learner_placed", "on_demand"].map((kind) => happened.has(kind) && h("span", {}, `${MARKS[kind]} ${words(kind)}`)));
+    ["learner_lost", "learner_waits", "learner_placed", "on_demand", "node_returned"].map((kind) => happened.has(kind) && h("span", {}, `${MARKS[kind]} ${words(kind)}`)));
 }
 
 /** A time as Plotly takes it: on this machine's clock, like the lanes. */

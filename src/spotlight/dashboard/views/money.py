@@ -1,11 +1,15 @@
-"""What a run has cost, by phase and node, beside the same work on demand, and what it will cost."""
+"""What a run has cost, by phase and node, beside the same work on demand, and what it will cost: also by the
+forecast of a run that holds a deadline or a budget.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
+from sqlite3 import Connection
 
 from spotlight.dashboard.figures import Json, finite, thinned
-from spotlight.dashboard.run_folders import RunFolder
+from spotlight.dashboard.run_folders import RunFolder, Settings
 from spotlight.dashboard.views.curves import spent_usd
 from spotlight.dashboard.views.lanes import node_of, spot_nodes
 from spotlight.scheduler.types import Phase
@@ -69,6 +73,30 @@ def forecast(iterations: list[int], dollars: list[float], planned: int | None) -
         "usd_per_iteration": finite(each),
         "usd_left": finite(each * left) if each is not None and left is not None else None,
         "over_iterations": span,
+    }
+
+
+def target(settings: Settings, connection: Connection, row: Mapping[str, float | None]) -> Json | None:
+    """The goals that spot nodes follow, and what the rest takes by the run's own forecast; None: no goals.
+
+    Args:
+        row: the newest metrics.
+    """
+    deadline_h, budget_usd = (settings.number(f"fleet.target.{key}") for key in ("deadline_h", "budget_usd"))
+    if deadline_h is None and budget_usd is None:
+        return None
+    told = connection.execute(
+        "SELECT at, detail FROM incidents WHERE kind = 'spot_target' ORDER BY id DESC LIMIT 1"
+    ).fetchone()
+    began_at = queries.began_at(connection)
+    return {
+        "deadline_at": began_at + 3600 * deadline_h if deadline_h is not None and began_at else None,
+        "budget_usd": budget_usd,
+        "nodes": row.get("target/nodes_asked"),
+        "left_s": [row.get(f"target/left_s{end}") for end in ("_low", "_high")],
+        "left_usd": [row.get(f"target/left_usd{end}") for end in ("_low", "_high")],
+        "reachable": row.get("target/reachable"),
+        "told": None if told is None else {"at": told[0], "words": told[1]},
     }
 
 

@@ -14,7 +14,7 @@ from spotlight.dashboard.run_folders import RunFolder, Settings
 from spotlight.dashboard.views.curves import recent_rows, spent_usd, validation_rows
 from spotlight.dashboard.views.findings import RunLimits, RunOutlook, findings, iteration_s
 from spotlight.dashboard.views.lanes import node_of
-from spotlight.dashboard.views.money import forecast
+from spotlight.dashboard.views.money import forecast, target
 from spotlight.dashboard.views.votes import asks_people
 from spotlight.scheduler.types import Purpose
 from spotlight.store.ledger import ledger_queries as queries
@@ -66,8 +66,9 @@ def overview(run: RunFolder) -> Json:
         preemptions, noticed = queries.preemptions(connection)
         nodes = nodes_now(connection)
         seconds = queries.gpu_seconds_by_phase(connection)
+        rows = recent_rows(run, RECENT + 1)
+        goal = target(settings, connection, rows[-1] if rows else {})
     state = state_of(attempts)
-    rows = recent_rows(run, RECENT + 1)
     return {
         **begun,
         "state": state,
@@ -79,6 +80,7 @@ def overview(run: RunFolder) -> Json:
             "usd": ahead["usd_left"],
             "seconds": _left_s(rows, planned, iterations),
         },
+        "target": goal,
         "seen_at": attempts[-1].seen_at if attempts else None,
         "attempts": len(attempts),
         "preemptions": preemptions,

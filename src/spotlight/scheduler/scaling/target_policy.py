@@ -71,7 +71,7 @@ class Rest:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecast:
+class RestForecast:
     """What the rest takes and costs with so many spot nodes asked for; ``spread``: relative half-width."""
 
     nodes: int
@@ -103,9 +103,9 @@ class TargetDecision:
     """
 
     nodes: int
-    now: Forecast
-    then: Forecast
-    best: Forecast
+    now: RestForecast
+    then: RestForecast
+    best: RestForecast
     holds: bool
     reachable: bool
 
@@ -160,7 +160,7 @@ class TargetPolicy:
         self._leant = self._leant + 1 if direction == self._leaning and direction else abs(direction)
         self._leaning = direction
 
-    def _step(self, rest: Rest, best: Forecast, meter: PaceMeter) -> int:
+    def _step(self, rest: Rest, best: RestForecast, meter: PaceMeter) -> int:
         if meter.settled < SETTLED_MIN:
             return rest.asked
         self._lean(0)
@@ -169,7 +169,7 @@ class TargetPolicy:
         return max(best.nodes, rest.asked // 2)
 
 
-def forecast(rest: Rest, model: IterationModel, meter: PaceMeter, nodes: int) -> Forecast:
+def forecast(rest: Rest, model: IterationModel, meter: PaceMeter, nodes: int) -> RestForecast:
     """The rest with ``nodes`` asked for from now on; nodes that are new work, and cost, after a delay."""
 
     def workers(asked: int) -> float:
@@ -182,10 +182,10 @@ def forecast(rest: Rest, model: IterationModel, meter: PaceMeter, nodes: int) ->
     # A node costs from joining on, which is some time before it works: counted as if from the beginning.
     usd_h = rest.other_usd_h + rest.node_usd_h * meter.served(nodes)
     usd = seconds * usd_h / 3600 if math.isfinite(seconds) else math.inf
-    return Forecast(nodes, seconds, usd, model.spread_of(rest.iterations, workers(nodes)))
+    return RestForecast(nodes, seconds, usd, model.spread_of(rest.iterations, workers(nodes)))
 
 
-def choose(options: Sequence[Forecast], alive: Rest) -> tuple[Forecast, bool]:
+def choose(options: Sequence[RestForecast], alive: Rest) -> tuple[RestForecast, bool]:
     """The option that goals which are not lost want, and whether it holds them."""
     holding = [each for each in options if _share(each.range_s[1], each.range_usd[1], alive) <= 1 - MARGIN]
     better = _better(alive, holds=bool(holding))
@@ -194,7 +194,7 @@ def choose(options: Sequence[Forecast], alive: Rest) -> tuple[Forecast, bool]:
     return min(alike, key=lambda each: each.nodes), bool(holding)
 
 
-def _better(alive: Rest, *, holds: bool) -> Callable[[Forecast], float]:
+def _better(alive: Rest, *, holds: bool) -> Callable[[RestForecast], float]:
     """What should be little: a deadline that is held should cost little, one that is not makes haste; a
     budget: the reverse; both out of reach: by what factor they are exceeded.
     """
@@ -216,9 +216,9 @@ def _share(seconds: float, usd: float, rest: Rest) -> float:
     )
 
 
-def _seconds(each: Forecast) -> float:
+def _seconds(each: RestForecast) -> float:
     return each.seconds
 
 
-def _usd(each: Forecast) -> float:
+def _usd(each: RestForecast) -> float:
     return each.usd
