@@ -28,11 +28,9 @@ from spotlight.store.run_directory import RunPaths
 
 pytestmark = [pytest.mark.timeout(3000), pytest.mark.slow]
 
-SAMPLE_S, SAMPLES = 4.0, 16
-REWARD_S = 0.4
-"""Of each sample, one after the other: what more nodes do not shorten."""
+SAMPLE_S = 6.0
 PATIENCE_S = 900.0
-ITERATIONS, MEASURED = 16, 4
+ITERATIONS, MEASURED = 12, 4
 MODULE = f"""
 import time
 
@@ -53,7 +51,7 @@ RUN = (
         "fleet.drain_margin_s=1000",
         "fleet.target.node_s=20",
     ),
-    *("rollout.prompts_per_iteration=4", "rollout.batch_size=1", "learner.micro_batch_size=4"),
+    *("rollout.prompts_per_iteration=2", "rollout.batch_size=1", "learner.micro_batch_size=4"),
     *(
         "evaluation.at_start=false",
         "evaluation.at_end=false",
@@ -134,8 +132,8 @@ def test_a_deadline_adds_nodes_and_a_killed_head_keeps_to_it(job: Job) -> None:
     )
     arguments = job.arguments("deadline", *SMALL, *RUN, *settings)
     setup_s, each_s, _ = measured(run, [*arguments, "--deadline-h", "1000"])
-    # Two more attempts begin, and one node would take twice as long.
-    allowed_s = time.time() - began_s + 2 * (setup_s + 30) + 0.6 * left(run) * each_s
+    # Two more attempts begin, and one node would take a third longer.
+    allowed_s = time.time() - began_s + 2 * (setup_s + 30) + 0.75 * left(run) * each_s
     arguments += ["--deadline-h", f"{allowed_s / 3600:.4f}"]
     with running(run, arguments) as it:
         wait_until(it, lambda: bool(asked(it)))
