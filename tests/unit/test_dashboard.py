@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
@@ -41,6 +42,7 @@ from spotlight.scheduler.types import Phase, WorkerId
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
+from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
 
 # -- what it says --
@@ -55,6 +57,29 @@ def test_the_overview_tells_progress_and_what_is_left(client: TestClient) -> Non
     assert (found["preemptions"], found["noticed"]) == (2, 2)
     assert [row["iteration"] for row in found["validations"]] == list(range(0, ITERATIONS, EVERY))
     assert found["row"]["iteration"] == ITERATIONS - 1
+
+
+def test_goals_that_spot_nodes_follow_are_told_with_the_runs_own_forecast(empty_place: Path) -> None:
+    paths = make_run(empty_place / "runs" / "held", 4)
+    client = TestClient(dashboard_app([empty_place / "runs"]), base_url="http://localhost:8170")
+    assert client.get("/api/runs/held/overview").json()["target"] is None
+    told = yaml.safe_load(paths.config.read_text())
+    told["fleet"]["target"] = {"deadline_h": 2.0, "budget_usd": None}
+    paths.config.write_text(yaml.safe_dump(told))
+    with MetricsWriter(paths, resume_at=4) as metrics:
+        figures = {"target/nodes_asked": 4.0, "target/left_s_low": 50.0, "target/left_s_high": 70.0}
+        metrics.write(MetricsRow(4, 1, 60.0, {"train/loss": 1.0, "target/reachable": 0.0, **figures}))
+    with SqliteLedger(paths.ledger) as ledger:
+        ledger.begin_attempt(pid=1, host="elsewhere", workers={}, now_s=START_S + 100)
+        ledger.record_incident(
+            Incident.SPOT_TARGET, "fleet", spot=True, detail="4 nodes", now_s=START_S + 101
+        )
+        ledger.end_attempt(Ending.STOPPED, START_S + 102)
+    found = client.get("/api/runs/held/overview").json()["target"]
+    assert found == {
+        "deadline_at": START_S + 7200.0, "budget_usd": None, "nodes": 4.0, "left_s": [50.0, 70.0],
+        "left_usd": [None, None], "reachable": 0.0, "told": {"at": at_s, "words": "4 nodes"},
+    }  # fmt: skip
 
 
 def test_every_billed_second_is_in_one_lane_and_one_phase(client: TestClient, places: Path) -> None:

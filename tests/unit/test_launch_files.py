@@ -22,6 +22,7 @@ import yaml
 from test_docs import calls, require_options
 
 from spotlight.cluster.nodes.listing import KIND_LABEL, RayNode, read_node
+from spotlight.cluster.scaling.kubernetes_provider import KubernetesSettings
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.fleet.notices.sigterm import GRACE_S
@@ -103,6 +104,21 @@ def training_commands() -> Iterator[tuple[str, list[str]]]:
 def loaded(words: list[str]) -> RunConfig:
     arguments = [word.replace(IN_IMAGE, f"{ROOT}/") for word in words[1:] if not word.startswith("-")]
     return load_config(ROOT / arguments[0], arguments[1:])
+
+
+def test_the_role_for_scaling_allows_what_the_provider_calls_and_no_more() -> None:
+    parts = {part["kind"]: part for part in yaml.safe_load_all((LAUNCH / "kuberay-scaling.yaml").read_text())}
+    rules = {
+        (group, resource): set(rule["verbs"])
+        for rule in parts["Role"]["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+    assert rules == {("ray.io", "rayclusters"): {"get", "patch"}, ("", "pods"): {"list"}}
+    assert parts["RoleBinding"]["roleRef"]["name"] == parts["Role"]["metadata"]["name"]
+    (subject,) = parts["RoleBinding"]["subjects"]
+    assert subject["name"] == parts["ServiceAccount"]["metadata"]["name"] == "spotlight"
+    assert KubernetesSettings().group in groups()
 
 
 def test_each_way_to_launch_trains() -> None:

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kubernetes_server import Kubernetes, meanwhile, says, serving_kubernetes, slow
+from typer.testing import CliRunner
 
+from spotlight.cli.main import app
 from spotlight.cluster.nodes.listing import RayNode
 from spotlight.cluster.scaling import json_api
 from spotlight.cluster.scaling.command_provider import COMMANDS, CommandProvider, CommandSettings
@@ -361,3 +363,15 @@ def test_every_provider_is_opened_from_its_settings(tmp_path: Path) -> None:
         assert all(field.description for field in kind.settings.model_fields.values())
     config = load_config(None, ["fleet.driver=ray", "fleet.target.deadline_h=2"])
     assert config.fleet.target.provider_name == "emulated"
+
+
+def test_the_options_are_short_for_the_keys(tmp_path: Path) -> None:
+    """Nothing starts: the plan says what would."""
+    words = ["train", "--deadline-h", "6", "--budget-usd", "150", "--dry-run", f"runs_dir={tmp_path}"]
+    told = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert told.exit_code == 0, told.output
+    assert "6 h and $150.00" in " ".join(told.output.split())
+    assert "held by 1 to 16 spot nodes" in " ".join(told.output.split())
+    refused = CliRunner().invoke(app, ["train", "--deadline-h", "0", "--dry-run"])
+    assert refused.exit_code != 0
+    assert "fleet.target.deadline_h" in refused.output

@@ -127,11 +127,12 @@ def test_a_worker_is_hired_once_and_paid_only_if_hired(run: Path) -> None:
         ledger.end_attempt(Ending.FINISHED, T0 + 1)
 
 
-J, N, C, L = (
+J, N, C, L, R = (
     Incident.NODE_JOINED,
     Incident.NODE_NOTICED,
     Incident.NOTICE_CANCELLED,
     Incident.NODE_LOST,
+    Incident.NODE_RETURNED,
 )
 
 
@@ -149,6 +150,9 @@ J, N, C, L = (
         ([J, N, L, J, N, L], (2, 2)),
         ([J, N, J, L], (1, 0)),
         ([J, N], (0, 0)),
+        ([J, N, R, L], (0, 0)),
+        ([J, N, R, C, L], (1, 0)),
+        ([J, N, R, L, J, N, L], (1, 1)),
     ],
 )
 def test_preemptions_are_counted_with_what_was_announced(
