@@ -75,9 +75,9 @@ class ScaledSimulation(Simulation):
 
     def _take_offers(self) -> None:
         while (taken := self._offers.take()) is not None:
-            self.after(self._delay_s if self.now else 0.0, self._join, taken[0])
+            self.after(self._delay_s if self.now else 0.0, self._bring_in, taken[0])
 
-    def _join(self, name: str) -> None:
+    def _bring_in(self, name: str) -> None:
         if name in self._offers.taken and name not in self.places.machines:
             super().happen(ev.NodeJoined(self._offered[name]))
 
