@@ -190,6 +190,25 @@ def test_a_node_that_does_not_empty_is_ended_nevertheless() -> None:
     assert fleet.gone == ["spot-2"]
 
 
+def test_a_node_that_holds_the_learner_has_the_time_that_a_move_takes() -> None:
+    fleet = Fleet(level=2, learner_on="spot-2")
+    scaler, other = scaler_of(fleet, wanted=0, drain_s=0.1), fleet.nodes[0]
+
+    async def steps() -> AsyncIterator[bool]:
+        while len(fleet.nodes) > 1:
+            yield False
+        scaler.lost(other)
+        for _ in range(40):
+            yield False
+        assert [node.name for node in fleet.nodes] == ["spot-2"]
+        scaler.emptied(fleet.nodes[0])
+        while fleet.nodes:
+            yield False
+
+    beside(scaler, steps())
+    assert fleet.ends == {"spot-1": 0.0, "spot-2": 7.0}
+
+
 def test_a_provider_that_fails_is_asked_again_and_told_once() -> None:
     fleet = Fleet(fails="the API is down")
     scaler = scaler_of(fleet, wanted=3)

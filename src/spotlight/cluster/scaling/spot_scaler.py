@@ -101,7 +101,7 @@ class ScalerLimits:
         report_s: between two messages.
         retry_s: until a provider is asked again, also to repair what it may have lost.
         move_s: that a learner has to move off a node.
-        drain_s: a node that is not empty after this is ended nevertheless.
+        drain_s: another node that is not empty after this is ended nevertheless.
     """
 
     iterations: int
@@ -134,7 +134,7 @@ class SpotScaler:
     _asked: int | None = None
     _decision: TargetDecision | None = None
     _leaving: dict[str, tuple[RayNode, float]] = field(default_factory=dict)
-    """By Ray id: nodes being drained, and since when."""
+    """By Ray id: nodes being drained, and until when at most."""
     _empty: set[str] = field(default_factory=set)
     _returned: set[str] = field(default_factory=set)
     _told: tuple[int, frozenset[str]] | None = None
@@ -258,8 +258,7 @@ class SpotScaler:
     def _is_ready(self, node: RayNode) -> bool:
         if node.ray_id not in self._leaving:
             return False
-        late = self.clock() - self._leaving[node.ray_id][1] > self.limits.drain_s
-        return node.ray_id in self._empty or late
+        return node.ray_id in self._empty or self.clock() > self._leaving[node.ray_id][1]
 
     def _drain(self, present: Sequence[RayNode], wanted: int) -> None:
         """Announce the end of as many nodes as are too many, and of no more."""
@@ -268,8 +267,10 @@ class SpotScaler:
         stay = [node for node in present if node.ray_id not in self._leaving]
         stay.sort(key=self.owner.holds_learner, reverse=True)
         for node in stay[max(0, len(stay) - (surplus - len(self._leaving))) :]:
-            self._leaving[node.ray_id] = node, self.clock()
-            self.owner.announce_end(node, self.limits.move_s if self.owner.holds_learner(node) else 0.0)
+            moves = self.owner.holds_learner(node)
+            limit_s = self.limits.move_s if moves else self.limits.drain_s
+            self._leaving[node.ray_id] = node, self.clock() + limit_s
+            self.owner.announce_end(node, self.limits.move_s if moves else 0.0)
         for ray_id, (node, _) in list(self._leaving.items())[surplus:]:
             del self._leaving[ray_id]
             self._empty.discard(ray_id)
