@@ -252,3 +252,36 @@ def test_an_attempt_goes_on_with_what_was_measured() -> None:
     meter.interrupt()
     assert meter.end_iteration(300.0, 80.0) is None
     assert meter.end_iteration(360.0, 80.0) is not None
+
+
+def test_a_change_is_judged_by_what_it_brought() -> None:
+    policy, meter = TargetPolicy(1, NODES_MAX), PaceMeter(300.0, 600.0)
+    meter.recall([MeasuredIteration(60.0, 2.0, 80.0, 2.0, 2)] * 5)
+    meter.begin(0.0, 2)
+    meter.observe(0.0, 2, 2)
+    meter.end_iteration(1.0, 80.0)
+    meter.ask(1.0, 4)
+    late = Rest(50, 100.0, None, 4, 0.0, 1.0, 1.0, 1.0)
+    for now_s in (61.0, 110.0, 150.0):
+        if now_s == 110.0:
+            meter.observe(90.0, 4, 4)
+        meter.end_iteration(now_s, 80.0)
+        decision = policy.decide(late, meter)
+        assert decision is not None
+        assert decision.best.nodes > 4
+        assert decision.nodes == 4, "two iterations that began with four nodes are not over yet"
+    meter.end_iteration(190.0, 80.0)
+    decision = policy.decide(late, meter)
+    assert decision is not None
+    assert decision.nodes == 8
+
+
+def test_steps_are_bounded_in_both_directions() -> None:
+    for asked, left_s, expected in ((3, 100.0, 6), (12, 1e6, 6)):
+        policy, meter = TargetPolicy(1, NODES_MAX), PaceMeter(300.0, 600.0)
+        taken = MeasuredIteration(20.0 + 240.0 / asked, asked, 240.0, asked, asked)
+        meter.recall([taken] * 6)
+        meter.begin(0.0, asked)
+        rest = Rest(50, left_s, None, asked, 0.0, 1.0, 0.0, 1.0)
+        decisions = [policy.decide(rest, meter) for _ in range(2)]
+        assert [each.nodes for each in decisions if each][-1] == expected
