@@ -160,13 +160,14 @@ def test_a_deadline_adds_nodes_and_a_killed_head_keeps_to_it(job: Job) -> None:
 def test_a_budget_drops_nodes_and_nothing_is_lost(job: Job) -> None:
     run = job.root / "budget"
     settings = (
-        *("fleet.price_usd_h=36", "fleet.spot.price_usd_h=36"),  # a cent a second
+        # Spot nodes cost a cent a second, so that each more is dearer: it waits for the learner, too.
+        *("fleet.price_usd_h=0", "fleet.spot.price_usd_h=36"),
         *("fleet.spot.nodes=5", "fleet.target.nodes_max=5"),
         "rewards=[{name: 'reward_functions:unhurried'}]",
     )
     arguments = job.arguments("budget", *SMALL, *RUN, *settings)
     first_s, each_s, each_usd = measured(run, [*arguments, "--budget-usd", "100000"])
-    budget_usd = ledger_usd(run) + 0.06 * first_s + 0.9 * left(run) * each_usd
+    budget_usd = ledger_usd(run) + 0.05 * (first_s - each_s) + 0.8 * left(run) * each_usd
     with running(run, [*arguments, "--budget-usd", f"{budget_usd:.2f}"]) as it:
         wait_until(it, lambda: bool(it.ask("SELECT 1 FROM incidents WHERE kind = 'node_returned'")))
         ((name,), *_) = it.ask("SELECT subject FROM incidents WHERE kind = 'node_returned'")
