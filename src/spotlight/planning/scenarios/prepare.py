@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 
 from spotlight.config.errors import ConfigError, Problem
@@ -79,11 +79,17 @@ class Prepared:
     pricing: Pricing
     trace: Trace
     later: float = 0.0
+    _traces: dict[int, Trace] = field(default_factory=dict, compare=False, repr=False)
+    """Of other numbers of nodes, as asked for."""
 
     def trace_of(self, strategy: Strategy) -> Trace:
         """The trace with as many nodes as the strategy asks for."""
         nodes = self.file.spot_nodes(strategy)
-        return self.trace if nodes == self.file.cluster.spot.nodes else _trace(self.file, nodes, self.later)
+        if nodes == self.file.cluster.spot.nodes:
+            return self.trace
+        if nodes not in self._traces:
+            self._traces[nodes] = _trace(self.file, nodes, self.later)
+        return self._traces[nodes]
 
 
 def prepare(
@@ -145,7 +151,7 @@ def _at_start(prepared: Prepared, turn: int) -> Prepared:
 def with_file(prepared: Prepared, file: ScenarioFile, later: float = 0.0) -> Prepared:
     """Another file with the profile and prices of this one; a trace file begins this share of it later."""
     trace = _trace(file, file.cluster.spot.nodes, later)
-    return replace(prepared, file=file, trace=trace, later=later)
+    return replace(prepared, file=file, trace=trace, later=later, _traces={})
 
 
 def priced_again(
