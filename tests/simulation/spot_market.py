@@ -6,6 +6,7 @@ drained first, as on a notice, and one that the market takes away is replaced by
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 from spotlight.cluster.scaling.emulated_provider import SpotOffers
@@ -128,7 +129,7 @@ class ScaledSimulation(Simulation):
             self._ending.add(name)
             super().happen(ev.NodeNoticed(NodeId(name), self.now))
             self.after(DRAIN_S, self._give_back, name)
-        present = set(self.places.machines)
+        present: set[str] = {*self.places.machines}
         self._offers.want(nodes, present, set())
         self._take_offers()
 
@@ -138,7 +139,7 @@ class ScaledSimulation(Simulation):
         if self.asked >= len(self._offers.taken):
             super().happen(ev.NoticeCancelled(NodeId(name)))
             return
-        self._offers.want(self.asked, set(self.places.machines), {name})
+        self._offers.want(self.asked, {*self.places.machines}, {name})
         super().happen(ev.NodeLost(NodeId(name)))
         self._take_offers()
 
@@ -147,15 +148,14 @@ def market(
     like: Node, nodes: int, horizon_s: float, life_s: float, seed: int
 ) -> list[tuple[float, NodeEvent]]:
     """Events of so many places for spot nodes, which live for ``life_s`` on average and come back at once."""
-    import random
-
-    chance, events = random.Random(seed), []
+    chance = random.Random(seed)
+    events: list[tuple[float, NodeEvent]] = []
     for place in range(nodes):
         at_s, life = 0.0, 0
         while at_s < horizon_s:
             node = replace(like, id=NodeId(f"spot-{place:02}-{life}"))
             events.append((at_s, ev.NodeJoined(node)))
             at_s += chance.expovariate(1 / life_s)
-            events.append((at_s - 0.0, ev.NodeLost(node.id)))
+            events.append((at_s, ev.NodeLost(node.id)))
             life += 1
     return sorted(events, key=lambda each: each[0])

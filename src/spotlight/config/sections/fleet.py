@@ -30,8 +30,8 @@ class LocalNodesConfig(Section):
     rollout_slots: Annotated[int, Field(ge=0)] = 0
     """Reserved slots for rollouts, in addition to the learner's."""
     threads: PositiveInt | None = None
-    """Threads per worker, and per learner rank, on a CPU slot; default: an equal share of the machine's cores,
-    of all workers and of all ranks.
+    """Threads per worker, and per learner rank, on a CPU slot; default: an equal share of the machine's cores
+    for each worker, and for each rank.
     """
 
 
