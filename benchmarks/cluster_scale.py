@@ -114,6 +114,7 @@ def scaled(work: Work, gpus: int, hours: float) -> ScenarioFile:
         [
             f"cluster.reserved={{nodes: {reserved}, gpus_per_node: {per_node}}}",
             f"cluster.spot={{nodes: {spot}, gpus_per_node: {per_node}}}",
+            "prices.whole_machines=false",  # small clusters have nodes of two
             "trace={kind: generated, mean_uptime_h: 8, bursts_per_h: 0.08, burst_fraction: 0.3}",
             f"workload.prompts={prompts}",
             "workload.evaluation=null",

@@ -15,6 +15,7 @@ from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.planning.candidates import grid
 from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_task
 from spotlight.planning.pages.comparison_summary import notes_of, outcome_record, table_of
+from spotlight.planning.prices.quotes import Quote
 from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
 from spotlight.planning.scenarios.profile import (
     learner_bytes,
@@ -413,7 +414,20 @@ def test_pairs_of_types_are_tried_where_asked_for() -> None:
     file = load_scenario(
         "mixed-512", ["plan={gpu_types: [H100], spot_gpu_types: [L40S, A100-80GB], strategies: [spotlight]}"]
     )
-    pairs = {(one.gpu_type, one.spot_gpu_type) for one in grid(file)}
+    listed = Quote(
+        "aws",
+        "us-east-1",
+        "",
+        "p4de",
+        "A100-80GB",
+        8,
+        None,
+        12.0,
+        datetime(2026, 11, 1, tzinfo=UTC),
+        "a test",
+    )
+    candidates, _ = grid(file, [listed])
+    pairs = {(one.reserved.gpu_type, one.spot.gpu_type) for one in candidates}
     assert pairs == {("H100", "L40S"), ("H100", "A100-80GB")}
     with pytest.raises(ConfigError, match=r"plan\.spot_gpu_types: found 'L41S'"):
         load_scenario("mixed-512", ["plan.spot_gpu_types=[L41S]"])

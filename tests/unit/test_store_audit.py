@@ -79,6 +79,7 @@ TAMPERING = {
     "used-for-its-purpose": "UPDATE outcomes SET kind = 'trained' WHERE kind = 'evaluated'",
     "used-was-finished": "DELETE FROM samples",
     "used-was-rewarded": "UPDATE rewards SET value = 9e999 WHERE name = 'reward'",
+    "stopped-early": "UPDATE outcomes SET kind = 'dropped', reason = 'stopped_early' WHERE kind = 'trained'",
     "trained-once": "INSERT INTO optimizer_steps SELECT * FROM optimizer_steps WHERE version = 1",
     "version": "UPDATE rollouts SET version = version + 1",
     "published": "DELETE FROM versions",
