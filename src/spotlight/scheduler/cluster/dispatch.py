@@ -84,28 +84,36 @@ class Dispatcher:
         cluster, serving, satisfied = self.cluster, self.serving, list[WorkerId]()
         demand = self.spare.demand()
         wanted = cluster.degree_for(demand.contended)
-        able = cache(self._able)
-        while serving.idle and self.queue.waiting:
+        able, suits = cache(self._able), serving.suits_trainers()
+        while serving.idle:
             leader, _ = serving.idle.popitem(last=False)
             group = cluster.groups[leader]
+            if group.trains and not suits and len(group.members) == wanted:
+                satisfied.append(leader)  # hundreds wait like this: a short way to "no room" below
+                continue
             host, room = cluster.hosts[group.node], serving.room(group, demand, able)
             if len(group.members) > wanted and not self.queue.count_held_by(leader):
                 cluster.count(Recovery.TAIL_ENDED)
                 cluster.stop(group)
-                continue
-            if len(group.members) < wanted and self._grow(host, wanted, 0, over_previews=not demand.previews):
-                continue
-            if room <= 0:
+            elif len(group.members) < wanted and self._grow(
+                host, wanted, 0, over_previews=not demand.previews
+            ):
+                pass  # its workers form a larger group
+            elif room <= 0:
                 satisfied.append(leader)
                 continue
-            grant = serving.grant(group, room, cluster.now)
-            if grant.resume:
-                cluster.count(Recovery.RESUMED)
-            cluster.effects.append(grant)
-            self._abandon_previews([] if demand.previews else self.spare.preempt_beside(leader))
-            then, demand = demand, self.spare.demand()
-            if demand.previews != then.previews:
-                wanted = cluster.degree_for(demand.contended)
+            else:
+                grant = serving.grant(group, room, cluster.now)
+                if grant.resume:
+                    cluster.count(Recovery.RESUMED)
+                cluster.effects.append(grant)
+                self._abandon_previews([] if demand.previews else self.spare.preempt_beside(leader))
+                then, demand = demand, self.spare.demand()
+                if demand.previews != then.previews:
+                    wanted = cluster.degree_for(demand.contended)
+            if not self.queue.waiting:
+                break
+            suits = serving.suits_trainers()
         # Groups that hold their full share leave the rest to others and stay idle until the shares change.
         serving.idle.update(dict.fromkeys(leader for leader in satisfied if cluster.groups[leader].capacity))
 

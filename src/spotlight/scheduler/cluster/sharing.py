@@ -131,7 +131,7 @@ class Serving:
 
     def room(self, group: WorkerGroup, demand: Demand, able: Able) -> int:
         """How many of the next rollouts a group may take."""
-        if group.trains and not self._suits_trainers():
+        if group.trains and not self.suits_trainers():
             return 0
         if group.trains and math.isfinite(self.trainer_budget):
             share = demand.contended  # bounded by their budget instead of a share
@@ -144,7 +144,7 @@ class Serving:
 
     def competes(self, group: WorkerGroup) -> bool:
         """Whether a group competes for the next work: not a trainer whose budget is planned."""
-        return not group.trains or (math.isinf(self.trainer_budget) and self._suits_trainers())
+        return not group.trains or (math.isinf(self.trainer_budget) and self.suits_trainers())
 
     def share(self, group: WorkerGroup, demand: Demand) -> int:
         """A group's share of the next work."""
@@ -196,7 +196,8 @@ class Serving:
         self.turned.update(group.members)
         return self.switch_s
 
-    def _suits_trainers(self) -> bool:
+    def suits_trainers(self) -> bool:
+        """Whether the next work is for GPUs that train, and in their budget."""
         best = self.queue.best
         if self.trainer_budget <= 0 or best is None:
             return False
