@@ -11,7 +11,7 @@ from spotlight.diffusion.samplers import ODE
 from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.runtime.paused import PausedRollouts, legs
+from spotlight.runtime.paused import PausedRollouts
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
 
@@ -36,8 +36,9 @@ def paused(name: str, pause: int) -> RolloutState:
 
 def test_a_lease_is_made_in_legs_of_equal_length() -> None:
     fresh, again, last = preview("a", 4), preview("b", 7), preview("c", None)
-    resume = {again.id: 4, last.id: 7}
-    assert legs([fresh, again, last, preview("d", 4)], resume) == [
+    held = PausedRollouts()
+    held.keep([paused("b", 4), paused("c", 7)])
+    assert held.legs([fresh, again, last, preview("d", 4)]) == [
         (fresh, preview("d", 4)),
         (again,),
         (last,),
@@ -68,10 +69,14 @@ class Both(Ranks):
 
 def test_every_rank_can_go_on_with_what_any_has_made() -> None:
     Both.told.clear()
+    both = [preview("bb", 4), preview("a", 4)]
     for rank, name in enumerate(("bb", "a")):
         held = PausedRollouts()
         held.keep([paused(name, 4)])
-        held.share(Both(rank, 2), [preview(name, 4)], torch.device("cpu"))
+        held.share(Both(rank, 2), [preview(name, 4)], both, torch.device("cpu"))
     found = held.of([preview("a", 7), preview("bb", 7)])
     assert {name: float(state.latents.mean()) for name, state in found.items()} == {"a": 1.0, "bb": 2.0}
     assert found[RolloutId("bb")].rollout.pause == 7
+    Both.told.clear()
+    held.share(Both(1, 2), [], [preview("a", None)], torch.device("cpu"))  # ended, on the other rank
+    assert list(held.of([preview("a", 7), preview("bb", 7)])) == ["bb"]
