@@ -204,7 +204,7 @@ def curve_in(tree: Tree, kind: str) -> dict[int, float]:
 
 def learning_run(tree: Tree, simulated: Tree, sizes: LearningSizes, case: Case) -> LearningRun:
     """A run with what its iterations spend on every axis."""
-    numbers, made = range(1, sizes.iterations + 1), sizes.generated(case) + sizes.previews(case)
+    numbers, made = range(1, sizes.iterations + 1), sizes.made(case)
     ends_s = simulated["iteration_ends_s"]
     cpu, spent_s = [], 0.0
     for seconds in tree["iteration_cpu_s"]:
