@@ -82,6 +82,14 @@ def test_every_case_is_a_configuration_that_trains_what_it_says(task: str) -> No
         assert config.exploration is None or config.exploration.seeds_per_prompt == SIZES.previews(case)
 
 
+def test_chosen_previews_of_current_weights_are_rollouts_and_count_once() -> None:
+    made = {name: SIZES.made(CASES[name]) for name in (BASELINE, "wide-subset", "explored", "explored-idle")}
+    assert made == {BASELINE: 4, "wide-subset": 8, "explored": 8, "explored-idle": 12}
+    config = SIZES.config("counting", CASES["explored"], 1e-3, 0)
+    assert config.exploration is not None
+    assert config.exploration.makes_rollouts(config.rollout.true_cfg_scale)
+
+
 @pytest.mark.parametrize("name", ["wide-subset", "explored-idle"])
 def test_cases_are_simulated_with_the_work_that_they_do(name: str) -> None:
     found = learning.simulate_case(SIZES, "counting", name)
