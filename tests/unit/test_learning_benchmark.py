@@ -13,6 +13,9 @@ from benchmarks import _learning_figures as figures
 from benchmarks import learning
 from benchmarks._learning_cases import BASELINE, CASES, TASKS, LearningSizes
 
+from spotlight.planning.scenarios.profile import load_profile
+from spotlight.planning.scenarios.profile_costs import forward_s, train_point_s
+
 SIZES = LearningSizes(10, 2, 4, 4, evaluate_every=5, evaluation_images=1, reserved=1, spot=2, overrides=())
 
 
@@ -88,6 +91,24 @@ def test_chosen_previews_of_current_weights_are_rollouts_and_count_once() -> Non
     config = SIZES.config("counting", CASES["explored"], 1e-3, 0)
     assert config.exploration is not None
     assert config.exploration.makes_rollouts(config.rollout.true_cfg_scale)
+
+
+def test_simulated_training_has_the_forwards_that_each_algorithm_takes() -> None:
+    profile = load_profile("testbed-cpu")
+    plain = train_point_s(profile, "cpu", 32 * 32)
+    for name, others in {
+        BASELINE: 2,
+        "awm": 2,
+        "dgpo": 2,
+        "diffusion-dpo": 1,
+        "v-grpo": 0,
+        "grpo-guard": 0,
+    }.items():
+        config = SIZES.config("counting", CASES[name], CASES[name].rates[1], 0)
+        size = config.learner.micro_batch_size
+        one_s = forward_s(profile, "cpu", 32 * 32, size, 1) / size
+        found = train_point_s(learning.with_all_forwards(profile, config), "cpu", 32 * 32)
+        assert found == pytest.approx(plain + others * one_s), name
 
 
 @pytest.mark.parametrize("name", ["wide-subset", "explored-idle"])
