@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -67,16 +68,23 @@ class Both(Ranks):
         return list(self.told)
 
 
+def conditions(prompts: Iterable[PromptId]) -> list[Condition]:
+    return [Condition({"embeds": torch.full((3, 2), 5.0)}) for _ in prompts]
+
+
 def test_every_rank_can_go_on_with_what_any_has_made() -> None:
     Both.told.clear()
     both = [preview("bb", 4), preview("a", 4)]
     for rank, name in enumerate(("bb", "a")):
         held = PausedRollouts()
         held.keep([paused(name, 4)])
-        held.share(Both(rank, 2), [preview(name, 4)], both, torch.device("cpu"))
+        held.share(Both(rank, 2), [preview(name, 4)], both, conditions, torch.device("cpu"))
     found = held.of([preview("a", 7), preview("bb", 7)])
     assert {name: float(state.latents.mean()) for name, state in found.items()} == {"a": 1.0, "bb": 2.0}
     assert found[RolloutId("bb")].rollout.pause == 7
+    assert torch.equal(found[RolloutId("bb")].condition["embeds"], torch.full((3, 2), 5.0))
+    assert Both.told[0][0][1].find(b"condition") < 0, "every rank has the prompts' embeddings"
     Both.told.clear()
-    held.share(Both(1, 2), [], [preview("a", None)], torch.device("cpu"))  # ended, on the other rank
+    ended = [preview("a", None)]  # on the other rank
+    held.share(Both(1, 2), [], ended, conditions, torch.device("cpu"))
     assert list(held.of([preview("a", 7), preview("bb", 7)])) == ["bb"]

@@ -301,7 +301,8 @@ class InlineDriver:
         with parts.clock.phase(phase):
             around = partial(parts.around, phase)
             results = parts.denoiser.run(work, self._progress(phase, rollouts), around, self._paused)
-            self._paused.share(parts.ranks, mine, rollouts, parts.denoiser.engine.device)
+            known = parts.denoiser.conditions.of
+            self._paused.share(parts.ranks, mine, rollouts, known, parts.denoiser.engine.device)
         self._measure(phase, time.perf_counter() - began)
         for rollout in rollouts:
             self._samples.pop(rollout.id, None)  # of a part of it that another rank may have made

@@ -6,14 +6,15 @@ Invariant: every rank holds the state of every paused rollout, since any of them
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from spotlight.models.condition import Condition
 from spotlight.rollout.serialization import pack_state, unpack_state
 from spotlight.rollout.state import RolloutState
-from spotlight.scheduler.types import Rollout, RolloutId
+from spotlight.scheduler.types import PromptId, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
 
 
@@ -49,19 +50,31 @@ class PausedRollouts:
                 self._states[state.rollout.id] = state
 
     def share(
-        self, ranks: Ranks, mine: Sequence[Rollout], made: Sequence[Rollout], device: torch.device
+        self,
+        ranks: Ranks,
+        mine: Sequence[Rollout],
+        made: Sequence[Rollout],
+        conditions: Callable[[Iterable[PromptId]], list[Condition]],
+        device: torch.device,
     ) -> None:
         """Give the other ranks the states of ``mine``, and take theirs; let go of those that have ended.
 
         Args:
             made: by all ranks.
+            conditions: of prompts, which every rank has: they are not sent.
         """
         if ranks.world == 1:
             return
         self.forget(rollout.id for rollout in made if rollout.pause is None)
         paused = [self._states[rollout.id] for rollout in mine if rollout.pause is not None]
-        for others in ranks.share([(state.recipe, pack_state(state)) for state in paused]):
-            self.keep(unpack_state(packed, recipe, device) for recipe, packed in others)
+        bare = [dataclasses.replace(state, condition=Condition({})) for state in paused]
+        told = ranks.share([(state.recipe, pack_state(state)) for state in bare])
+        others = [one for rank, theirs in enumerate(told) if rank != ranks.rank for one in theirs]
+        states = [unpack_state(packed, recipe, device) for recipe, packed in others]
+        prompts = list(dict.fromkeys(state.rollout.prompt_id for state in states))
+        embeddings = [condition.to(device) for condition in conditions(prompts)]
+        known = dict(zip(prompts, embeddings, strict=True))
+        self.keep(dataclasses.replace(state, condition=known[state.rollout.prompt_id]) for state in states)
 
     def forget(self, rollouts: Iterable[RolloutId]) -> None:
         """Let go of discarded rollouts."""
