@@ -113,6 +113,11 @@ class LearningSizes:
         """Seeds of a prompt that are previewed, with all steps of a rollout."""
         return 2 * self.generated(case) if case.explores else 0
 
+    def made(self, case: Case) -> int:
+        """Pictures of a prompt that are denoised. On the critical path chosen previews are its rollouts."""
+        again = 0 if case.explores == "critical_path" else self.generated(case)
+        return again + self.previews(case)
+
     def trained(self, case: Case) -> int:
         """Pictures of a prompt that are trained."""
         return self.generated(case) if case.trained is None else max(2, round(case.trained * self.group_size))

@@ -2,8 +2,9 @@
 
 How long a score takes is read off the mean curve over run seeds (``_exploration_curves``), on any axis that
 iterations have: samples, CPU seconds, simulated seconds and dollars. A gain is the baseline's cost over a
-case's. Intervals are of resampled run seeds, the same for both. Since several cases are compared with one
-baseline, each gain has a second interval that holds for all of them at once (Bonferroni).
+case's. Intervals are of resampled run seeds, the same for both; of few seeds they are too narrow (of five, by
+a tenth at least). Since several cases are compared with one baseline, each gain has a second interval that
+holds for all of them at once (Bonferroni).
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ more seeds may be asked for. A file of other settings is refused.
 
 Said are the strict and graded held-out scores by iteration, and what it takes to reach the task's targets
 and the baseline's last score: iterations, generated and trained samples, CPU seconds, and seconds and dollars
-of a simulated cluster (the production controller in virtual time, with the testbed's cost profile and spot
-slots that come and go). CPU seconds are those of the process and its rewards, without evaluations.
-Exploration in idle time is emulated in one process: its CPU seconds hold the previews, which on the cluster
-fill time that is paid for. Gains are ratios to the baseline with bootstrapped 90 % intervals; the file also
-has those that hold for all cases at once.
+of a simulated cluster (the production controller in virtual time, with the testbed's cost profile, all
+forwards of an algorithm's loss, and spot slots that come and go). CPU seconds are those of the process and
+its rewards, without evaluations. Exploration in idle time is emulated in one process: its CPU seconds hold
+the previews, which on the cluster fill time that is paid for. Gains are ratios to the baseline with
+bootstrapped 90 % intervals; the file also has those that hold for all cases at once.
 
 Extra arguments are overrides of all runs.
 """
@@ -29,6 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
@@ -47,8 +48,12 @@ from benchmarks._learning_cases import BASELINE, CASES, TASKS, Case, LearningSiz
 from benchmarks._learning_figures import LearningRun, best_rate, gains, target_of
 from benchmarks._measure import wide_console
 from benchmarks._record import Record, Tree
+from spotlight.config.schema import RunConfig
+from spotlight.dry_run.run_plan import count_passes
 from spotlight.planning.compare import SimulationTask, run_task
 from spotlight.planning.scenarios.prepare import prepare
+from spotlight.planning.scenarios.profile import Profile, TrainPoint
+from spotlight.planning.scenarios.profile_costs import forward_s
 from spotlight.planning.scenarios.scenario_load import build_scenario
 
 TUNING_SEED = 1000
@@ -105,7 +110,11 @@ def simulate_case(sizes: LearningSizes, task: str, case: str) -> Tree:
             "prompts": sizes.prompts, "group_size": rollout.group_size, "steps": rollout.steps,
             "train_samples": None if chosen.trained is None else sizes.trained(chosen),
             "trained_timesteps": config.trained_timesteps,
-            "recomputes_log_probs": bool(getattr(config.algorithm, "recomputes_log_probs", False)),
+            "updates_per_batch": config.learner.updates_per_batch,
+            # A batch's first update takes the old ones from its own passes.
+            "recomputes_log_probs": (
+                config.algorithm.recomputes_log_probs and config.learner.updates_per_batch > 1
+            ),
             "micro_batch_per_gpu": config.learner.micro_batch_size, "checkpoint_every": 1,
         },
         "strategies": [strategy],
@@ -116,6 +125,7 @@ def simulate_case(sizes: LearningSizes, task: str, case: str) -> Tree:
             "seeds_per_prompt": config.exploration.seeds_per_prompt, "steps": config.exploration.steps,
         }  # fmt: skip
     prepared = prepare(build_scenario(tree, "the benchmark"), (strategy,), datetime.now(UTC))
+    prepared = replace(prepared, profile=with_all_forwards(prepared.profile, config))
     compared = run_task(SimulationTask(prepared, strategy))
     if compared.outcome.problem is not None:
         raise RuntimeError(f"{case}: {compared.outcome.problem}")
@@ -123,6 +133,20 @@ def simulate_case(sizes: LearningSizes, task: str, case: str) -> Tree:
         "iteration_ends_s": list(compared.iteration_ends_s),
         "usd_s": compared.outcome.iteration_usd / compared.outcome.iteration_s,
     }
+
+
+def with_all_forwards(profile: Profile, config: RunConfig) -> Profile:
+    """Its seconds of training, with the forwards of other weights that the algorithm's loss takes."""
+    passes, gpu, batch = count_passes(config, 0), profile.gpus["cpu"], config.learner.micro_batch_size
+    others = (passes.old + passes.reference) / passes.policy
+
+    def longer(point: TrainPoint) -> TrainPoint:
+        forward = forward_s(profile, "cpu", point.height * point.width, batch, 1) / batch
+        source = f"derived: {point.source}; and {others:g} forwards of other weights"
+        return point.model_copy(update={"s": point.s + others * forward, "source": source})
+
+    costs = gpu.model_copy(update={"train": tuple(map(longer, gpu.train))})
+    return profile.model_copy(update={"gpus": {**profile.gpus, "cpu": costs}})
 
 
 # -- what is to be measured ---------------------------------------------------------------------------------
@@ -204,7 +228,7 @@ def curve_in(tree: Tree, kind: str) -> dict[int, float]:
 
 def learning_run(tree: Tree, simulated: Tree, sizes: LearningSizes, case: Case) -> LearningRun:
     """A run with what its iterations spend on every axis."""
-    numbers, made = range(1, sizes.iterations + 1), sizes.generated(case) + sizes.previews(case)
+    numbers, made = range(1, sizes.iterations + 1), sizes.made(case)
     ends_s = simulated["iteration_ends_s"]
     cpu, spent_s = [], 0.0
     for seconds in tree["iteration_cpu_s"]:

@@ -67,6 +67,19 @@ def test_two_ranks_do_what_one_does(job: Job, algorithm: str) -> None:
     assert max(float(tensor.abs().max()) for name, tensor in lora(two).items() if "lora_B" in name) > 5e-4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("split", ["shuffled", "every_group"])
+def test_two_ranks_divide_samples_among_updates_as_one_does(job: Job, split: str) -> None:
+    overrides = [*GRPO, *RANKS, f"learner.update_split={split}", "rollout.initial_noise=group"]
+    one, two = job.root / f"one-{split}", job.root / f"two-{split}"
+    job.train(one.name, *overrides)
+    ended = run_ranks(2, job.arguments(two.name, *overrides), answer=two)
+    assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * 2
+    assert counts(one) == counts(two)
+    assert_close(outcome(one), outcome(two))
+    assert largest_difference(one, two) <= WEIGHT_TOLERANCE
+
+
 @pytest.mark.slow  # the first tier loads such states in tests/invariant/test_learner_ranks.py
 @pytest.mark.parametrize("first", [1, 2])
 def test_checkpoints_are_taken_up_by_another_number_of_ranks(job: Job, first: int) -> None:

@@ -347,7 +347,9 @@ class World:
                 assert all(
                     len(group.rollouts) + others >= 2 for group, others in zip(groups, compared, strict=True)
                 )
-                assert members == [rollout for batch in micro_batches for rollout in batch.rollouts]
+                in_order = [rollout for batch in micro_batches for rollout in batch.rollouts]
+                divided = self.plan.update_split != "groups"
+                assert members == in_order or (divided and sorted(members) == sorted(in_order))
                 assert set(members) == set(scores)
                 assert len(members) == len(scores)
                 self.answers.append(ev.BatchPrepared(iteration))

@@ -15,6 +15,7 @@ from tests.simulation.mutations import MUTATIONS, Mutation
 
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig, SeedPolicy
+from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler import controller as controller_module
 from spotlight.scheduler.controller import Controller
@@ -62,6 +63,7 @@ def plans(draw: st.DrawFn) -> Plan:
             every=draw(st.integers(1, 3)),
         ),
         updates_per_batch=draw(st.integers(1, 3)),
+        update_split=draw(st.sampled_from(get_args(UpdateSplit))),
         micro_batch_size=ranks * draw(st.integers(1, 4)),
         checkpoint_every=draw(st.integers(1, 3)),
         lease_s=20.0,
@@ -73,7 +75,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 @st.composite
 def pipelined(draw: st.DrawFn) -> Plan:
-    return replace(draw(plans()), pipeline=draw(pipelines()))
+    return replace(draw(plans()), pipeline=draw(pipelines()), update_split="groups")
 
 
 @st.composite
@@ -84,6 +86,7 @@ def compared_with_explored(draw: st.DrawFn) -> Plan:
     policy = draw(st.sampled_from(get_args(SeedPolicy)))
     return replace(
         plan,
+        update_split="groups",
         pipeline=by_exploration(draw(st.integers(1, 4))),
         exploration=ExplorationConfig(seeds_per_prompt=seeds, policy=policy),
     )

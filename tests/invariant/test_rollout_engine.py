@@ -108,6 +108,28 @@ def test_a_batch_of_sixteen_gives_what_one_alone_gives(family: QwenImage, recipe
     ).abs().max() > 0.1  # same prompt, other seed
 
 
+def test_a_group_may_share_its_initial_noise_and_differs_by_kicks(family: QwenImage) -> None:
+    shared = dataclasses.replace(TRAIN, window=AllSteps(), group_noise=11)
+    seeds = [0, 1, 3, 6]  # 0, 3 and 6 are of one prompt
+    states = start(family, seeds, shared)
+    noises = {state.rollout.seed: state.latents for state in states}
+    assert torch.equal(noises[0], noises[3])
+    assert torch.equal(noises[0], noises[6])
+    assert not torch.equal(noises[0], noises[1])
+    later = dataclasses.replace(states[0].rollout, iteration=4)
+    conditions = family.encode([PROMPTS[0]])
+    (again,) = engine(family).start([later], conditions, shared)
+    (other,) = engine(family).start(
+        [states[0].rollout], conditions, dataclasses.replace(shared, group_noise=12)
+    )
+    assert not torch.equal(again.latents, noises[0])
+    assert not torch.equal(other.latents, noises[0])
+    one, _, two, _ = run(family, seeds, shared)
+    assert (one.tensors.final - two.tensors.final).abs().max() > 0.1
+    with pytest.raises(ValueError, match="would be equal"):
+        dataclasses.replace(EVAL, group_noise=11)
+
+
 def test_rollouts_at_different_steps_share_a_forward(family: QwenImage) -> None:
     calls: list[int] = []
     hook = family.transformer.register_forward_hook(
@@ -327,7 +349,7 @@ def test_a_state_is_not_resumed_under_another_recipe_or_with_parts_missing(famil
     header, tensors = state.to_tensors()
     with pytest.raises(ValueError, match=r"began with sampler FlowSDE\(noise_level=0.7\), but .* CPS"):
         from_tensors(header, tensors, dataclasses.replace(state.recipe, sampler=CPS(0.8)))
-    with pytest.raises(ValueError, match="state of format 99; expected 4"):
+    with pytest.raises(ValueError, match="state of format 99; expected 5"):
         from_tensors({**header, "format": 99}, tensors, state.recipe)
     with pytest.raises(ValueError, match="at step 1 holds 1 kept latents and 1 log-probs; expected 2 and 1"):
         from_tensors(header, {**tensors, "kept": tensors["kept"][:1]}, state.recipe)

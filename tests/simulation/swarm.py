@@ -15,6 +15,7 @@ from spotlight.config.sections.exploration import (
     PreviewTime,
     SeedPolicy,
 )
+from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice, divisors
@@ -155,7 +156,7 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
         bounded=bounded,
         choice=_draw_choice(seed, group_size, pipeline),
     )
-    return _with_rungs(seed, _with_whole_groups(seed, plan))
+    return _with_rungs(seed, _with_divided_groups(seed, _with_whole_groups(seed, plan)))
 
 
 def _with_moving_learner(
@@ -204,6 +205,13 @@ def _with_whole_groups(seed: int, plan: Plan) -> Plan:
     if plan.pipeline.axis != "none" or group % plan.ranks or source.random() < 0.5:
         return plan
     return replace(plan, whole_groups=True, micro_batch_size=group * source.choice([1, 2]))
+
+
+def _with_divided_groups(seed: int, plan: Plan) -> Plan:
+    """With groups divided among updates, perhaps; drawn apart, so that it changes nothing else of a trial."""
+    if plan.updates_per_batch == 1 or plan.whole_groups or plan.pipeline.trains_parts:
+        return plan
+    return replace(plan, update_split=random.Random(f"updates {seed}").choice(get_args(UpdateSplit)))
 
 
 def _with_rungs(seed: int, plan: Plan) -> Plan:

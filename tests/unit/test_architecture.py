@@ -82,6 +82,7 @@ MESSAGES = {f"spotlight.scheduler.{module}" for module in ("types", "effects", "
 """Ids and sizes, and what controller, workers and learner say to each other."""
 SPEAK_MESSAGES = {"rollout", "worker", "training", "report", "dashboard"}
 ALSO = {
+    ("rollout", "spotlight.scheduler.seeds"),
     ("training", "spotlight.scheduler.overlap.slices"),
     ("rewards", "spotlight.store.ballots"),
     ("rewards", "spotlight.store.media_files"),

@@ -7,7 +7,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.scheduler.overlap.batches import even_out, even_out_each, micro_batches, split_updates
+from spotlight.scheduler.overlap.batches import (
+    even_out,
+    even_out_each,
+    micro_batches,
+    split_samples,
+    split_updates,
+)
+from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Group, PromptId, RolloutId
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=10)
@@ -32,6 +39,53 @@ def test_updates_are_whole_groups_in_order_evenly_divided(sizes: list[int], upda
     assert len(parts) == min(updates, len(groups))
     counts = [len(part) for part in parts]
     assert max(counts) - min(counts) <= 1
+
+
+@given(SIZES, st.integers(1, 6), st.integers(1, 3), st.booleans())
+def test_samples_are_divided_evenly_and_by_the_ranks(
+    sizes: list[int], updates: int, ranks: int, shuffled: bool
+) -> None:
+    groups, _ = even_out(make_groups(sizes), ranks)
+    samples = rollouts_of(groups)
+    if not samples:
+        return
+    key = (lambda name: derive_seed(3, name)) if shuffled else None
+    parts = split_samples(groups, updates, ranks, key)
+    assert sorted(name for part in parts for name in rollouts_of(part)) == sorted(samples)
+    counts = [len(rollouts_of(part)) for part in parts]
+    assert len(counts) == min(updates, len(samples) // ranks)
+    assert all(count % ranks == 0 for count in counts)
+    assert max(counts) - min(counts) <= ranks
+    of_prompt = {group.prompt_id: group.rollouts for group in groups}
+    for part in parts:  # in the order of groups, and within one of its members
+        assert [group.prompt_id for group in part] == [
+            group.prompt_id for group in groups if group.prompt_id in {one.prompt_id for one in part}
+        ]
+        for group in part:
+            assert group.rollouts == tuple(
+                name for name in of_prompt[group.prompt_id] if name in set(group.rollouts)
+            )
+    if shuffled:
+        again = split_samples(groups[::-1], updates, ranks, key)
+        assert [set(rollouts_of(part)) for part in again] == [set(rollouts_of(part)) for part in parts]
+
+
+@given(st.integers(1, 6), st.integers(1, 4), st.integers(1, 4))
+def test_every_update_takes_an_equal_part_of_every_group(groups: int, updates: int, share: int) -> None:
+    whole = make_groups([updates * share] * groups)
+    parts = split_samples(whole, updates, 1, None)
+    assert len(parts) == updates
+    for number, part in enumerate(parts):
+        assert [group.rollouts for group in part] == [
+            group.rollouts[number * share : (number + 1) * share] for group in whole
+        ]
+
+
+def test_a_shuffle_mixes_groups_and_a_group_is_in_several_updates() -> None:
+    groups = make_groups([8] * 8)
+    parts = split_samples(groups, 2, 1, lambda name: derive_seed(0, name))
+    assert all(len(part) == 8 for part in parts)
+    assert len({len(group.rollouts) for part in parts for group in part}) > 1
 
 
 def test_no_groups_make_no_updates() -> None:

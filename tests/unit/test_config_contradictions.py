@@ -56,6 +56,37 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         ),
         ([*GUIDED, "exploration={step_cache: 2}"], "exploration.step_cache", "Change it"),
         (["learner.updates_per_batch=5"], "learner.updates_per_batch", "4 or 6"),
+        (["learner.update_split=shuffled"], "learner.update_split", "leave one of the two keys out"),
+        (
+            ["learner={updates_per_batch: 5, update_split: shuffled}"],
+            "learner.updates_per_batch",
+            "Nearest: 4 or 6",
+        ),
+        (
+            [
+                "algorithm.advantage.std=group",
+                "pipeline.axis=prompt",
+                "learner={updates_per_batch: 2, update_split: shuffled, micro_batch_size: 48}",
+            ],
+            "learner.update_split",
+            "only when all are there",
+        ),
+        (
+            [
+                "algorithm.name=dgpo",
+                "learner={updates_per_batch: 2, update_split: every_group, micro_batch_size: 48}",
+            ],
+            "learner.update_split",
+            "compares the samples of a group",
+        ),
+        (["rollout.initial_noise=group"], "rollout.initial_noise", "set a stochastic sampler"),
+        ([*GRPO, "rollout.initial_noise=group", "exploration={}"], "rollout.initial_noise", "leave one"),
+        ([*GRPO, "algorithm.kl_scale=step"], "algorithm.kl_scale", "There is no KL"),
+        (
+            [*GRPO, "algorithm={kl_weight: 0.1, kl_scale: step}", "rollout={sampler: cps, noise_level: 0.8}"],
+            "algorithm.kl_scale",
+            "in any case",
+        ),
         (["learner.micro_batch_size=50"], "learner.micro_batch_size", "48 or 64"),
         (["learner.mode=full", "model.dtype=bfloat16"], "model.dtype", "set model.dtype=float32"),
         (["iterations=9", "learner.decay_iterations=8"], "iterations", "for a new run"),
@@ -275,6 +306,11 @@ def test_trainable_steps_of_a_rollout() -> None:
     assert load_config(None, BASE).rollout.kept_steps == 0
     assert load_config(None, [*BASE, *GRPO]).rollout.kept_steps == 9
     assert load_config(None, [*BASE, *WINDOW]).rollout.kept_steps == 3
+
+
+def test_samples_that_are_not_whole_groups_need_not_divide_by_prompts() -> None:
+    divides = "learner={updates_per_batch: 8, update_split: every_group, micro_batch_size: 24}"
+    assert load_config(None, [*BASE, divides]).learner.updates_per_batch == 8  # of 12 prompts
 
 
 def batch_config(prompts: int, group: int, updates: int, micro: int) -> RunConfig:

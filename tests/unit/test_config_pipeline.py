@@ -67,6 +67,7 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         (["pipeline.baseline=exploration", "exploration={}"], "pipeline.baseline", "leave it out"),
         ([SLICES, "pipeline.slice_size=2"], "pipeline.slice_size", "raise it"),
         ([BY_EXPLORATION], "pipeline.baseline", "pipeline.baseline=slice"),
+        ([SLICES, "algorithm.silent_groups=skip"], "algorithm.silent_groups", "pipeline.baseline=group"),
         ([SLICES, "exploration.undo_selection=true"], "exploration.undo_selection", "pipeline.axis=prompt"),
         (["pipeline.trainers_generate=true"], "pipeline.trainers_generate", "fleet.driver=ray"),
         (

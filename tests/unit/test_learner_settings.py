@@ -17,8 +17,8 @@ from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import StepReport, UpdateMeter
 
 
-@given(st.integers(0, 50), st.integers(0, 80))
-def test_warm_up_is_linear_and_its_first_step_moves(warmup: int, step: int) -> None:
+@given(st.integers(0, 50), st.integers(0, 80) | st.floats(0, 80))
+def test_warm_up_is_linear_and_its_first_step_moves(warmup: int, step: float) -> None:
     settings = LearnerConfig(learning_rate=0.5, warmup_steps=warmup)
     rate = settings.learning_rate_at(step)
     assert 0 < rate <= 0.5

@@ -13,6 +13,9 @@ from benchmarks import _learning_figures as figures
 from benchmarks import learning
 from benchmarks._learning_cases import BASELINE, CASES, TASKS, LearningSizes
 
+from spotlight.planning.scenarios.profile import load_profile
+from spotlight.planning.scenarios.profile_costs import forward_s, train_point_s
+
 SIZES = LearningSizes(10, 2, 4, 4, evaluate_every=5, evaluation_images=1, reserved=1, spot=2, overrides=())
 
 
@@ -80,6 +83,32 @@ def test_every_case_is_a_configuration_that_trains_what_it_says(task: str) -> No
         assert (config.algorithm.train_samples or config.rollout.group_size) == SIZES.trained(case), name
         assert (config.exploration is not None) == (case.explores is not None)
         assert config.exploration is None or config.exploration.seeds_per_prompt == SIZES.previews(case)
+
+
+def test_chosen_previews_of_current_weights_are_rollouts_and_count_once() -> None:
+    made = {name: SIZES.made(CASES[name]) for name in (BASELINE, "wide-subset", "explored", "explored-idle")}
+    assert made == {BASELINE: 4, "wide-subset": 8, "explored": 8, "explored-idle": 12}
+    config = SIZES.config("counting", CASES["explored"], 1e-3, 0)
+    assert config.exploration is not None
+    assert config.exploration.makes_rollouts(config.rollout.true_cfg_scale)
+
+
+def test_simulated_training_has_the_forwards_that_each_algorithm_takes() -> None:
+    profile = load_profile("testbed-cpu")
+    plain = train_point_s(profile, "cpu", 32 * 32)
+    for name, others in {
+        BASELINE: 2,
+        "awm": 2,
+        "dgpo": 2,
+        "diffusion-dpo": 1,
+        "v-grpo": 0,
+        "grpo-guard": 0,
+    }.items():
+        config = SIZES.config("counting", CASES[name], CASES[name].rates[1], 0)
+        size = config.learner.micro_batch_size
+        one_s = forward_s(profile, "cpu", 32 * 32, size, 1) / size
+        found = train_point_s(learning.with_all_forwards(profile, config), "cpu", 32 * 32)
+        assert found == pytest.approx(plain + others * one_s), name
 
 
 @pytest.mark.parametrize("name", ["wide-subset", "explored-idle"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -11,7 +12,7 @@ from spotlight.diffusion.samplers import ODE
 from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.runtime.paused import PausedRollouts, legs
+from spotlight.runtime.paused import PausedRollouts
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
 
@@ -36,8 +37,9 @@ def paused(name: str, pause: int) -> RolloutState:
 
 def test_a_lease_is_made_in_legs_of_equal_length() -> None:
     fresh, again, last = preview("a", 4), preview("b", 7), preview("c", None)
-    resume = {again.id: 4, last.id: 7}
-    assert legs([fresh, again, last, preview("d", 4)], resume) == [
+    held = PausedRollouts()
+    held.keep([paused("b", 4), paused("c", 7)])
+    assert held.legs([fresh, again, last, preview("d", 4)]) == [
         (fresh, preview("d", 4)),
         (again,),
         (last,),
@@ -66,12 +68,23 @@ class Both(Ranks):
         return list(self.told)
 
 
+def conditions(prompts: Iterable[PromptId]) -> list[Condition]:
+    return [Condition({"embeds": torch.full((3, 2), 5.0)}) for _ in prompts]
+
+
 def test_every_rank_can_go_on_with_what_any_has_made() -> None:
     Both.told.clear()
+    both = [preview("bb", 4), preview("a", 4)]
     for rank, name in enumerate(("bb", "a")):
         held = PausedRollouts()
         held.keep([paused(name, 4)])
-        held.share(Both(rank, 2), [preview(name, 4)], torch.device("cpu"))
+        held.share(Both(rank, 2), [preview(name, 4)], both, conditions, torch.device("cpu"))
     found = held.of([preview("a", 7), preview("bb", 7)])
     assert {name: float(state.latents.mean()) for name, state in found.items()} == {"a": 1.0, "bb": 2.0}
     assert found[RolloutId("bb")].rollout.pause == 7
+    assert torch.equal(found[RolloutId("bb")].condition["embeds"], torch.full((3, 2), 5.0))
+    assert Both.told[0][0][1].find(b"condition") < 0, "every rank has the prompts' embeddings"
+    Both.told.clear()
+    ended = [preview("a", None)]  # on the other rank
+    held.share(Both(1, 2), [], ended, conditions, torch.device("cpu"))
+    assert list(held.of([preview("a", 7), preview("bb", 7)])) == ["bb"]

@@ -87,6 +87,7 @@ TAMPERING = {
     "step-numbers": "UPDATE optimizer_steps SET version = version + 1 WHERE version = 6",
     "group-size": "DELETE FROM rollouts WHERE purpose = 'train' AND member = 0 AND iteration = 1",
     "train-samples": "UPDATE outcomes SET kind = 'dropped', reason = 'not_chosen' WHERE kind = 'trained'",
+    "silent": "UPDATE outcomes SET kind = 'dropped', reason = 'silent_group' WHERE kind = 'trained'",
     "staleness": "UPDATE samples SET version = version - 1 WHERE version > 0",
     "attempts": "INSERT INTO attempts VALUES (0, 1, 'h', 1.0, 2.0, NULL, NULL)",
     "integrity": "UPDATE rollouts SET prompt = 'nowhere'",

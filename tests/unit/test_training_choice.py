@@ -16,12 +16,13 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.algorithm import DiffusionNFTConfig, SilentGroups, TrainPolicy
+from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.exploration.selection import sample_variance
 from spotlight.scheduler.overlap.subset import choose_seeds
-from spotlight.scheduler.plan import Plan, TrainingChoice
+from spotlight.scheduler.plan import TRAINS_ALL, Plan, TrainingChoice
 from spotlight.scheduler.types import Baseline, DropReason, MicroBatch, Rollout
 
 REWARDS = st.dictionaries(
@@ -221,6 +222,44 @@ def test_silent_samples_fill_up_ranks_rather_than_others_being_left_out() -> Non
     assert report(run) == ef.ReportChoice(0, 6, 2, 4)
     (step,) = (effect for effect in run.log if isinstance(effect, ef.StepOptimizer))
     assert (step.samples, step.zeros) == (6, 4)
+
+
+@pytest.mark.parametrize("split", ["shuffled", "every_group"])
+@pytest.mark.parametrize("silent", get_args(SilentGroups))
+def test_updates_share_the_samples_of_groups_that_are_compared_whole(
+    split: UpdateSplit, silent: SilentGroups
+) -> None:
+    plan = dataclasses.replace(CHOOSES, choice=TrainingChoice(silent_groups=silent), updates_per_batch=3)
+    plan = dataclasses.replace(plan, update_split=split, ranks=2, micro_batch_size=2)
+    run = finished(plan, FIRST_SILENT)
+    (prepared,) = (effect for effect in run.log if isinstance(effect, ef.PrepareBatch))
+    assert [len(group.rollouts) for group in prepared.groups] == [6, 6][: 2 if silent == "train" else 1]
+    steps = [effect for effect in run.log if isinstance(effect, ef.StepOptimizer)]
+    shares = {"train": (4, 0), "skip": (2, 0), "as_zero": (2, 2)}[silent]
+    assert [(step.update, step.samples, step.zeros) for step in steps] == [(n, *shares) for n in range(3)]
+    assert sorted(trained(run)) == sorted(name for group in prepared.groups for name in group.rollouts)
+    members = {
+        n: [int(name[-3:]) for batch in batches(run) if batch.update == n for name in batch.rollouts]
+        for n in range(3)
+    }
+    if split == "every_group":
+        assert {n: set(found) for n, found in members.items()} == {0: {0, 1}, 1: {2, 3}, 2: {4, 5}}
+    else:
+        assert members[0] != [0, 1] * len(prepared.groups)
+    assert run.controller.version == 3
+
+
+def test_samples_that_were_lost_leave_updates_even() -> None:
+    def answer(rollout: Rollout) -> ev.Event:
+        if rollout.id.startswith("t") and slot_of(rollout.id) == 0 and rollout.member in (1, 2, 4):
+            return ev.RewardFailed(rollout.id, DropReason.REWARD_ERROR, "it raised")
+        return STEEP(rollout)
+
+    plan = dataclasses.replace(CHOOSES, choice=TRAINS_ALL, updates_per_batch=2, update_split="every_group")
+    run = finished(dataclasses.replace(plan, ranks=2, micro_batch_size=4), answer)
+    steps = [effect.samples for effect in run.log if isinstance(effect, ef.StepOptimizer)]
+    assert steps == [4, 4]  # of nine, one is left out for the ranks' sake
+    assert [drop.reason for drop in run.drops()].count(DropReason.UNEVEN_BATCH) == 1
 
 
 def test_slices_cannot_be_chosen_from_before_their_group_is_whole() -> None:

@@ -151,7 +151,7 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
     algorithm, guidance = config.algorithm, forwards_per_velocity(config)
     samples = config.rollout.prompts_per_iteration * config.rollout.group_size * guidance
     trained = _trained_samples(config) * guidance * config.trained_timesteps
-    updates = config.learner.updates_per_batch  # divides the prompts, and so the samples
+    updates = config.learner.updates_per_batch  # divides the samples
     later = trained - trained // updates
     return Passes(
         rollout=samples * config.rollout.steps,

@@ -108,9 +108,8 @@ class Engine:
                 "give the embeddings of one (of ' ' if nothing is to be avoided), or scale 1"
             )
         shape = self._family.latent_shape(recipe.size)
-        noise = noise_batch(
-            [rollout.seed for rollout in rollouts], [INITIAL] * len(rollouts), shape, self._family.device
-        )
+        seeds = [recipe.initial_seed(rollout) for rollout in rollouts]
+        noise = noise_batch(seeds, [INITIAL] * len(rollouts), shape, self._family.device)
         on_device = _Mover(self._family.device)
         schedules = {rollout.steps: self._sigmas(rollout, recipe.size) for rollout in rollouts}
         for rollout in rollouts:

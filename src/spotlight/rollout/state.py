@@ -20,9 +20,10 @@ from spotlight.diffusion.samplers import Sampler
 from spotlight.diffusion.schedule import SdeWindow
 from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
+from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 
-_FORMAT = 4
+_FORMAT = 5
 _CONDITION = "condition."
 
 Added: TypeAlias = Mapping[str, Tensor]
@@ -45,6 +46,7 @@ class Recipe:
         step_cache: run all transformer blocks once per this many steps and reuse their residuals in between
             (:mod:`spotlight.rollout.step_cache`); 1: no reuse. Previews only.
         autocast: dtype of the transformer's matrix products; None: the engine's. Previews only.
+        group_noise: seed of the initial noise that the samples of a group share; None: each has its own.
     """
 
     size: MediaSize
@@ -56,6 +58,7 @@ class Recipe:
     path_steps: int | None = None
     step_cache: int = 1
     autocast: torch.dtype | None = None
+    group_noise: int | None = None
 
     def __post_init__(self) -> None:
         if self.sampler.stochastic != (self.window is not None):
@@ -77,6 +80,11 @@ class Recipe:
             raise ValueError(
                 f"step_cache {self.step_cache}, autocast {self.autocast} with keeps {self.keeps!r}: expected "
                 "a step_cache of at least 1, and neither where a trajectory is kept: replay would differ"
+            )
+        if self.group_noise is not None and self.window is None:
+            raise ValueError(
+                f"group_noise {self.group_noise} with sampler {self.sampler}: the samples of a group would "
+                "be equal; expected a stochastic sampler"
             )
 
     @property
@@ -107,6 +115,12 @@ class Recipe:
             step_cache=step_cache,
             autocast=autocast,
         )
+
+    def initial_seed(self, rollout: Rollout) -> int:
+        """Seed of a rollout's initial noise: its own, or one of all rollouts of its prompt and iteration."""
+        if self.group_noise is None:
+            return rollout.seed
+        return derive_seed(self.group_noise, "initial noise", rollout.iteration, rollout.prompt_id)
 
     def coarse_path(self, rollout: Rollout) -> int | None:
         """Steps of the noise path that a shorter preview follows; None for other rollouts."""

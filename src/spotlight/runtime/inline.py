@@ -36,7 +36,7 @@ from spotlight.runtime.build.components import Recipes
 from spotlight.runtime.build.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.paused import PausedRollouts, legs
+from spotlight.runtime.paused import PausedRollouts
 from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -232,9 +232,9 @@ class InlineDriver:
                 self.parts.recorder.write(position, record)
             case ef.StartWorker() | ef.PullWeights() | ef.FormGroup():
                 self._answer(effect)
-            case ef.GrantLease(lease, rollouts, resume):
+            case ef.GrantLease(lease, rollouts):
                 self.parts.recorder.grant(effect)
-                for leg in legs(rollouts, resume) if self.parts.ranks.world > 1 else [rollouts]:
+                for leg in self._paused.legs(rollouts) if self.parts.ranks.world > 1 else [rollouts]:
                     self._denoise(lease, leg)
             case ef.ScoreSamples(rollouts, lineage):
                 self._lineage = lineage
@@ -301,8 +301,11 @@ class InlineDriver:
         with parts.clock.phase(phase):
             around = partial(parts.around, phase)
             results = parts.denoiser.run(work, self._progress(phase, rollouts), around, self._paused)
-            self._paused.share(parts.ranks, mine, parts.denoiser.engine.device)
+            known = parts.denoiser.conditions.of
+            self._paused.share(parts.ranks, mine, rollouts, known, parts.denoiser.engine.device)
         self._measure(phase, time.perf_counter() - began)
+        for rollout in rollouts:
+            self._samples.pop(rollout.id, None)  # of a part of it that another rank may have made
         failures: dict[str, str] = {}
         for result in results if mine else ():
             if isinstance(result, FailedRollout):

@@ -6,14 +6,15 @@ Invariant: every rank holds the state of every paused rollout, since any of them
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from spotlight.models.condition import Condition
 from spotlight.rollout.serialization import pack_state, unpack_state
 from spotlight.rollout.state import RolloutState
-from spotlight.scheduler.types import Rollout, RolloutId
+from spotlight.scheduler.types import PromptId, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
 
 
@@ -31,6 +32,15 @@ class PausedRollouts:
             if rollout.id in self._states
         }
 
+    def legs(self, rollouts: Sequence[Rollout]) -> list[tuple[Rollout, ...]]:
+        """The rollouts of a lease by the steps they have to take: ranks run equally many forwards of each."""
+        found: dict[tuple[int, int], list[Rollout]] = {}
+        for rollout in rollouts:
+            # Not from where the controller has it: one that failed since begins again.
+            state = self._states.get(rollout.id)
+            found.setdefault((0 if state is None else state.step, rollout.until), []).append(rollout)
+        return [tuple(leg) for leg in found.values()]
+
     def keep(self, states: Iterable[RolloutState]) -> None:
         """Keep those that have paused; those that ended are let go."""
         for state in states:
@@ -39,23 +49,34 @@ class PausedRollouts:
             else:
                 self._states[state.rollout.id] = state
 
-    def share(self, ranks: Ranks, mine: Sequence[Rollout], device: torch.device) -> None:
-        """Give the other ranks the states of ``mine``, and take theirs."""
-        paused = [self._states[rollout.id] for rollout in mine if rollout.pause is not None]
+    def share(
+        self,
+        ranks: Ranks,
+        mine: Sequence[Rollout],
+        made: Sequence[Rollout],
+        conditions: Callable[[Iterable[PromptId]], list[Condition]],
+        device: torch.device,
+    ) -> None:
+        """Give the other ranks the states of ``mine``, and take theirs; let go of those that have ended.
+
+        Args:
+            made: by all ranks.
+            conditions: of prompts, which every rank has: they are not sent.
+        """
         if ranks.world == 1:
             return
-        for others in ranks.share([(state.recipe, pack_state(state)) for state in paused]):
-            self.keep(unpack_state(packed, recipe, device) for recipe, packed in others)
+        self.forget(rollout.id for rollout in made if rollout.pause is None)
+        paused = [self._states[rollout.id] for rollout in mine if rollout.pause is not None]
+        bare = [dataclasses.replace(state, condition=Condition({})) for state in paused]
+        told = ranks.share([(state.recipe, pack_state(state)) for state in bare])
+        others = [one for rank, theirs in enumerate(told) if rank != ranks.rank for one in theirs]
+        states = [unpack_state(packed, recipe, device) for recipe, packed in others]
+        prompts = list(dict.fromkeys(state.rollout.prompt_id for state in states))
+        embeddings = [condition.to(device) for condition in conditions(prompts)]
+        known = dict(zip(prompts, embeddings, strict=True))
+        self.keep(dataclasses.replace(state, condition=known[state.rollout.prompt_id]) for state in states)
 
     def forget(self, rollouts: Iterable[RolloutId]) -> None:
         """Let go of discarded rollouts."""
         for rollout in rollouts:
             self._states.pop(rollout, None)
-
-
-def legs(rollouts: Sequence[Rollout], resume: Mapping[RolloutId, int]) -> list[tuple[Rollout, ...]]:
-    """The rollouts of a lease by the steps they have to take: ranks run equally many forwards of each."""
-    found: dict[tuple[int, int], list[Rollout]] = {}
-    for rollout in rollouts:
-        found.setdefault((resume.get(rollout.id, 0), rollout.until), []).append(rollout)
-    return [tuple(leg) for leg in found.values()]

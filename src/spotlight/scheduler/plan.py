@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from spotlight.config.sections.algorithm import AdvantagesOver, SilentGroups, TrainPolicy
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
+from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
 from spotlight.scheduler.exploration.bandit import Arm, arm_grid
 from spotlight.scheduler.types import Prompt, PromptId, WeightKind
@@ -100,6 +101,7 @@ class Plan:
 
     Attributes:
         micro_batch_size: samples of one forward/backward over all ranks, a multiple of ``ranks``.
+        update_split: how an iteration's samples are divided among its optimizer steps.
         whole_groups: the loss compares the samples of a group, so that no micro-batch may cut one.
         max_drop_share: the run stops when a larger share of an iteration's samples is dropped; None: at the
             first.
@@ -126,6 +128,7 @@ class Plan:
     keeps_previews: bool = False
     pipeline: PipelineConfig = NO_OVERLAP
     bounded: bool = False
+    update_split: UpdateSplit = "groups"
     whole_groups: bool = False
     choice: TrainingChoice = TRAINS_ALL
 
@@ -172,6 +175,11 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
         raise ValueError(
             f"slices compared by pipeline.baseline={plan.pipeline.baseline} are trained before their group "
             f"is whole, but {plan.choice.samples} samples of it are to be chosen"
+        )
+    if plan.update_split != "groups" and (plan.pipeline.trains_parts or plan.whole_groups):
+        raise ValueError(
+            f"samples are divided among updates as update_split={plan.update_split}, but groups are trained "
+            "whole, or before the others are there"
         )
     if plan.ranks % plan.ranks_min:
         raise ValueError(

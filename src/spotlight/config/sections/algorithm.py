@@ -275,6 +275,11 @@ class FlowGRPOConfig(AlgorithmSection):
                 "algorithm.kl_scale", "'step'", "'rate' with algorithm.kl_weight=0",
                 "There is no KL to scale: set algorithm.kl_weight, or leave it out.",
             )  # fmt: skip
+        if self.kl_scale == "step" and rollout.sampler == "cps":
+            yield Problem(
+                "algorithm.kl_scale", "'step'", "'rate' with rollout.sampler=cps",
+                "Its KL is divided by the step's variance in any case: leave it out.",
+            )  # fmt: skip
         if self.step_weights == "noise" and rollout.sampler == "cps":
             yield Problem(
                 "algorithm.step_weights", "'noise'", "'equal' with rollout.sampler=cps",

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from spotlight.config.sections.rollout import RolloutConfig
 
 
+UpdateSplit = Literal["groups", "shuffled", "every_group"]
+
+
 class LoraConfig(Section):
     """Low-rank adapters (peft)."""
 
@@ -72,7 +75,11 @@ class LearnerConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Gradients are clipped to this norm."""
     updates_per_batch: PositiveInt = 1
-    """Optimizer steps per iteration; its groups are divided among them, so each sample is in exactly one."""
+    """Optimizer steps per iteration; its samples are divided among them, so each is in exactly one."""
+    update_split: UpdateSplit = "groups"
+    """How: ``groups``, each step trains whole groups; ``shuffled``, samples at random; ``every_group``, an
+    equal part of each group. Advantages are over whole groups in any case.
+    """
     micro_batch_size: PositiveInt = 64
     """Samples per forward/backward of one rank; limited by memory, gradients accumulate."""
     ema: EmaConfig | None = None
@@ -127,7 +134,8 @@ class LearnerConfig(Section):
     def learning_rate_at(self, step: float) -> float:
         """Learning rate of the next optimizer step after ``step`` steps, as :meth:`scheduled` counts them."""
         if step < self.warmup_steps:
-            return self.learning_rate * (step + 1) / self.warmup_steps
+            # By samples, a step may be a fraction: the last one would exceed the whole.
+            return self.learning_rate * min((step + 1) / self.warmup_steps, 1.0)
         if self.decay_iterations is None:
             return self.learning_rate
         falling = self.decay_iterations * self.updates_per_batch - self.warmup_steps
@@ -148,6 +156,7 @@ class LearnerConfig(Section):
                 "bfloat16 swallows small updates: set model.dtype=float32 (and learner.autocast=bfloat16 for "
                 "speed), or learner.mode=lora.",
             )  # fmt: skip
+        yield from self._split_problems(run)
         if self.decay_iterations is not None:
             rollout = run.rollout
             trained = rollout.prompts_per_iteration * (run.algorithm.train_samples or rollout.group_size)
@@ -165,6 +174,23 @@ class LearnerConfig(Section):
                 f"not set with learner.timesteps_per_pass={self.timesteps_per_pass}",
                 "Only learner.timesteps_per_pass=auto looks at memory: set that, or leave the budget out.",
             )  # fmt: skip
+
+    def _split_problems(self, run: RunConfig) -> Iterator[Problem]:
+        """Samples divided among updates where only whole groups can be, or where there is one update."""
+        if self.update_split == "groups":
+            return
+        for condition, with_, why in (
+            (self.updates_per_batch == 1, "learner.updates_per_batch=1", "One update trains all samples"),
+            (run.pipeline.trains_parts, f"pipeline.axis={run.pipeline.axis}",
+             "Which samples an update trains is known only when all are there"),
+            (run.algorithm.compares_groups, f"algorithm.name={run.algorithm.name}",
+             "Its loss compares the samples of a group"),
+        ):  # fmt: skip
+            if condition:
+                yield Problem(
+                    "learner.update_split", repr(self.update_split), f"'groups' with {with_}",
+                    f"{why}: leave one of the two keys out.",
+                )  # fmt: skip
 
     def _decay_problems(self, iterations: int, until: int, per_iteration: float) -> Iterator[Problem]:
         if iterations * per_iteration > until * (1 + 1e-9):
@@ -211,15 +237,18 @@ class LearnerConfig(Section):
         prompts, group = rollout.prompts_per_iteration, train_samples or rollout.group_size
         size_key = "rollout.group_size" if train_samples is None else "algorithm.train_samples"
         updates, micro = self.updates_per_batch, self.micro_batch_size
-        if prompts % updates:
+        divided, key = prompts * group, "the samples of an iteration"
+        if self.update_split == "groups":
+            divided, key = prompts, "rollout.prompts_per_iteration"
+        if divided % updates:
             more = -(-prompts // updates) * updates
+            whole = " (groups are not cut)" if self.update_split == "groups" else ""
             yield Problem(
-                "learner.updates_per_batch", str(updates),
-                f"a divisor of rollout.prompts_per_iteration = {prompts} (groups are not cut)",
-                f"Nearest: {divisors_near(prompts, updates)}; or rollout.prompts_per_iteration={more}.",
+                "learner.updates_per_batch", str(updates), f"a divisor of {key} = {divided}{whole}",
+                f"Nearest: {divisors_near(divided, updates)}; or rollout.prompts_per_iteration={more}.",
             )  # fmt: skip
             return
-        update_samples = prompts // updates * group
+        update_samples = prompts * group // updates
         if update_samples % ranks:
             yield Problem(
                 size_key, str(group),

@@ -104,6 +104,13 @@ class PipelineConfig(Section):
                 "Weights of samples need their whole group: set pipeline.axis=prompt and baseline=group, or "
                 "leave it out.",
             )  # fmt: skip
+        if run.algorithm.silent_groups != "train":
+            yield Problem(
+                "algorithm.silent_groups", repr(run.algorithm.silent_groups),
+                f"'train' with pipeline.baseline={self.baseline}",
+                "Whether a group is silent is known only when all of it is scored, and its slices are "
+                "trained before: set pipeline.baseline=group, or leave it out.",
+            )  # fmt: skip
         yield from self.slice_problems(
             explores=exploration is not None, chooses=run.algorithm.train_samples is not None
         )

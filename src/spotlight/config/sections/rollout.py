@@ -53,6 +53,10 @@ class RolloutConfig(Section):
     """``a`` of flow-sde and cps, ``eta`` of dance. Unused by ode."""
     sde_window: SdeWindowConfig = SdeWindowConfig()
     """Where the sampler is stochastic. Unused by ode."""
+    initial_noise: Literal["sample", "group"] = "sample"
+    """Who starts from the same noise: nobody, or the samples of a ``group``, which then differ by the noise
+    of their steps alone (as do those of a prompt that is drawn twice).
+    """
     true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
     """Classifier-free guidance with a negative prompt; above 1, every step costs two forwards."""
     embedded_guidance: Annotated[float, Field(ge=0)] | None = None
@@ -87,6 +91,7 @@ class RolloutConfig(Section):
                 f"'rollout' with rollout.sde_window.kind={self.sde_window.kind}",
                 "Only random windows are drawn: leave it out, or set rollout.sde_window.kind=random.",
             )  # fmt: skip
+        yield from self._sharing_problems(run)
         name = run.algorithm.name
         if not run.algorithm.learns_from_clean_samples:
             yield from self._noise_problems(name)
@@ -105,6 +110,20 @@ class RolloutConfig(Section):
                 "algorithm.train_timesteps", str(wanted),
                 f"at most {self.kept_steps}, the stochastic steps of a rollout",
                 "Lower it, or widen rollout.sde_window.",
+            )  # fmt: skip
+
+    def _sharing_problems(self, run: RunConfig) -> Iterator[Problem]:
+        if self.initial_noise == "sample":
+            return
+        if self.sampler == "ode":
+            yield Problem(
+                "rollout.initial_noise", "'group'", "'sample' with rollout.sampler=ode",
+                "All samples of a group would be equal: leave it out, or set a stochastic sampler.",
+            )  # fmt: skip
+        if run.exploration is not None:
+            yield Problem(
+                "rollout.initial_noise", "'group'", "'sample' with exploration",
+                "What is explored is the noise that samples start from: leave one of the two out.",
             )  # fmt: skip
 
     def _noise_problems(self, algorithm: str) -> Iterator[Problem]:

@@ -203,7 +203,15 @@ def make_recipes(config: RunConfig, algorithm: Algorithm) -> Recipes:
     """Train rollouts and their previews use the algorithm's sampler; evaluation uses the ODE."""
     rollout = config.rollout
     size, scale, embedded = media_size(rollout), rollout.true_cfg_scale, embedded_guidance(config)
-    train = Recipe(size, algorithm.sampler, make_window(config), scale, algorithm.keeps, embedded)
+    train = Recipe(
+        size,
+        algorithm.sampler,
+        make_window(config),
+        scale,
+        algorithm.keeps,
+        embedded,
+        group_noise=config.run_seed if rollout.initial_noise == "group" else None,
+    )
     judged = Recipe(size, ODE(), None, scale, "final", embedded)
     return Recipes(train, preview_recipe(config, train), judged)
 

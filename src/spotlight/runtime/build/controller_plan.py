@@ -36,6 +36,7 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         keeps_previews=explores is not None and explores.makes_rollouts(config.rollout.true_cfg_scale),
         pipeline=config.pipeline,
         bounded=True,
+        update_split=config.learner.update_split,
         whole_groups=config.algorithm.compares_groups,
         choice=TrainingChoice(
             samples=config.algorithm.train_samples,

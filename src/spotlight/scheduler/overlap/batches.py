@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 from spotlight.scheduler.types import Group, MicroBatch, RolloutId
@@ -13,6 +13,35 @@ def split_updates(groups: Sequence[Group], updates: int) -> list[list[Group]]:
     updates = max(1, min(updates, len(groups)))
     bounds = [len(groups) * index // updates for index in range(updates + 1)]
     return [list(groups[low:high]) for low, high in pairwise(bounds) if low < high]
+
+
+def split_samples(
+    groups: Sequence[Group], updates: int, ranks: int, key: Callable[[RolloutId], int] | None
+) -> list[list[Group]]:
+    """Divide samples among at most ``updates`` optimizer steps, as evenly as the ``ranks`` allow.
+
+    Args:
+        groups: with a number of samples divisible by ``ranks``.
+        key: puts samples in order; None: each step takes an equal part of every group.
+
+    Returns:
+        The parts of groups in each step, whose number of samples is divisible by ``ranks``.
+    """
+    place = {
+        name: key(name) if key is not None else member / len(group.rollouts)
+        for group in groups
+        for member, name in enumerate(group.rollouts)
+    }
+    order = sorted(place, key=place.__getitem__)
+    shares = len(order) // ranks
+    updates = max(1, min(updates, shares))
+    bounds = [shares * index // updates * ranks for index in range(updates + 1)]
+    return [_parts(groups, {*order[low:high]}) for low, high in pairwise(bounds)]
+
+
+def _parts(groups: Sequence[Group], samples: set[RolloutId]) -> list[Group]:
+    parts = (Group(group.prompt_id, tuple(filter(samples.__contains__, group.rollouts))) for group in groups)
+    return [part for part in parts if part.rollouts]
 
 
 def even_out(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:

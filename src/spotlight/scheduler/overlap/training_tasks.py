@@ -32,7 +32,13 @@ from spotlight.scheduler.effects import (
     TrainMicroBatch,
 )
 from spotlight.scheduler.iteration import Iteration
-from spotlight.scheduler.overlap.batches import even_out, even_out_each, micro_batches, split_updates
+from spotlight.scheduler.overlap.batches import (
+    even_out,
+    even_out_each,
+    micro_batches,
+    split_samples,
+    split_updates,
+)
 from spotlight.scheduler.overlap.slices import Slice, slices
 from spotlight.scheduler.overlap.subset import choose_seeds
 from spotlight.scheduler.plan import Plan
@@ -225,6 +231,8 @@ class TrainingTasks:
             count = max(1, min(updates, len(self._at.groups)))
             return [self._survivors(self._slots_of(update)) for update in range(count)]
         found = self._survivors(range(len(self._at.groups)))
+        if self._plan.update_split != "groups":
+            return [found]  # divided when it is known what is trained
         by_group = {part.group: part for part in found}
         split = split_updates([part.group for part in found], updates)
         return [[by_group[group] for group in groups] for groups in split if groups]
@@ -243,8 +251,7 @@ class TrainingTasks:
     def _prepare(self, parts: Sequence[tuple[int, Slice]], *, partial: bool) -> PrepareBatch:
         at, plan = self._at, self._plan
         batches: list[MicroBatch] = []
-        for update in sorted({update for update, _ in parts}):
-            groups = [part.group for of, part in parts if of == update]
+        for update, groups in self._by_update(parts):
             total = sum(len(group.rollouts) for group in groups)
             announced = self._announced.setdefault(update, total + self._zeros[update])
             batches += micro_batches(
@@ -273,6 +280,25 @@ class TrainingTasks:
             partial,
             () if plain else comparisons,
         )
+
+    def _by_update(self, parts: Sequence[tuple[int, Slice]]) -> list[tuple[int, list[Group]]]:
+        """The groups, or parts of groups, of each update."""
+        plan = self._plan
+        if plan.update_split == "groups":
+            updates = sorted({update for update, _ in parts})
+            return [(update, [part.group for of, part in parts if of == update]) for update in updates]
+        key = partial(derive_seed, plan.run_seed, "update", self._iteration)
+        split = split_samples(
+            [part.group for _, part in parts],
+            plan.updates_per_batch,
+            plan.ranks,
+            key if plan.update_split == "shuffled" else None,
+        )
+        self._updates, zeros = len(split), self._zeros[0]
+        for update in range(self._updates):
+            low, high = (zeros * edge // self._updates for edge in (update, update + 1))
+            self._zeros[update] = high - low
+        return [*enumerate(split)]
 
     # -- what is left out ------------------------------------------------------------------------------
 

@@ -180,6 +180,17 @@ CHECKS = (
         """,
     ),
     Check(
+        "silent",
+        "samples left out as of a silent group, though the rewards of those chosen of it differ",
+        f"""
+        WITH chosen AS (SELECT rtrim(outcomes.rollout, '0123456789r') AS of, outcomes.rollout, reason, value
+            FROM outcomes JOIN rewards ON rewards.rollout = outcomes.rollout AND name = '{REWARD}'
+            WHERE kind = 'trained' OR reason IN ('uneven_batch', 'silent_group'))
+        SELECT rollout FROM chosen WHERE reason = 'silent_group'
+            AND of IN (SELECT of FROM chosen GROUP BY of HAVING MIN(value) <> MAX(value))
+        """,
+    ),
+    Check(
         "staleness",
         "samples trained by a policy further from the one that made them than the schedule allows",
         """
