@@ -4,11 +4,12 @@ does; with real commands; and the market of an emulated cluster.
 
 from __future__ import annotations
 
+import json
 import shutil
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -238,12 +239,19 @@ def commands(folder: Path, start: str, stop: str, start_s: float = 30.0) -> Comm
     return CommandProvider(CommandSettings(start=start, stop=stop), folder / "nodes.json", start_s)
 
 
+def ask(provider: CommandProvider, nodes: int, present: Sequence[RayNode] = ()) -> int:
+    """Ask as often as it takes."""
+    while (provided := provider.ask(nodes, present, [])) < nodes:
+        pass
+    return provided
+
+
 def test_commands_start_and_end_nodes_by_name_and_a_killed_head_forgets_none(tmp_path: Path) -> None:
     log = tmp_path / "log"
     start, stop = f"echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}"
     first = commands(tmp_path, start, stop)
     assert first.asked([]) == 0
-    assert first.ask(3, [], []) == 3
+    assert [first.ask(3, [], []) for _ in range(3)] == [1, 2, 3]
     names = [line.split()[1] for line in log.read_text().splitlines()]
     again = commands(tmp_path, start, stop)  # of the attempt after this one was killed
     present = [node(name) for name in names[:2]]
@@ -268,7 +276,7 @@ def test_a_command_that_fails_is_told_and_what_it_left_is_ended(tmp_path: Path) 
     assert len(log.read_text().split()) == 1
     assert failing.asked([]) == 0
     stubborn = commands(tmp_path, "true", f"test -e {tmp_path}/works")
-    assert stubborn.ask(2, [], []) == 2
+    assert ask(stubborn, 2) == 2
     with pytest.raises(ProviderError, match=r"params.stop ended with status 1"):
         stubborn.ask(1, [], [])
     assert stubborn.asked([]) == 2, "asked again, it is tried again"
@@ -281,13 +289,52 @@ def test_a_node_that_stays_away_is_replaced(tmp_path: Path) -> None:
     nodes = commands(
         tmp_path, f"echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}", start_s=0.3
     )
-    nodes.ask(2, [], [])
+    ask(nodes, 2)
     one, other = (line.split()[1] for line in log.read_text().splitlines())
     time.sleep(0.4)
-    assert nodes.ask(2, [node(one)], []) == 2
+    assert ask(nodes, 2, [node(one)]) == 2
     stopped, started = log.read_text().splitlines()[2:]
     assert stopped == f"stop {other}"
     assert started.startswith("start ")
+
+
+def test_nodes_that_nobody_has_watched_for_long_have_time_to_join_again(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    start, stop = f"echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}"
+    ask(commands(tmp_path, start, stop, start_s=0.3), 2)
+    one, other = (line.split()[1] for line in log.read_text().splitlines())
+    time.sleep(0.4)
+    again = commands(tmp_path, start, stop, start_s=0.3)  # the head was killed, and is started again
+    assert again.ask(2, [], []) == 2
+    assert again.ask(2, [node(one)], []) == 2
+    assert len(log.read_text().splitlines()) == 2
+    time.sleep(0.4)
+    again.ask(1, [node(one)], [])
+    assert log.read_text().splitlines()[2:] == [f"stop {other}"]
+
+
+def test_a_node_that_takes_long_to_start_has_as_long_to_join(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    nodes = commands(tmp_path, "sleep 0.7", f"echo stop >> {log}", start_s=1.0)
+    assert ask(nodes, 1) == 1
+    time.sleep(0.5)
+    assert nodes.ask(1, [], []) == 1
+    assert not log.exists()
+
+
+def test_a_node_that_is_back_before_its_loss_is_known_is_the_same_one(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    nodes = commands(tmp_path, "true", f"echo $SPOTLIGHT_NODE >> {log}")
+    ask(nodes, 2)
+    one, other = json.loads((tmp_path / "nodes.json").read_text())
+    present = [node(f"{one}~ab12cd"), node(other), node("by~hand")]
+    assert nodes.asked(present) == 3
+    assert nodes.ask(3, present, []) == 3
+    assert not log.exists(), "none is missing, and none too many"
+    assert nodes.ask(2, present, [present[0]]) == 2
+    assert log.read_text().split() == [one]
+    nodes.close()
+    assert sorted(log.read_text().split()[1:]) == sorted([other, "by~hand"])
 
 
 # -- the market of an emulated cluster ---------------------------------------------------------------------

@@ -250,7 +250,15 @@ def _scaler(
         return None
     ledger = room.attempt.recorder.ledger
     return make_scaler(
-        config, room.directory, room.provider, nodes, controller, room.accounts, ledger, incidents
+        config,
+        room.directory,
+        room.provider,
+        nodes,
+        controller,
+        room.accounts,
+        ledger,
+        incidents,
+        room.site.nodes,
     )
 
 

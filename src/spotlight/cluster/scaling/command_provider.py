@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import StringConstraints
 
+from spotlight.cluster.nodes.listing import SUFFIX
 from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderError, ProviderSetting
 from spotlight.cluster.scaling.shell_command import ShellCommandError, run_shell_command
 from spotlight.config.section import Section
@@ -37,43 +38,59 @@ class CommandSettings(Section):
     """Ends the node ``$SPOTLIGHT_NODE`` for good."""
 
 
+def noted_nodes(notes: Path) -> list[str]:
+    """Names of the nodes that were started and not ended, as far as is known."""
+    return list(json.loads(notes.read_text())) if notes.exists() else []
+
+
 class CommandProvider:
     """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`.
 
-    A node that is away for longer than ``start_s`` is ended, and another is started.
+    A node that is away for longer than ``start_s`` is ended, and another is started: one in a call, since a
+    run that ends waits for the call.
     """
 
     def __init__(self, settings: CommandSettings, notes: Path, start_s: float) -> None:
         self._settings, self._notes, self._start_s = settings, notes, start_s
-        self._seen_at = self._read()
+        # How long they have been away is not known: it counts from now.
+        self._seen_at = dict.fromkeys(noted_nodes(notes), time.monotonic())
 
     def asked(self, present: Sequence[RayNode]) -> int:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
-        return len(self._seen_at.keys() | {node.name for node in present})
+        return len(self._seen_at.keys() | {self._started_as(node) for node in present})
 
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
-        now_s, there = time.time(), {node.name for node in present}
+        now_s, there = time.monotonic(), {self._started_as(node) for node in present}
         known = self._seen_at | dict.fromkeys(there, now_s)  # nodes started by hand are nodes, too
         away = [name for name, seen_s in known.items() if name not in there]
         lost = [name for name in away if now_s - known[name] > self._start_s]
         # The newest of those that have not come: the oldest are the first to be expected.
-        able = [*(node.name for node in leaving), *sorted(away, key=known.__getitem__, reverse=True)]
+        able = [*map(self._started_as, leaving), *sorted(away, key=known.__getitem__, reverse=True)]
         surplus = [name for name in able if name not in lost][: max(0, len(known) - len(lost) - nodes)]
         self._write(known)
         for name in dict.fromkeys([*lost, *surplus]):
             self._run("stop", name)
             self._forget(name)
-        while len(self._seen_at) < nodes:
-            name = f"spot-{secrets.token_hex(3)}"
-            self._write({**self._seen_at, name: time.time()})
-            try:
-                self._run("start", name)
-            except ProviderError:
-                self._run("stop", name)  # a part of it may be there
-                self._forget(name)
-                raise
+        if len(self._seen_at) < nodes:
+            self._start_one()
         return len(self._seen_at)
+
+    def _start_one(self) -> None:
+        name = f"spot-{secrets.token_hex(3)}"
+        self._write({**self._seen_at, name: time.monotonic()})
+        try:
+            self._run("start", name)
+        except ProviderError:
+            self._run("stop", name)  # a part of it may be there
+            self._forget(name)
+            raise
+        self._seen_at[name] = time.monotonic()  # it has all of the time to join
+
+    def _started_as(self, node: RayNode) -> str:
+        """Without what distinguishes a node that is back before its earlier life is known to have ended."""
+        name = node.name.partition(SUFFIX)[0]
+        return name if name in self._seen_at else node.name
 
     def close(self) -> None:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
@@ -103,15 +120,9 @@ class CommandProvider:
     def _forget(self, name: str) -> None:
         self._write({each: seen_s for each, seen_s in self._seen_at.items() if each != name})
 
-    def _read(self) -> dict[str, float]:
-        if not self._notes.exists():
-            return {}
-        known: dict[str, float] = json.loads(self._notes.read_text())
-        return known
-
     def _write(self, seen_at: dict[str, float]) -> None:
-        if seen_at != self._seen_at:
-            write_atomically(self._notes, json.dumps(seen_at).encode())
+        if seen_at.keys() != self._seen_at.keys():
+            write_atomically(self._notes, json.dumps([*seen_at]).encode())
         self._seen_at = seen_at
 
 

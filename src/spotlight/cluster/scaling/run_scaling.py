@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from spotlight.cluster.local.local_cluster import LocalCluster
 
 NOTES_FILE = "spot-nodes.json"
+_JOIN_S = 60.0
+"""As long as an agent may take to start."""
 
 
 def open_provider(
@@ -53,8 +56,13 @@ def make_scaler(
     accounts: ClusterAccounts,
     ledger: SqliteLedger,
     incidents: IncidentRecorder,
+    before_run: Sequence[RayNode],
 ) -> SpotScaler:
-    """What adds and drops the run's nodes. The deadline counts from its first attempt."""
+    """What adds and drops the run's nodes. The deadline counts from its first attempt.
+
+    Args:
+        before_run: nodes that the cluster had before this attempt.
+    """
     fleet, target = config.fleet, config.fleet.target
     measured, before = measured_before(row.values for row in read_metrics(directory.path))
     meter = PaceMeter(target.node_s, fleet.start_s)
@@ -68,11 +76,12 @@ def make_scaler(
         _Progress(config, nodes, controller.cluster, ledger, incidents),
         ScalerLimits(
             config.iterations, deadline_at, target.budget_usd, target.report_s, target.retry_s,
-            move_s=fleet.start_s + fleet.learner_s, drain_s=fleet.lease_s,
+            move_s=fleet.start_s + fleet.learner_s, drain_s=fleet.lease_s, join_s=_JOIN_S,
         ),
         accounts.clock,
         wanted=None if before is None else target.clipped(before),
         done=controller.iteration,
+        expected={node.ray_id for node in before_run if node.kind is NodeKind.SPOT},
     )  # fmt: skip
 
 
@@ -111,7 +120,7 @@ def count_workforce(cluster: Cluster, nodes: ClusterNodes, slots: int, node_usd_
         workers += able
         if node.kind is NodeKind.SPOT:
             spot_usd_h += node.price_usd_h
-            other_workers -= 0 if node.rolls_out else node.gpus
+            other_workers -= node.gpus if node.trains and not node.rolls_out else 0
             if able or node.trains:
                 working.add(nodes.machine_of(node.id))
         else:
