@@ -1,4 +1,4 @@
-"""What the controller and the scaler are told of nodes that end for two reasons, and that hold the learner."""
+"""What the controller and the scaler hear of nodes that end for two reasons, and that hold the learner."""
 
 from __future__ import annotations
 

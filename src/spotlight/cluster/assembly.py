@@ -52,6 +52,7 @@ from spotlight.store.run_directory import RunDirectory
 from spotlight.weights.node_cache import cache_directory
 
 LOGS_FOLDER = "attempts"
+ON_DEMAND_NOTES = "on-demand-nodes.json"
 _NAME_MAX = 24
 """Longest part of a run's name used in folder names on nodes: socket paths are limited to about 100 bytes."""
 
@@ -282,6 +283,7 @@ def _on_demand(
         price_usd_h=fleet.learner_ranks * fleet.price_usd_h,
         move_s=fleet.start_s + fleet.learner_s,
         record=incidents.on_demand,
+        notes=None if emulated is not None else room.directory.path / ON_DEMAND_NOTES,
     )
 
 
