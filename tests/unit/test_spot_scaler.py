@@ -165,6 +165,22 @@ def test_what_is_decided_is_asked_for_and_told() -> None:
     assert fleet.closed
 
 
+def test_iterations_that_a_lost_learner_makes_again_are_counted_once() -> None:
+    fleet, now_s = Fleet(), 0.0
+    scaler = scaler_of(fleet)
+    scaler.clock = lambda: now_s
+    scaler.meter.begin(0.0, 2)
+    for iteration in range(10, 14):
+        now_s += 60.0
+        scaler.iterated(iteration, {Phase.ROLLOUT: 100.0})
+    scaler.interrupted(12)
+    assert scaler.done == 12
+    now_s += 90.0
+    row = scaler.iterated(12, {Phase.ROLLOUT: 50.0})
+    assert (row["target/iteration_s"], row["target/work_s"]) == (210.0, 250.0)
+    assert scaler.done == 13
+
+
 def test_nodes_are_drained_before_they_end_and_the_learners_last() -> None:
     fleet = Fleet(level=4, learner_on="spot-4")
     scaler = scaler_of(fleet, wanted=2)

@@ -11,6 +11,7 @@ import json
 import secrets
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -258,7 +259,8 @@ class OnDemandNodes:
                 self._to_stop.pop(name, None)
                 self._older.discard(name)
                 self._stopped.add(name)
-                self._note(self._noted() - {name})
+                with suppress(OSError):  # a full disk: the next attempt stops it once more
+                    self._note(self._noted() - {name})
             else:
                 self._to_stop[name] = self.clock() + RETRY_S
                 self._complain(name, why)

@@ -10,6 +10,7 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -118,7 +119,10 @@ class CommandProvider:
             raise ProviderError(str(error)) from error
 
     def _forget(self, name: str) -> None:
-        self._write({each: seen_s for each, seen_s in self._seen_at.items() if each != name})
+        left = {each: seen_s for each, seen_s in self._seen_at.items() if each != name}
+        with suppress(OSError):  # a full disk: the next attempt ends it once more
+            self._write(left)
+        self._seen_at = left
 
     def _write(self, seen_at: dict[str, float]) -> None:
         if seen_at.keys() != self._seen_at.keys():

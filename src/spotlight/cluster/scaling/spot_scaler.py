@@ -191,8 +191,8 @@ class SpotScaler:
 
     def interrupted(self, iteration: int) -> None:
         """The run goes back to the beginning of an iteration."""
+        self.meter.interrupt(self.done - iteration)
         self.done = iteration
-        self.meter.interrupt()
 
     def lost(self, node: RayNode) -> None:
         """A node is gone."""
