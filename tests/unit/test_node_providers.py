@@ -5,6 +5,7 @@ does; with real commands; and the market of an emulated cluster.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import ssl
 import subprocess
@@ -25,10 +26,12 @@ from spotlight.cluster.scaling.command_provider import COMMANDS, CommandProvider
 from spotlight.cluster.scaling.emulated_provider import SpotOffers
 from spotlight.cluster.scaling.kubernetes_provider import KUBERNETES, KubernetesProvider, KubernetesSettings
 from spotlight.cluster.scaling.node_provider import ProviderError, ProviderSetting
+from spotlight.cluster.scaling.run_scaling import open_provider
 from spotlight.config.errors import ConfigError
-from spotlight.config.load import build_config, load_config
+from spotlight.config.load import build_config, dump_config, load_config
 from spotlight.registry import NODE_PROVIDERS
 from spotlight.scheduler.types import NodeKind
+from spotlight.store.run_directory import RunDirectory
 
 
 def node(name: str, address: str = "10.0.0.99") -> RayNode:
@@ -116,6 +119,20 @@ def test_a_change_by_another_meanwhile_is_not_overwritten(
         provider(server, account).ask(5, nodes_of(state), [])
 
 
+def test_replicas_that_nobody_stated_are_those_that_the_operator_makes(
+    kubernetes: tuple[Kubernetes, str], account: Path
+) -> None:
+    state, server = kubernetes
+    silent = state.cluster()
+    for key in ("replicas", "minReplicas", "maxReplicas", "scaleStrategy"):
+        del silent["spec"]["workerGroupSpecs"][1][key]
+    state.faults = [says(200, silent)]
+    assert provider(server, account).asked([]) == 0
+    state.faults = [says(200, silent)]
+    assert provider(server, account).ask(1, [], []) == 1
+    assert state.replicas == 1
+
+
 def test_what_may_pass_is_tried_again_and_told_when_it_does_not(
     kubernetes: tuple[Kubernetes, str], account: Path
 ) -> None:
@@ -151,6 +168,12 @@ def test_a_token_that_was_replaced_is_read_again_and_none_is_told(
     with pytest.raises(ProviderError, match=r"answered 401.*expected 200 OK. The service account") as caught:
         pods.asked([])
     assert "second-token" not in str(caught.value)
+    assert len(state.requests) == 4
+    for broken in ("", "half-a\ntoken", "a token"):
+        (account / "token").write_text(broken)
+        with pytest.raises(ProviderError, match="token: found no token, expected one line") as caught:
+            pods.asked([])
+        assert "half-a" not in str(caught.value)
     assert len(state.requests) == 4
 
 
@@ -188,6 +211,10 @@ def test_bounds_of_the_group_and_missing_places_are_told(
     state.hosts = 4
     with pytest.raises(ProviderError, match="numOfHosts is 4; expected 1"):
         provider(server, account).ask(3, [], [])
+    state.hosts, state.autoscaler = 1, True
+    with pytest.raises(ProviderError, match="enableInTreeAutoscaling is true; expected false"):
+        provider(server, account).ask(3, [], [])
+    state.autoscaler = False
     monkeypatch.delenv("RAY_CLUSTER_NAME", raising=False)
     with pytest.raises(ProviderError, match=r"RAY_CLUSTER_NAME is not set.*fleet.target.params.cluster"):
         provider(server, account, cluster=None).asked([])
@@ -399,6 +426,22 @@ RAY = {"driver": "ray", "address": "auto", "price_usd_h": 1.0}
 def test_goals_that_cannot_be_used_are_refused(fleet: dict[str, object], key: str, told: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: found.*{told}"):
         build_config({"fleet": fleet, "learner": {"mode": "lora"}}, "the test")
+
+
+def test_nodes_of_a_goal_that_was_dropped_are_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    config = load_config(None, ["fleet.driver=ray", f"runs_dir={tmp_path}"])
+    with RunDirectory.open(tmp_path, config.name, dump_config(config)) as directory:
+        assert open_provider(config, directory, None, told.append) is None
+        killed = CommandProvider(
+            CommandSettings(start="true", stop="true"), directory.path / "spot-nodes.json", 30.0
+        )
+        ask(killed, 2)
+        assert open_provider(config, directory, None, told.append) is None
+        killed.close()
+        assert open_provider(config, directory, None, told.append) is None
+    (once,) = told
+    assert re.search(r"found \[\"spot-\w+\", \"spot-\w+\"\].*without fleet.target. Set it again", once)
 
 
 def test_every_provider_is_opened_from_its_settings(tmp_path: Path) -> None:

@@ -39,11 +39,6 @@ class CommandSettings(Section):
     """Ends the node ``$SPOTLIGHT_NODE`` for good."""
 
 
-def noted_nodes(notes: Path) -> list[str]:
-    """Names of the nodes that were started and not ended, as far as is known."""
-    return list(json.loads(notes.read_text())) if notes.exists() else []
-
-
 class CommandProvider:
     """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`.
 
@@ -53,8 +48,9 @@ class CommandProvider:
 
     def __init__(self, settings: CommandSettings, notes: Path, start_s: float) -> None:
         self._settings, self._notes, self._start_s = settings, notes, start_s
+        names: list[str] = json.loads(notes.read_text()) if notes.exists() else []
         # How long they have been away is not known: it counts from now.
-        self._seen_at = dict.fromkeys(noted_nodes(notes), time.monotonic())
+        self._seen_at = dict.fromkeys(names, time.monotonic())
 
     def asked(self, present: Sequence[RayNode]) -> int:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.incidents import IncidentRecorder
 from spotlight.cluster.nodes.listing import RayNode
+from spotlight.cluster.remote_calls import Notify
+from spotlight.cluster.scaling.left_nodes import tell_left_nodes
 from spotlight.cluster.scaling.node_provider import ProviderSetting, SpotProvider
 from spotlight.cluster.scaling.spot_scaler import ScalerLimits, SpotScaler, Workforce
 from spotlight.config.schema import RunConfig
@@ -34,16 +36,21 @@ _JOIN_S = 60.0
 
 
 def open_provider(
-    config: RunConfig, directory: RunDirectory, emulated: LocalCluster | None
+    config: RunConfig, directory: RunDirectory, emulated: LocalCluster | None, note: Notify
 ) -> SpotProvider | None:
-    """Who provides the run's spot nodes; None: it has no deadline and no budget."""
+    """Who provides the run's spot nodes; None: it has no deadline and no budget.
+
+    Nodes that an earlier attempt started, and that nobody will end, are told.
+    """
     target, fleet = config.fleet.target, config.fleet
+    notes = directory.path / NOTES_FILE
     if not target.is_set:
+        tell_left_nodes(notes, "fleet.target", note)
         return None
     kind = NODE_PROVIDERS.load(target.provider_name)
     _, before = measured_before(row.values for row in read_metrics(directory.path))
     first = fleet.spot.emulated_nodes if before is None else before
-    setting = ProviderSetting(emulated, target.clipped(first), directory.path / NOTES_FILE, fleet.start_s)
+    setting = ProviderSetting(emulated, target.clipped(first), notes, fleet.start_s)
     return kind.open(kind.settings.model_validate(target.params), setting)
 
 
