@@ -105,3 +105,30 @@ def test_a_node_that_the_learner_is_leaving_holds_it_still() -> None:
         assert math.isclose(force.other_usd_h, 0.0)
 
     asyncio.run(run())
+
+
+def test_nodes_that_the_learner_does_not_move_to_after_all_are_told() -> None:
+    async def run() -> None:
+        ranks = (
+            "fleet.learner_ranks=2",
+            "fleet.learner_ranks_min=1",
+            "fleet.learner_grows_after_s=0",
+            "learner.micro_batch_size=48",
+        )
+        world = World("fleet.learner_placement=spot", "fleet.spot.nodes=4", *ranks)
+        nodes, told = world.nodes, list[str]()
+        nodes.no_place = told.append
+        first = world.join(ray_node("first", slots=1))
+        for name in ("second", "third", "fourth"):
+            world.join(ray_node(name, slots=1))
+        nodes.places.target = {first.ray_id: 1}
+        nodes.learner_started({first.ray_id: 1})
+        await asyncio.sleep(0.05)
+        larger = {*nodes.places.target}
+        assert len(larger) == 2
+        told.clear()
+        nodes.announce_end(next(node for node in nodes.spot_nodes if node.ray_id in larger), 30.0)
+        assert set(told) == larger
+        assert nodes.holds_learner(first)
+
+    asyncio.run(run())

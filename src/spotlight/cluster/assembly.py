@@ -241,7 +241,11 @@ async def _learner(
     )
     stack.push_async_callback(asyncio.to_thread, launcher.close)
     stack.push_async_callback(learner.stop)
-    return learner, _MovingPlaces(nodes, launcher, learner, incidents) if moves else None
+    if not moves:
+        return learner, None
+    places = _MovingPlaces(nodes, launcher, learner, incidents)
+    nodes.no_place = places.left
+    return learner, places
 
 
 def _scaler(
@@ -309,3 +313,9 @@ class _MovingPlaces:
 
     def second_failed(self) -> None:
         self.nodes.learner_stays()
+
+    def left(self, ray_id: str) -> None:
+        """A second learner that has no place there any more would keep workers from starting."""
+        life = self.learner.second_life
+        if life is not None and ray_id in self.launcher.nodes_of(life):
+            self.learner.end_second("its nodes are for something else")

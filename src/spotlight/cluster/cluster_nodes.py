@@ -104,6 +104,8 @@ class ClusterNodes:
         self._growth: asyncio.TimerHandle | None = None
         self.on_demand: OnDemandNodes | None = None
         self.spares: SpareWorkers | None = None
+        self.no_place: Callable[[str], None] = lambda _: None
+        """Told the Ray id of a node that the learner has no place on any more."""
         self.scaler: SpotScaler | None = None
         self._first_gpu: Gpu | None = None
         self.placements: dict[NodeId, WorkerPlacement] = {}
@@ -171,6 +173,8 @@ class ClusterNodes:
                 self.spares.expect(change.node.ray_id)
             parts = self._used(change.node, change.after)
             self._put_event(ev.NodeReassigned(change.before, tuple(part.node for part in parts)))
+            if not any(part.node.trains for part in parts):
+                self.no_place(change.node.ray_id)
         self._tell_learner_slots()
         if self.spares is not None:
             self.spares.prune()
