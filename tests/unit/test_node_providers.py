@@ -349,6 +349,57 @@ def test_a_node_that_takes_long_to_start_has_as_long_to_join(tmp_path: Path) -> 
     assert not log.exists()
 
 
+def test_a_node_that_cannot_be_ended_keeps_no_other_from_being_started_or_ended(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    stop = f"echo $SPOTLIGHT_NODE >> {log}; test -e {tmp_path}/$SPOTLIGHT_NODE"
+    nodes = commands(tmp_path, "true", stop, start_s=0.3)
+    ask(nodes, 2)
+    ghost, other = json.loads((tmp_path / "nodes.json").read_text())
+    time.sleep(0.4)
+    with pytest.raises(ProviderError, match=f"params.stop ended with status 1.*SPOTLIGHT_NODE={ghost}"):
+        nodes.ask(2, [node(other)], [])
+    _, _, third = json.loads((tmp_path / "nodes.json").read_text())
+    (tmp_path / third).touch()
+    present = [node(other), node(third)]
+    with pytest.raises(ProviderError, match=ghost):
+        nodes.ask(1, present, [present[1]])
+    assert log.read_text().split() == [ghost, ghost, third]
+    (tmp_path / ghost).touch()
+    assert nodes.ask(1, present[:1], []) == 1
+    assert nodes.asked(present[:1]) == 1
+
+
+def test_a_start_that_fails_is_told_though_it_cannot_be_undone_and_the_next_is_started(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    start = f"echo $SPOTLIGHT_NODE >> {log}; test -e {tmp_path}/quota"
+    nodes = commands(tmp_path, start, "echo no such job; exit 1")
+    with pytest.raises(ProviderError, match=r"params.start ended with status 1"):
+        nodes.ask(1, [], [])
+    (tmp_path / "quota").touch()
+    with pytest.raises(ProviderError, match=r"params.stop ended with status 1.*no such job"):
+        nodes.ask(1, [], [])
+    _, started = log.read_text().split()
+    with pytest.raises(ProviderError, match="no such job"):
+        nodes.ask(1, [node(started)], [])
+    assert len(log.read_text().split()) == 2, "it is there"
+
+
+def test_a_node_that_was_just_ended_is_not_counted_while_it_is_listed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    nodes = commands(tmp_path, "true", f"echo $SPOTLIGHT_NODE >> {log}", start_s=0.5)
+    ask(nodes, 2)
+    one, other = json.loads((tmp_path / "nodes.json").read_text())
+    present = [node(one), node(other)]
+    for _ in range(2):
+        assert nodes.ask(1, present, [present[0]]) == 1
+        assert log.read_text().split() == [one]
+    time.sleep(0.6)
+    nodes.ask(1, present, [present[0]])
+    assert log.read_text().split() == [one, one], "it lives on: it is ended again"
+
+
 def test_a_node_that_is_back_before_its_loss_is_known_is_the_same_one(tmp_path: Path) -> None:
     log = tmp_path / "log"
     nodes = commands(tmp_path, "true", f"echo $SPOTLIGHT_NODE >> {log}")
