@@ -328,23 +328,23 @@ def test_a_node_that_stays_away_is_replaced(tmp_path: Path) -> None:
 def test_nodes_that_nobody_has_watched_for_long_have_time_to_join_again(tmp_path: Path) -> None:
     log = tmp_path / "log"
     start, stop = f"echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}"
-    ask(commands(tmp_path, start, stop, start_s=0.3), 2)
+    ask(commands(tmp_path, start, stop, start_s=1.0), 2)
     one, other = (line.split()[1] for line in log.read_text().splitlines())
-    time.sleep(0.4)
-    again = commands(tmp_path, start, stop, start_s=0.3)  # the head was killed, and is started again
+    time.sleep(1.1)
+    again = commands(tmp_path, start, stop, start_s=1.0)  # the head was killed, and is started again
     assert again.ask(2, [], []) == 2
     assert again.ask(2, [node(one)], []) == 2
     assert len(log.read_text().splitlines()) == 2
-    time.sleep(0.4)
+    time.sleep(1.1)
     again.ask(1, [node(one)], [])
     assert log.read_text().splitlines()[2:] == [f"stop {other}"]
 
 
 def test_a_node_that_takes_long_to_start_has_as_long_to_join(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    nodes = commands(tmp_path, "sleep 0.7", f"echo stop >> {log}", start_s=1.0)
+    nodes = commands(tmp_path, "sleep 1", f"echo stop >> {log}", start_s=2.0)
     assert ask(nodes, 1) == 1
-    time.sleep(0.5)
+    time.sleep(1.4)
     assert nodes.ask(1, [], []) == 1
     assert not log.exists()
 
@@ -352,10 +352,10 @@ def test_a_node_that_takes_long_to_start_has_as_long_to_join(tmp_path: Path) -> 
 def test_a_node_that_cannot_be_ended_keeps_no_other_from_being_started_or_ended(tmp_path: Path) -> None:
     log = tmp_path / "log"
     stop = f"echo $SPOTLIGHT_NODE >> {log}; test -e {tmp_path}/$SPOTLIGHT_NODE"
-    nodes = commands(tmp_path, "true", stop, start_s=0.3)
+    nodes = commands(tmp_path, "true", stop, start_s=1.0)
     ask(nodes, 2)
     ghost, other = json.loads((tmp_path / "nodes.json").read_text())
-    time.sleep(0.4)
+    time.sleep(1.1)
     with pytest.raises(ProviderError, match=f"params.stop ended with status 1.*SPOTLIGHT_NODE={ghost}"):
         nodes.ask(2, [node(other)], [])
     _, _, third = json.loads((tmp_path / "nodes.json").read_text())
@@ -388,14 +388,14 @@ def test_a_start_that_fails_is_told_though_it_cannot_be_undone_and_the_next_is_s
 
 def test_a_node_that_was_just_ended_is_not_counted_while_it_is_listed(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    nodes = commands(tmp_path, "true", f"echo $SPOTLIGHT_NODE >> {log}", start_s=0.5)
+    nodes = commands(tmp_path, "true", f"echo $SPOTLIGHT_NODE >> {log}", start_s=1.0)
     ask(nodes, 2)
     one, other = json.loads((tmp_path / "nodes.json").read_text())
     present = [node(one), node(other)]
     for _ in range(2):
         assert nodes.ask(1, present, [present[0]]) == 1
         assert log.read_text().split() == [one]
-    time.sleep(0.6)
+    time.sleep(1.1)
     nodes.ask(1, present, [present[0]])
     assert log.read_text().split() == [one, one], "it lives on: it is ended again"
 
