@@ -92,13 +92,15 @@ def wait_until(it: Running, true: Callable[[], bool]) -> None:
         time.sleep(0.2)
 
 
-def measured(run: Path, arguments: list[str]) -> tuple[float, float, float]:
+def measured(run: Path, arguments: list[str]) -> tuple[float, float, float, float]:
     """Train a few iterations with a goal that holds in any case, and stop.
 
     Returns:
-        Seconds until the first is trained, and seconds and dollars of the others.
+        Seconds and dollars until the first is trained, and of each of the others.
     """
     with running(run, arguments) as it:
+        wait_until(it, lambda: bool(it.ask(TRAINED)))
+        first_usd = ledger_usd(run)
         wait_until(it, lambda: len(it.ask(TRAINED)) >= MEASURED)
         it.process.send_signal(signal.SIGTERM)
         assert it.end(PATIENCE_S) == 130, it.told
@@ -109,7 +111,7 @@ def measured(run: Path, arguments: list[str]) -> tuple[float, float, float]:
     ]
     assert len(rows) >= MEASURED - 1
     each_s = statistics.fmean(rows)
-    return read_metrics(run)[0].wall_s, each_s, each_s * float(str(usd_h)) / 3600
+    return read_metrics(run)[0].wall_s, first_usd, each_s, each_s * float(str(usd_h)) / 3600
 
 
 def left(run: Path) -> int:
@@ -129,7 +131,7 @@ def test_a_deadline_adds_nodes_and_a_killed_head_keeps_to_it(job: Job) -> None:
         *("fleet.spot.nodes=1", "fleet.target.nodes_max=4"),
     )
     arguments = job.arguments("deadline", *SMALL, *RUN, *settings)
-    first_s, each_s, _ = measured(run, [*arguments, "--deadline-h", "1000"])
+    first_s, _, each_s, _ = measured(run, [*arguments, "--deadline-h", "1000"])
     # Two more attempts begin, of a first iteration each, and one node would be too late.
     allowed_s = time.time() - began_s + 2 * first_s + 0.5 * left(run) * each_s
     arguments += ["--deadline-h", f"{allowed_s / 3600:.4f}"]
@@ -166,8 +168,8 @@ def test_a_budget_drops_nodes_and_nothing_is_lost(job: Job) -> None:
         "rewards=[{name: 'reward_functions:unhurried'}]",
     )
     arguments = job.arguments("budget", *SMALL, *RUN, *settings)
-    first_s, each_s, each_usd = measured(run, [*arguments, "--budget-usd", "100000"])
-    budget_usd = ledger_usd(run) + 0.05 * (first_s - each_s) + 0.8 * left(run) * each_usd
+    _, first_usd, each_s, each_usd = measured(run, [*arguments, "--budget-usd", "100000"])
+    budget_usd = ledger_usd(run) + first_usd - each_usd + 0.8 * left(run) * each_usd
     with running(run, [*arguments, "--budget-usd", f"{budget_usd:.2f}"]) as it:
         wait_until(it, lambda: bool(it.ask("SELECT 1 FROM incidents WHERE kind = 'node_returned'")))
         ((name,), *_) = it.ask("SELECT subject FROM incidents WHERE kind = 'node_returned'")

@@ -40,6 +40,7 @@ class Kubernetes:
     token: str = "first-token"
     version: int = 100
     hosts: int = 1
+    autoscaler: bool = False
     pods: dict[str, str | None] = field(default_factory=dict)
     to_delete: list[str] = field(default_factory=list)
     deleted: list[str] = field(default_factory=list)
@@ -79,7 +80,7 @@ class Kubernetes:
         }  # fmt: skip
         return {
             "metadata": {"name": "qwen", "resourceVersion": str(self.version)},
-            "spec": {"workerGroupSpecs": [head, spot]},
+            "spec": {"workerGroupSpecs": [head, spot], "enableInTreeAutoscaling": self.autoscaler},
         }
 
     def answer(self, method: str, path: str, token: str, body: bytes) -> Answer:

@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 from virtual_time import played, settle
 
 from spotlight.cluster.learner.learner_group import FINAL, Deadlines, LearnerError, LearnerGroup, RankHandle
+from spotlight.cluster.learner_driver import LearnerDriver
 from spotlight.cluster.remote_calls import AbandonedError
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import MicroBatch
 from spotlight.training.settings import TrainingError
 from spotlight.weights.bundle import WeightsManifest
@@ -450,6 +453,8 @@ def test_a_second_learner_that_dies_leaves_the_first_alone_and_is_replaced_when_
         launcher.lives[1][0].die()
         await settle()
         assert world.group.is_up
+        assert launcher.lives[1][1].death.done(), "no slot is held for nobody"
+        assert world.group.second_life is None
         launcher.lives[0][1].die()
         await settle()
         assert len(world.lost) == 1
@@ -457,6 +462,28 @@ def test_a_second_learner_that_dies_leaves_the_first_alone_and_is_replaced_when_
         await settle()
         assert world.group.is_up
         assert len(launcher.lives) == 3
+
+    played(scene())
+
+
+@pytest.mark.parametrize("formed", [True, False])
+def test_a_second_learner_that_is_not_needed_any_more_holds_no_slot(formed: bool) -> None:
+    async def scene() -> None:
+        world = World()
+        launcher = await world.up()
+        if not formed:
+            world.launcher.answers["build"] = PENDING
+        world.ask(world.group.form_second(), "formed")
+        await settle()
+        assert world.group.second_life == 2
+        world.group.end_second("its nodes are for something else")
+        await settle()
+        assert all(rank.death.done() for rank in launcher.lives[1])
+        assert world.group.second_life is None
+        assert ("formed" in world.done) == formed
+        assert world.group.is_up
+        world.group.end_second("there is none")
+        assert world.group.is_up
 
     played(scene())
 
@@ -471,6 +498,28 @@ def test_a_second_learner_that_does_not_start_is_told_once() -> None:
         assert world.group.is_up
         assert "formed" not in world.done
         assert len([note for note in world.notes if "second learner" in note]) == 1
+
+    played(scene())
+
+
+def test_places_are_given_up_for_the_second_learner_that_was_asked_for_last_only() -> None:
+    async def scene() -> None:
+        world, given_up, told = World(), list[str](), list[ev.Event]()
+        launcher = await world.up()
+        places = SimpleNamespace(second_failed=lambda: given_up.append("places"))
+        rest: Any = [None] * 4
+        driver = LearnerDriver(rest[0], world.group, *rest[:3], (), told.append, world.notes.append, places)  # type: ignore[arg-type]
+        launcher.answers["build"] = PENDING
+        world.ask(driver.prepare_second(1), "first")
+        await settle()
+        world.ask(driver.prepare_second(2), "second")
+        await settle()
+        assert told == [ev.LearnerPrepared(1, formed=False)]
+        assert not given_up
+        launcher.lives[-1][0].die()
+        await settle()
+        assert told[1:] == [ev.LearnerPrepared(2, formed=False)]
+        assert given_up == ["places"]
 
     played(scene())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -168,11 +169,13 @@ class Waiting:
         self.ends.remove(node.name)
 
 
-def looking_after(owner: Waiting, machines: CommandMachines) -> tuple[OnDemandNodes, list[str]]:
+def looking_after(
+    owner: Waiting, machines: CommandMachines, notes: Path | None = None
+) -> tuple[OnDemandNodes, list[str]]:
     told: list[str] = []
     nodes = OnDemandNodes(
         OnDemandPolicy(0.0, 0.0, 60.0), machines, owner, time.monotonic, slots=2, price_usd_h=8.0, move_s=9.0,
-        record=lambda step, _, detail: told.append(f"{step and step.value}: {detail}"),
+        record=lambda step, _, detail: told.append(f"{step and step.value}: {detail}"), notes=notes,
     )  # fmt: skip
     return nodes, told
 
@@ -313,6 +316,69 @@ def test_a_node_that_comes_too_late_or_too_small_is_not_used(quick: None, tmp_pa
     asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
     assert "None: it brings 1 slots; expected 2 (fleet.learner_ranks): change fleet.on_demand.start" in told
     assert not [each for each in told if "by hand (fleet" in each], "the stops worked in the end"
+
+
+def test_a_node_that_joins_after_it_was_stopped_is_stopped_again(quick: None, tmp_path: Path) -> None:
+    log, owner = tmp_path / "log", Waiting()
+    nodes, _ = looking_after(owner, CommandMachines("true", f"echo $SPOTLIGHT_NODE >> {log}", 30))
+    nodes.policy.start_s = 0.1
+
+    async def steps() -> AsyncIterator[None]:
+        while not log.exists():
+            yield
+        (late,) = log.read_text().split()
+        nodes.joined(a_node(f"{late}~ab12cd"))  # its cloud was still making it; Ray knows the name already
+        assert owner.ends == [late]
+        while log.read_text().split() != [late, late]:
+            yield
+
+    asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
+
+
+def test_a_node_that_a_killed_head_had_taken_is_used_or_stopped(quick: None, tmp_path: Path) -> None:
+    log, notes = tmp_path / "log", tmp_path / "taken.json"
+    machines = CommandMachines(f"echo start >> {log}", f"echo $SPOTLIGHT_NODE >> {log}", 30)
+
+    async def killed() -> None:
+        for _ in range(2):
+            nodes, _ = looking_after(Waiting(), machines, notes)
+            await nodes._look()
+            await asyncio.sleep(0.1)
+
+    asyncio.run(killed())
+    used, stays_away = json.loads(notes.read_text())
+    nodes, _ = looking_after(Waiting(learner_waits=False), machines, notes)
+    nodes.policy.start_s = 0.3
+
+    async def steps() -> AsyncIterator[None]:
+        nodes.joined(a_node(used))
+        while log.read_text().split() != ["start", "start", stays_away]:
+            assert time.monotonic() < end_s, log.read_text()
+            yield
+        assert json.loads(notes.read_text()) == [used]
+
+    end_s = time.monotonic() + 20
+    asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
+    assert log.read_text().split()[3:] == [used], "at the end"
+    assert json.loads(notes.read_text()) == []
+
+
+def test_a_run_that_is_ended_at_once_stops_what_was_being_started(tmp_path: Path) -> None:
+    """A second Ctrl-C: asyncio cancels every task there is."""
+    log = tmp_path / "log"
+    machines = CommandMachines(f"sleep .5; echo up >> {log}", f"echo down >> {log}", 30)
+    nodes, _ = looking_after(Waiting(), machines)
+
+    async def run() -> None:
+        task = asyncio.create_task(nodes.run())
+        await asyncio.sleep(0.2)
+        for each in asyncio.all_tasks() - {asyncio.current_task()}:
+            each.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    assert log.read_text().split() == ["up", "down"]
 
 
 def test_what_cannot_be_stopped_is_told_at_the_end(quick: None) -> None:

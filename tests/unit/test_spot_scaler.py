@@ -37,6 +37,10 @@ class Fleet:
     ends: dict[str, float] = field(default_factory=dict)
     told: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
+    takes_s: float = 0.0
+    at_once: int = 100
+    joined: bool = True
+    calls: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.provide()
@@ -55,7 +59,11 @@ class Fleet:
 
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
         self.asked_for.append((nodes, tuple(node.name for node in leaving)))
+        self.calls.append("ask")
+        time.sleep(self.takes_s)
+        self.calls.append("asked")
         self.require()
+        nodes = min(nodes, max(self.level, len(self.nodes)) + self.at_once)
         ending = [node for node in self.nodes if node in leaving][: max(0, len(self.nodes) - nodes)]
         self.nodes = [node for node in self.nodes if node not in ending]
         self.level = max(nodes, len(self.nodes))
@@ -64,6 +72,7 @@ class Fleet:
 
     def close(self) -> None:
         self.closed = True
+        self.calls.append("close")
         self.require()
 
     def require(self) -> None:
@@ -74,7 +83,8 @@ class Fleet:
 
     def workforce(self) -> Workforce:
         working = [node for node in self.nodes if node.name not in self.ends]
-        return Workforce(len(working), len(working), list(self.nodes), 0.0, 1.0, 0.0, 1.0)
+        present = list(self.nodes) if self.joined else []
+        return Workforce(len(working), len(working), present, 0.0, 1.0, 0.0, 1.0)
 
     def spent_usd(self) -> float:
         return 1.0
@@ -96,16 +106,24 @@ class Fleet:
 
 
 def scaler_of(
-    fleet: Fleet, *, wanted: int | None = None, report_s: float = 1e9, drain_s: float = 1e9
+    fleet: Fleet,
+    *,
+    wanted: int | None = None,
+    report_s: float = 1e9,
+    drain_s: float = 1e9,
+    retry_s: float = 0.05,
+    expected: Sequence[RayNode] = (),
+    join_s: float = 1e9,
 ) -> SpotScaler:
     meter = PaceMeter(1.0, 60.0)
     meter.recall([MeasuredIteration(60.0, 2.0, 100.0, 2.0, 2)] * 4)
     limits = ScalerLimits(
-        100, time.time() + 3000.0, None, report_s, retry_s=0.05, move_s=7.0, drain_s=drain_s
+        100, time.time() + 3000.0, None, report_s, retry_s, move_s=7.0, drain_s=drain_s, join_s=join_s
     )
     return SpotScaler(
-        TargetPolicy(1, 8), meter, fleet, fleet, fleet, limits, time.monotonic, wanted=wanted, done=10
-    )
+        TargetPolicy(1, 8), meter, fleet, fleet, fleet, limits, time.monotonic, wanted=wanted, done=10,
+        expected={node.ray_id for node in expected},
+    )  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +163,22 @@ def test_what_is_decided_is_asked_for_and_told() -> None:
     assert fleet.told[0].startswith("4 spot nodes instead of 2: the rest (89 iterations) takes ")
     assert "left" in fleet.told[0]
     assert fleet.closed
+
+
+def test_iterations_that_a_lost_learner_makes_again_are_counted_once() -> None:
+    fleet, now_s = Fleet(), 0.0
+    scaler = scaler_of(fleet)
+    scaler.clock = lambda: now_s
+    scaler.meter.begin(0.0, 2)
+    for iteration in range(10, 14):
+        now_s += 60.0
+        scaler.iterated(iteration, {Phase.ROLLOUT: 100.0})
+    scaler.interrupted(12)
+    assert scaler.done == 12
+    now_s += 90.0
+    row = scaler.iterated(12, {Phase.ROLLOUT: 50.0})
+    assert (row["target/iteration_s"], row["target/work_s"]) == (210.0, 250.0)
+    assert scaler.done == 13
 
 
 def test_nodes_are_drained_before_they_end_and_the_learners_last() -> None:
@@ -245,6 +279,92 @@ def test_a_provider_that_fails_is_asked_again_and_told_once() -> None:
         "failed, tried again in 0.05 s: no quota",
     ]
     assert fleet.gone == ["spot-5"]
+
+
+def test_a_node_that_the_learner_has_left_is_drained_at_once() -> None:
+    fleet = Fleet(level=1, learner_on="spot-1")
+    scaler = scaler_of(fleet, wanted=0, drain_s=0.2)
+
+    async def steps() -> AsyncIterator[bool]:
+        while not fleet.ends:
+            yield False
+        assert fleet.ends == {"spot-1": 7.0}
+        fleet.learner_on = ""
+        while fleet.nodes:
+            yield False
+
+    beside(scaler, steps())
+    assert fleet.ends == {"spot-1": 0.0}
+
+
+def test_a_run_that_ends_while_nodes_are_asked_for_gives_back_what_that_brings() -> None:
+    fleet = Fleet(takes_s=0.4)
+    scaler = scaler_of(fleet, wanted=4)
+
+    async def steps() -> AsyncIterator[bool]:
+        while not fleet.calls:
+            yield False
+
+    beside(scaler, steps())
+    assert fleet.calls == ["ask", "asked", "close"]
+
+
+def test_nodes_that_were_there_before_the_run_are_waited_for() -> None:
+    fleet = Fleet(level=3, joined=False)
+    scaler = scaler_of(fleet, expected=fleet.nodes)
+
+    async def steps() -> AsyncIterator[bool]:
+        for _ in range(10):
+            yield False
+        assert not fleet.asked_for
+        fleet.joined = True
+        while not fleet.asked_for:
+            yield False
+
+    beside(scaler, steps())
+    assert set(fleet.asked_for) == {(3, ())}, "they are as many as it begins with"
+    assert not fleet.ends
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_nodes_that_do_not_join_are_not_waited_for_for_ever(lost: bool) -> None:
+    fleet = Fleet(level=1, joined=False)
+    scaler = scaler_of(fleet, wanted=2, expected=fleet.nodes, join_s=1e9 if lost else 0.2)
+
+    async def steps() -> AsyncIterator[bool]:
+        for _ in range(5):
+            yield False
+        if lost:
+            scaler.lost(fleet.nodes[0])
+        while not fleet.asked_for:
+            yield False
+
+    beside(scaler, steps())
+
+
+def test_a_provider_that_does_a_part_at_a_time_is_asked_again_at_once() -> None:
+    fleet = Fleet(level=1, at_once=1)
+    scaler = scaler_of(fleet, wanted=4, retry_s=1e9)
+
+    async def steps() -> AsyncIterator[bool]:
+        while len(fleet.nodes) < 4:
+            yield False
+
+    beside(scaler, steps())
+    assert fleet.asked_for == [(4, ())] * 3
+
+
+def test_what_is_not_given_back_at_the_end_is_told() -> None:
+    fleet = Fleet()
+    scaler = scaler_of(fleet)
+
+    async def steps() -> AsyncIterator[bool]:
+        while not fleet.asked_for:
+            yield False
+        fleet.fails = "spot-1 may still cost money"
+
+    beside(scaler, steps())
+    assert fleet.told == ["not all spot nodes are given back: spot-1 may still cost money"]
 
 
 def test_what_the_rest_takes_is_told_every_hour() -> None:

@@ -249,9 +249,44 @@ def test_an_attempt_goes_on_with_what_was_measured() -> None:
     decision = TargetPolicy(1, NODES_MAX).decide(Rest(10, 300.0, None, 2, 0.0, 1.0, 1.0, 1.0), meter)
     assert decision is not None
     assert decision.best.nodes > 2
-    meter.interrupt()
-    assert meter.end_iteration(300.0, 80.0) is None
-    assert meter.end_iteration(360.0, 80.0) is not None
+
+
+def test_what_a_lost_learner_costs_is_part_of_what_iterations_take() -> None:
+    meter = PaceMeter(300.0, 600.0)
+    meter.recall([MeasuredIteration(10.0, 2.0, 5.0, 2.0, 2)])
+    meter.begin(0.0, 2)
+    meter.observe(0.0, 2, 2)
+    for end_s in (100.0, 160.0, 220.0, 280.0):
+        meter.end_iteration(end_s, 80.0)
+    meter.interrupt(0)  # it is lost in the next iteration, which goes on
+    assert meter.end_iteration(370.0, 80.0) == MeasuredIteration(90.0, 2.0, 80.0, 2.0, 2)
+    meter.interrupt(2)  # it is lost, and the last two iterations were not saved
+    assert [each.seconds for each in meter.iterations] == [10.0, 60.0, 60.0]
+    assert meter.end_iteration(460.0, 70.0) == MeasuredIteration(240.0, 2.0, 230.0, 2.0, 2)
+    assert meter.end_iteration(520.0, 80.0) == MeasuredIteration(60.0, 2.0, 80.0, 2.0, 2)
+    assert sum(each.seconds for each in meter.iterations[1:]) == 520.0 - 100.0
+    # Those of an earlier attempt stay, and what began before the first publication is no iteration.
+    meter.interrupt(6)
+    assert [each.seconds for each in meter.iterations] == [10.0]
+    assert meter.end_iteration(600.0, 80.0) is None
+    assert meter.end_iteration(670.0, 80.0) == MeasuredIteration(70.0, 2.0, 80.0, 2.0, 2)
+
+
+def test_iterations_of_two_sizes_that_are_made_again_tell_of_neither() -> None:
+    meter = PaceMeter(300.0, 600.0)
+    meter.begin(0.0, 2)
+    meter.observe(0.0, 2, 2)
+    for end_s in (60.0, 120.0, 180.0):
+        meter.end_iteration(end_s, 80.0)
+    meter.ask(180.0, 1)
+    meter.observe(180.0, 1, 1)
+    meter.end_iteration(240.0, 80.0)
+    assert [each.asked for each in meter.iterations] == [2, 2, None]
+    meter.end_iteration(300.0, 80.0)
+    meter.interrupt(3)
+    assert meter.end_iteration(400.0, 80.0) == MeasuredIteration(
+        280.0, 340.0 / 280.0, 320.0, 340.0 / 280.0, None
+    )
 
 
 def test_a_change_is_judged_by_what_it_brought() -> None:

@@ -31,6 +31,7 @@ from spotlight.cluster.nodes.on_demand_nodes import (
 )
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
+from spotlight.cluster.scaling.left_nodes import tell_left_nodes
 from spotlight.cluster.scaling.node_provider import SpotProvider
 from spotlight.cluster.scaling.run_scaling import make_scaler
 from spotlight.cluster.scaling.spot_scaler import SpotScaler
@@ -52,6 +53,7 @@ from spotlight.store.run_directory import RunDirectory
 from spotlight.weights.node_cache import cache_directory
 
 LOGS_FOLDER = "attempts"
+ON_DEMAND_NOTES = "on-demand-nodes.json"
 _NAME_MAX = 24
 """Longest part of a run's name used in folder names on nodes: socket paths are limited to about 100 bytes."""
 
@@ -115,6 +117,9 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
         if config.fleet.learner_placement == "spot_then_on_demand":
             nodes.on_demand = _on_demand(config, room, nodes, incidents)
             conversations.start(nodes.on_demand.run())
+        else:
+            notes = room.directory.path / ON_DEMAND_NOTES
+            tell_left_nodes(notes, "fleet.learner_placement=spot_then_on_demand", note)
         nodes.scaler = _scaler(config, room, nodes, controller, incidents)
         driver = LearnerDriver(
             controller,
@@ -236,7 +241,11 @@ async def _learner(
     )
     stack.push_async_callback(asyncio.to_thread, launcher.close)
     stack.push_async_callback(learner.stop)
-    return learner, _MovingPlaces(nodes, launcher, learner, incidents) if moves else None
+    if not moves:
+        return learner, None
+    places = _MovingPlaces(nodes, launcher, learner, incidents)
+    nodes.no_place = places.left
+    return learner, places
 
 
 def _scaler(
@@ -250,7 +259,15 @@ def _scaler(
         return None
     ledger = room.attempt.recorder.ledger
     return make_scaler(
-        config, room.directory, room.provider, nodes, controller, room.accounts, ledger, incidents
+        config,
+        room.directory,
+        room.provider,
+        nodes,
+        controller,
+        room.accounts,
+        ledger,
+        incidents,
+        room.site.nodes,
     )
 
 
@@ -274,6 +291,7 @@ def _on_demand(
         price_usd_h=fleet.learner_ranks * fleet.price_usd_h,
         move_s=fleet.start_s + fleet.learner_s,
         record=incidents.on_demand,
+        notes=None if emulated is not None else room.directory.path / ON_DEMAND_NOTES,
     )
 
 
@@ -295,3 +313,9 @@ class _MovingPlaces:
 
     def second_failed(self) -> None:
         self.nodes.learner_stays()
+
+    def left(self, ray_id: str) -> None:
+        """A second learner that has no place there any more would keep workers from starting."""
+        life = self.learner.second_life
+        if life is not None and ray_id in self.launcher.nodes_of(life):
+            self.learner.end_second("its nodes are for something else")

@@ -97,9 +97,15 @@ class ClusterNodes:
         self._mixed: set[str] = set()
         self._rolling_out: set[NodeId] = set()
         self._stands = False
+        self._taken_s: dict[str, float] = {}
+        """By Ray id: when the cloud takes a node."""
+        self._given_s: dict[str, float] = {}
+        """By Ray id: when the run gives a node back."""
         self._growth: asyncio.TimerHandle | None = None
         self.on_demand: OnDemandNodes | None = None
         self.spares: SpareWorkers | None = None
+        self.no_place: Callable[[str], None] = lambda _: None
+        """Told the Ray id of a node that the learner has no place on any more."""
         self.scaler: SpotScaler | None = None
         self._first_gpu: Gpu | None = None
         self.placements: dict[NodeId, WorkerPlacement] = {}
@@ -118,11 +124,11 @@ class ClusterNodes:
     def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
         deadline_s = self._clock() + remaining_s
-        self._soon(self._notice, node, deadline_s)
+        self._soon(self._ends, node, self._taken_s, deadline_s)
 
     def notice_cancelled(self, node: RayNode, detail: str) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(self._cancel_notice, node)
+        self._soon(self._ends, node, self._taken_s, None)
 
     def refused(self, problem: Problem) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
@@ -167,6 +173,8 @@ class ClusterNodes:
                 self.spares.expect(change.node.ray_id)
             parts = self._used(change.node, change.after)
             self._put_event(ev.NodeReassigned(change.before, tuple(part.node for part in parts)))
+            if not any(part.node.trains for part in parts):
+                self.no_place(change.node.ray_id)
         self._tell_learner_slots()
         if self.spares is not None:
             self.spares.prune()
@@ -218,6 +226,8 @@ class ClusterNodes:
         names = self._fleet.lose(node.ray_id)
         self._unused(names)
         self._mixed.discard(node.ray_id)
+        self._taken_s.pop(node.ray_id, None)
+        self._given_s.pop(node.ray_id, None)
         if self.on_demand is not None:
             self.on_demand.lost(node)
         if self.scaler is not None:
@@ -226,16 +236,22 @@ class ClusterNodes:
             self._put_event(ev.NodeLost(name))
         self._change_roles()
 
-    def _notice(self, node: RayNode, deadline_s: float) -> None:
-        self._put_for_all(node, lambda name: ev.NodeNoticed(name, deadline_s))
-        if self._fleet.places is not None:
-            self._fleet.places.notice(node.ray_id)
-            self._change_roles()
-
-    def _cancel_notice(self, node: RayNode) -> None:
-        self._put_for_all(node, ev.NoticeCancelled)
-        if self._fleet.places is not None:
-            self._fleet.places.cancel(node.ray_id)
+    def _ends(self, node: RayNode, ends_s: dict[str, float], deadline_s: float | None) -> None:
+        """One of two reasons for a node's end comes, changes or (None) goes: the earlier end holds."""
+        if deadline_s is None:
+            ends_s.pop(node.ray_id, None)
+        else:
+            ends_s[node.ray_id] = deadline_s
+        due_s = [each[node.ray_id] for each in (self._taken_s, self._given_s) if node.ray_id in each]
+        if due_s:
+            self._put_for_all(node, lambda name: ev.NodeNoticed(name, min(due_s)))
+        else:
+            self._put_for_all(node, ev.NoticeCancelled)
+        if (places := self._fleet.places) is not None:
+            if due_s:
+                places.notice(node.ray_id)
+            else:
+                places.cancel(node.ray_id)
             self._change_roles()
 
     def _tell_learner_slots(self) -> None:
@@ -310,14 +326,16 @@ class ClusterNodes:
 
     def announce_end(self, node: RayNode, remaining_s: float) -> None:
         """Treat a node as one that will be taken in so many seconds."""
-        self._notice(node, self._clock() + remaining_s)
+        self._ends(node, self._given_s, self._clock() + remaining_s)
 
     def cancel_end(self, node: RayNode) -> None:
-        """It stays after all."""
-        self._cancel_notice(node)
+        """It stays after all, unless the cloud takes it."""
+        self._ends(node, self._given_s, None)
 
     def holds_learner(self, node: RayNode) -> bool:
         """Whether learner ranks are on a node, or will be."""
+        if self._fleet.places is not None:
+            return self._fleet.places.held(node.ray_id) > 0
         return node.ray_id in self._fleet.learner_slots
 
     def learner_lost(self) -> None:

@@ -110,7 +110,7 @@ def train_on_cluster(
             materials.rewards.log_to(directory.attempts, prefix="reward")
             with _blob_store(config, directory, site.here) as store:
                 served, meeting = serve(site.host)  # served while referenced
-                provider = open_provider(config, directory, site.emulated)
+                provider = open_provider(config, directory, site.emulated, observer.note)
                 room = AttemptRoom(site, directory, attempt, accounts, store, meeting, provider)
                 attempt.result = asyncio.run(_drive(materials, room))
                 del served

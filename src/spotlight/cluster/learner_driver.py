@@ -98,6 +98,7 @@ class LearnerDriver:
     _lost_meanwhile: str | None = None
     _restoring: int = 0
     _ranks: int | None = None
+    _second: int = 0
     _restored: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, checkpoint: Path | None) -> None:
@@ -211,10 +212,12 @@ class LearnerDriver:
 
     async def prepare_second(self, number: int) -> None:
         """Form a second learner elsewhere, which :meth:`restore` takes; reported with its ``number``."""
+        self._second = number
         try:
             await self.learner.form_second()
         except AbandonedError:
-            if self.places is not None:
+            # If another was asked for meanwhile, the places are that one's.
+            if self.places is not None and number == self._second:
                 self.places.second_failed()
             self.put_event(ev.LearnerPrepared(number, formed=False))
         else:

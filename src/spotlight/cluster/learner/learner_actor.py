@@ -273,8 +273,8 @@ class RayLauncher:
         return await asyncio.get_running_loop().run_in_executor(self._thread, start)
 
     def nodes_of(self, life: int) -> Mapping[str, int]:
-        """Ray ids of the nodes on which a life was started, with the number of ranks."""
-        return self._at[life]
+        """Ray ids of the nodes on which a life was started, with the number of ranks; empty: nowhere yet."""
+        return self._at.get(life, {})
 
     async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""

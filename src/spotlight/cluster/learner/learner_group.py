@@ -221,6 +221,7 @@ class LearnerGroup:
         self._deadlines = deadlines or Deadlines()
         self._life: _Life | None = None
         self._second: tuple[_Life, asyncio.Task[None]] | None = None
+        self._watches: set[asyncio.Task[None]] = set()
         self._lives = 0
         self._lost_in_a_row = 0
         self._raised_in_a_row = 0
@@ -240,6 +241,11 @@ class LearnerGroup:
         """Number of the life that was restored last; a second one may be younger."""
         assert self._life is not None, "restore() comes first"
         return self._life.number
+
+    @property
+    def second_life(self) -> int | None:
+        """Number of the second learner's life, while there is one."""
+        return None if self._second is None else self._second[0].number
 
     # -- lives -----------------------------------------------------------------------------------------
 
@@ -323,6 +329,20 @@ class LearnerGroup:
                 self._note(f"a second learner does not start: {life.over.result().detail}")
                 await self._drop_second()
             raise AbandonedError("form_second") from error
+        watch = asyncio.ensure_future(self._watch_second(life, forming))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+
+    def end_second(self, detail: str) -> None:
+        """End the second learner, if there is one; its processes hold nothing any more soon after."""
+        if self._second is not None:
+            self._second[0].end(_End(detail))
+
+    async def _watch_second(self, life: _Life, forming: asyncio.Task[None]) -> None:
+        """End the other processes of one that loses any while it waits to be taken."""
+        await asyncio.wait({life.over})
+        if self._second == (life, forming):
+            await self._drop_second()
 
     async def _drop_second(self) -> None:
         second, self._second = self._second, None

@@ -34,6 +34,8 @@ KIND_RESOURCES: Mapping[NodeKind, str] = MappingProxyType(
         NodeKind.ON_DEMAND: "spotlight_on_demand",
     }
 )
+SUFFIX = "~"
+"""Between a node's name and what tells it apart from a living node of that name."""
 KIND_LABEL = "spotlight.io/kind"
 GPU_LABEL = "spotlight.io/gpu-type"
 _RAY_GPU_LABEL = "ray.io/accelerator-type"
@@ -148,8 +150,8 @@ def unique_name(node: RayNode, taken: Collection[str]) -> str:
     """The node's own name, plus a prefix of its Ray id if a living node has that name."""
     if node.name not in taken:
         return node.name
-    digits = next(n for n in range(6, len(node.ray_id) + 1) if f"{node.name}~{node.ray_id[:n]}" not in taken)
-    return f"{node.name}~{node.ray_id[:digits]}"
+    names = (f"{node.name}{SUFFIX}{node.ray_id[:digits]}" for digits in range(6, len(node.ray_id) + 1))
+    return next(name for name in names if name not in taken)
 
 
 def diff(before: Mapping[str, RayNode], after: Mapping[str, RayNode]) -> Change:

@@ -7,18 +7,23 @@ treated as one with a preemption notice; it is stopped once nothing works on it.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError
-from spotlight.cluster.nodes.listing import RayNode
+from spotlight.cluster.nodes.listing import SUFFIX, RayNode
 from spotlight.cluster.remote_calls import Clock
 from spotlight.cluster.scaling.shell_command import ShellCommandError, run_shell_command
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy, OnDemandStep
 from spotlight.scheduler.types import NodeKind
+from spotlight.store.files import write_atomically
 
 LOOK_S = 1.0
 RETRY_S = 60.0
@@ -113,10 +118,11 @@ class OnDemandNodes:
     """Looks after them. Head's event loop only.
 
     One is in use. Others that join (of an attempt that was killed, or too late) are stopped, and the learner
-    does not start there. So is a node that is lost, since its machine may live and cost. Stops that fail are
-    repeated.
+    does not start there. So is a node that is lost, since its machine may live and cost, and one of an
+    attempt that was killed that does not join in time. Stops that fail are repeated.
 
     Attributes:
+        notes: file with the names of nodes that are taken and not stopped; None: they end with the head.
         slots: of each: all learner ranks.
         price_usd_h: of these.
         move_s: time that the learner has to move away from one.
@@ -131,12 +137,18 @@ class OnDemandNodes:
     price_usd_h: float
     move_s: float
     record: Callable[[OnDemandStep | None, str, str], None]
+    notes: Path | None = None
     _coming: str | None = None
     _there: RayNode | None = None
     _failed: bool = False
-    _starts: dict[str, asyncio.Task[bool]] = field(default_factory=dict)
+    _calls: dict[str, threading.Lock] = field(default_factory=dict)
+    """By node: its commands run one after the other, also where nobody waits for them any more."""
+    _starting: set[asyncio.Task[None]] = field(default_factory=set)
     _to_stop: dict[str, float] = field(default_factory=dict)
     """Nodes, and when to stop them."""
+    _older: set[str] = field(default_factory=set)
+    """Nodes that an attempt before took, and that have not joined this one."""
+    _not_started: set[str] = field(default_factory=set)
     _stopped: set[str] = field(default_factory=set)
     _failures: set[tuple[str, str]] = field(default_factory=set)
     """Told already."""
@@ -144,6 +156,8 @@ class OnDemandNodes:
 
     async def run(self) -> None:
         """Look after them until cancelled; then those that are there, or coming, are stopped."""
+        self._older = self._noted() - {"" if self._there is None else self._there.name}
+        self._to_stop |= dict.fromkeys(self._older, self.clock() + self.policy.start_s)
         try:
             while True:
                 await self._look()
@@ -153,12 +167,18 @@ class OnDemandNodes:
 
     def joined(self, node: RayNode) -> None:
         """A node on demand is there: the one that is coming, or one of another attempt."""
+        node = replace(node, name=node.name.partition(SUFFIX)[0])  # it was started under this name
         few = node.slots < self.slots
         if few:
             found = f"it brings {node.slots} slots; expected {self.slots} (fleet.learner_ranks)"
             self.record(None, node.name, f"{found}: change fleet.on_demand.start")
         self._failed |= few and node.name == self._coming
-        if few or self._there is not None or node.name in self._to_stop:
+        if node.name in self._older:
+            self._older.discard(node.name)
+            del self._to_stop[node.name]
+        late = node.name in self._to_stop or node.name in self._stopped
+        if few or self._there is not None or late:
+            self._stopped.discard(node.name)  # it came nevertheless
             self._stop_later(node.name)
             self.owner.announce_end(node, 0.0)
             return
@@ -168,36 +188,36 @@ class OnDemandNodes:
 
     def lost(self, node: RayNode) -> None:
         """A node is gone, of any kind."""
-        if self._there is not None and self._there.ray_id == node.ray_id:
+        if (there := self._there) is not None and there.ray_id == node.ray_id:
             self._there = None
-            if node.name not in self._stopped:
-                self._stop_later(node.name)
+            self._stop_later(there.name)
 
     def emptied(self, node: RayNode) -> None:
         """Nothing works any more on a node whose end was announced."""
         if self._there is not None and self._there.ray_id == node.ray_id:
-            self._stop_later(node.name)
+            self._stop_later(self._there.name)
 
     async def _look(self) -> None:
         for name, at_s in list(self._to_stop.items()):
             if at_s <= self.clock():
                 await asyncio.shield(self._stop(name))  # to its end, also when the run ends meanwhile
-        there, places, start = self._there, self.owner.places, self._starts.get(self._coming or "")
+        there, places = self._there, self.owner.places
         decision = self.policy.decide(
             self.clock(),
             waits=self.owner.learner_waits,
             spot_room=places.spot_room,
             is_there=there is not None,
             holds=there is not None and places.held(there.ray_id) > 0,
-            failed=self._failed or (start is not None and start.done() and not start.result()),
+            failed=self._failed or self._coming in self._not_started,
         )
         match decision:
             case OnDemandStep.TAKE:
                 self._coming, self._failed = f"on-demand-{secrets.token_hex(3)}", False
                 self._tell(decision, self._coming, "no spot node has room for the learner")
-                self._starts[self._coming] = asyncio.create_task(
-                    self._attempt(self.machines.start, self._coming, self.slots)
-                )
+                self._note(self._noted() | {self._coming})
+                starting = asyncio.create_task(self._start(self._coming))
+                self._starting.add(starting)
+                starting.add_done_callback(self._starting.discard)
             case OnDemandStep.CANCEL if self._coming is not None:
                 self._tell(decision, self._coming, "it does not join")
                 self._stop_later(self._coming)
@@ -234,21 +254,46 @@ class OnDemandNodes:
         async with self._stopping:
             if name in self._stopped:
                 return  # meanwhile
-            start = self._starts.get(name)
-            came = start is None or await start  # stopped before it is there, it would come afterwards
-            done = await self._attempt(self.machines.stop, name, told=came)
-            if done or not came:  # of what was not started a part may be there: it is stopped once
+            why = await self._attempt(self.machines.stop, name)
+            if not why or name in self._not_started:  # of the latter a part may be there: it is stopped once
                 self._to_stop.pop(name, None)
+                self._older.discard(name)
                 self._stopped.add(name)
+                with suppress(OSError):  # a full disk: the next attempt stops it once more
+                    self._note(self._noted() - {name})
             else:
                 self._to_stop[name] = self.clock() + RETRY_S
+                self._complain(name, why)
 
-    async def _attempt(self, call: Callable[..., None], name: str, *args: object, told: bool = True) -> bool:
+    async def _start(self, name: str) -> None:
+        if why := await self._attempt(self.machines.start, name, self.slots):
+            self._not_started.add(name)
+            self._complain(name, why)
+
+    def _complain(self, name: str, why: str) -> None:
+        if (name, why) not in self._failures:
+            self._failures.add((name, why))
+            self.record(None, name, why)
+
+    async def _attempt(self, call: Callable[..., None], name: str, *args: object) -> str:
+        """Call it in a thread; returns why it failed."""
+        lock = self._calls.setdefault(name, threading.Lock())
+
+        def alone() -> None:
+            with lock:  # stopped before it is there, it would come afterwards
+                call(name, *args)
+
         try:
-            await asyncio.to_thread(call, name, *args)
-        except OnDemandError as error:
-            if told and (name, str(error)) not in self._failures:
-                self._failures.add((name, str(error)))
-                self.record(None, name, str(error))
-            return False
-        return True
+            await asyncio.to_thread(alone)
+        except (OnDemandError, OSError) as error:
+            return str(error)
+        return ""
+
+    def _noted(self) -> set[str]:
+        if self.notes is None or not self.notes.exists():
+            return set()
+        return set(json.loads(self.notes.read_text()))
+
+    def _note(self, names: set[str]) -> None:
+        if self.notes is not None:
+            write_atomically(self.notes, json.dumps(sorted(names)).encode())

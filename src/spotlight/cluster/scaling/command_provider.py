@@ -7,14 +7,17 @@ killed loses none.
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import StringConstraints
 
+from spotlight.cluster.nodes.listing import SUFFIX
 from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderError, ProviderSetting
 from spotlight.cluster.scaling.shell_command import ShellCommandError, run_shell_command
 from spotlight.config.section import Section
@@ -40,58 +43,85 @@ class CommandSettings(Section):
 class CommandProvider:
     """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`.
 
-    A node that is away for longer than ``start_s`` is ended, and another is started.
+    A node that is away for longer than ``start_s`` is ended, and another is started: one in a call, since a
+    run that ends waits for the call.
     """
 
     def __init__(self, settings: CommandSettings, notes: Path, start_s: float) -> None:
         self._settings, self._notes, self._start_s = settings, notes, start_s
-        self._seen_at = self._read()
+        names: list[str] = json.loads(notes.read_text()) if notes.exists() else []
+        # How long they have been away is not known: it counts from now.
+        self._seen_at = dict.fromkeys(names, time.monotonic())
+        self._ended_at: dict[str, float] = {}
 
     def asked(self, present: Sequence[RayNode]) -> int:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
-        return len(self._seen_at.keys() | {node.name for node in present})
+        return len(self._seen_at.keys() | {self._started_as(node) for node in present})
 
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
-        now_s, there = time.time(), {node.name for node in present}
+        now_s = time.monotonic()
+        # One that was ended a moment ago may be listed still.
+        going = {name for name, ended_s in self._ended_at.items() if now_s - ended_s <= self._start_s}
+        there = {name for node in present if (name := self._started_as(node)) not in going}
         known = self._seen_at | dict.fromkeys(there, now_s)  # nodes started by hand are nodes, too
-        away = [name for name, seen_s in known.items() if name not in there]
+        away = [name for name in known if name not in there]
         lost = [name for name in away if now_s - known[name] > self._start_s]
         # The newest of those that have not come: the oldest are the first to be expected.
-        able = [*(node.name for node in leaving), *sorted(away, key=known.__getitem__, reverse=True)]
-        surplus = [name for name in able if name not in lost][: max(0, len(known) - len(lost) - nodes)]
+        able = [*map(self._started_as, leaving), *sorted(away, key=known.__getitem__, reverse=True)]
+        able = [name for name in dict.fromkeys(able) if name in known and name not in lost]
         self._write(known)
-        for name in dict.fromkeys([*lost, *surplus]):
-            self._run("stop", name)
-            self._forget(name)
-        while len(self._seen_at) < nodes:
-            name = f"spot-{secrets.token_hex(3)}"
-            self._write({**self._seen_at, name: time.time()})
-            try:
-                self._run("start", name)
-            except ProviderError:
-                self._run("stop", name)  # a part of it may be there
-                self._forget(name)
-                raise
-        return len(self._seen_at)
+        errors = [self._end(name) for name in [*lost, *able[: max(0, len(known) - len(lost) - nodes)]]]
+        # A lost one that cannot be ended is none that is provided.
+        provided = len(self._seen_at.keys() - set(lost))
+        if provided < nodes:
+            self._start_one()
+            provided += 1
+        for error in errors:
+            if error is not None:
+                raise error
+        return provided
+
+    def _start_one(self) -> None:
+        name = f"spot-{secrets.token_hex(3)}"
+        self._write({**self._seen_at, name: time.monotonic()})
+        try:
+            self._run("start", name)
+        except ProviderError:
+            self._seen_at[name] = -math.inf  # lost already
+            self._end(name)  # a part of it may be there
+            raise
+        self._seen_at[name] = time.monotonic()  # it has all of the time to join
+
+    def _started_as(self, node: RayNode) -> str:
+        """Without what distinguishes a node that is back before its earlier life is known to have ended."""
+        name = node.name.partition(SUFFIX)[0]
+        return name if name in self._seen_at else node.name
 
     def close(self) -> None:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
         for turn in range(_STOPS_AT_END):
             if turn:
                 time.sleep(_PAUSE_S)
-            failed: list[str] = []
-            for name in list(self._seen_at):
-                try:
-                    self._run("stop", name)
-                    self._forget(name)
-                except ProviderError as error:
-                    failed.append(str(error))
-            if not failed:
+            errors = [error for name in list(self._seen_at) if (error := self._end(name))]
+            if not errors:
                 return
         raise ProviderError(
-            f"{', '.join(self._seen_at)} may still cost money: end them by hand. {failed[-1]}"
+            f"{', '.join(self._seen_at)} may still cost money: end them by hand. {errors[-1]}"
         )
+
+    def _end(self, name: str) -> ProviderError | None:
+        """End a node; returns why that failed."""
+        try:
+            self._run("stop", name)
+        except ProviderError as error:
+            return error
+        self._ended_at[name] = time.monotonic()
+        left = {each: seen_s for each, seen_s in self._seen_at.items() if each != name}
+        with suppress(OSError):  # a full disk: the next attempt ends it once more
+            self._write(left)
+        self._seen_at = left
+        return None
 
     def _run(self, key: str, name: str) -> None:
         command = self._settings.start if key == "start" else self._settings.stop
@@ -100,18 +130,9 @@ class CommandProvider:
         except ShellCommandError as error:
             raise ProviderError(str(error)) from error
 
-    def _forget(self, name: str) -> None:
-        self._write({each: seen_s for each, seen_s in self._seen_at.items() if each != name})
-
-    def _read(self) -> dict[str, float]:
-        if not self._notes.exists():
-            return {}
-        known: dict[str, float] = json.loads(self._notes.read_text())
-        return known
-
     def _write(self, seen_at: dict[str, float]) -> None:
-        if seen_at != self._seen_at:
-            write_atomically(self._notes, json.dumps(seen_at).encode())
+        if seen_at.keys() != self._seen_at.keys():
+            write_atomically(self._notes, json.dumps([*seen_at]).encode())
         self._seen_at = seen_at
 
 

@@ -78,6 +78,19 @@ class _WorkerGroup:
         value = self.spec.get(key)
         return default if value is None else int(value)
 
+    @property
+    def least(self) -> int:
+        return self.number("minReplicas", 0)
+
+    @property
+    def most(self) -> int:
+        return self.number("maxReplicas", 2**31 - 1)
+
+    @property
+    def replicas(self) -> int:
+        """As the operator reads it."""
+        return min(max(self.number("replicas", 0), self.least), self.most)
+
 
 class KubernetesProvider:
     """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
@@ -88,9 +101,7 @@ class KubernetesProvider:
     def asked(self, present: Sequence[RayNode]) -> int:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
         with self._reading():
-            group = self._group()
-            most = group.number("maxReplicas", 2**31 - 1)
-            return min(max(group.number("replicas", 1), group.number("minReplicas", 0)), most)
+            return self._group().replicas
 
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
@@ -100,7 +111,7 @@ class KubernetesProvider:
     def close(self) -> None:
         """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
         with self._reading():
-            self._patch(self._group().number("minReplicas", 0), set(), set())
+            self._patch(self._group().least, set(), set())
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -115,7 +126,7 @@ class KubernetesProvider:
     def _patch(self, nodes: int, present: set[str], leaving: set[str]) -> int:
         for _ in range(_CONFLICTS_MAX):
             group = self._group()
-            now = group.number("replicas", 1)
+            now = group.replicas
             self._require_allowed(group, nodes)
             ending, without = ([], 0) if nodes >= now else self._to_end(now, nodes, present, leaving)
             nodes_then = nodes if nodes >= now else now - len(ending) - without
@@ -151,7 +162,7 @@ class KubernetesProvider:
         return ending, min(now - nodes - len(ending), max(0, now - len(pods)))
 
     def _require_allowed(self, group: _WorkerGroup, nodes: int) -> None:
-        least, most = group.number("minReplicas", 0), group.number("maxReplicas", 2**31 - 1)
+        least, most = group.least, group.most
         hosts = group.number("numOfHosts", 1)
         if hosts != 1:
             raise ProviderError(
@@ -168,6 +179,11 @@ class KubernetesProvider:
 
     def _group(self) -> _WorkerGroup:
         cluster = self._get(self._path)
+        if cluster["spec"].get("enableInTreeAutoscaling"):
+            raise ProviderError(
+                f"{self._where}: enableInTreeAutoscaling is true; expected false, since two would change the "
+                "number of replicas. Turn it off."
+            )
         groups = cluster["spec"].get("workerGroupSpecs") or []
         for index, spec in enumerate(groups):
             if spec["groupName"] == self._settings.group:
@@ -218,7 +234,14 @@ class KubernetesProvider:
         return f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
 
     def _token(self) -> str:
-        return self._read("token")
+        token = self._read("token")
+        if not token or not token.isascii() or any(not each.isprintable() or each == " " for each in token):
+            # Sent nevertheless, it would be shown in the error of the HTTP library.
+            raise ProviderError(
+                f"{self._settings.account / 'token'}: found no token, expected one line without spaces. See "
+                "fleet.target.params.account."
+            )
+        return token
 
     def _read(self, name: str) -> str:
         path = self._settings.account / name

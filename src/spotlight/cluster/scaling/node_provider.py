@@ -36,6 +36,9 @@ class SpotProvider(Protocol):
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
         """Provide so many; returns how many it provides, or tries to, from now on.
 
+        If it does a part at a time, and returns fewer, it is asked again at once. A run that ends waits for
+        the call.
+
         Where these are fewer, it ends nodes that have not joined yet, and those of ``leaving``, on which
         nothing works any more; never another one. So the number may stay larger than what was asked for.
 

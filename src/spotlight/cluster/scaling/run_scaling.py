@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.incidents import IncidentRecorder
 from spotlight.cluster.nodes.listing import RayNode
+from spotlight.cluster.remote_calls import Notify
+from spotlight.cluster.scaling.left_nodes import tell_left_nodes
 from spotlight.cluster.scaling.node_provider import ProviderSetting, SpotProvider
 from spotlight.cluster.scaling.spot_scaler import ScalerLimits, SpotScaler, Workforce
 from spotlight.config.schema import RunConfig
@@ -28,19 +31,26 @@ if TYPE_CHECKING:
     from spotlight.cluster.local.local_cluster import LocalCluster
 
 NOTES_FILE = "spot-nodes.json"
+_JOIN_S = 60.0
+"""As long as an agent may take to start."""
 
 
 def open_provider(
-    config: RunConfig, directory: RunDirectory, emulated: LocalCluster | None
+    config: RunConfig, directory: RunDirectory, emulated: LocalCluster | None, note: Notify
 ) -> SpotProvider | None:
-    """Who provides the run's spot nodes; None: it has no deadline and no budget."""
+    """Who provides the run's spot nodes; None: it has no deadline and no budget.
+
+    Nodes that an earlier attempt started, and that nobody will end, are told.
+    """
     target, fleet = config.fleet.target, config.fleet
+    notes = directory.path / NOTES_FILE
     if not target.is_set:
+        tell_left_nodes(notes, "fleet.target", note)
         return None
     kind = NODE_PROVIDERS.load(target.provider_name)
     _, before = measured_before(row.values for row in read_metrics(directory.path))
     first = fleet.spot.emulated_nodes if before is None else before
-    setting = ProviderSetting(emulated, target.clipped(first), directory.path / NOTES_FILE, fleet.start_s)
+    setting = ProviderSetting(emulated, target.clipped(first), notes, fleet.start_s)
     return kind.open(kind.settings.model_validate(target.params), setting)
 
 
@@ -53,8 +63,13 @@ def make_scaler(
     accounts: ClusterAccounts,
     ledger: SqliteLedger,
     incidents: IncidentRecorder,
+    before_run: Sequence[RayNode],
 ) -> SpotScaler:
-    """What adds and drops the run's nodes. The deadline counts from its first attempt."""
+    """What adds and drops the run's nodes. The deadline counts from its first attempt.
+
+    Args:
+        before_run: nodes that the cluster had before this attempt.
+    """
     fleet, target = config.fleet, config.fleet.target
     measured, before = measured_before(row.values for row in read_metrics(directory.path))
     meter = PaceMeter(target.node_s, fleet.start_s)
@@ -68,11 +83,12 @@ def make_scaler(
         _Progress(config, nodes, controller.cluster, ledger, incidents),
         ScalerLimits(
             config.iterations, deadline_at, target.budget_usd, target.report_s, target.retry_s,
-            move_s=fleet.start_s + fleet.learner_s, drain_s=fleet.lease_s,
+            move_s=fleet.start_s + fleet.learner_s, drain_s=fleet.lease_s, join_s=_JOIN_S,
         ),
         accounts.clock,
         wanted=None if before is None else target.clipped(before),
         done=controller.iteration,
+        expected={node.ray_id for node in before_run if node.kind is NodeKind.SPOT},
     )  # fmt: skip
 
 
@@ -111,7 +127,7 @@ def count_workforce(cluster: Cluster, nodes: ClusterNodes, slots: int, node_usd_
         workers += able
         if node.kind is NodeKind.SPOT:
             spot_usd_h += node.price_usd_h
-            other_workers -= 0 if node.rolls_out else node.gpus
+            other_workers -= node.gpus if node.trains and not node.rolls_out else 0
             if able or node.trains:
                 working.add(nodes.machine_of(node.id))
         else:

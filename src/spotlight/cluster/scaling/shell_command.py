@@ -26,7 +26,7 @@ def run_shell_command(key: str, command: str, told: Mapping[str, str], timeout_s
     """
     process = subprocess.Popen(
         command, shell=True, env=os.environ | dict(told), stdin=subprocess.DEVNULL, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     try:
         output, _ = process.communicate(timeout=timeout_s)

@@ -4,13 +4,15 @@
                                 └► more: the provider is asked for them
 
 :class:`spotlight.scheduler.scaling.target_policy.TargetPolicy` decides. A provider that fails is asked again:
-what is wanted, and which nodes are drained, is kept here. Head's event loop only.
+what is wanted, and which nodes are drained, is kept here. It is asked nothing before the nodes that the
+cluster had before the run have joined: they would be taken for missing ones. Head's event loop only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,6 +104,7 @@ class ScalerLimits:
         retry_s: until a provider is asked again, also to repair what it may have lost.
         move_s: that a learner has to move off a node.
         drain_s: another node that is not empty after this is ended nevertheless.
+        join_s: nodes that were there before the run are waited for so long.
     """
 
     iterations: int
@@ -111,6 +114,16 @@ class ScalerLimits:
     retry_s: float
     move_s: float
     drain_s: float
+    join_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A node that is drained, and ended at ``end_s`` at the latest; ``moves``: the learner must leave it."""
+
+    node: RayNode
+    end_s: float
+    moves: bool
 
 
 @dataclass(slots=True)
@@ -120,6 +133,7 @@ class SpotScaler:
     Attributes:
         wanted: nodes to ask for at first; None: as many as the provider provides already.
         done: iterations trained.
+        expected: Ray ids of spot nodes that the cluster had before the run and that have not joined yet.
     """
 
     policy: TargetPolicy
@@ -131,28 +145,31 @@ class SpotScaler:
     clock: Clock
     wanted: int | None
     done: int
+    expected: set[str] = field(default_factory=set)
     _asked: int | None = None
     _decision: TargetDecision | None = None
-    _leaving: dict[str, tuple[RayNode, float]] = field(default_factory=dict)
-    """By Ray id: nodes being drained, and until when at most."""
+    _leaving: dict[str, _Leaving] = field(default_factory=dict)
+    """By Ray id."""
     _empty: set[str] = field(default_factory=set)
     _returned: set[str] = field(default_factory=set)
     _told: tuple[int, frozenset[str]] | None = None
     """What the provider was asked last: how many, and which nodes to end."""
     _next_s: float = -math.inf
+    _began_s: float = 0.0
     _said_s: float = 0.0
     _failures: set[str] = field(default_factory=set)
+    _call: threading.Lock = field(default_factory=threading.Lock)
 
     async def run(self) -> None:
         """Look after the nodes until cancelled; then the provider gives back what it has."""
-        self._said_s = self.clock()
+        self._began_s = self._said_s = self.clock()
         self.meter.begin(self.clock(), self._level)
         try:
             while True:
                 await self._look()
                 await asyncio.sleep(LOOK_S)
         finally:
-            await asyncio.shield(self._attempt(self.provider.close))
+            await asyncio.shield(self._close())
 
     @property
     def _level(self) -> int:
@@ -174,11 +191,12 @@ class SpotScaler:
 
     def interrupted(self, iteration: int) -> None:
         """The run goes back to the beginning of an iteration."""
+        self.meter.interrupt(self.done - iteration)
         self.done = iteration
-        self.meter.interrupt()
 
     def lost(self, node: RayNode) -> None:
         """A node is gone."""
+        self.expected.discard(node.ray_id)
         self._leaving.pop(node.ray_id, None)
         self._empty.discard(node.ray_id)
 
@@ -234,6 +252,9 @@ class SpotScaler:
         self._observe()
         self._report()
         present = list(self.progress.workforce().present)
+        self.expected -= {node.ray_id for node in present}
+        if self.expected and self.clock() < self._began_s + self.limits.join_s:
+            return
         if self._asked is None:
             if self.clock() >= self._next_s:
                 self._asked = await self._attempt(self.provider.asked, present)
@@ -244,7 +265,7 @@ class SpotScaler:
                 self.meter.begin(self.clock(), self.wanted)
         assert self.wanted is not None
         self._drain(present, self.wanted)
-        ready = [self._leaving[node.ray_id][0] for node in present if self._is_ready(node)]
+        ready = [node for node in present if self._is_ready(node)]
         order = max(self.wanted, len(present) - len(ready)), frozenset(node.ray_id for node in ready)
         if (order != self._told and order[0] != self._asked) or self.clock() >= self._next_s:
             self._told, self._next_s = order, self.clock() + self.limits.retry_s
@@ -253,12 +274,15 @@ class SpotScaler:
                     self._returned.add(node.ray_id)
                     self.progress.returned(node)
             asked = await self._attempt(self.provider.ask, order[0], present, ready)
-            self._asked = self._asked if asked is None else asked
+            if asked is not None:
+                self._asked = asked
+                if asked < order[0]:
+                    self._next_s = self.clock()
 
     def _is_ready(self, node: RayNode) -> bool:
         if node.ray_id not in self._leaving:
             return False
-        return node.ray_id in self._empty or self.clock() > self._leaving[node.ray_id][1]
+        return node.ray_id in self._empty or self.clock() > self._leaving[node.ray_id].end_s
 
     def _drain(self, present: Sequence[RayNode], wanted: int) -> None:
         """Announce the end of as many nodes as are too many, and of no more."""
@@ -267,22 +291,39 @@ class SpotScaler:
         stay = [node for node in present if node.ray_id not in self._leaving]
         stay.sort(key=self.owner.holds_learner, reverse=True)
         for node in stay[max(0, len(stay) - (surplus - len(self._leaving))) :]:
-            moves = self.owner.holds_learner(node)
-            limit_s = self.limits.move_s if moves else self.limits.drain_s
-            self._leaving[node.ray_id] = node, self.clock() + limit_s
-            self.owner.announce_end(node, self.limits.move_s if moves else 0.0)
-        for ray_id, (node, _) in list(self._leaving.items())[surplus:]:
+            self._announce_end(node)
+        for ray_id, leaving in list(self._leaving.items())[surplus:]:
             del self._leaving[ray_id]
             self._empty.discard(ray_id)
             self._returned.discard(ray_id)
-            self.owner.cancel_end(node)
+            self.owner.cancel_end(leaving.node)
+        for leaving in list(self._leaving.values()):
+            if leaving.moves and not self.owner.holds_learner(leaving.node):
+                self._announce_end(leaving.node)  # what else is on it needs no such time
+
+    def _announce_end(self, node: RayNode) -> None:
+        moves = self.owner.holds_learner(node)
+        limit_s = self.limits.move_s if moves else self.limits.drain_s
+        self._leaving[node.ray_id] = _Leaving(node, self.clock() + limit_s, moves)
+        self.owner.announce_end(node, self.limits.move_s if moves else 0.0)
 
     async def _attempt(self, call: Callable[..., T], *args: object) -> T | None:
         try:
-            return await asyncio.to_thread(call, *args)
+            return await asyncio.to_thread(self._alone, call, *args)
         except (ProviderError, OSError) as error:
             self._next_s = self.clock() + self.limits.retry_s
             if str(error) not in self._failures:
                 self._failures.add(str(error))
                 self.progress.decided(f"failed, tried again in {self.limits.retry_s:g} s: {error}")
             return None
+
+    def _alone(self, call: Callable[..., T], *args: object) -> T:
+        """In a thread: a call that nobody waits for any more, since the run ends, is over before the next."""
+        with self._call:
+            return call(*args)
+
+    async def _close(self) -> None:
+        try:
+            await asyncio.to_thread(self._alone, self.provider.close)
+        except (ProviderError, OSError) as error:
+            self.progress.decided(f"not all spot nodes are given back: {error}")

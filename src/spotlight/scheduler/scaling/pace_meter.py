@@ -30,11 +30,15 @@ class PaceMeter:
     patience_s: float
     iterations: list[MeasuredIteration] = field(default_factory=list)
     _since_s: float | None = None
+    _in_a_row: int = 0
+    """The newest of ``iterations`` that this attempt measured one right after the other."""
     _seen_s: float = 0.0
     _workers: int = 0
     _nodes: int = 0
     _worker_s: float = 0.0
     _spot_node_s: float = 0.0
+    _work_s: float = 0.0
+    """Of iterations that are made again."""
     _delays_s: list[float] = field(default_factory=list)
     _asked: int | None = None
     _asked_s: float = 0.0
@@ -76,22 +80,38 @@ class PaceMeter:
         since_s, self._since_s = self._since_s, now_s
         worker_s, self._worker_s = self._worker_s, 0.0
         node_s, self._spot_node_s = self._spot_node_s, 0.0
+        work_s, self._work_s = work_s + self._work_s, 0.0
         settled, self._settled = self._settled, not self._awaited
         if since_s is None or now_s <= since_s:
+            self._in_a_row = 0
             return None
         seconds = now_s - since_s
         asked = self._asked if settled else None
         measured = MeasuredIteration(seconds, worker_s / seconds, work_s, node_s / seconds, asked)
         self.iterations = [*self.iterations, measured][-2 * WINDOW :]
+        self._in_a_row = min(self._in_a_row + 1, len(self.iterations))
         return measured
 
     def recall(self, iterations: Iterable[MeasuredIteration]) -> None:
         """What an earlier attempt measured."""
         self.iterations = [*iterations][-2 * WINDOW :]
 
-    def interrupt(self) -> None:
-        """What is under way is undone and made again: how long it takes says nothing."""
-        self._since_s = None
+    def interrupt(self, undone: int) -> None:
+        """So many iterations, and what is under way, are made again.
+
+        The first that is made again takes their time, too: what losses cost is part of what iterations take.
+        """
+        again = self.iterations[len(self.iterations) - min(undone, self._in_a_row) :]
+        self.iterations = self.iterations[: len(self.iterations) - len(again)]
+        if self._since_s is None or undone > self._in_a_row:
+            self._since_s = None  # when the first of them began was not measured
+        else:
+            self._since_s -= sum(each.seconds for each in again)
+            self._worker_s += sum(each.workers * each.seconds for each in again)
+            self._spot_node_s += sum(each.spot_nodes * each.seconds for each in again)
+            self._work_s += sum(each.work_s for each in again)
+            self._settled = self._settled and all(each.asked == self._asked for each in again)
+        self._in_a_row -= len(again)
 
     @property
     def model(self) -> IterationModel | None:
