@@ -283,7 +283,7 @@ def gpu_tests(lab: Lab) -> Outcome:
     where = Path(__file__).resolve().parents[2]
     log = lab.home / "pytest.log"
     # tests/gpu/test_rows.py is this suite again, on a tiny model.
-    folders = ["tests/gpu/test_two_gpus.py", "tests/contract/test_cuda_ipc.py", "tests/e2e/test_gpu.py"]
+    folders = ["tests/contract/test_cuda_ipc.py", "tests/e2e/test_gpu.py"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "--timeout", "120", *folders]
     with log.open("w") as out:
         try:
