@@ -33,6 +33,7 @@ from benchmarks.gpu.timing import (
 from spotlight.rollout.serialization import pack_state
 from spotlight.rollout.state import RolloutState
 from spotlight.training.device_memory import measure_peak
+from spotlight.training.lora_export import whole_state
 from spotlight.training.recompute import recompute_blocks
 from spotlight.weights.bundle import bind, pack
 from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
@@ -232,10 +233,10 @@ def vae(lab: Lab) -> Outcome:
 
 
 def publish_and_bind(lab: Lab) -> Outcome:
-    """Seconds from adapters on the device to the same adapters bound from a node's shared memory."""
-    slots, turn = lab.slots(), [0]
+    """Seconds from adapters on the device to the same, rounded, bound from a node's shared memory."""
+    slots, turn, rounded = lab.slots(), [0], torch.bfloat16
     state = slots.state("policy")
-    size = sum(tensor.nbytes for tensor in state.values())
+    size = sum(tensor.numel() * rounded.itemsize for tensor in state.values())
     parent = _room(lab, 4 * size)
     before = {name: tensor.clone() for name, tensor in state.items()}
     parts: dict[str, list[float]] = {"pack": [], "cache": [], "bind": []}
@@ -245,11 +246,12 @@ def publish_and_bind(lab: Lab) -> Outcome:
         turn[0] += 1
         next(iter(state.values())).view(-1)[0] = turn[0]  # another digest: nothing is cached
         marks = [time.perf_counter()]
-        manifest, data = pack(turn[0], 0, {"policy": state}, slots.modules_bound)
+        states = {"policy": whole_state(slots, "policy", dtype=rounded)}  # as learner ranks publish
+        manifest, data = pack(turn[0], 0, states, slots.modules_bound)
         marks.append(time.perf_counter())
         bundle = cache.get(manifest, lambda: data)
         marks.append(time.perf_counter())
-        bind(manifest, bundle, slots, needs=("policy",))
+        bind(manifest, bundle, slots, needs=("policy",), dtype=rounded)
         wait(lab.device)
         marks.append(time.perf_counter())
         for name, (start, end) in zip(parts, pairwise(marks), strict=True):

@@ -9,6 +9,7 @@ import torch
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
+from spotlight.models.slots import Slot
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import pack_sample
 from spotlight.rollout.state import FinishedRollout, SampleTensors
@@ -31,6 +32,7 @@ TINY = (
     "rollout.group_size=4",
     "evaluation.prompts=2",
     "evaluation.steps=2",
+    "evaluation.every=1",
     "learner.lora.rank=4",
     "learner.lora.alpha=8.0",
     "learner.learning_rate=0.001",
@@ -78,8 +80,14 @@ class Batch:
         return {name: pack_sample(sample) for name, sample in self.finished.items()}
 
 
-def make_batch(config: RunConfig, learning: Learning, iteration: int, version: int) -> Batch:
-    """Real rollouts by the policy as it is, with made-up rewards; one update of four micro-batches."""
+def make_batch(
+    config: RunConfig, learning: Learning, iteration: int, version: int, slot: Slot | None = None
+) -> Batch:
+    """Real rollouts by the weights as they are, with made-up rewards; one update of four micro-batches.
+
+    Args:
+        slot: default: the behaviour policy's.
+    """
     (name,) = learning.trainer.reward_weights
     prompts = prompts_of_iteration(build.load_prompts(config).train, config.run_seed, iteration, 2)
     rollouts = [
@@ -100,7 +108,7 @@ def make_batch(config: RunConfig, learning: Learning, iteration: int, version: i
     engine = Engine(learning.model.family, max_batch=8, negative=learning.negative, autocast=autocast)
     conditions = learning.conditions.of(rollout.prompt_id for rollout in rollouts)
     states = engine.start(rollouts, conditions, learning.model.recipes.train)
-    with torch.no_grad(), learning.slots.use(learning.model.algorithm.rollout_slot) as model:
+    with torch.no_grad(), learning.slots.use(slot or learning.model.algorithm.rollout_slot) as model:
         for _ in range(config.rollout.steps):
             states = engine.step(model, states)
     finished = {each.rollout.id: each for each in engine.finish(states) if isinstance(each, FinishedRollout)}

@@ -5,19 +5,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tests.contract.family_cases import CASES, PROMPTS
+from torch import Tensor, fx, nn
 
 from spotlight.config.load import build_config
+from spotlight.models.experts import denoisers
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.kernels import attention
+from spotlight.models.kernels.real_rotary import rewrite
 from spotlight.models.kernels.regional import compile_blocks
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots, Slot
+from spotlight.registry import FAMILIES
 from spotlight.runtime.build import components as build
 
 SIZE = MediaSize(16, 16)
@@ -163,6 +168,38 @@ def test_the_number_of_graphs_is_bounded(
     assert difference <= rounding
     # Three slots without a gradient and one with, each for batches of one and of several, masked or not.
     assert 4 <= graphs <= 4 * 2 * 2
+
+
+@pytest.mark.parametrize(("name", "calls"), [("qwen-image", 4), ("qwen-image-2.1", 2), ("z-image", 2)])
+def test_compiled_graphs_rotate_in_real_numbers(
+    name: str, calls: int, tmp_path: Path, fresh_compiler: None
+) -> None:
+    """Queries and keys of each stream: diffusers rotates complex numbers, which inductor cannot fuse."""
+    kind, case = FAMILIES.load(name), CASES[name]
+    kind.tiny(tmp_path / "pipeline", seed=0)
+    family = kind.load(
+        tmp_path / "pipeline", device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "cache"
+    )
+    latents = torch.randn(2, *family.latent_shape(case.size), generator=torch.Generator().manual_seed(3))
+    condition = family.collate(family.encode(case.inputs([PROMPTS[0]] * 2)))
+
+    def run() -> Tensor:
+        with torch.no_grad():
+            levels = torch.full([2], 0.6)
+            return family.velocity(family.transformer, latents, levels, condition, None, case.size)
+
+    expected, counts = run(), []
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        complex_products = [node for node in graph.graph.nodes if node.target is torch.view_as_complex]
+        counts.append((len(complex_products), rewrite(graph)))
+        assert not [node for node in graph.graph.nodes if node.target is torch.view_as_complex]
+        return graph.forward
+
+    for part in denoisers(family.transformer).values():
+        part.compile_repeated_blocks(backend=backend, dynamic=True)  # type: ignore[operator]
+    torch.testing.assert_close(run(), expected, rtol=0, atol=ROUNDING)
+    assert set(counts) == {(calls, calls)}
 
 
 def test_a_run_asks_for_both_by_key(random_pipeline: Path, tmp_path: Path, fresh_compiler: None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,20 +11,25 @@ import torch
 import torch.multiprocessing as mp
 from learner_job import Batch, config_of, inline_learning, make_batch, prompts_of
 
+from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.learner import learner_rank
 from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace, share_of, write_token
+from spotlight.cluster.workers.worker_weights import BundleLoader
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import unpack_condition
-from spotlight.runtime.build.learner_parts import Learning
-from spotlight.scheduler.types import RolloutId
+from spotlight.runtime.build.learner_parts import Learning, rollout_slots
+from spotlight.scheduler.effects import PullWeights
+from spotlight.scheduler.types import PolicyVersion, RolloutId, WeightKind, WorkerId
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import TrainingError
-from spotlight.weights.bundle import bind, pack, read
+from spotlight.weights.bundle import WeightsManifest, bind, pack, read
+from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.weight_errors import WeightsError
+from spotlight.worker.reports import Report
 
 WEIGHT_TOLERANCE = 2e-6
 """Largest difference of a weight between one rank and two, after two steps at learning rate 1e-3."""
@@ -141,6 +147,52 @@ def test_adapters_rounded_for_workers_change_no_rollout_that_computes_in_bfloat1
         for name, sample in trained.finished.items()
     ]
     assert set(alike) == {autocast == "bfloat16"}
+
+
+class Home:
+    """The blob store of one version."""
+
+    def __init__(self, manifest: WeightsManifest, data: bytes) -> None:
+        self.kept = {"manifest": manifest.to_json().encode(), "weights": data}
+
+    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob]:
+        return [StoredBlob(0, self.kept[kind])]
+
+    def deliver(self, report: Report) -> None:
+        raise NotImplementedError
+
+
+def test_evaluated_weights_are_sent_where_they_are_evaluated_and_older_ones_cannot_be(
+    random_pipeline: Path, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, random_pipeline, "nft")
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 2})})
+    rank, worker = alone(config), alone(config).learning
+    used = rollout_slots(config, worker.model.algorithm)
+    assert used == ("old", "policy")
+    with NodeCache("evaluated", parent=tmp_path) as cache:
+        for version in range(4):
+            if version:
+                batch = make_batch(config, rank.learning, version - 1, version - 1)
+                train_rank(rank, batch, batch.packed)
+            due = version in (0, 2)
+            manifest, data = rank.publish(version, 0) or pytest.fail("rank 0 publishes")
+            assert manifest.slots == (used if due else ("old",))
+            loader = BundleLoader(Home(manifest, data), cache, worker.slots, used)
+            worker_id = WorkerId("w")
+            loader.load(PullWeights(worker_id, 1, PolicyVersion(version), 0, WeightKind.ADAPTER, None))
+            for slot in used:
+                found, right = worker.slots.state(slot), rank.learning.slots.state(slot)
+                same = all(torch.equal(found[name], tensor) for name, tensor in right.items())
+                assert same is (due or slot == "old")
+                assert all(bool(tensor.isfinite().all()) for tensor in found.values()) is same
+    again = alone(config)
+    rank.save(tmp_path / "state")
+    again.load(tmp_path / "state")
+    assert again.publish(None, 0) == rank.publish(3, 0), "what was begun with these weights goes on"
+    evaluated = make_batch(config, worker, 3, 3, slot="policy")
+    assert not evaluated.finished, "without the weights no evaluation looks right"
+    assert make_batch(config, worker, 3, 3).finished
 
 
 ALGORITHMS = ("nft", "grpo")

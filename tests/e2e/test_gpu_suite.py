@@ -14,6 +14,8 @@ import torch
 from benchmarks.gpu.rows import ROWS
 from benchmarks.gpu.suite import Row, Verdict, chosen
 
+from spotlight.models.kernels import attention
+
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = {
     *("velocity-cpu", "attention", "oom", "padded", "replay", "pipeline", "lora", "mask", "launches"),
@@ -70,6 +72,17 @@ def test_a_row_runs_on_a_tiny_model(row: Row, lab: object) -> None:
     outcome = call(row, lab)  # type: ignore[arg-type]
     assert row.verdict(outcome.value, tiny=True) is Verdict.PASS, outcome
     json.dumps(outcome.details)
+
+
+def test_all_attention_that_a_run_can_ask_for_is_compared(lab: object) -> None:
+    from benchmarks.gpu.runner import call
+
+    (row,) = [row for row in ROWS if row.name == "attention"]
+    told = call(row, lab).details  # type: ignore[arg-type]
+    for backend in attention.BACKENDS.values():
+        assert {backend, f"{backend} masked"} <= told.keys()
+    there = {name for name, found in told.items() if isinstance(found, dict)}
+    assert {"native", "native masked", "_native_math masked"} <= there
 
 
 @pytest.mark.slow

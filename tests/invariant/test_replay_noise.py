@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu.captured import record
 from learner_world import World, algorithm, make_learner, roll_out, train_batch
 
 from spotlight.models.kernels.attention import use_attention
+from spotlight.models.kernels.cuda_graphs import capture_forwards
 from spotlight.models.kernels.regional import compile_blocks
 from spotlight.training.learner import Learner
 
@@ -22,6 +24,7 @@ CPU = torch.device("cpu")
 SWITCHES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "attention": {},
+    "captured forwards": {},
     "every block recomputed": {"gradient_checkpointing": True},
     "every second block recomputed": {"gradient_checkpointing": 2},
     "timesteps of a pass": {"timesteps_per_pass": 4},
@@ -39,6 +42,8 @@ def switched(world: World, switch: str, **settings: Any) -> Learner:
     learner = make_learner(world, algorithm("flow-grpo"), **SWITCHES[switch], **settings)
     if switch == "attention":
         use_attention(learner.family.transformer, "math", CPU)
+    if switch == "captured forwards":
+        capture_forwards(learner.slots, CPU, record)
     return learner
 
 

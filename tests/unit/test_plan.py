@@ -17,7 +17,7 @@ from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting_sizes import GPU_GIB
-from spotlight.dry_run.memory_plan import Estimate, peak_bytes, published_parts, weight_copies
+from spotlight.dry_run.memory_plan import Estimate, peak_bytes, published_parts, weight_copies, worker_parts
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
 from spotlight.dry_run.reward_plan import reward_places
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
@@ -250,6 +250,20 @@ def test_a_gpu_that_trains_and_rolls_out_holds_two_processes(pipeline: Path) -> 
     trains = sum(each.bytes for each in apart.memory if each.when in ("always", "training"))
     assert peak_bytes(shared.memory) >= trains + rolls_out + sum(each.bytes for each in weights)
     assert peak_bytes(shared.memory) > peak_bytes(apart.memory)
+
+
+@pytest.mark.parametrize("learner", [{"lora": {"targets": ["to_q"]}}, {"mode": "full", "ema": {"cap": 0.9}}])
+def test_a_worker_holds_every_slot_whole_and_its_rollouts(pipeline: Path, learner: dict[str, object]) -> None:
+    fleet = {"driver": "ray"}
+    plan = plan_of(pipeline, fleet=fleet, learner=learner)
+    held = [each.bytes for each in plan.memory if each.when == "always" and each.part != "Adam"]
+    assert isinstance(plan.model, ModelSizes)
+    slots = 4 if "mode" in learner else 1  # policy, old, EMA and reference
+    assert sum(held) >= slots * 4 * plan.model.parameters
+    rolls_out = sum(each.bytes for each in plan.memory if each.when == "rollout")
+    assert peak_bytes(worker_parts(plan.memory)) == pytest.approx(sum(held) + rolls_out)
+    beside = plan_of(pipeline, fleet=fleet, learner=learner, pipeline={"trainers_generate": True})
+    assert peak_bytes(worker_parts(beside.memory)) == pytest.approx(peak_bytes(worker_parts(plan.memory)))
 
 
 def test_full_fine_tuning_trains_everything_and_keeps_copies(pipeline: Path) -> None:

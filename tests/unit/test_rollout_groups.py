@@ -192,6 +192,27 @@ def test_a_group_of_gpus_whose_peer_is_missing_ends_in_time(monkeypatch: pytest.
     assert nccl.open(store, 0, 2) == "a group"
 
 
+@pytest.mark.parametrize("before", [None, "3"])
+def test_a_worker_that_becomes_a_learner_handles_failed_collectives_as_one(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    monkeypatch.delenv(key, raising=False)
+    if before is not None:
+        monkeypatch.setenv(key, before)
+    seen: list[str | None] = []
+    monkeypatch.setattr(communicators, "_opened", lambda *_: seen.append(os.environ.get(key)))
+    monkeypatch.setattr(communicators._Opener, "result", lambda opener: opener._connect())
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    nccl = Nccl(torch.device("cuda:0"), 0.2)
+    for _ in range(2):
+        nccl.open(dist.HashStore(), 0, 2)
+        nccl.close()
+        assert os.environ.get(key) == before
+    assert seen == ["0", "0"], "a group is to outlive its members"
+
+
 sizes = st.floats(1.0, 1e6)
 times = st.floats(1e-3, 1e3)
 

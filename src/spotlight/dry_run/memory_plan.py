@@ -24,6 +24,7 @@ When = Literal["always", "set-up", "rollout", "training", "host"]
 _LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores per sample
 _MERGED = "merged adapters"
 _ADAPTERS = ("trained adapters", "copies of the adapters")
+_ADAM, _OF_WORKER = "Adam", " (worker)"
 _APPLIED = "bfloat16 adapters"
 """Sharded weights are not merged, and adapters gathered in bfloat16."""
 _PNG_SHARE = 0.6  # of the raw bytes for photographs; images with few colours compress better
@@ -70,10 +71,16 @@ def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tupl
     held = [part for part in weights if part.when == "always"]
     rolls_out = [part for part in parts if part.when == "rollout"]
     worker = [
-        replace(part, part=f"{part.part} (worker)", when="always", divided=False)
+        replace(part, part=f"{part.part}{_OF_WORKER}", when="always", divided=False)
         for part in (*held, *rolls_out)
     ]
     return (*mine, *worker)
+
+
+def worker_parts(parts: Sequence[Estimate]) -> tuple[Estimate, ...]:
+    """Memory of a process that only rolls out, with whole weights in all slots, from :func:`memory_parts`."""
+    beside = tuple(part for part in parts if part.part.endswith(_OF_WORKER))
+    return beside or tuple(p for p in parts if p.when in ("always", "rollout") and p.part != _ADAM)
 
 
 def shared_parts(
@@ -168,7 +175,7 @@ def _optimizer(config: RunConfig, trained: int) -> Iterator[Estimate]:
         # discarded.
         formula = "4 B x P (timesteps_per_pass auto)"
         yield Estimate("gradients of a pass", trained * 4, formula, "training", divided=True)
-    yield Estimate("Adam", trained * 8, "2 x 4 B x P", divided=True)
+    yield Estimate(_ADAM, trained * 8, "2 x 4 B x P", divided=True)
 
 
 def _activations(

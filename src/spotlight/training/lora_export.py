@@ -29,11 +29,14 @@ def lora_state(slots: WeightSlots, slot: Slot) -> dict[str, Tensor]:
     return whole_state(slots, slot)
 
 
-def whole_state(slots: WeightSlots, slot: Slot, *, keep: bool = True) -> dict[str, Tensor]:
+def whole_state(
+    slots: WeightSlots, slot: Slot, *, keep: bool = True, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """A slot's own parameters, whole and on the CPU; every rank must call this.
 
     Args:
         keep: False on ranks that only take part in gathering; they get an empty dictionary.
+        dtype: to round to, before they leave the device; default: theirs.
 
     Raises:
         ModelError: the slot has no parameters of its own (``reference`` of an adapter).
@@ -42,7 +45,7 @@ def whole_state(slots: WeightSlots, slot: Slot, *, keep: bool = True) -> dict[st
     for name, tensor in slots.state(slot).items():
         whole = _gathered(tensor)
         if keep:
-            kept[name] = whole.to("cpu", copy=True)
+            kept[name] = whole.to("cpu", whole.dtype if dtype is None else dtype, copy=True)
     return kept
 
 

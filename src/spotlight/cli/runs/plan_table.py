@@ -10,7 +10,14 @@ from rich.table import Table
 from spotlight.cluster.local.fleet_plan import FleetPlan
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX
-from spotlight.dry_run.memory_plan import Estimate, kept_gathered, peak_bytes, published_parts, shared_parts
+from spotlight.dry_run.memory_plan import (
+    Estimate,
+    kept_gathered,
+    peak_bytes,
+    published_parts,
+    shared_parts,
+    worker_parts,
+)
 from spotlight.dry_run.model_plan import ModelSizes, NotHere
 from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
@@ -31,6 +38,10 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
             _print(
                 console, "Memory of a rank, where several share the model", _shared(config, plan, plan.model)
             )
+        if config.fleet.driver == "ray":
+            worker = size(peak_bytes(worker_parts(plan.memory)))
+            why = "weights of every slot, whole, and its rollouts"
+            _print(console, "Memory of a worker", [("each", worker, why)])
         what = f"Largest sizes that fit, estimated: shorter sides to {max(SHORTER_PX)} pixels"
         _print(console, what, _fitting(config, plan))
     total = size(sum(part.bytes for part in plan.disk))

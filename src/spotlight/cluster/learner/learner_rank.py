@@ -40,7 +40,7 @@ from spotlight.runtime.build.learner_parts import (
     assemble,
     fill_embeddings,
     prepare_model,
-    rollout_slots,
+    published_slots,
 )
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import export_judged
@@ -280,7 +280,7 @@ class LearnerRank:
     # -- what leaves the learner -----------------------------------------------------------------------
 
     def publish(self, version: int | None, lineage: int) -> tuple[WeightsManifest, bytes] | None:
-        """Pack the rollout weights, gathered from all ranks. Collective.
+        """Pack the weights that workers need next, gathered from all ranks. Collective.
 
         Args:
             version: the version the controller expects; None: whatever the learner holds.
@@ -299,19 +299,15 @@ class LearnerRank:
                 f"version {version} is to be published, but the learner has made {held} optimizer "
                 "steps: it was restored from another checkpoint than the controller"
             )
-        slots = rollout_slots(self.config, learning.model.algorithm)
+        dtype = build.torch_dtype(self.config.fleet.published_dtype(self.config))
         with self._in(Phase.WEIGHT_SYNC):
             states: dict[str, dict[str, Tensor]] = {
-                slot: whole_state(learning.slots, slot, keep=self.ranks.is_main) for slot in slots
+                slot: whole_state(learning.slots, slot, keep=self.ranks.is_main, dtype=dtype)
+                for slot in published_slots(self.config, learning.model.algorithm, learning.learner.batches)
             }
             if not self.ranks.is_main:
                 return None
-            dtype = build.torch_dtype(self.config.fleet.published_dtype(self.config))
-            rounded = {
-                slot: {name: tensor.to(dtype) for name, tensor in state.items()}
-                for slot, state in states.items()
-            }
-            return pack(held, lineage, rounded, learning.slots.modules_bound)
+            return pack(held, lineage, states, learning.slots.modules_bound)
 
     def save(self, directory: Path) -> None:
         """Write the learner's state. Collective, with the same shared directory on every rank."""

@@ -1,4 +1,7 @@
-"""How a worker gets a published version: from the blob store, one download per node, verified and bound."""
+"""How a worker gets a published version: from the blob store, one download per node, verified and bound.
+
+Invariant: every slot that rollouts use holds the version, or NaN, which no rollout survives.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,15 @@ class BundleLoader:
     """A :class:`spotlight.worker.interfaces.Loader`.
 
     Attributes:
-        needs: slots that rollouts use, all of which a version must contain.
+        used: slots that rollouts use, those of training first, which every version must contain; it may lack
+            the evaluated ones, unless it is to be evaluated.
         dtype: of published tensors.
     """
 
     home: HeadClient
     cache: NodeCache
     slots: WeightSlots
-    needs: Sequence[Slot]
+    used: Sequence[Slot]
     dtype: torch.dtype | None = None
 
     def load(self, pull: PullWeights) -> str:
@@ -52,12 +56,20 @@ class BundleLoader:
                     f"asked for version {pull.version} of lineage {pull.lineage}, found {manifest}"
                 )
             bundle = self.cache.get(manifest, lambda: self._fetch(manifest))
-            bind(manifest, bundle, self.slots, needs=self.needs, dtype=self.dtype)
+            bind(manifest, bundle, self.slots, needs=self.used[:1], dtype=self.dtype)
         except NoSpaceError:
             raise
         except WeightsError as error:
             raise LoadError(str(error)) from error
+        for slot in self.used:
+            if slot not in manifest.slots:
+                self._spoil(slot)
         return manifest.digest
+
+    def _spoil(self, slot: Slot) -> None:
+        """Of an older version: an evaluation with it would look right."""
+        for tensor in self.slots.state(slot).values():
+            tensor.fill_(float("nan"))
 
     def _fetch(self, manifest: WeightsManifest) -> bytes:
         (kept,) = self.home.fetch("weights", [manifest.digest])

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from spotlight.models.experts import denoisers
+from spotlight.models.kernels.real_rotary import real_rotary
 from spotlight.models.model_errors import ModelError
 
 GRAPHS_MAX = 64
@@ -37,7 +38,7 @@ def compile_blocks(module: nn.Module, device: torch.device, backend: str = "indu
                 f"model.compile is 'regional', but {type(part).__name__} names no repeated blocks: set it to "
                 "none"
             )
-        part.compile_repeated_blocks(backend=backend, dynamic=True)  # type: ignore[operator]
+        part.compile_repeated_blocks(backend=real_rotary(backend), dynamic=True)  # type: ignore[operator]
 
 
 def missing(device: torch.device) -> str | None:

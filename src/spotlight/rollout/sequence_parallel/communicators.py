@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _abort_process_group, _set_pg_timeout, _world
 
+_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _GLOO = re.compile(r"gloo|Connection closed by peer|Connection reset by peer|Timed out waiting \d+ms")
 
 
@@ -129,11 +130,12 @@ class Nccl:
             raise ValueError(f"NCCL's device is {device}; expected a GPU with its index, such as cuda:0")
         self.device = device
         self.collective_s = collective_s
+        self._handling = os.environ.get(_HANDLING)
 
     def open(self, store: Store, rank: int, degree: int) -> dist.ProcessGroup:
         """See :meth:`Communicator.open`. Connects eagerly, so that the first step does not pay for it."""
         # Otherwise torch's watchdog kills the process when a collective fails; this one must survive.
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        os.environ[_HANDLING] = "0"
         torch.cuda.set_device(self.device)
         # In a thread, since NCCL waits for a missing peer without end, and there is nothing to abort yet.
         opener = _Opener(lambda: self._connect(store, rank, degree), self.collective_s)
@@ -155,6 +157,11 @@ class Nccl:
         """See :meth:`Communicator.close`. Aborts, because an orderly shutdown waits for dead peers."""
         if dist.is_initialized():
             _abort_process_group()
+        # The process may become a learner rank, which a failed collective is to end.
+        if self._handling is None:
+            os.environ.pop(_HANDLING, None)
+        else:
+            os.environ[_HANDLING] = self._handling
 
     def _connect(self, store: Store, rank: int, degree: int) -> dist.ProcessGroup:
         torch.cuda.set_device(self.device)  # of this thread

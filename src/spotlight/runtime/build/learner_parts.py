@@ -122,6 +122,12 @@ def rollout_slots(config: RunConfig, algorithm: Algorithm) -> tuple[Slot, ...]:
     return tuple(dict.fromkeys((algorithm.rollout_slot, config.evaluation.weights)))
 
 
+def published_slots(config: RunConfig, algorithm: Algorithm, iteration: int) -> tuple[Slot, ...]:
+    """Those that workers need of the weights before ``iteration``: evaluated ones where that is due."""
+    behaviour, *judged = rollout_slots(config, algorithm)
+    return (behaviour, *(judged if config.evaluation.is_due(iteration, config.iterations) else ()))
+
+
 def _require_degrees(config: RunConfig, family: ModelFamily) -> None:
     asked = config.fleet.sequence_parallel
     degrees = asked.degrees
