@@ -81,7 +81,7 @@ ROWS: tuple[Row, ...] = (
     _fast("B", "copies", "adapter_copies:autocast_over_copies", 1.1, 45, "autocast / copies", least=True),
     *_ceilings("C")[1:],
     _max("C", "killed-source", "processes:killed_source", 10, 75, "source of a copy killed: noticed", "s"),
-    _fast("C", "ipc", "processes:copied_model", 20, 75, "the model from another process", "GB/s", least=True),
+    _fast("C", "ipc", "processes:copied_model", 20, 75, "weights from another process", "GB/s", least=True),
     _fast("C", "loading", "processes:loading", 2, 60, "a pipeline from disk", "GB/s", least=True),
     _max("C", "two-ranks", "processes:two_ranks_on_one", 2, 75, "two NCCL ranks on a GPU refused", "limits"),
     _fast("C", "two-on-one", "processes:two_on_one", 0.8, 90, "learner and worker together", least=True),
