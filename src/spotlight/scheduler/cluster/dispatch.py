@@ -12,7 +12,7 @@ from functools import cache
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
-from spotlight.scheduler.cluster.members import ABLE, GroupState, Host
+from spotlight.scheduler.cluster.members import ABLE, GroupState, Host, WorkerGroup
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import AbandonLease, GrantLease
 from spotlight.scheduler.types import GroupKind, Lease, LeaseId, Purpose, WorkerId
@@ -81,18 +81,16 @@ class Dispatcher:
         self._preempt_previews()
 
     def _grant(self) -> None:
-        cluster, serving, satisfied = self.cluster, self.serving, list[WorkerId]()
+        cluster, serving, satisfied = self.cluster, self.serving, list[WorkerGroup]()
         demand = self.spare.demand()
         wanted = cluster.degree_for(demand.contended)
-        able, suits = cache(self._able), serving.suits_trainers()
+        if serving.idle.are_trainers(wanted) and not serving.suits_trainers():
+            return  # hundreds wait like this, at most events
+        able = cache(self._able)
         while serving.idle:
-            leader, _ = serving.idle.popitem(last=False)
-            group = cluster.groups[leader]
-            if group.trains and not suits and len(group.members) == wanted:
-                satisfied.append(leader)  # hundreds wait like this: a short way to "no room" below
-                continue
+            group = serving.idle.pop()
             host, room = cluster.hosts[group.node], serving.room(group, demand, able)
-            if len(group.members) > wanted and not self.queue.count_held_by(leader):
+            if len(group.members) > wanted and not self.queue.count_held_by(group.leader):
                 cluster.count(Recovery.TAIL_ENDED)
                 cluster.stop(group)
             elif len(group.members) < wanted and self._grow(
@@ -100,22 +98,23 @@ class Dispatcher:
             ):
                 pass  # its workers form a larger group
             elif room <= 0:
-                satisfied.append(leader)
+                satisfied.append(group)
                 continue
             else:
                 grant = serving.grant(group, room, cluster.now)
                 if grant.resume:
                     cluster.count(Recovery.RESUMED)
                 cluster.effects.append(grant)
-                self._abandon_previews([] if demand.previews else self.spare.preempt_beside(leader))
+                self._abandon_previews([] if demand.previews else self.spare.preempt_beside(group.leader))
                 then, demand = demand, self.spare.demand()
                 if demand.previews != then.previews:
                     wanted = cluster.degree_for(demand.contended)
             if not self.queue.waiting:
                 break
-            suits = serving.suits_trainers()
         # Groups that hold their full share leave the rest to others and stay idle until the shares change.
-        serving.idle.update(dict.fromkeys(leader for leader in satisfied if cluster.groups[leader].capacity))
+        for group in satisfied:
+            if group.capacity:
+                serving.idle.add(group)
 
     def _able(self) -> Counter[GroupKind]:
         groups = (group for group in self.cluster.groups.values() if self.serving.competes(group))
@@ -138,8 +137,7 @@ class Dispatcher:
     @property
     def preview_capacity(self) -> int:
         """Previews that waiting groups would take at once."""
-        waiting = (self.cluster.groups[leader] for leader in self.serving.idle)
-        able = (group for group in waiting if not group.trains)
+        able = self.serving.idle.others.values()
         return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
 
     def preview_workers(self, *, trainers: bool) -> int:
@@ -190,8 +188,13 @@ class Dispatcher:
     @property
     def trainers_work(self) -> bool:
         """Whether GPUs that train are rolling out and so cannot train."""
-        holders = self.queue.holders
-        return bool(holders) and any(group.leader in holders for group in self.cluster.trainers())
+        served = self.serving.trainers_served
+        while served:  # one that holds no work any more is looked at once
+            leader, group = next(iter(served.items()))
+            if self.queue.holds(leader) and self.cluster.groups.get(leader) is group:
+                return True
+            del served[leader]
+        return False
 
     # -- larger groups ---------------------------------------------------------------------------------
 
