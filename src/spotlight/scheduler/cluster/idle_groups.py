@@ -1,11 +1,12 @@
 """Groups that wait for work and may have some. Part of the cluster.
 
-Every event may look for work for them, so what it asks costs the same however many they are.
+Nearly every event looks whether there is work for them. So what is asked then costs the same however many GPUs
+that train wait for their turn.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -22,15 +23,19 @@ class IdleGroups:
     """
 
     others: dict[WorkerId, WorkerGroup] = field(default_factory=dict)
-    _all: OrderedDict[WorkerId, WorkerGroup] = field(default_factory=OrderedDict)
+    _all: dict[WorkerId, WorkerGroup] = field(default_factory=dict)
+    _places: dict[WorkerId, int] = field(default_factory=dict)
+    """Ascending in that order."""
     _trainers: Counter[int] = field(default_factory=Counter)
     """Groups on GPUs that train, by degree."""
+    _added: int = 0
 
     def add(self, group: WorkerGroup) -> None:
         """Add one at the end; one that is there keeps its place."""
         if group.leader in self._all:
             return
-        self._all[group.leader] = group
+        self._added += 1
+        self._all[group.leader], self._places[group.leader] = group, self._added
         if group.trains:
             self._trainers[group.kind.degree] += 1
         else:
@@ -38,30 +43,43 @@ class IdleGroups:
 
     def remove(self, leader: WorkerId) -> None:
         """Remove one, if it is there."""
-        if (group := self._all.pop(leader, None)) is not None:
-            self._forget(group)
-
-    def pop(self) -> WorkerGroup:
-        """Remove and return the first."""
-        _, group = self._all.popitem(last=False)
-        self._forget(group)
-        return group
-
-    def clear(self) -> None:
-        """Remove all."""
-        self._all.clear()
-        self._trainers.clear()
-        self.others.clear()
-
-    def are_trainers(self, degree: int) -> bool:
-        """Whether all are groups of this degree on GPUs that train."""
-        return not self.others and self._trainers[degree] == len(self._all)
-
-    def _forget(self, group: WorkerGroup) -> None:
+        group = self._all.pop(leader, None)
+        if group is None:
+            return
+        del self._places[leader]
         if group.trains:
             self._trainers[group.kind.degree] -= 1
         else:
-            del self.others[group.leader]
+            del self.others[leader]
+
+    def clear(self) -> None:
+        """Remove all."""
+        for each in (self._all, self._places, self._trainers, self.others):
+            each.clear()
+
+    def trainers_have(self, degree: int) -> bool:
+        """Whether all those on GPUs that train are of this degree."""
+        return self._trainers[degree] == len(self._all) - len(self.others)
+
+    def place(self, group: WorkerGroup) -> int:
+        """Of one that is there; it keeps it until it is removed, or put behind others."""
+        return self._places[group.leader]
+
+    def behind(self, place: int) -> list[WorkerGroup]:
+        """All at later places than this."""
+        return [group for group in self if self._places[group.leader] > place]
+
+    def turn(self, place: int) -> None:
+        """Put those up to this place behind the others."""
+        last = next(reversed(self._places.values()), 0)
+        if last <= place:
+            return  # there are no others
+        for group in [group for group in self if self._places[group.leader] <= place]:
+            self.remove(group.leader)
+            self.add(group)
+
+    def __contains__(self, leader: WorkerId) -> bool:
+        return leader in self._all
 
     def __len__(self) -> int:
         return len(self._all)
@@ -70,7 +88,9 @@ class IdleGroups:
         return iter(self._all.values())
 
     def check(self) -> None:
-        """Assert that they are counted right, and that each may have work."""
+        """Assert that they are in order and counted right, and that each may have work."""
+        assert list(self._places) == list(self._all)
+        assert list(self._places.values()) == sorted(set(self._places.values()))
         assert +self._trainers == Counter(group.kind.degree for group in self if group.trains)
         assert list(self.others) == [group.leader for group in self if not group.trains]
         for group in self:
