@@ -156,7 +156,7 @@ def measure_estimate(work: Work, gpus: int, now: Callable[[], float]) -> Scale:
     for nodes in counts_wanted([prepared], "spotlight"):
         task = steady_task(prepared, "spotlight", nodes)
         compared = run_task(task) if task else None
-        points.append(point_of(prepared, nodes, compared))
+        points.append(point_of(prepared, "spotlight", nodes, compared))
         events += compared.outcome.events if compared else 0
     curve = SteadyCurve.of(points)
     done = iterations_in(prepared, "spotlight", curve, 86400.0)

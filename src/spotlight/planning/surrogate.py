@@ -84,14 +84,18 @@ class SteadyCurve:
         return of(lower) + share * (of(upper) - of(lower))
 
 
-def divisor_of(file: ScenarioFile) -> int:
-    """By what a cluster is made smaller: a divisor of its reserved nodes that leaves whole groups."""
+def divisor_of(file: ScenarioFile, strategy: Strategy) -> int:
+    """By what a cluster is made smaller: a divisor of its learner's nodes that leaves whole groups."""
     reserved, spot = file.cluster.reserved, file.cluster.spot
-    gpus = reserved.nodes * reserved.gpus_per_node + spot.nodes * spot.gpus_per_node
+    gpus = file.ranks if strategy.is_all_spot else reserved.nodes * reserved.gpus_per_node
+    gpus += spot.nodes * spot.gpus_per_node
+    nodes = _learner_nodes(strategy, file) if strategy.is_all_spot else reserved.nodes
     fitting = [
         by
-        for by in range(1, reserved.nodes + 1)
-        if reserved.nodes % by == 0 and file.workload.prompts >= by * max(1, file.workload.updates_per_batch)
+        for by in range(1, nodes + 1)
+        if nodes % by == 0
+        and (file.ranks % by == 0 or not strategy.is_all_spot)
+        and file.workload.prompts >= by * max(1, file.workload.updates_per_batch)
     ]
     small = [by for by in fitting if gpus <= by * GPUS_MAX]
     return small[0] if small else fitting[-1]
@@ -102,20 +106,26 @@ def steady_task(prepared: Prepared, strategy: str, nodes: int) -> SimulationTask
 
     None: nothing rolls out there.
     """
-    file, by = prepared.file, divisor_of(prepared.file)
-    if not _can_roll_out(strategy_named(strategy), file, nodes):
+    file, named = prepared.file, strategy_named(strategy)
+    by = divisor_of(file, named)
+    if not _can_roll_out(named, file, nodes):
         return None
     fixed, coming = file.cluster.reserved, file.cluster.spot
-    rolling = nodes - _learner_nodes(strategy_named(strategy), file)
+    rolling = nodes - _learner_nodes(named, file)
+    learner = file.learner
+    if named.is_all_spot:
+        learner = learner.model_copy(update={"gpus": file.ranks // by})
+    else:
+        fixed = fixed.model_copy(update={"nodes": fixed.nodes // by})
     cluster = file.cluster.model_copy(
         update={
-            "reserved": fixed.model_copy(update={"nodes": fixed.nodes // by}),
+            "reserved": fixed,
             "spot": coming.model_copy(update={"nodes": _made_small(rolling, by)}),
         }
     )
     work = file.workload.model_copy(update={"prompts": max(1, round(file.workload.prompts / by))})
     run = file.run.model_copy(update={"iterations": file.plan.iterations})
-    changes = {"cluster": cluster, "workload": work, "run": run, "trace": AlwaysOn()}
+    changes = {"cluster": cluster, "learner": learner, "workload": work, "run": run, "trace": AlwaysOn()}
     smaller = replace(prepared, profile=_slower_rewards(prepared.profile, by))
     return SimulationTask(with_file(smaller, file.model_copy(update=changes)), strategy)
 
@@ -127,10 +137,12 @@ def _slower_rewards(profile: Profile, by: int) -> Profile:
     return profile.model_copy(update={"rewards": profile.rewards.model_copy(update={"s_per_sample": scaled})})
 
 
-def point_of(prepared: Prepared, nodes: int, compared: ComparedStrategy | None) -> SteadyPoint:
+def point_of(prepared: Prepared, strategy: str, nodes: int, compared: ComparedStrategy | None) -> SteadyPoint:
     """What a task's simulation says of the whole cluster."""
-    file, by = prepared.file, divisor_of(prepared.file)
-    place = float(_made_small(nodes, by) * by)
+    file, named = prepared.file, strategy_named(strategy)
+    by, learner = divisor_of(file, named), _learner_nodes(named, file)
+    rolling = nodes - learner
+    place = float(learner + _made_small(rolling, by) * by if rolling > 0 else nodes)
     if compared is None or not compared.iteration_ends_s:
         return SteadyPoint(place, math.inf, math.inf, compared.outcome if compared else None)
     # Where groups are not divided evenly, the work of each GPU is not quite the same.

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -191,6 +192,12 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
     joining = [event.node for _, event in nodes if isinstance(event, NodeJoined)]
     ranks = ranks_of(prepared, strategy)
     denoising = tuple(dict.fromkeys(node.gpu_type for node in joining if node.rolls_out))
+    if not denoising:
+        found, remedy = "no spot node in all the time", "Take another, or set cluster.reserved.rolls_out."
+        raise ConfigError(
+            prepared.trace.source,
+            [Problem("trace", found, f"one that rolls out, for {strategy.name}", remedy)],
+        )
     costs = _costs(prepared, strategy, denoising, ranks)
     model = file.exploration.rewards if file.exploration else None
     return Scenario(
@@ -225,8 +232,10 @@ def ranks_of(prepared: Prepared, strategy: Strategy) -> int:
 def _on_demand(prepared: Prepared) -> OnDemandOffer:
     file, tag = prepared.file, prepared.pricing.on_demand
     assert tag is not None, "prepared for a strategy that takes a node on demand"
-    kind, gpu, price = NodeKind.ON_DEMAND, file.cluster.spot.gpu_type, tag.usd_gpu_h * file.ranks
-    node = Node(NodeId("on-demand"), kind, file.ranks, gpu, price, trains=False, rolls_out=True)
+    spot = file.cluster.spot
+    gpus = math.ceil(file.ranks / spot.gpus_per_node) * spot.gpus_per_node  # of whole machines
+    price, kind = tag.usd_gpu_h * gpus, NodeKind.ON_DEMAND
+    node = Node(NodeId("on-demand"), kind, gpus, spot.gpu_type, price, trains=False, rolls_out=True)
     wish = file.learner.on_demand
     return OnDemandOffer(node, wish.after_s, wish.back_after_s)
 
@@ -278,7 +287,7 @@ def _plan(
         else EvaluationConfig(every=test.every, images_per_prompt=test.images_per_prompt, steps=test.steps),
         updates_per_batch=work.updates_per_batch,
         micro_batch_size=ranks * work.micro_batch_per_gpu,
-        checkpoint_every=1 if strategy.learner_moves else work.checkpoint_every,
+        checkpoint_every=1 if strategy.is_all_spot else work.checkpoint_every,
         lease_s=_lease_s(costs, denoising, file),
         max_drop_share=0.5,  # uneven ranks leave samples over by design
         ranks=ranks,

@@ -108,7 +108,7 @@ class AnswerLimits:
         return max(least_s, first_s, SLOWER_MAX * most_s)
 
     def _scaled_s(self, group: _MeasuredGroup, *, ends: bool) -> list[float]:
-        """Intervals of its kind, as long as they may be with the rollouts it has, ascending; none if too few."""
+        """Intervals of its kind, as long as they may be with what it has, ascending; none if too few."""
         recent = self._intervals.get((group.kind, group.trains, ends), ())
         if len(recent) < _AGREE:
             return []

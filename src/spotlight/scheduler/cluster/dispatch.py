@@ -83,7 +83,7 @@ class Dispatcher:
         self._preempt_previews()
 
     def _grant(self) -> None:
-        """Groups that hold their full share leave the rest to others and stay idle until the shares change."""
+        """Groups that hold their full share leave the rest to others and stay idle until shares change."""
         idle, suits, able = self.serving.idle, self.serving.suits_trainers(), cache(self._able)
         demand = self.spare.demand()
         wanted = self.cluster.degree_for(demand.contended)

@@ -1,7 +1,7 @@
 """Groups that wait for work and may have some. Part of the cluster.
 
-Nearly every event looks whether there is work for them. So what is asked then costs the same however many GPUs
-that train wait for their turn.
+Nearly every event looks whether there is work for them. So what is asked then costs the same however many
+GPUs that train wait for their turn.
 """
 
 from __future__ import annotations

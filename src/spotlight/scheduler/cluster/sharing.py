@@ -98,7 +98,8 @@ class Serving:
         trainers_explore: these may be previews.
         switch_s: seconds a trainer takes to switch between training and rollouts.
         turned: trainers' workers that received rollouts since they last trained.
-        trainers_served: groups on GPUs that train, by leader, that were granted work; among them all that hold any.
+        trainers_served: groups on GPUs that train, by leader, that were granted work: all that hold any, and
+            perhaps others.
     """
 
     queue: PullQueue
