@@ -34,7 +34,7 @@ class PriceTag:
     Attributes:
         source: origin of the figure, and the instance type.
         as_of: when it held; None if the scenario states it.
-        place: cloud and region (empty: unknown); None if the scenario states the price and not the pool's cloud.
+        place: cloud and region (empty: unknown); None if the scenario states the price and no cloud.
         machine, machine_usd_h: the instance type and its price; empty and 0 if the scenario states the price.
     """
 
