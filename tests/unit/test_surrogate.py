@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from pathlib import Path
 
 import pytest
 
@@ -73,3 +74,30 @@ def test_points_of_a_smaller_cluster_are_at_the_nodes_of_the_whole(
     scenario = prepared(strategy)
     most = scenario.file.spot_nodes(strategy_named(strategy))
     assert curve_of(scenario, strategy).most.nodes == most
+
+
+def test_a_learner_that_takes_a_node_on_demand_works_and_pays_meanwhile(tmp_path: Path) -> None:
+    """Of four spot nodes three leave for an hour: the learner's two have no room, and it goes on alone."""
+    events = [f"0,add,{name},4" for name in "abcdef"]
+    events += [f"{240 + n},remove,{name},4" for n, name in enumerate("bcdef")]
+    events += [f"{3840 + n},add,{name}2,4" for n, name in enumerate("bcdef")]
+    path = tmp_path / "gap.csv"
+    path.write_text(
+        "\n".join(["# spotlight trace horizon_s=90000.0", "time_s,event,node,gpus", *events]) + "\n"
+    )
+    name = "all_spot_then_on_demand"
+    wish = (
+        f"trace={{kind: file, path: {path}}}",
+        "run.iterations=150",
+        "iterations_to_target.reserved_only.value=150",
+        f"iterations_to_target.{name}={{value: 150, source: 'assumed: for a test'}}",
+        "learner.on_demand={after_s: 60, back_after_s: 60}",
+    )
+    scenario = prepared(name, *wish)
+    guess = estimated(scenario, name, curve_of(scenario, name))
+    exact = run_task(SimulationTask(scenario, name)).outcome
+    assert exact.on_demand == 1
+    assert guess.target_h == pytest.approx(exact.target_h, rel=0.1)
+    assert guess.target_usd == pytest.approx(exact.target_usd, rel=0.1)
+    waits = prepared("all_spot", *wish)
+    assert estimated(waits, "all_spot", curve_of(waits, "all_spot")).simulated_h > guess.simulated_h + 0.5

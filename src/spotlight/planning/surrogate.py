@@ -4,8 +4,9 @@ How many iterations an hour a cluster makes depends on the spot nodes that are t
 simulated exactly, for a few iterations, at a few numbers of spot nodes that stay (:class:`SteadyPoint`).
 Between these numbers the rate is interpolated linearly, and the rates are added up over the trace:
 :func:`estimated`. Dollars are those of the nodes that are there. Left out are work lost without notice and
-what depends on the moment of a preemption (a learner on spot nodes works while there are as many nodes as
-it needs, and is never restored); checkpoints and evaluations are as often as in the short simulations.
+what depends on the moment of a preemption (a learner on spot nodes works while there are as many nodes as it
+needs, or once it has taken a node on demand, and is never restored); checkpoints and evaluations are as often
+as in the short simulations.
 
 A cluster of more than :data:`GPUS_MAX` GPUs is simulated at a fraction of its size, with the same work for
 each GPU and for each scorer: what is divided among them takes as long. A learner on one node is not charged
@@ -24,7 +25,7 @@ from itertools import pairwise
 from spotlight.fleet.traces.trace import PricePoint, Trace, TraceEventKind
 from spotlight.planning.compare import ComparedStrategy, SimulationOutcome, SimulationTask
 from spotlight.planning.learning_speed import Explored, honest_target, learned_target
-from spotlight.planning.scenarios.prepare import Prepared, with_file
+from spotlight.planning.scenarios.prepare import Prepared, on_demand_offer, with_file
 from spotlight.planning.scenarios.profile import Profile
 from spotlight.planning.scenarios.scenario_file import AlwaysOn, ScenarioFile, Target
 from spotlight.planning.scenarios.side_costs import egress_of, standing_usd_h
@@ -190,7 +191,7 @@ def estimated(prepared: Prepared, strategy: str, curve: SteadyCurve) -> Simulati
 def iterations_in(prepared: Prepared, strategy: str, curve: SteadyCurve, seconds: float) -> float:
     """Iterations done after so many seconds of the trace."""
     done = 0.0
-    for since_s, until_s, _, useful, _ in _stretches(prepared, strategy_named(strategy)):
+    for since_s, until_s, useful, _ in _served(prepared, strategy_named(strategy)):
         at_s, until_s = since_s, min(until_s, seconds)
         while at_s < until_s:
             per_s = curve.between(useful, _first_rate if done < 1 else _rate)
@@ -236,9 +237,9 @@ def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iter
     explores = strategy.explore is not None
     usd_s, standing = _standing_usd_s(prepared, strategy)
     done = usd = previews = early = 0.0
-    for since_s, until_s, there, useful, node_usd_h in _stretches(prepared, strategy):
+    for since_s, until_s, useful, usd_h in _served(prepared, strategy):
         nodes = float(standing) if strategy.places.stays else useful
-        rate_usd = usd_s + there * node_usd_h / 3600
+        rate_usd = usd_s + usd_h / 3600
         at_s = since_s
         while at_s < until_s and done < iterations:
             goal = 1 if done < 1 else iterations
@@ -280,6 +281,35 @@ def _standing_usd_s(prepared: Prepared, strategy: Strategy) -> tuple[float, int]
         standing = cluster.spot.nodes
         usd_h += standing * cluster.spot.gpus_per_node * pricing.on_demand.usd_gpu_h
     return usd_h / 3600, standing
+
+
+def _served(prepared: Prepared, strategy: Strategy) -> Iterator[tuple[float, float, float, float]]:
+    """Stretches of the run: from, until, nodes that work in spot nodes' places, dollars an hour of these.
+
+    A learner that takes a node on demand does so when spot nodes have had no room for it for long enough; it
+    works there as on spot nodes, and all of these roll out.
+    """
+    offer = on_demand_offer(prepared) if strategy.placement == "spot_then_on_demand" else None
+    learner, warm_s = _learner_nodes(strategy, prepared.file), _warm_s(prepared, strategy)
+    alone_s: float | None = None
+    for since_s, until_s, there, useful, node_usd_h in _stretches(prepared, strategy):
+        usd_h = there * node_usd_h
+        if offer is None or useful >= learner:
+            alone_s = None
+            yield since_s, until_s, useful, usd_h
+            continue
+        alone_s = since_s if alone_s is None else alone_s
+        taken_s = alone_s + offer.after_s
+        works_s = taken_s + warm_s
+        for at_s, next_s in pairwise(
+            sorted({since_s, until_s, *_within(since_s, until_s, taken_s, works_s)})
+        ):
+            nodes = learner + useful if at_s >= works_s else useful
+            yield at_s, next_s, nodes, usd_h + (offer.node.price_usd_h if at_s >= taken_s else 0.0)
+
+
+def _within(since_s: float, until_s: float, *moments_s: float) -> list[float]:
+    return [at_s for at_s in moments_s if since_s < at_s < until_s]
 
 
 def _stretches(prepared: Prepared, strategy: Strategy) -> Iterator[tuple[float, float, int, float, float]]:

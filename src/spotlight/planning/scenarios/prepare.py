@@ -212,7 +212,7 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         until_s=file.run.until_h * 3600,
         rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
         timelines=timelines,
-        on_demand=_on_demand(prepared) if strategy.placement == "spot_then_on_demand" else None,
+        on_demand=on_demand_offer(prepared) if strategy.placement == "spot_then_on_demand" else None,
         boot_s=costs.boot_s() if file.cluster.boot_s is None else file.cluster.boot_s,
         ranks_roll_out=strategy.trainers_roll_out(file.cluster.reserved.rolls_out),
         even_ranks=file.learner.shard == "node",
@@ -229,7 +229,8 @@ def ranks_of(prepared: Prepared, strategy: Strategy) -> int:
     return sum(node.gpus for node in joining if node.trains)  # all of these join at 0
 
 
-def _on_demand(prepared: Prepared) -> OnDemandOffer:
+def on_demand_offer(prepared: Prepared) -> OnDemandOffer:
+    """The whole machines that a learner on spot nodes takes on demand, as one node."""
     file, tag = prepared.file, prepared.pricing.on_demand
     assert tag is not None, "prepared for a strategy that takes a node on demand"
     spot = file.cluster.spot
