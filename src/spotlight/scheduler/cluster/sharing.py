@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from spotlight.scheduler.cluster.idle_groups import IdleGroups
-from spotlight.scheduler.cluster.members import GroupState, WorkerGroup
+from spotlight.scheduler.cluster.members import GroupState, IdleGroups, WorkerGroup
 from spotlight.scheduler.cluster.pace import Pace
 from spotlight.scheduler.cluster.queue import PullQueue, WorkClass
 from spotlight.scheduler.cluster.spare_time import Demand, SpareTime
