@@ -67,6 +67,8 @@ CLOCKS = {Clock.CPU: time.process_time, Clock.WALL: time.perf_counter}
 SCENARIOS = {Work.VIDEO: "video-1000", Work.IMAGE: "paper-512"}
 SAMPLES_PER_GPU = {Work.VIDEO: 2, Work.IMAGE: 43}
 """Of an iteration: as the shipped scenarios have."""
+SCORERS_PER_GPU = {Work.VIDEO: 1 / 8, Work.IMAGE: 8 / 3}
+"""Likewise: with as many for every size, a thousand GPUs would wait for rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ def scaled(work: Work, gpus: int, hours: float) -> ScenarioFile:
             "prices.whole_machines=false",  # small clusters have nodes of two
             "trace={kind: generated, mean_uptime_h: 8, bursts_per_h: 0.08, burst_fraction: 0.3}",
             f"workload.prompts={prompts}",
+            f"rewards.scorers={max(1, round(SCORERS_PER_GPU[work] * gpus))}",
             "workload.evaluation=null",
             f"run.until_h={hours}",
             "run.iterations=1000000",
