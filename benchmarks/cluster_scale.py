@@ -67,6 +67,8 @@ CLOCKS = {Clock.CPU: time.process_time, Clock.WALL: time.perf_counter}
 SCENARIOS = {Work.VIDEO: "video-1000", Work.IMAGE: "paper-512"}
 SAMPLES_PER_GPU = {Work.VIDEO: 2, Work.IMAGE: 43}
 """Of an iteration: as the shipped scenarios have."""
+SCORERS_PER_GPU = {Work.VIDEO: 1 / 8, Work.IMAGE: 8 / 3}
+"""Likewise: with as many for every size, a thousand GPUs would wait for rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,7 @@ def scaled(work: Work, gpus: int, hours: float) -> ScenarioFile:
             "prices.whole_machines=false",  # small clusters have nodes of two
             "trace={kind: generated, mean_uptime_h: 8, bursts_per_h: 0.08, burst_fraction: 0.3}",
             f"workload.prompts={prompts}",
+            f"rewards.scorers={max(1, round(SCORERS_PER_GPU[work] * gpus))}",
             "workload.evaluation=null",
             f"run.until_h={hours}",
             "run.iterations=1000000",
@@ -156,7 +159,7 @@ def measure_estimate(work: Work, gpus: int, now: Callable[[], float]) -> Scale:
     for nodes in counts_wanted([prepared], "spotlight"):
         task = steady_task(prepared, "spotlight", nodes)
         compared = run_task(task) if task else None
-        points.append(point_of(prepared, nodes, compared))
+        points.append(point_of(prepared, "spotlight", nodes, compared))
         events += compared.outcome.events if compared else 0
     curve = SteadyCurve.of(points)
     done = iterations_in(prepared, "spotlight", curve, 86400.0)

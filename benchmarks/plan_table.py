@@ -5,8 +5,9 @@
 
 Two workloads, three clouds and all of them together (each pool where it is cheapest, traffic between clouds
 paid), built-in prices, whole machines. Every figure is an estimate from short exact simulations
-(planning/surrogate.py), from ``--starts`` starts; the planner's best are also simulated exactly to their
-target, from ``--confirm-starts`` starts. Ranges are of the starts and of the stated iterations to target.
+(planning/surrogate.py), from ``--starts`` starts; the planner's best, and the clusters that come nearest to
+the goals, are also simulated exactly to their target, from ``--confirm-starts`` starts. Ranges are of the
+starts and of the interval of the iterations to target; of factors, of both sides.
 
 Goals: five times as fast at the dollars of the scenario's reserved GPUs alone, and a seventh of their
 dollars in their time.
@@ -16,19 +17,20 @@ from __future__ import annotations
 
 import json as json_format
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
 from spotlight.planning.candidates import Candidate, Machine, grid, prepared_for, shape_of
-from spotlight.planning.compare import run_tasks
+from spotlight.planning.compare import SimulationOutcome, run_tasks
 from spotlight.planning.estimates import Estimates
 from spotlight.planning.explanation.levers import lever_steps
 from spotlight.planning.pages.comparison_summary import between, hours, usd
+from spotlight.planning.pages.verdict import ratios
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.scenarios.strategies import with_parts
@@ -38,6 +40,7 @@ from spotlight.planning.strategy_runs import StrategyRuns, tasks_from_starts
 CLOUDS = ("aws", "gcp", "azure")
 EVERYWHERE = "all three"
 FASTER, CHEAPER = 5.0, 7.0
+_After: TypeAlias = Callable[[SimulationOutcome, int], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +60,34 @@ class TableRow:
 
 
 @dataclass(frozen=True, slots=True)
+class Factor:
+    """How many times less a cluster takes than the scenario's reserved GPUs alone.
+
+    Attributes:
+        p50, ends: estimated: at p50, and of the same starts and both intervals of iterations.
+        exactly: simulated exactly, at p50; NaN: it was not.
+    """
+
+    p50: float
+    ends: tuple[float, float]
+    exactly: float
+    cluster: str
+
+
+@dataclass(frozen=True, slots=True)
 class GoalRow:
     """How far the goals are met in one place, against the scenario's reserved GPUs alone.
 
     Attributes:
-        faster: most times as fast for no more dollars.
-        cheaper: most times cheaper in no more time.
+        faster: most times as fast for no more dollars; None: every cluster is dearer.
+        cheaper: most times cheaper in no more time; None: every cluster is slower.
         levers: hours and dollars to target after each lever, towards the cheapest.
     """
 
     workload: str
     place: str
-    faster: float
-    faster_cluster: str
-    cheaper: float
-    cheaper_cluster: str
+    faster: Factor | None
+    cheaper: Factor | None
     levers: tuple[tuple[str, float, float], ...]
 
 
@@ -158,7 +174,7 @@ def table_of(
             told = f"best at {deadline_h:g} h" + ("" if goal.met_by(best[1]) else " (missed)")
             exact = _exact(work, best[0], confirm_starts)
             yield _row(work, place, told, shape_of(best[0]), best[1], exact)
-        yield _goals(work, place, found, alone[place])
+        yield _goals(work, place, found, alone[place], confirm_starts)
 
 
 def _exact(work: Workload, candidate: Candidate, starts: int) -> StrategyRuns | None:
@@ -194,34 +210,59 @@ def _row(
     )
 
 
-def _goals(work: Workload, place: str, found: dict[Candidate, StrategyRuns], alone: StrategyRuns) -> GoalRow:
+def _goals(
+    work: Workload,
+    place: str,
+    found: dict[Candidate, StrategyRuns],
+    alone: StrategyRuns,
+    confirm_starts: int,
+) -> GoalRow:
     time, cost = alone.target_h.p50, alone.target_usd.p50
-    fast = min(
-        (item for item in found.items() if item[1].target_usd.p50 <= cost),
-        key=lambda item: item[1].target_h.p50,
-    )
-    cheap = min(
-        (item for item in found.items() if item[1].target_h.p50 <= time),
-        key=lambda item: item[1].target_usd.p50,
-    )
+    affordable = [one for one, runs in found.items() if runs.target_usd.p50 <= cost]
+    in_time = [one for one, runs in found.items() if runs.target_h.p50 <= time]
+    fast = min(affordable, key=lambda one: found[one].target_h.p50, default=None)
+    cheap = min(in_time, key=lambda one: found[one].target_usd.p50, default=None)
     levers: list[tuple[str, float, float]] = [("reserved GPUs alone", time, cost)]
-    if place in CLOUDS:
-        file = work.on(place)
-        here = replace(work.estimates, file=file, tried=set(), points={}, left_out={}, _starts={})
-        for name, candidate in lever_steps(file, cheap[0])[1:-1]:
-            runs = here.of([candidate]).get(candidate)
-            if runs is not None:
-                levers.append((name, runs.target_h.p50, runs.target_usd.p50))
-    levers.append(("whole machines, sizes and places", cheap[1].target_h.p50, cheap[1].target_usd.p50))
-    return GoalRow(
-        work.name,
-        place,
-        time / fast[1].target_h.p50,
-        shape_of(fast[0]),
-        cost / cheap[1].target_usd.p50,
-        shape_of(cheap[0]),
-        tuple(levers),
-    )
+    if cheap is not None:
+        levers += _levers(work, place, cheap)
+        cheapest = found[cheap]
+        levers.append(("whole machines, sizes and places", cheapest.target_h.p50, cheapest.target_usd.p50))
+
+    def factor(one: Candidate | None, of: Callable[[StrategyRuns], float], after: _After) -> Factor | None:
+        if one is None:
+            return None
+        exact = _exact(work, one, confirm_starts)
+        return Factor(
+            of(alone) / of(found[one]),
+            ratios(alone, found[one], after),
+            of(alone) / of(exact) if exact else math.nan,
+            shape_of(one),
+        )
+
+    faster = factor(fast, lambda runs: runs.target_h.p50, SimulationOutcome.hours_after)
+    cheaper = factor(cheap, lambda runs: runs.target_usd.p50, SimulationOutcome.usd_after)
+    return GoalRow(work.name, place, faster, cheaper, tuple(levers))
+
+
+def _levers(work: Workload, place: str, cheap: Candidate) -> Iterator[tuple[str, float, float]]:
+    """Those between the reserved GPUs alone and the cheapest cluster; of several clouds none."""
+    if place not in CLOUDS:
+        return
+    file = work.on(place)
+    here = replace(work.estimates, file=file, tried=set(), points={}, left_out={}, _starts={})
+    for name, candidate in lever_steps(file, cheap)[1:-1]:
+        runs = here.of([candidate]).get(candidate)
+        if runs is not None:
+            yield name, runs.target_h.p50, runs.target_usd.p50
+
+
+def _factor(found: Factor | None, goal: float) -> str:
+    """``4.1x (3.2-5.0x; exactly 4.0x) of 5x: ...``."""
+    if found is None:
+        return f"none, of {goal:g}x"
+    told = "" if math.isnan(found.exactly) else f"; exactly {found.exactly:.1f}x"
+    least, most = found.ends
+    return f"{found.p50:.1f}x ({least:.1f}-{most:.1f}x{told}) of {goal:g}x: {found.cluster}"
 
 
 def show(rows: Sequence[TableRow | GoalRow]) -> str:
@@ -240,8 +281,7 @@ def show(rows: Sequence[TableRow | GoalRow]) -> str:
     lines += ["", "| | cloud | faster for no more dollars | cheaper in no more time |", "|---|---|---|---|"]
     for row in rows:
         if isinstance(row, GoalRow):
-            fast = f"{row.faster:.1f}x of {FASTER:g}x: {row.faster_cluster}"
-            cheap = f"{row.cheaper:.1f}x of {CHEAPER:g}x: {row.cheaper_cluster}"
+            fast, cheap = _factor(row.faster, FASTER), _factor(row.cheaper, CHEAPER)
             lines.append(f"| {row.workload} | {row.place} | {fast} | {cheap} |")
     lines += ["", "| | cloud | lever | to target | $ to target |", "|---|---|---|---|---|"]
     for row in rows:

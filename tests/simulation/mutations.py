@@ -170,7 +170,7 @@ def _keeps_the_ledger(
 
 def _grants_before_weights(self: Cluster, group: WorkerGroup) -> None:
     if group.capacity:
-        self.serving.idle[group.leader] = None
+        self.serving.idle.add(group)
 
 
 def _never_repeats(self: Commands, now: float) -> Iterator[tuple[CommandEffect, bool]]:

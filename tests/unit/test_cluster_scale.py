@@ -16,6 +16,8 @@ def test_every_size_has_its_gpus_and_as_much_work_for_each(work: str, gpus: int)
     pools = file.cluster.reserved, file.cluster.spot
     assert sum(pool.nodes * pool.gpus_per_node for pool in pools) == gpus
     assert file.samples / gpus == pytest.approx(bench.SAMPLES_PER_GPU[bench.Work(work)], rel=0.35)
+    assert file.rewards.scorers is not None
+    assert file.rewards.scorers / gpus == pytest.approx(bench.SCORERS_PER_GPU[bench.Work(work)], rel=0.35)
 
 
 def test_it_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -17,11 +18,13 @@ from spotlight.planning.explanation.sensitivity import FACTOR, Swing, assumption
 from spotlight.planning.pages.explanation_charts import explanation_notes, tornado, waterfall
 from spotlight.planning.pages.plan_page import plan_page, plan_record, plan_verdict
 from spotlight.planning.pages.verdict import comparison_verdict, ratios, verdict_text
+from spotlight.planning.scenarios.prepare import prepare
 from spotlight.planning.scenarios.profile import figures
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.scenarios.strategies import strategy_named
 from spotlight.planning.search import Goal, SearchResult, search
+from spotlight.planning.strategy_runs import StrategyRuns
 
 ANSWERS = (
     "reserved_only",
@@ -171,6 +174,29 @@ def test_ratios_are_of_the_same_start_and_span_the_intervals() -> None:
     points = [a.target_h / b.target_h for a, b in zip(base.outcomes, one.outcomes, strict=True)]
     assert 0 < least < min(points) < max(points) < most
     assert ratios(one, one, lambda outcome, iterations: iterations) == (71 / 160, 160 / 71)
+
+
+def test_a_start_without_a_target_makes_a_verdict_worse() -> None:
+    base, one = three_starts()
+    lost = StrategyRuns((*one.outcomes[:2], replace(one.first, target=None, target_h=math.nan)))
+    said = verdict_text("spotlight", lost, ALONE, base)
+    first, other = (StrategyRuns(runs.outcomes[:2]) for runs in (base, one))
+    _, most = ratios(first, other, type(one.first).hours_after)
+    assert f": up to {most:.1f} times as fast as reserved_only" in said
+    assert re.search(r"costs \d+ % or more of its \$", said)
+    of_base = StrategyRuns((*base.outcomes[:2], replace(base.first, target=None, target_h=math.nan)))
+    said = verdict_text("spotlight", one, ALONE, of_base)
+    assert re.search(r": [\d.]+ or more times as fast as reserved_only", said)
+    assert re.search(r"costs up to \d+ % of its \$", said)
+
+
+def test_how_long_a_machine_boots_is_an_assumption_where_machines_come_later() -> None:
+    def varied(*overrides: str) -> set[str]:
+        scenario = prepare(load_scenario("paper-512", overrides), ("spotlight",), NOW)
+        return {one.name for one in assumptions_varied(scenario, "spotlight")}
+
+    assert "boot of a machine" in varied()
+    assert "boot of a machine" not in varied("cluster.boot_s=60") | varied("trace.kind=always_on")
 
 
 def test_a_comparison_is_judged_by_its_cheapest_against_reserved_gpus() -> None:

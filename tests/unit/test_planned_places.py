@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import shlex
 import subprocess
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -28,9 +29,12 @@ from spotlight.planning.candidates import (
 from spotlight.planning.compare import SimulationTask, run_task
 from spotlight.planning.launch_files import launch_files, read_templates
 from spotlight.planning.prices.quotes import PriceError, Quote
-from spotlight.planning.scenarios.prepare import prepare
+from spotlight.planning.prices.sources import PriceQuery
+from spotlight.planning.scenarios import pricing
+from spotlight.planning.scenarios.prepare import prepare, scenario_of
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.scenarios.strategies import strategy_named
 from spotlight.planning.search import GAIN_MIN, Goal, SearchResult, search, useless
 from spotlight.planning.strategy_runs import StrategyRuns
 
@@ -78,7 +82,7 @@ WISH = (
 
 @pytest.fixture(autouse=True)
 def quotes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning_estimates, "quotes_of", lambda file, gpus, now: QUOTES)
+    monkeypatch.setattr(planning_estimates, "quotes_of", lambda file, gpus, now, unread: QUOTES)
 
 
 def test_nodes_are_whole_machines() -> None:
@@ -123,6 +127,63 @@ def test_the_grid_has_machines_and_places_that_no_other_beats() -> None:
     assert {one.spot.gpus for one in candidates} == {1, 4, 8}
     moving = {(one.reserved, one.spot) for one in candidates if one.strategy == "all_spot"}
     assert all(one == other for one, other in moving)
+
+
+def test_nodes_on_demand_are_planned_in_the_learners_place() -> None:
+    """What crosses is paid of spot nodes only; nodes on demand would cross for nothing."""
+    wish = WISH.replace("reserved_only, spotlight, all_spot", "disaggregated, all_on_demand")
+    candidates, _ = grid(small(wish), QUOTES)
+    assert {one.strategy for one in candidates} == {"disaggregated", "all_on_demand"}
+    assert {one.crossing for one in candidates} == {""}
+    nowhere = [one for one in QUOTES if one.cloud == "azure"] + [replace(QUOTES[2], gpu="A100-80GB")]
+    wish = wish.replace("gpu_types: [H100]", "gpu_types: [A100-80GB], spot_gpu_types: [H100]")
+    candidates, left_out = grid(small(wish), nowhere)
+    assert not [one for one in candidates if one.reserved.gpu_type != one.spot.gpu_type]
+    assert ("A100-80GB, disaggregated", "no place with prices of both") in left_out
+
+
+def test_a_stated_price_in_another_cloud_pays_for_traffic() -> None:
+    away = ("cluster.spot.usd_gpu_h=1", "cluster.spot.cloud=azure")
+    for overrides, crosses in ((away, True), (away[:1], False)):
+        scenario = prepare(load_scenario("paper-512", overrides), ("spotlight",), NOW)
+        found = scenario_of(scenario, strategy_named("spotlight")).egress
+        assert (found is not None) == crosses
+    file = small(WISH, *away)
+    candidates, _ = grid(file, QUOTES)
+    ours = [one for one in candidates if one.strategy == "spotlight"]
+    assert {one.spot.name for one in ours} == {""}
+    assert all(one.crossing == ("" if one.reserved.cloud == "azure" else "cloud") for one in ours)
+    assert len({one.crossing for one in ours}) == 2
+    for one in ours:
+        spot = prepared_for(file, one, 4, NOW, QUOTES).pricing.spot
+        assert spot is not None
+        assert spot.place == ("azure", "")
+
+
+def test_a_node_on_demand_for_the_learner_is_of_whole_machines() -> None:
+    """A learner of four GPUs pays for the eight of its machine, and the other four roll out."""
+    whole = ("cluster.spot={nodes: 2, gpus_per_node: 8}", "cluster.reserved.nodes=1", "learner.gpus=4")
+    name = "all_spot_then_on_demand"
+    scenario = prepare(load_scenario("paper-512", whole), (name,), NOW)
+    offer = scenario_of(scenario, strategy_named(name)).on_demand
+    assert offer is not None
+    assert offer.node.gpus == 8
+    assert offer.node.price_usd_h == pytest.approx(55.04)
+
+
+def test_clouds_that_could_not_be_read_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(source: str, question: PriceQuery) -> tuple[Quote, ...]:
+        question.unread["vast"] = "vast: no answer in 30 s"
+        return QUOTES
+
+    monkeypatch.setattr(pricing, "load_prices", load)
+    monkeypatch.setattr(planning_estimates, "quotes_of", pricing.quotes_of)
+    pricing_found = prepare(small(), ("spotlight",), NOW).pricing
+    assert (
+        pricing_found.caveat == "prices of vast could not be read, and may be lower: vast: no answer in 30 s"
+    )
+    found = planning_estimates.Estimates(small(), NOW, 1, lambda name: None)
+    assert found.reasons() == ("vast: its prices could not be read: vast: no answer in 30 s",)
 
 
 def few() -> ScenarioFile:

@@ -8,8 +8,9 @@ from datetime import UTC, datetime
 import pytest
 
 from spotlight.planning.compare import SimulationTask, lasting, run_task
-from spotlight.planning.scenarios.prepare import prepare
+from spotlight.planning.scenarios.prepare import prepare, scenario_of
 from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.scenarios.strategies import strategy_named
 from spotlight.scheduler.events import NodeJoined, NodeLost
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
 from spotlight.simulation.scenario import NodeEvent, PriceChanged, SimulationResult
@@ -95,3 +96,26 @@ def test_on_a_calm_trace_they_are_the_colocated_run_at_the_spot_price() -> None:
     assert redundant.iteration_s > 1.02 * ours.iteration_s
     assert ours.iteration_usd / ours.iteration_s == pytest.approx(12 * 1.78 / 3600, rel=1e-3)
     assert sum(ours.gpu_s.values()) == pytest.approx(12 * 3600 * ours.simulated_h)
+
+
+def test_they_pay_for_scorers_and_save_after_every_iteration_as_we_do() -> None:
+    small = (
+        "workload.prompts=8",
+        "run.iterations=6",
+        "workload.evaluation=null",
+        "trace={kind: generated, mean_uptime_h: 0.05, mean_downtime_s: 10}",
+    )
+    names, now = ("spot_checkpoints", "all_spot"), datetime(2026, 11, 21, tzinfo=UTC)
+    free, paid = (
+        run_task(
+            SimulationTask(prepare(load_scenario("paper-512", [*small, more]), names, now), names[0])
+        ).outcome
+        for more in ("rewards.usd_h=0", "rewards={scorers: 32, usd_h: 0.25}")
+    )
+    assert paid.other_usd == {"rewards": pytest.approx(8 * paid.simulated_h)}
+    assert paid.simulated_usd - free.simulated_usd == pytest.approx(8 * paid.simulated_h)
+    assert paid.iteration_usd - free.iteration_usd == pytest.approx(8 * paid.iteration_s / 3600)
+    scenario = prepare(load_scenario("paper-512", small), names, now)
+    assert {scenario_of(scenario, strategy_named(name)).plan.checkpoint_every for name in names} == {1}
+    assert free.preemptions > 2
+    assert free.lost_s < free.preemptions * 12 * free.iteration_s

@@ -14,11 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError
-from spotlight.planning.compare import SimulationOutcome, run_task
+from spotlight.planning.candidates import Candidate, Machine
+from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_task
 from spotlight.planning.pages.comparison_summary import between, hours, notes_of, table_of, usd
+from spotlight.planning.pages.plan_page import lines_of
 from spotlight.planning.scenarios.prepare import Prepared, at_starts, prepare
 from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.search import Goal, search
+from spotlight.planning.search import EvaluatedCandidate, Goal, SearchResult, pareto, search
 from spotlight.planning.strategy_runs import StrategyRuns, grouped, range_of, tasks_from_starts
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -164,6 +166,47 @@ def test_a_goal_holds_at_p90_and_what_is_open_is_ranked_by_p50() -> None:
     assert Goal(deadline_h=2.5).met_by(steady)
     assert not Goal(deadline_h=2.5).met_by(wild)
     assert Goal(budget_usd=11).rank(wild) < Goal(budget_usd=11).rank(steady)
+
+
+def test_candidates_without_a_target_come_last_and_hide_none_behind_them() -> None:
+    """Not a number orders nothing: compared as it is, it would be the nearest, or the end of the front."""
+    outcome, cluster = three_starts()[0].first, Machine("H100", 4)
+    runs = [of([time] * 3, outcome) for time in (math.nan, 5.0, 3.0, 4.0)]
+    found = [
+        EvaluatedCandidate(Candidate("reserved_only", cluster, cluster, nodes, 0), one)
+        for nodes, one in enumerate(runs)
+    ]
+    goal = Goal(deadline_h=1)
+    ranked = sorted(found, key=lambda one: goal.rank(one.runs))
+    assert [one.candidate.reserved_nodes for one in ranked] == [2, 3, 1, 0]
+    assert [one.candidate.reserved_nodes for one in pareto(found)] == [2, 3, 1]  # dearer if faster
+    result = SearchResult(goal, tuple(found), pareto(found), None, (), (), (), (), 4)
+    assert result.nearest.candidate.reserved_nodes == 2
+    assert [line.cells[1] for line in lines_of(prepared().file, result, every=True)] == [
+        hours(time) for time in (3.0, 4.0, 5.0, math.nan)
+    ]
+
+
+def test_a_run_that_is_cut_off_has_no_target_whatever_its_iterations_took(tmp_path: Path) -> None:
+    """The only spot node leaves and never comes back: the iterations before do not tell of the others."""
+    path = tmp_path / "gone.csv"
+    path.write_text("# spotlight trace horizon_s=9000.0\ntime_s,event,node,gpus\n0,add,a,2\n400,remove,a,2\n")
+    gone = f"trace={{kind: file, path: {path}}}"
+    scenario = prepared(gone, "cluster.reserved.rolls_out=false", "run.iterations=40")
+    outcome = run_task(SimulationTask(scenario, "spotlight")).outcome
+    assert outcome.problem is not None
+    assert outcome.iterations > 1
+    assert outcome.iteration_s > 0
+    assert outcome.target is None
+    assert math.isnan(outcome.target_h)
+    assert "did not come to its end" in outcome.no_target
+
+
+def test_a_trace_without_any_node_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "none.csv"
+    path.write_text("# spotlight trace horizon_s=9000.0\ntime_s,event,node,gpus\n8000,add,a,2\n")
+    with pytest.raises(ConfigError, match=r"trace.*no spot node in all the time.*rolls out, for spotlight"):
+        prepared(f"trace={{kind: file, path: {path}}}", "cluster.reserved.rolls_out=false")
 
 
 def test_the_answer_is_simulated_from_every_start() -> None:

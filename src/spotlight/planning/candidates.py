@@ -30,7 +30,7 @@ class Machine:
 
     Attributes:
         gpus: of the machine.
-        region: empty: unknown.
+        cloud, region: empty: unknown.
         name: instance type; empty: the scenario's own node, at its price.
     """
 
@@ -141,8 +141,19 @@ def rentals(
             yield best, best
         return
     coming = _offers(file, file.cluster.spot, "spot", coming_type, quotes, on_demand=places.stays)
-    for one, other in product(_sizes_of(file, fixed), _sizes_of(file, coming)):
-        yield from _places(one, other)
+    pairs = list(product(_sizes_of(file, fixed), _sizes_of(file, coming)))
+    for one, other in pairs:
+        yield from _places(one, other, apart=places is SpotPlaces.SPOT)
+    if places.stays and not any(_places(one, other, apart=False) for one, other in pairs):
+        found, remedy = "no place with prices of both", "State them, or name other types."
+        raise ConfigError(
+            file.name, [Problem("cluster", found, f"a region with {fixed_type} and {coming_type}", remedy)]
+        )
+
+
+def own_machine(pool: Pool) -> Machine:
+    """The scenario's own node, whose price it states or parts of machines give."""
+    return Machine(pool.gpu_type, pool.gpus_per_node, pool.cloud or "", pool.region or "")
 
 
 def _offers(
@@ -154,7 +165,7 @@ def _offers(
         stated = file.cluster.spot.usd_gpu_h_on_demand
     by_trace = name == "spot" and isinstance(file.trace, TraceFile) and file.trace.use_prices
     if gpu_type == pool.gpu_type and (stated is not None or (by_trace and not on_demand)):
-        return [MachinePrice(Machine(gpu_type, pool.gpus_per_node), None)]
+        return [MachinePrice(own_machine(pool), None)]
     wish = wish_of(file.prices.model_copy(update={"whole_machines": False}), pool)
     best: dict[tuple[int, str, str], MachinePrice] = {}
     for quote in quotes:
@@ -183,17 +194,24 @@ def _sizes_of(file: ScenarioFile, offers: Sequence[MachinePrice]) -> list[list[M
     return ordered[: file.plan.machine_sizes_max]
 
 
-def _places(fixed: Sequence[MachinePrice], coming: Sequence[MachinePrice]) -> list[tuple[Machine, Machine]]:
+def _places(
+    fixed: Sequence[MachinePrice], coming: Sequence[MachinePrice], *, apart: bool
+) -> list[tuple[Machine, Machine]]:
     """Pairs that no other beats in both prices: among those of one place, and among those that cross.
 
-    What crosses costs the same between any two clouds, so that of these only each cloud's cheapest matter.
+    What crosses costs about the same between any two clouds: of these only each cloud's cheapest matter.
+
+    Args:
+        apart: also those that cross; nodes on demand are in the learner's place.
     """
     together = [(one, other) for one, other in product(fixed, coming) if not _crossing(one, other)]
-    apart = [
+    if not apart:
+        return _unbeaten(together)
+    across = [
         (one, other) for one, other in product(_by_cloud(fixed), _by_cloud(coming)) if _crossing(one, other)
     ]
     kinds = [together]
-    kinds += [[pair for pair in apart if _crossing(*pair) == kind] for kind in ("region", "cloud")]
+    kinds += [[pair for pair in across if _crossing(*pair) == kind] for kind in ("region", "cloud")]
     return [pair for kind in kinds for pair in _unbeaten(kind)]
 
 

@@ -133,6 +133,9 @@ def outcome_of(
         target, no_target = learned_target(random, previews, explored, exponent)
     else:
         target, no_target = honest_target(stated, random, previews, 0.0 if exact else early)
+    problem = _problem(scenario, result)
+    if problem is not None:  # the iterations that it made do not tell of those that it did not
+        target, no_target = None, f"it did not come to its end: {problem}"
     iterations = lasting(result.iterations)
     durations = [one.end_s - one.start_s for one in iterations]
     costs = [one.cost_usd for one in iterations]
@@ -146,7 +149,7 @@ def outcome_of(
     made = len(iterations) * plan.prompts_per_iteration * plan.choice.of_group(plan.group_size)
     return SimulationOutcome(
         strategy=strategy,
-        problem=_problem(scenario, result),
+        problem=problem,
         iterations=len(durations),
         iteration_s=iteration_s,
         iteration_error_s=standard_error(durations[1:]),

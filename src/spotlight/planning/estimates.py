@@ -51,7 +51,10 @@ class Estimates:
 
     def __post_init__(self) -> None:
         self.limit = self.file.plan.candidates_max
-        self.quotes = quotes_of(self.file, gpu_types_of(self.file), self.now)
+        unread: dict[str, str] = {}
+        self.quotes = quotes_of(self.file, gpu_types_of(self.file), self.now, unread)
+        for cloud, why in unread.items():
+            self.left_out.setdefault(f"its prices could not be read: {why.splitlines()[0]}", []).append(cloud)
 
     @property
     def simulated(self) -> int:
@@ -112,7 +115,7 @@ class Estimates:
         results = run_tasks(list(real.values()), self.jobs, lambda task: self.progress(task.strategy))
         found = dict(zip(real, results, strict=True))
         for (family, nodes), (prepared, _) in tasks.items():
-            point = point_of(prepared, nodes, found.get((family, nodes)))
+            point = point_of(prepared, family.strategy, nodes, found.get((family, nodes)))
             self.points.setdefault(family, {})[nodes] = point
 
     def _estimate(self, candidate: Candidate, prepared: Sequence[Prepared]) -> StrategyRuns:

@@ -52,7 +52,7 @@ from spotlight.planning.scenarios.strategies import (
     with_parts,
     without_part,
 )
-from spotlight.planning.strategy_runs import StrategyRuns, grouped, tasks_from_starts
+from spotlight.planning.strategy_runs import StrategyRuns, grouped, known_or_inf, tasks_from_starts
 
 ROUNDS = 3
 SETTLED = 3
@@ -86,10 +86,15 @@ class Goal:
         return runs.target_usd.p90 <= self.budget_usd
 
     def rank(self, runs: StrategyRuns) -> tuple[bool, float, float]:
-        """Sort key: goals met first, by p50 of the quantity left open; else p90's distance to it."""
+        """Sort key: goals met first, by p50 of the quantity left open; else p90's distance to it.
+
+        What a start without a target decides is the farthest.
+        """
         time, cost = runs.target_h, runs.target_usd
         bound, free = (time, cost) if self.deadline_h is not None else (cost, time)
-        return (False, free.p50, bound.p50) if self.met_by(runs) else (True, bound.p90, free.p50)
+        if self.met_by(runs):
+            return False, known_or_inf(free.p50), known_or_inf(bound.p50)
+        return True, known_or_inf(bound.p90), known_or_inf(free.p50)
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,9 +351,10 @@ def shortens(with_part_s: Sequence[float], without_s: Sequence[float]) -> bool:
 
 
 def pareto(evaluated: Sequence[EvaluatedCandidate]) -> tuple[EvaluatedCandidate, ...]:
-    """Pareto front in p50 of time and cost, fastest first."""
+    """Pareto front in p50 of time and cost, fastest first; without those that have none."""
     front: list[EvaluatedCandidate] = []
-    for one in sorted(evaluated, key=lambda one: (one.runs.target_h.p50, one.runs.target_usd.p50)):
+    known = [one for one in evaluated if not math.isnan(one.runs.target_h.p50 + one.runs.target_usd.p50)]
+    for one in sorted(known, key=lambda one: (one.runs.target_h.p50, one.runs.target_usd.p50)):
         if not front or one.runs.target_usd.p50 < front[-1].runs.target_usd.p50:
             front.append(one)
     return tuple(front)

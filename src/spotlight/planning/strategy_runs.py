@@ -25,9 +25,14 @@ class FigureRange:
     most: float
 
 
+def known_or_inf(value: float) -> float:
+    """A figure to be compared: infinite where there is none."""
+    return math.inf if math.isnan(value) else value
+
+
 def range_of(values: Iterable[float]) -> FigureRange:
     """The range of one or more values, of which NaN is the largest."""
-    ordered = sorted(math.inf if math.isnan(value) else value for value in values)
+    ordered = sorted(map(known_or_inf, values))
 
     def at(share: float) -> float:
         place = share * (len(ordered) - 1)

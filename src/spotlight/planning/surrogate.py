@@ -4,8 +4,9 @@ How many iterations an hour a cluster makes depends on the spot nodes that are t
 simulated exactly, for a few iterations, at a few numbers of spot nodes that stay (:class:`SteadyPoint`).
 Between these numbers the rate is interpolated linearly, and the rates are added up over the trace:
 :func:`estimated`. Dollars are those of the nodes that are there. Left out are work lost without notice and
-what depends on the moment of a preemption (a learner on spot nodes works while there are as many nodes as
-it needs, and is never restored); checkpoints and evaluations are as often as in the short simulations.
+what depends on the moment of a preemption (a learner on spot nodes works while there are as many nodes as it
+needs, or once it has taken a node on demand, and is never restored); checkpoints and evaluations are as often
+as in the short simulations.
 
 A cluster of more than :data:`GPUS_MAX` GPUs is simulated at a fraction of its size, with the same work for
 each GPU and for each scorer: what is divided among them takes as long. A learner on one node is not charged
@@ -24,7 +25,7 @@ from itertools import pairwise
 from spotlight.fleet.traces.trace import PricePoint, Trace, TraceEventKind
 from spotlight.planning.compare import ComparedStrategy, SimulationOutcome, SimulationTask
 from spotlight.planning.learning_speed import Explored, honest_target, learned_target
-from spotlight.planning.scenarios.prepare import Prepared, with_file
+from spotlight.planning.scenarios.prepare import Prepared, on_demand_offer, with_file
 from spotlight.planning.scenarios.profile import Profile
 from spotlight.planning.scenarios.scenario_file import AlwaysOn, ScenarioFile, Target
 from spotlight.planning.scenarios.side_costs import egress_of, standing_usd_h
@@ -84,14 +85,18 @@ class SteadyCurve:
         return of(lower) + share * (of(upper) - of(lower))
 
 
-def divisor_of(file: ScenarioFile) -> int:
-    """By what a cluster is made smaller: a divisor of its reserved nodes that leaves whole groups."""
+def divisor_of(file: ScenarioFile, strategy: Strategy) -> int:
+    """By what a cluster is made smaller: a divisor of its learner's nodes that leaves whole groups."""
     reserved, spot = file.cluster.reserved, file.cluster.spot
-    gpus = reserved.nodes * reserved.gpus_per_node + spot.nodes * spot.gpus_per_node
+    gpus = file.ranks if strategy.is_all_spot else reserved.nodes * reserved.gpus_per_node
+    gpus += spot.nodes * spot.gpus_per_node
+    nodes = _learner_nodes(strategy, file) if strategy.is_all_spot else reserved.nodes
     fitting = [
         by
-        for by in range(1, reserved.nodes + 1)
-        if reserved.nodes % by == 0 and file.workload.prompts >= by * max(1, file.workload.updates_per_batch)
+        for by in range(1, nodes + 1)
+        if nodes % by == 0
+        and (file.ranks % by == 0 or not strategy.is_all_spot)
+        and file.workload.prompts >= by * max(1, file.workload.updates_per_batch)
     ]
     small = [by for by in fitting if gpus <= by * GPUS_MAX]
     return small[0] if small else fitting[-1]
@@ -102,20 +107,26 @@ def steady_task(prepared: Prepared, strategy: str, nodes: int) -> SimulationTask
 
     None: nothing rolls out there.
     """
-    file, by = prepared.file, divisor_of(prepared.file)
-    if not _can_roll_out(strategy_named(strategy), file, nodes):
+    file, named = prepared.file, strategy_named(strategy)
+    by = divisor_of(file, named)
+    if not _can_roll_out(named, file, nodes):
         return None
     fixed, coming = file.cluster.reserved, file.cluster.spot
-    rolling = nodes - _learner_nodes(strategy_named(strategy), file)
+    rolling = nodes - _learner_nodes(named, file)
+    learner = file.learner
+    if named.is_all_spot:
+        learner = learner.model_copy(update={"gpus": file.ranks // by})
+    else:
+        fixed = fixed.model_copy(update={"nodes": fixed.nodes // by})
     cluster = file.cluster.model_copy(
         update={
-            "reserved": fixed.model_copy(update={"nodes": fixed.nodes // by}),
+            "reserved": fixed,
             "spot": coming.model_copy(update={"nodes": _made_small(rolling, by)}),
         }
     )
     work = file.workload.model_copy(update={"prompts": max(1, round(file.workload.prompts / by))})
     run = file.run.model_copy(update={"iterations": file.plan.iterations})
-    changes = {"cluster": cluster, "workload": work, "run": run, "trace": AlwaysOn()}
+    changes = {"cluster": cluster, "learner": learner, "workload": work, "run": run, "trace": AlwaysOn()}
     smaller = replace(prepared, profile=_slower_rewards(prepared.profile, by))
     return SimulationTask(with_file(smaller, file.model_copy(update=changes)), strategy)
 
@@ -127,10 +138,12 @@ def _slower_rewards(profile: Profile, by: int) -> Profile:
     return profile.model_copy(update={"rewards": profile.rewards.model_copy(update={"s_per_sample": scaled})})
 
 
-def point_of(prepared: Prepared, nodes: int, compared: ComparedStrategy | None) -> SteadyPoint:
+def point_of(prepared: Prepared, strategy: str, nodes: int, compared: ComparedStrategy | None) -> SteadyPoint:
     """What a task's simulation says of the whole cluster."""
-    file, by = prepared.file, divisor_of(prepared.file)
-    place = float(_made_small(nodes, by) * by)
+    file, named = prepared.file, strategy_named(strategy)
+    by, learner = divisor_of(file, named), _learner_nodes(named, file)
+    rolling = nodes - learner
+    place = float(learner + _made_small(rolling, by) * by if rolling > 0 else nodes)
     if compared is None or not compared.iteration_ends_s:
         return SteadyPoint(place, math.inf, math.inf, compared.outcome if compared else None)
     # Where groups are not divided evenly, the work of each GPU is not quite the same.
@@ -178,7 +191,7 @@ def estimated(prepared: Prepared, strategy: str, curve: SteadyCurve) -> Simulati
 def iterations_in(prepared: Prepared, strategy: str, curve: SteadyCurve, seconds: float) -> float:
     """Iterations done after so many seconds of the trace."""
     done = 0.0
-    for since_s, until_s, _, useful, _ in _stretches(prepared, strategy_named(strategy)):
+    for since_s, until_s, useful, _ in _served(prepared, strategy_named(strategy)):
         at_s, until_s = since_s, min(until_s, seconds)
         while at_s < until_s:
             per_s = curve.between(useful, _first_rate if done < 1 else _rate)
@@ -224,9 +237,9 @@ def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iter
     explores = strategy.explore is not None
     usd_s, standing = _standing_usd_s(prepared, strategy)
     done = usd = previews = early = 0.0
-    for since_s, until_s, there, useful, node_usd_h in _stretches(prepared, strategy):
+    for since_s, until_s, useful, usd_h in _served(prepared, strategy):
         nodes = float(standing) if strategy.places.stays else useful
-        rate_usd = usd_s + there * node_usd_h / 3600
+        rate_usd = usd_s + usd_h / 3600
         at_s = since_s
         while at_s < until_s and done < iterations:
             goal = 1 if done < 1 else iterations
@@ -268,6 +281,35 @@ def _standing_usd_s(prepared: Prepared, strategy: Strategy) -> tuple[float, int]
         standing = cluster.spot.nodes
         usd_h += standing * cluster.spot.gpus_per_node * pricing.on_demand.usd_gpu_h
     return usd_h / 3600, standing
+
+
+def _served(prepared: Prepared, strategy: Strategy) -> Iterator[tuple[float, float, float, float]]:
+    """Stretches of the run: from, until, nodes that work in spot nodes' places, dollars an hour of these.
+
+    A learner that takes a node on demand does so when spot nodes have had no room for it for long enough; it
+    works there as on spot nodes, and all of these roll out.
+    """
+    offer = on_demand_offer(prepared) if strategy.placement == "spot_then_on_demand" else None
+    learner, warm_s = _learner_nodes(strategy, prepared.file), _warm_s(prepared, strategy)
+    alone_s: float | None = None
+    for since_s, until_s, there, useful, node_usd_h in _stretches(prepared, strategy):
+        usd_h = there * node_usd_h
+        if offer is None or useful >= learner:
+            alone_s = None
+            yield since_s, until_s, useful, usd_h
+            continue
+        alone_s = since_s if alone_s is None else alone_s
+        taken_s = alone_s + offer.after_s
+        works_s = taken_s + warm_s
+        for at_s, next_s in pairwise(
+            sorted({since_s, until_s, *_within(since_s, until_s, taken_s, works_s)})
+        ):
+            nodes = learner + useful if at_s >= works_s else useful
+            yield at_s, next_s, nodes, usd_h + (offer.node.price_usd_h if at_s >= taken_s else 0.0)
+
+
+def _within(since_s: float, until_s: float, *moments_s: float) -> list[float]:
+    return [at_s for at_s in moments_s if since_s < at_s < until_s]
 
 
 def _stretches(prepared: Prepared, strategy: Strategy) -> Iterator[tuple[float, float, int, float, float]]:

@@ -235,6 +235,8 @@ class Simulation:
 
     def _carry_out(self, effect: ef.Effect) -> None:
         match effect:
+            case ef.WriteRecord() | ef.RollBack() | ef.ReportChoice():
+                pass
             case ef.GrantLease():
                 self._order(effect.lease.worker, self.workers.work, effect)
             case ef.AbandonLease():
@@ -272,8 +274,6 @@ class Simulation:
                 self.explorations.append(effect)
             case ef.ReportPipeline():
                 self.overlaps.append(effect)
-            case ef.WriteRecord() | ef.RollBack() | ef.ReportChoice():
-                pass
             case ef.FinishRun():
                 self._close(effect)
             case _:
@@ -440,7 +440,8 @@ class Simulation:
             self._reassign()
 
     def _kill_workers(self, nodes: Sequence[Node]) -> None:
-        for process in [p for p in self.workers.processes.values() if p.node in {node.id for node in nodes}]:
+        names = {node.id for node in nodes}
+        for process in [one for one in self.workers.processes.values() if one.node in names]:
             self.workers.kill(process)
 
     def _learner_starts(self) -> None:

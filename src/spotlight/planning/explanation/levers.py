@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 
 from spotlight.config.errors import ConfigError
-from spotlight.planning.candidates import Candidate, Machine, prepared_for
+from spotlight.planning.candidates import Candidate, own_machine, prepared_for
 from spotlight.planning.compare import SimulationTask, run_tasks
 from spotlight.planning.prices.quotes import PriceError
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
@@ -85,12 +85,12 @@ def lever_steps(file: ScenarioFile, answer: Candidate) -> tuple[tuple[str, Candi
 
 def _steps(file: ScenarioFile, answer: Candidate) -> Iterator[tuple[str, Candidate]]:
     fixed, coming, strategy = file.cluster.reserved, file.cluster.spot, strategy_named(answer.strategy)
-    here = Machine(fixed.gpu_type, fixed.gpus_per_node)
+    here = own_machine(fixed)
     alone = Candidate(ALONE, here, here, fixed.nodes, 0)
     steps = [("reserved GPUs alone", alone)]
     if strategy.places in _PLACES:
         added, name = _PLACES[strategy.places]
-        there = Machine(coming.gpu_type, coming.gpus_per_node)
+        there = own_machine(coming)
         own = Candidate(name, here, there, fixed.nodes, coming.nodes)
         steps.append((added, own))
         if strategy.explore is not None:

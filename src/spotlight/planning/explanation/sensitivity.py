@@ -137,6 +137,11 @@ def assumptions_varied(prepared: Prepared, strategy: str) -> Iterator[Assumption
     yield _by_factor("price of reserved GPUs", lambda factor: lambda one: _priced(one, "reserved", factor))
     if prepared.pricing.on_demand is not None:
         yield _by_factor("on-demand price", lambda factor: lambda one: _priced(one, "on_demand", factor))
+    machine = prepared.profile.infrastructure
+    boots = [key for key in ("boot_s", "image_s") if getattr(machine, key) is not None]
+    if places is SpotPlaces.SPOT and boots and cluster.boot_s is None and not isinstance(trace, AlwaysOn):
+        paths = tuple(f"infrastructure.{key}.value" for key in boots)
+        yield _by_factor("boot of a machine", partial(_profiled, paths))
     for name, paths in _STEPS.items():
         yield _by_factor(name, partial(_profiled, paths))
 

@@ -12,7 +12,7 @@ from spotlight.fleet.traces.trace_statistics import statistics
 from spotlight.planning.compare import PREVIEWS_WANTED, SimulationOutcome
 from spotlight.planning.prices.quotes import OLD, age_of
 from spotlight.planning.scenarios.prepare import Prepared, bytes_of_both
-from spotlight.planning.scenarios.pricing import PriceTag
+from spotlight.planning.scenarios.pricing import PriceTag, crossing_of
 from spotlight.planning.scenarios.profile import NamedFigure, assumptions
 from spotlight.planning.scenarios.scenario_file import Target
 from spotlight.planning.scenarios.strategies import SpotPlaces, strategy_named
@@ -142,6 +142,7 @@ def notes_of(prepared: Prepared, runs: Sequence[StrategyRuns], now: datetime) ->
     warnings = (
         *warnings_of(runs),
         *filter(None, [prepared.pricing.caveat]),
+        *_far_away(prepared, runs),
         *_old_prices(prepared, now),
         *_too_short(prepared, runs),
         *_crowded(prepared, outcomes),
@@ -180,6 +181,17 @@ def warnings_of(runs: Sequence[StrategyRuns]) -> Iterator[str]:
                 "divide by its learner GPUs: make prompts x group_size (or train_samples) a multiple of "
                 "their number."
             )
+
+
+def _far_away(prepared: Prepared, runs: Sequence[StrategyRuns]) -> Iterator[str]:
+    """Nodes on demand are simulated beside the learner."""
+    fixed, coming = prepared.pricing.reserved, prepared.pricing.on_demand
+    names = [one.strategy for one in runs if strategy_named(one.strategy).places.stays]
+    if names and coming is not None and crossing_of(fixed.place, coming.place):
+        yield (
+            f"{', '.join(names)}: prices on demand are of another place than those of the reserved GPUs, and "
+            "traffic between is not counted: set cluster.reserved and cluster.spot to one place."
+        )
 
 
 def _old_prices(prepared: Prepared, now: datetime) -> Iterator[str]:
@@ -290,7 +302,9 @@ def _reading(prepared: Prepared, starts: int) -> Iterator[str]:
             "trace file; one without the figure counts as the largest"
         )
     yield "range: of all starts; to target, also of the interval of the iterations"
-    yield "prices are per GPU; what is rented comes in whole machines"
+    whole = "what is rented comes in whole machines"
+    parts = "nodes may be parts of machines at their share of the price, which no cloud rents"
+    yield f"prices are per GPU; {whole if prepared.file.prices.whole_machines else parts}"
     yield "idle: rented and waiting; lost: work done again, or cut off when an exploration window closed"
 
 

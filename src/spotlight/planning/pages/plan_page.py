@@ -30,7 +30,7 @@ from spotlight.planning.pages.verdict import verdict_text
 from spotlight.planning.scenarios.prepare import Prepared
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.search import CONFIRMED, GAIN_MIN, EvaluatedCandidate, Goal, SearchResult
-from spotlight.planning.strategy_runs import StrategyRuns
+from spotlight.planning.strategy_runs import StrategyRuns, known_or_inf
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -85,7 +85,7 @@ def lines_of(file: ScenarioFile, found: SearchResult, *, every: bool) -> tuple[T
     front = {one.candidate for one in found.front}
     best = found.answer.candidate if found.answer else None
     shown = [one for one in found.evaluated if every or one.candidate in front or one.candidate == best]
-    shown.sort(key=lambda one: (one.runs.target_h.p50, order_of(one.candidate)))
+    shown.sort(key=lambda one: (known_or_inf(one.runs.target_h.p50), order_of(one.candidate)))
     return tuple(
         TableLine(
             ">" if one.candidate == best else "*" if one.candidate in front else " ",

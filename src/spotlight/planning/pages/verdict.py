@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from spotlight.planning.compare import SimulationOutcome
 from spotlight.planning.explanation.levers import ALONE
 from spotlight.planning.pages.comparison_summary import between, hours, percent, usd
-from spotlight.planning.strategy_runs import StrategyRuns
+from spotlight.planning.strategy_runs import StrategyRuns, known_or_inf
 
 
 def verdict_text(name: str, runs: StrategyRuns, base_name: str, base: StrategyRuns | None) -> str:
@@ -18,8 +18,8 @@ def verdict_text(name: str, runs: StrategyRuns, base_name: str, base: StrategyRu
         return f"{said}; {base_name} has no time to target to compare with."
     time = between(hours, *base.ends_h)
     cost = between(usd, *base.ends_usd)
-    faster = between(_times, *ratios(base, runs, SimulationOutcome.hours_after))
-    share = between(percent, *ratios(runs, base, SimulationOutcome.usd_after))
+    faster = _spanned(_times, *ratios(base, runs, SimulationOutcome.hours_after))
+    share = _spanned(percent, *ratios(runs, base, SimulationOutcome.usd_after))
     return f"{said}: {faster} times as fast as {base_name} ({time}), and costs {share} of its {cost}."
 
 
@@ -30,19 +30,31 @@ def _reaches(name: str, runs: StrategyRuns) -> str:
 def ratios(
     above: StrategyRuns, below: StrategyRuns, of: Callable[[SimulationOutcome, int], float]
 ) -> tuple[float, float]:
-    """Least and most of a figure to target over another's at the same start; NaN where a start has none."""
+    """Least and most of a figure to target over another's at the same start.
+
+    A start without a target counts as infinitely slow and dear: 0 where it is below, infinite where above.
+    """
     found = [
-        (of(one, one.target.ends[0]) / of(other, other.target.ends[1]),
-         of(one, one.target.ends[1]) / of(other, other.target.ends[0]))
-        if one.target and other.target
-        else (math.nan, math.nan)
+        (_over(_end(one, 0, of), _end(other, 1, of)), _over(_end(one, 1, of), _end(other, 0, of)))
         for one, other in zip(above.outcomes, below.outcomes, strict=True)
-    ]  # fmt: skip
-    known = [pair for pair in found if not any(map(math.isnan, pair))]
-    if not known:
-        return math.nan, math.nan
-    most = max(pair[1] for pair in known) if len(known) == len(found) else math.nan
-    return min(pair[0] for pair in known), most
+    ]
+    return min(least for least, _ in found), max(most for _, most in found)
+
+
+def _end(one: SimulationOutcome, number: int, of: Callable[[SimulationOutcome, int], float]) -> float:
+    return known_or_inf(of(one, one.target.ends[number])) if one.target else math.inf
+
+
+def _over(above: float, below: float) -> float:
+    if math.isinf(above):
+        return math.inf
+    return 0.0 if math.isinf(below) else above / below
+
+
+def _spanned(show: Callable[[float], str], least: float, most: float) -> str:
+    if math.isinf(most):
+        return f"{show(least)} or more" if math.isfinite(least) else "-"
+    return between(show, least, most) if least else f"up to {show(most)}"
 
 
 def comparison_verdict(runs: Sequence[StrategyRuns]) -> str:

@@ -11,7 +11,7 @@ from spotlight.planning.scenarios.prepare import Prepared, spot_nodes_of
 from spotlight.planning.scenarios.profile_costs import ProfileCosts
 from spotlight.planning.scenarios.strategies import Strategy
 from spotlight.scheduler.types import NodeKind, Phase
-from spotlight.simulation.scenario import Scenario, SimulationResult
+from spotlight.simulation.scenario import IterationTime, Scenario, SimulationResult
 from spotlight.simulation.spot_baselines import BaselineModel, replay
 
 Spent: TypeAlias = Mapping[tuple[NodeKind, Phase], float]
@@ -28,13 +28,21 @@ def on_spot_nodes(
         spot_nodes_of(prepared, strategy),
         prepared.file.run.until_h * 3600,
     )
-    shares = _shares(undisturbed)
+    shares, standing_usd_h = _shares(undisturbed), sum(scenario.standing_usd_h.values())
     return replace(
         result,
+        iterations=tuple(_with(one, standing_usd_h) for one in result.iterations),
         trained=undisturbed.trained * len(result.iterations) // len(undisturbed.iterations),
         phase_s=_divided(result.phase_s, shares),
         cost_usd=_divided(result.cost_usd, shares),
+        other_usd={name: usd_h * result.end_s / 3600 for name, usd_h in scenario.standing_usd_h.items()},
     )
+
+
+def _with(iteration: IterationTime, usd_h: float) -> IterationTime:
+    """The same, with what is paid all the time."""
+    hours = (iteration.end_s - iteration.start_s) / 3600
+    return replace(iteration, cost_usd=iteration.cost_usd + hours * usd_h)
 
 
 def _shares(undisturbed: SimulationResult) -> Mapping[Phase, float]:
@@ -80,7 +88,7 @@ def _model(
         nodes=file.spot_nodes(strategy),
         start_s=max(0.0, first - iteration_s),
         iteration_s=iteration_s,
-        checkpoint_every=file.workload.checkpoint_every,
+        checkpoint_every=scenario.plan.checkpoint_every,
         pause_s=pause_s,
         join_s=pause_s,
         boot_s=scenario.boot_s,

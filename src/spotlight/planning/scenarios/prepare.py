@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -191,6 +192,12 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
     joining = [event.node for _, event in nodes if isinstance(event, NodeJoined)]
     ranks = ranks_of(prepared, strategy)
     denoising = tuple(dict.fromkeys(node.gpu_type for node in joining if node.rolls_out))
+    if not denoising:
+        found, remedy = "no spot node in all the time", "Take another, or set cluster.reserved.rolls_out."
+        raise ConfigError(
+            prepared.trace.source,
+            [Problem("trace", found, f"one that rolls out, for {strategy.name}", remedy)],
+        )
     costs = _costs(prepared, strategy, denoising, ranks)
     model = file.exploration.rewards if file.exploration else None
     return Scenario(
@@ -205,7 +212,7 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         until_s=file.run.until_h * 3600,
         rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
         timelines=timelines,
-        on_demand=_on_demand(prepared) if strategy.placement == "spot_then_on_demand" else None,
+        on_demand=on_demand_offer(prepared) if strategy.placement == "spot_then_on_demand" else None,
         boot_s=costs.boot_s() if file.cluster.boot_s is None else file.cluster.boot_s,
         ranks_roll_out=strategy.trainers_roll_out(file.cluster.reserved.rolls_out),
         even_ranks=file.learner.shard == "node",
@@ -222,11 +229,14 @@ def ranks_of(prepared: Prepared, strategy: Strategy) -> int:
     return sum(node.gpus for node in joining if node.trains)  # all of these join at 0
 
 
-def _on_demand(prepared: Prepared) -> OnDemandOffer:
+def on_demand_offer(prepared: Prepared) -> OnDemandOffer:
+    """The whole machines that a learner on spot nodes takes on demand, as one node."""
     file, tag = prepared.file, prepared.pricing.on_demand
     assert tag is not None, "prepared for a strategy that takes a node on demand"
-    kind, gpu, price = NodeKind.ON_DEMAND, file.cluster.spot.gpu_type, tag.usd_gpu_h * file.ranks
-    node = Node(NodeId("on-demand"), kind, file.ranks, gpu, price, trains=False, rolls_out=True)
+    spot = file.cluster.spot
+    gpus = math.ceil(file.ranks / spot.gpus_per_node) * spot.gpus_per_node  # of whole machines
+    price, kind = tag.usd_gpu_h * gpus, NodeKind.ON_DEMAND
+    node = Node(NodeId("on-demand"), kind, gpus, spot.gpu_type, price, trains=False, rolls_out=True)
     wish = file.learner.on_demand
     return OnDemandOffer(node, wish.after_s, wish.back_after_s)
 
@@ -278,7 +288,7 @@ def _plan(
         else EvaluationConfig(every=test.every, images_per_prompt=test.images_per_prompt, steps=test.steps),
         updates_per_batch=work.updates_per_batch,
         micro_batch_size=ranks * work.micro_batch_per_gpu,
-        checkpoint_every=1 if strategy.learner_moves else work.checkpoint_every,
+        checkpoint_every=1 if strategy.is_all_spot else work.checkpoint_every,
         lease_s=_lease_s(costs, denoising, file),
         max_drop_share=0.5,  # uneven ranks leave samples over by design
         ranks=ranks,

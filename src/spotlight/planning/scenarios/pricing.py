@@ -34,7 +34,7 @@ class PriceTag:
     Attributes:
         source: origin of the figure, and the instance type.
         as_of: when it held; None if the scenario states it.
-        place: cloud and region (empty: unknown); None if the scenario states the price.
+        place: cloud and region (empty: unknown); None if the scenario states the price and no cloud.
         machine, machine_usd_h: the instance type and its price; empty and 0 if the scenario states the price.
     """
 
@@ -83,7 +83,7 @@ class MachineWish:
 
 @dataclass(frozen=True, slots=True)
 class _PriceRequest:
-    """One price that is wanted, of ``gpus`` GPUs."""
+    """One price that is wanted, of ``gpus`` GPUs; ``place`` of one that is stated."""
 
     pool: str
     key: str
@@ -93,6 +93,7 @@ class _PriceRequest:
     kind: str
     price: Callable[[Quote], float | None]
     wish: MachineWish
+    place: tuple[str, str] | None
 
 
 def pricing_of(
@@ -117,12 +118,25 @@ def pricing_of(
     by_trace = isinstance(scenario.trace, TraceFile) and scenario.trace.use_prices
     wants = _wants(scenario, on_demand=on_demand, spot=spot and not by_trace)
     asked = {name: want for name, want in wants.items() if want.stated is None}
+    unread: dict[str, str] = {}
     if asked and quotes is None:
-        quotes = quotes_of(scenario, sorted({want.gpu_type for want in asked.values()}), now)
+        quotes = quotes_of(scenario, sorted({want.gpu_type for want in asked.values()}), now, unread)
     tags, together = _looked_up(asked, quotes or (), scenario)
-    tags |= {name: PriceTag(want.stated, STATED) for name, want in wants.items() if want.stated is not None}
-    caveat = "" if together else _caveat(tags)
+    tags |= {
+        name: PriceTag(want.stated, STATED, place=want.place)
+        for name, want in wants.items()
+        if want.stated is not None
+    }
+    caveats = ["" if together else _caveat(tags), _unread(unread)]
+    caveat = "; ".join(filter(None, caveats))
     return Pricing(tags["reserved"], tags.get("on_demand"), tags.get("spot"), caveat)
+
+
+def _unread(unread: Mapping[str, str]) -> str:
+    if not unread:
+        return ""
+    _, why = next(iter(unread.items()))
+    return f"prices of {', '.join(unread)} could not be read, and may be lower: {why.splitlines()[0]}"
 
 
 def _looked_up(
@@ -165,8 +179,14 @@ def crossing_of(one: tuple[str, str] | None, other: tuple[str, str] | None) -> C
     return "region" if one[1] and other[1] and one[1] != other[1] else ""
 
 
-def quotes_of(scenario: ScenarioFile, gpus: Sequence[str], now: datetime) -> tuple[Quote, ...]:
-    """Quotes of these GPU types from the scenario's price source. Raises :class:`PriceError`."""
+def quotes_of(
+    scenario: ScenarioFile, gpus: Sequence[str], now: datetime, unread: dict[str, str]
+) -> tuple[Quote, ...]:
+    """Quotes of these GPU types from the scenario's price source. Raises :class:`PriceError`.
+
+    Args:
+        unread: takes the clouds whose prices could not be read, and why.
+    """
     pools = scenario.cluster.reserved, scenario.cluster.spot
     clouds = {pool.cloud or scenario.prices.cloud for pool in pools}
     regions = {pool.region or scenario.prices.region for pool in pools}
@@ -175,6 +195,7 @@ def quotes_of(scenario: ScenarioFile, gpus: Sequence[str], now: datetime) -> tup
         clouds=tuple(sorted(cloud for cloud in clouds if cloud)) if None not in clouds else (),
         regions=tuple(sorted(region for region in regions if region)) if None not in regions else (),
         now=now,
+        unread=unread,
     )
     return select(load_prices(scenario.prices.source, question), gpus=gpus)
 
@@ -197,7 +218,10 @@ def _wants(scenario: ScenarioFile, *, on_demand: bool, spot: bool) -> dict[str, 
     ) -> _PriceRequest:
         wish, gpus = wish_of(scenario.prices, pool), pool.nodes * pool.gpus_per_node
         stated: float | None = getattr(pool, key)
-        return _PriceRequest(name, f"cluster.{name}.{key}", stated, pool.gpu_type, gpus, kind, of, wish)
+        place = (pool.cloud, pool.region or "") if pool.cloud else None
+        return _PriceRequest(
+            name, f"cluster.{name}.{key}", stated, pool.gpu_type, gpus, kind, of, wish, place
+        )
 
     wants = {"reserved": want("reserved", fixed, "usd_gpu_h", "on-demand", _on_demand)}
     if on_demand:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median_low
 from typing import TypeAlias
 
 from spotlight.scheduler.types import GroupKind, WorkerId
@@ -103,14 +102,17 @@ class AnswerLimits:
         steps_s, ends_s = self._scaled_s(group, ends=False), self._scaled_s(group, ends=True)
         ended = group.kind.degree, True
         warm = bool(ends_s) and all(ended in self._first.get(name, ()) for name in group.members)
-        most_s = max(median_low(each) if each else 0.0 for each in (steps_s, ends_s))
-        some_s = max(sorted(each)[-3] if len(each) > 2 else 0.0 for each in (steps_s, ends_s))
+        most_s = max(each[(len(each) - 1) // 2] if each else 0.0 for each in (steps_s, ends_s))  # medians
+        some_s = max(each[-3] if len(each) > 2 else 0.0 for each in (steps_s, ends_s))
         first_s = min(self.first_s, SLOWER_MAX * some_s) if warm else self.first_s
         return max(least_s, first_s, SLOWER_MAX * most_s)
 
     def _scaled_s(self, group: _MeasuredGroup, *, ends: bool) -> list[float]:
-        """Intervals of its kind, as long as they may be with the rollouts it has; empty if too few."""
+        """Intervals of its kind, as long as they may be with what it has, ascending; none if too few."""
         recent = self._intervals.get((group.kind, group.trains, ends), ())
         if len(recent) < _AGREE:
             return []
-        return [seconds * min(MORE_MAX, max(1.0, group.rollouts / held)) for held, seconds in recent]
+        has = group.rollouts
+        return sorted(
+            seconds if has <= held else seconds * min(MORE_MAX, has / held) for held, seconds in recent
+        )

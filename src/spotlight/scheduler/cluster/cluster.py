@@ -450,9 +450,9 @@ class Cluster:
     def consider(self, group: WorkerGroup) -> None:
         """Put a group on the list of those that may be granted work, or take it off."""
         if self.willing(group) and not (group.trains and self.serving.trainer_budget <= 0):
-            self.serving.idle[group.leader] = None
+            self.serving.idle.add(group)
         else:
-            self.serving.idle.pop(group.leader, None)
+            self.serving.idle.remove(group.leader)
 
     # -- commands --------------------------------------------------------------------------------------
 
@@ -490,9 +490,11 @@ class Cluster:
         assert self._capable == sum(worker.state in ABLE for worker in self.workers.values())
         sharers = [group for group in self.groups.values() if group.state is not GroupState.STOPPING]
         self.serving.shares.check(sharers)
-        assert set(self.serving.idle) <= {group.leader for group in self.groups.values() if group.capacity}
+        self.serving.idle.check()
+        assert all(self.groups[group.leader] is group for group in self.serving.idle)
         helping = {name for name, host in self.hosts.items() if host.node.trains and host.node.rolls_out}
         assert self.helpers.keys() == helping
         trainers = [group.leader for group in self.groups.values() if group.trains]
         assert sorted(group.leader for group in self.trainers()) == sorted(trainers)
+        assert {name for name in trainers if self.queue.holds(name)} <= self.serving.trainers_served.keys()
         self._commands.check()

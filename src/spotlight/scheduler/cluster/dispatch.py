@@ -7,13 +7,15 @@ batch, groups that wait merge with their neighbours. Idle-time previews are pree
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from functools import cache
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
-from spotlight.scheduler.cluster.members import ABLE, GroupState, Host
+from spotlight.scheduler.cluster.members import ABLE, GroupState, Host, WorkerGroup
 from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.cluster.sharing import Able
+from spotlight.scheduler.cluster.spare_time import Demand
 from spotlight.scheduler.effects import AbandonLease, GrantLease
 from spotlight.scheduler.types import GroupKind, Lease, LeaseId, Purpose, WorkerId
 
@@ -81,41 +83,50 @@ class Dispatcher:
         self._preempt_previews()
 
     def _grant(self) -> None:
-        cluster, serving, satisfied = self.cluster, self.serving, list[WorkerId]()
+        """Groups that hold their full share leave the rest to others and stay idle until shares change."""
+        idle, suits, able = self.serving.idle, self.serving.suits_trainers(), cache(self._able)
         demand = self.spare.demand()
-        wanted = cluster.degree_for(demand.contended)
-        able, suits = cache(self._able), serving.suits_trainers()
-        while serving.idle:
-            leader, _ = serving.idle.popitem(last=False)
-            group = cluster.groups[leader]
-            if group.trains and not suits and len(group.members) == wanted:
-                satisfied.append(leader)  # hundreds wait like this: a short way to "no room" below
+        wanted = self.cluster.degree_for(demand.contended)
+        # Hundreds of trainers may wait, at most events: without work for them they are passed over unseen.
+        unseen = not suits and idle.trainers_have(wanted)
+        turns, place = deque(idle.others.values() if unseen else idle), 0
+        while turns:
+            group = turns.popleft()
+            if group.leader not in idle:
+                continue  # it was stopped to form a larger one
+            place = idle.place(group)
+            if not self._offer(group, demand, wanted, able):
                 continue
-            host, room = cluster.hosts[group.node], serving.room(group, demand, able)
-            if len(group.members) > wanted and not self.queue.count_held_by(leader):
-                cluster.count(Recovery.TAIL_ENDED)
-                cluster.stop(group)
-            elif len(group.members) < wanted and self._grow(
-                host, wanted, 0, over_previews=not demand.previews
-            ):
-                pass  # its workers form a larger group
-            elif room <= 0:
-                satisfied.append(leader)
-                continue
-            else:
-                grant = serving.grant(group, room, cluster.now)
-                if grant.resume:
-                    cluster.count(Recovery.RESUMED)
-                cluster.effects.append(grant)
-                self._abandon_previews([] if demand.previews else self.spare.preempt_beside(leader))
-                then, demand = demand, self.spare.demand()
-                if demand.previews != then.previews:
-                    wanted = cluster.degree_for(demand.contended)
+            then, demand = demand, self.spare.demand()
+            if demand.previews != then.previews:
+                wanted = self.cluster.degree_for(demand.contended)
+                if unseen and not idle.trainers_have(wanted):
+                    unseen, turns = False, deque(idle.behind(place))
             if not self.queue.waiting:
+                idle.turn(place)
                 break
-            suits = serving.suits_trainers()
-        # Groups that hold their full share leave the rest to others and stay idle until the shares change.
-        serving.idle.update(dict.fromkeys(leader for leader in satisfied if cluster.groups[leader].capacity))
+
+    def _offer(self, group: WorkerGroup, demand: Demand, wanted: int, able: Able) -> bool:
+        """Grant a waiting group work, or stop it for another degree; returns whether it waits no more."""
+        cluster, serving = self.cluster, self.serving
+        room = serving.room(group, demand, able)
+        if len(group.members) > wanted and not self.queue.count_held_by(group.leader):
+            cluster.count(Recovery.TAIL_ENDED)
+            cluster.stop(group)
+            return True
+        if len(group.members) < wanted and self._grow(
+            cluster.hosts[group.node], wanted, 0, over_previews=not demand.previews
+        ):
+            return True
+        if room <= 0:
+            return False
+        serving.idle.remove(group.leader)
+        grant = serving.grant(group, room, cluster.now)
+        if grant.resume:
+            cluster.count(Recovery.RESUMED)
+        cluster.effects.append(grant)
+        self._abandon_previews([] if demand.previews else self.spare.preempt_beside(group.leader))
+        return True
 
     def _able(self) -> Counter[GroupKind]:
         groups = (group for group in self.cluster.groups.values() if self.serving.competes(group))
@@ -138,8 +149,7 @@ class Dispatcher:
     @property
     def preview_capacity(self) -> int:
         """Previews that waiting groups would take at once."""
-        waiting = (self.cluster.groups[leader] for leader in self.serving.idle)
-        able = (group for group in waiting if not group.trains)
+        able = self.serving.idle.others.values()
         return sum(g.capacity for g in able if not self.queue.count_held_by(g.leader, previews=False))
 
     def preview_workers(self, *, trainers: bool) -> int:
@@ -190,8 +200,13 @@ class Dispatcher:
     @property
     def trainers_work(self) -> bool:
         """Whether GPUs that train are rolling out and so cannot train."""
-        holders = self.queue.holders
-        return bool(holders) and any(group.leader in holders for group in self.cluster.trainers())
+        served = self.serving.trainers_served
+        while served:  # one that holds no work any more is looked at once
+            leader, group = next(iter(served.items()))
+            if self.queue.holds(leader) and self.cluster.groups.get(leader) is group:
+                return True
+            del served[leader]
+        return False
 
     # -- larger groups ---------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
@@ -347,11 +347,6 @@ class PullQueue:
             (self._held[lease].lease, max(self._remaining(rollout) for rollout in self._held[lease].open))
             for lease in self._by_worker.get(worker, ())
         ]
-
-    @property
-    def holders(self) -> KeysView[WorkerId]:
-        """Workers that have an open lease."""
-        return self._by_worker.keys()
 
     def holds(self, worker: WorkerId) -> bool:
         """Whether a worker has an open lease."""

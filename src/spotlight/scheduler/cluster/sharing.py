@@ -12,12 +12,12 @@ Invariants
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from spotlight.scheduler.cluster.members import GroupState, WorkerGroup
+from spotlight.scheduler.cluster.members import GroupState, IdleGroups, WorkerGroup
 from spotlight.scheduler.cluster.pace import Pace
 from spotlight.scheduler.cluster.queue import PullQueue, WorkClass
 from spotlight.scheduler.cluster.spare_time import Demand, SpareTime
@@ -92,21 +92,24 @@ class Serving:
     """See the module's docstring.
 
     Attributes:
-        idle: leaders of groups that wait for work and may have some, in FIFO order.
+        idle: groups that wait for work and may have some.
         trainer_budget: rollouts that groups on GPUs that train may still pull.
         trainers_explore: these may be previews.
         switch_s: seconds a trainer takes to switch between training and rollouts.
         turned: trainers' workers that received rollouts since they last trained.
+        trainers_served: groups on GPUs that train, by leader, that were granted work: all that hold any, and
+            perhaps others.
     """
 
     queue: PullQueue
     spare: SpareTime
     pace: Pace = field(default_factory=Pace)
-    idle: OrderedDict[WorkerId, None] = field(default_factory=OrderedDict)
+    idle: IdleGroups = field(default_factory=IdleGroups)
     trainer_budget: float = math.inf
     trainers_explore: bool = False
     switch_s: float = 0.0
     turned: set[WorkerId] = field(default_factory=set)
+    trainers_served: dict[WorkerId, WorkerGroup] = field(default_factory=dict)
     shares: FairShares = field(init=False)
     _each_trainer: float = math.inf
 
@@ -118,7 +121,7 @@ class Serving:
     def parts(self, group: WorkerGroup) -> None:
         """Remove a group from sharing: it takes no more work."""
         self.shares.count(group, -1)
-        self.idle.pop(group.leader, None)
+        self.idle.remove(group.leader)
         self.spare.pulled(group.leader)
 
     def dissolved(self, group: WorkerGroup) -> None:
@@ -164,6 +167,7 @@ class Serving:
         group.capacity = 0
         if group.trains:
             self.trainer_budget -= len(taken)
+            self.trainers_served[group.leader] = group
         steps = sum(rollout.until - resume.get(rollout.id, 0) for rollout in taken)
         filler = Filler.TRAINERS if group.trains else _FILLER.get(value)
         fills = filler is not Filler.EXPLORATION or self.spare.explores

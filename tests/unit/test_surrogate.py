@@ -1,0 +1,103 @@
+"""Estimates of large clusters, which are simulated at a fraction of their size."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from spotlight.planning import surrogate
+from spotlight.planning.compare import SimulationTask, run_task
+from spotlight.planning.scenarios.prepare import Prepared, prepare
+from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight.planning.scenarios.strategies import strategy_named
+from spotlight.planning.surrogate import (
+    SteadyCurve,
+    counts_wanted,
+    divisor_of,
+    estimated,
+    point_of,
+    steady_task,
+)
+
+NOW = datetime(2026, 11, 21, tzinfo=UTC)
+
+
+def prepared(strategy: str, *overrides: str) -> Prepared:
+    """Two nodes of four GPUs train, two others only roll out."""
+    small = (
+        "cluster.reserved={nodes: 2, gpus_per_node: 4}",
+        "cluster.spot={nodes: 4, gpus_per_node: 4}",
+        "learner.gpus=8",
+        "workload.prompts=16",
+        "workload.group_size=8",
+        "workload.evaluation=null",
+        "workload.micro_batch_per_gpu=2",
+        "exploration={seeds_per_prompt: 10, steps: 4}",
+        "run.iterations=5",
+        "run.noise=0",
+        "plan.iterations=5",
+        "trace={kind: generated, mean_uptime_h: 0.3, mean_downtime_s: 30, notice_lead_s: 30}",
+    )
+    return prepare(load_scenario("paper-512", [*small, *overrides]), (strategy,), NOW)
+
+
+def curve_of(scenario: Prepared, strategy: str) -> SteadyCurve:
+    points = []
+    for nodes in counts_wanted([scenario], strategy):
+        task = steady_task(scenario, strategy, nodes)
+        points.append(point_of(scenario, strategy, nodes, run_task(task) if task else None))
+    return SteadyCurve.of(points)
+
+
+@pytest.mark.parametrize("strategy", ["spotlight", "all_spot", "disaggregated"])
+def test_half_of_a_cluster_tells_what_all_of_it_does(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner is halved too, wherever it is: all of it would be faster with half of the work."""
+    scenario, named = prepared(strategy, "trace.kind=always_on"), strategy_named(strategy)
+    assert divisor_of(scenario.file, named) == 1
+    whole = estimated(scenario, strategy, curve_of(scenario, strategy))
+    monkeypatch.setattr(surrogate, "GPUS_MAX", 12)
+    assert divisor_of(scenario.file, named) == 2
+    half = estimated(scenario, strategy, curve_of(scenario, strategy))
+    exact = run_task(SimulationTask(scenario, strategy)).outcome
+    assert half.iteration_s == pytest.approx(whole.iteration_s, rel=0.05)
+    assert half.iteration_s == pytest.approx(exact.iteration_s, rel=0.05)
+    assert half.iteration_usd == pytest.approx(exact.iteration_usd, rel=0.05)
+
+
+@pytest.mark.parametrize("strategy", ["spotlight", "all_spot"])
+def test_points_of_a_smaller_cluster_are_at_the_nodes_of_the_whole(
+    strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(surrogate, "GPUS_MAX", 12)
+    scenario = prepared(strategy)
+    most = scenario.file.spot_nodes(strategy_named(strategy))
+    assert curve_of(scenario, strategy).most.nodes == most
+
+
+def test_a_learner_that_takes_a_node_on_demand_works_and_pays_meanwhile(tmp_path: Path) -> None:
+    """Of four spot nodes three leave for an hour: the learner's two have no room, and it goes on alone."""
+    events = [f"0,add,{name},4" for name in "abcdef"]
+    events += [f"{240 + n},remove,{name},4" for n, name in enumerate("bcdef")]
+    events += [f"{3840 + n},add,{name}2,4" for n, name in enumerate("bcdef")]
+    path = tmp_path / "gap.csv"
+    path.write_text(
+        "\n".join(["# spotlight trace horizon_s=90000.0", "time_s,event,node,gpus", *events]) + "\n"
+    )
+    name = "all_spot_then_on_demand"
+    wish = (
+        f"trace={{kind: file, path: {path}}}",
+        "run.iterations=150",
+        "iterations_to_target.reserved_only.value=150",
+        f"iterations_to_target.{name}={{value: 150, source: 'assumed: for a test'}}",
+        "learner.on_demand={after_s: 60, back_after_s: 60}",
+    )
+    scenario = prepared(name, *wish)
+    guess = estimated(scenario, name, curve_of(scenario, name))
+    exact = run_task(SimulationTask(scenario, name)).outcome
+    assert exact.on_demand == 1
+    assert guess.target_h == pytest.approx(exact.target_h, rel=0.1)
+    assert guess.target_usd == pytest.approx(exact.target_usd, rel=0.1)
+    waits = prepared("all_spot", *wish)
+    assert estimated(waits, "all_spot", curve_of(waits, "all_spot")).simulated_h > guess.simulated_h + 0.5
