@@ -242,10 +242,10 @@ class ProcessFaultInjector:
         self._asleep.clear()
 
     def head_is_gone(self) -> None:
-        """Its nodes go with it, and are nobody's deed."""
+        """Its nodes go with it, and are nobody's deed. What is stopped wakes: it could not end by itself."""
         self._nodes.clear()
         self._touched.clear()
-        self._asleep.clear()
+        self.wake_all()
 
     def _victims(self, head: int) -> dict[TargetKind, list[list[Process]]]:
         """Whom one deed would hit, by kind."""
