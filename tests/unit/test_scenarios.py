@@ -184,8 +184,8 @@ def test_where_the_learner_may_be_on_spot_nodes() -> None:
     assert waits.on_demand is None
     assert takes.on_demand is not None
     node = takes.on_demand.node
-    assert (node.kind, node.gpus, takes.on_demand.after_s) == (NodeKind.ON_DEMAND, 3, 5)
-    assert node.price_usd_h == pytest.approx(3 * 6.88)
+    assert (node.kind, node.gpus, takes.on_demand.after_s) == (NodeKind.ON_DEMAND, 4, 5), "machines of two"
+    assert node.price_usd_h == pytest.approx(4 * 6.88)
 
 
 def test_no_reserved_node_is_needed_where_the_learner_is_on_spot_nodes() -> None:
