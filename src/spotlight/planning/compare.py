@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 
 from spotlight.planning.learning_speed import PREVIEWS_WANTED as PREVIEWS_WANTED
-from spotlight.planning.learning_speed import explored_of, honest_target, learned_target
+from spotlight.planning.learning_speed import Explored, explored_of, honest_target, learned_target
 from spotlight.planning.scenarios.baseline_runs import on_spot_nodes
 from spotlight.planning.scenarios.prepare import Prepared, scenario_of
 from spotlight.planning.scenarios.scenario_file import CONTRAST_EXPONENT, Exponent, Target
@@ -124,18 +124,13 @@ def outcome_of(
         exponent: of contrast in the speed of learning.
     """
     previews, early = _preview_share(scenario, result), _early_share(scenario, result)
-    arm = scenario.plan.exploration
-    explored = None
-    if arm is not None:
-        windows = len(lasting(result.iterations)) - (arm.where == "idle")
-        explored = explored_of(result.explorations, scenario.plan.prompts_per_iteration, windows)
-    if stated is None and arm is not None:
+    explored, problem = _explored(scenario, result), _problem(scenario, result)
+    if problem is not None:  # the iterations that it made do not tell of those that it did not
+        target, no_target = None, f"it did not come to its end: {problem}"
+    elif stated is None and scenario.plan.exploration is not None:
         target, no_target = learned_target(random, previews, explored, exponent)
     else:
         target, no_target = honest_target(stated, random, previews, 0.0 if exact else early)
-    problem = _problem(scenario, result)
-    if problem is not None:  # the iterations that it made do not tell of those that it did not
-        target, no_target = None, f"it did not come to its end: {problem}"
     iterations = lasting(result.iterations)
     durations = [one.end_s - one.start_s for one in iterations]
     costs = [one.cost_usd for one in iterations]
@@ -178,6 +173,14 @@ def outcome_of(
         other_usd=dict(result.other_usd),
         on_demand=result.on_demand,
     )
+
+
+def _explored(scenario: Scenario, result: SimulationResult) -> Explored | None:
+    arm = scenario.plan.exploration
+    if arm is None:
+        return None
+    windows = len(lasting(result.iterations)) - (arm.where == "idle")
+    return explored_of(result.explorations, scenario.plan.prompts_per_iteration, windows)
 
 
 def lasting(iterations: Sequence[IterationTime]) -> list[IterationTime]:
