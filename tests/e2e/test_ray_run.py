@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import signal
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from main_job import Job, clean_audit, lora
 from ray_job import PATIENCE_S, running
+from reward_functions import GATE
 
 from spotlight.scheduler.types import Filler, Phase
 from spotlight.store.ledger import ledger_queries as queries
@@ -72,19 +74,27 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def survivor(job: Job) -> Finished:
+def patch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def survivor(job: Job, patch: pytest.MonkeyPatch) -> Finished:
     """A run that lost two of its three spot nodes at work, one of them with notice, then its head.
 
     The second head has one node, and loses its learner.
     """
     trace = job.root / "spot.csv"
     trace.write_text(THREE_NODES)
-    run, arguments = (
-        job.root / "preempted",
-        job.arguments("preempted", *SMALL, *RAY, OVERLAP, f"fleet.spot.trace={trace}"),
-    )
+    run, all_are_there = job.root / "preempted", job.root / "all-are-there"
+    patient = "rewards=[{name: 'reward_functions:moody', deadline_s: 600}]"
+    arguments = job.arguments("preempted", *SMALL, patient, *RAY, OVERLAP, f"fleet.spot.trace={trace}")
+    # Two nodes would be at the end before a third has started.
+    patch.setenv(GATE, str(all_are_there))
     with running(run, arguments) as it:
         it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot", 3)
+        all_are_there.touch()
         first = number_of(str(it.wait_for(WORKS)[0][0]))
         it.notice(first)
         it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_noticed'")
