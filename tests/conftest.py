@@ -82,3 +82,15 @@ def record_property(
 ) -> Callable[[str, float], None]:
     """Record a figure of a test; pytest-xdist cannot send numbers of numpy to the main process."""
     return lambda name, figure: record_property(name, float(figure))
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """What other tests compiled does not count, and limits that the test sets end with it."""
+    import torch
+
+    torch._dynamo.reset()
+    limit = torch._dynamo.config.recompile_limit
+    yield
+    torch._dynamo.config.recompile_limit = limit
+    torch._dynamo.reset()

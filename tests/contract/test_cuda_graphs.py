@@ -215,7 +215,7 @@ def test_what_cannot_be_captured_is_an_error_and_memory_is_given_back() -> None:
     with pytest.raises(torch.OutOfMemoryError):
         forward(torch.ones(2))
     forward(torch.ones(2))
-    assert len(made) == 1, "the halved batch begins anew"
+    assert len(made) == 1, "the halved batch starts over"
 
 
 def test_other_devices_are_refused(tmp_path: Path) -> None:

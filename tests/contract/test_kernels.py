@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +42,6 @@ def family(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory, dtyp
     family = QwenImage.load(random_pipeline, device="cpu", dtype=dtype, embeddings_cache=cache)
     family.transformer.transformer_blocks = family.transformer.transformer_blocks[:1]
     return family
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    limit = torch._dynamo.config.recompile_limit
-    yield
-    torch._dynamo.config.recompile_limit = limit
-    torch._dynamo.reset()
 
 
 def velocity(family: QwenImage, model: nn.Module, texts: tuple[str, ...]) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +28,6 @@ pytestmark = [
     pytest.mark.timeout(1800),
     pytest.mark.filterwarnings("ignore:Already found a `peft_config`"),
 ]
-
-
-@pytest.fixture
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    limit = torch._dynamo.config.recompile_limit
-    yield
-    torch._dynamo.config.recompile_limit = limit
-    torch._dynamo.reset()
 
 
 def make_learner(world: World, mode: str, ranks: Ranks, *, compiled: bool, **settings: Any) -> Learner:

@@ -1,16 +1,14 @@
 """Who adds and drops spot nodes: over real sockets against servers that behave, and misbehave, as Kubernetes'
-does; with real commands; and the market of an emulated cluster.
+does; and the market of an emulated cluster.
 """
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,12 +24,10 @@ from spotlight.cluster.scaling.command_provider import COMMANDS, CommandProvider
 from spotlight.cluster.scaling.emulated_provider import SpotOffers
 from spotlight.cluster.scaling.kubernetes_provider import KUBERNETES, KubernetesProvider, KubernetesSettings
 from spotlight.cluster.scaling.node_provider import ProviderError, ProviderSetting
-from spotlight.cluster.scaling.run_scaling import open_provider
 from spotlight.config.errors import ConfigError
-from spotlight.config.load import build_config, dump_config, load_config
+from spotlight.config.load import build_config, load_config
 from spotlight.registry import NODE_PROVIDERS
 from spotlight.scheduler.types import NodeKind
-from spotlight.store.run_directory import RunDirectory
 
 
 def node(name: str, address: str = "10.0.0.99") -> RayNode:
@@ -259,162 +255,6 @@ def test_the_server_must_show_a_certificate_of_the_service_accounts_authority(ac
             provider(server, account).asked([])
 
 
-# -- commands ----------------------------------------------------------------------------------------------
-
-
-def commands(folder: Path, start: str, stop: str, start_s: float = 30.0) -> CommandProvider:
-    return CommandProvider(CommandSettings(start=start, stop=stop), folder / "nodes.json", start_s)
-
-
-def ask(provider: CommandProvider, nodes: int, present: Sequence[RayNode] = ()) -> int:
-    """Ask as often as it takes."""
-    while (provided := provider.ask(nodes, present, [])) < nodes:
-        pass
-    return provided
-
-
-def test_commands_start_and_end_nodes_by_name_and_a_killed_head_forgets_none(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    start, stop = f"echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}"
-    first = commands(tmp_path, start, stop)
-    assert first.asked([]) == 0
-    assert [first.ask(3, [], []) for _ in range(3)] == [1, 2, 3]
-    names = [line.split()[1] for line in log.read_text().splitlines()]
-    again = commands(tmp_path, start, stop)  # of the attempt after this one was killed
-    present = [node(name) for name in names[:2]]
-    assert again.asked(present) == 3
-    # First the one that has not come; none that works unless it is empty.
-    assert again.ask(1, present, []) == 2
-    assert log.read_text().splitlines()[3:] == [f"stop {names[2]}"]
-    assert again.ask(1, present, [present[0]]) == 1
-    assert log.read_text().splitlines()[4:] == [f"stop {names[0]}"]
-    again.close()
-    assert log.read_text().splitlines()[5:] == [f"stop {names[1]}"]
-    assert commands(tmp_path, start, stop).asked([]) == 0
-
-
-def test_a_command_that_fails_is_told_and_what_it_left_is_ended(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    failing = commands(tmp_path, "echo no quota; exit 3", f"echo $SPOTLIGHT_NODE >> {log}")
-    with pytest.raises(
-        ProviderError, match=r"params.start ended with status 3; expected 0.*It said: no quota"
-    ):
-        failing.ask(2, [], [])
-    assert len(log.read_text().split()) == 1
-    assert failing.asked([]) == 0
-    stubborn = commands(tmp_path, "true", f"test -e {tmp_path}/works")
-    assert ask(stubborn, 2) == 2
-    with pytest.raises(ProviderError, match=r"params.stop ended with status 1"):
-        stubborn.ask(1, [], [])
-    assert stubborn.asked([]) == 2, "asked again, it is tried again"
-    (tmp_path / "works").touch()
-    assert stubborn.ask(1, [], []) == 1
-
-
-def test_a_node_that_stays_away_is_replaced(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    nodes = commands(
-        tmp_path, f"echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}", start_s=0.3
-    )
-    ask(nodes, 2)
-    one, other = (line.split()[1] for line in log.read_text().splitlines())
-    time.sleep(0.4)
-    assert ask(nodes, 2, [node(one)]) == 2
-    stopped, started = log.read_text().splitlines()[2:]
-    assert stopped == f"stop {other}"
-    assert started.startswith("start ")
-
-
-def test_nodes_that_nobody_has_watched_for_long_have_time_to_join_again(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    start, stop = f"echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}"
-    ask(commands(tmp_path, start, stop, start_s=1.0), 2)
-    one, other = (line.split()[1] for line in log.read_text().splitlines())
-    time.sleep(1.1)
-    again = commands(tmp_path, start, stop, start_s=1.0)  # the head was killed, and is started again
-    assert again.ask(2, [], []) == 2
-    assert again.ask(2, [node(one)], []) == 2
-    assert len(log.read_text().splitlines()) == 2
-    time.sleep(1.1)
-    again.ask(1, [node(one)], [])
-    assert log.read_text().splitlines()[2:] == [f"stop {other}"]
-
-
-def test_a_node_that_takes_long_to_start_has_as_long_to_join(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    nodes = commands(tmp_path, "sleep 1", f"echo stop >> {log}", start_s=2.0)
-    assert ask(nodes, 1) == 1
-    time.sleep(1.4)
-    assert nodes.ask(1, [], []) == 1
-    assert not log.exists()
-
-
-def test_a_node_that_cannot_be_ended_keeps_no_other_from_being_started_or_ended(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    stop = f"echo $SPOTLIGHT_NODE >> {log}; test -e {tmp_path}/$SPOTLIGHT_NODE"
-    nodes = commands(tmp_path, "true", stop, start_s=1.0)
-    ask(nodes, 2)
-    ghost, other = json.loads((tmp_path / "nodes.json").read_text())
-    time.sleep(1.1)
-    with pytest.raises(ProviderError, match=f"params.stop ended with status 1.*SPOTLIGHT_NODE={ghost}"):
-        nodes.ask(2, [node(other)], [])
-    _, _, third = json.loads((tmp_path / "nodes.json").read_text())
-    (tmp_path / third).touch()
-    present = [node(other), node(third)]
-    with pytest.raises(ProviderError, match=ghost):
-        nodes.ask(1, present, [present[1]])
-    assert log.read_text().split() == [ghost, ghost, third]
-    (tmp_path / ghost).touch()
-    assert nodes.ask(1, present[:1], []) == 1
-    assert nodes.asked(present[:1]) == 1
-
-
-def test_a_start_that_fails_is_told_though_it_cannot_be_undone_and_the_next_is_started(
-    tmp_path: Path,
-) -> None:
-    log = tmp_path / "log"
-    start = f"echo $SPOTLIGHT_NODE >> {log}; test -e {tmp_path}/quota"
-    nodes = commands(tmp_path, start, "echo no such job; exit 1")
-    with pytest.raises(ProviderError, match=r"params.start ended with status 1"):
-        nodes.ask(1, [], [])
-    (tmp_path / "quota").touch()
-    with pytest.raises(ProviderError, match=r"params.stop ended with status 1.*no such job"):
-        nodes.ask(1, [], [])
-    _, started = log.read_text().split()
-    with pytest.raises(ProviderError, match="no such job"):
-        nodes.ask(1, [node(started)], [])
-    assert len(log.read_text().split()) == 2, "it is there"
-
-
-def test_a_node_that_was_just_ended_is_not_counted_while_it_is_listed(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    nodes = commands(tmp_path, "true", f"echo $SPOTLIGHT_NODE >> {log}", start_s=1.0)
-    ask(nodes, 2)
-    one, other = json.loads((tmp_path / "nodes.json").read_text())
-    present = [node(one), node(other)]
-    for _ in range(2):
-        assert nodes.ask(1, present, [present[0]]) == 1
-        assert log.read_text().split() == [one]
-    time.sleep(1.1)
-    nodes.ask(1, present, [present[0]])
-    assert log.read_text().split() == [one, one], "it lives on: it is ended again"
-
-
-def test_a_node_that_is_back_before_its_loss_is_known_is_the_same_one(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    nodes = commands(tmp_path, "true", f"echo $SPOTLIGHT_NODE >> {log}")
-    ask(nodes, 2)
-    one, other = json.loads((tmp_path / "nodes.json").read_text())
-    present = [node(f"{one}~ab12cd"), node(other), node("by~hand")]
-    assert nodes.asked(present) == 3
-    assert nodes.ask(3, present, []) == 3
-    assert not log.exists(), "none is missing, and none too many"
-    assert nodes.ask(2, present, [present[0]]) == 2
-    assert log.read_text().split() == [one]
-    nodes.close()
-    assert sorted(log.read_text().split()[1:]) == sorted([other, "by~hand"])
-
-
 # -- the market of an emulated cluster ---------------------------------------------------------------------
 
 STEPS = st.lists(
@@ -477,22 +317,6 @@ RAY = {"driver": "ray", "address": "auto", "price_usd_h": 1.0}
 def test_goals_that_cannot_be_used_are_refused(fleet: dict[str, object], key: str, told: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: found.*{told}"):
         build_config({"fleet": fleet, "learner": {"mode": "lora"}}, "the test")
-
-
-def test_nodes_of_a_goal_that_was_dropped_are_told(tmp_path: Path) -> None:
-    told: list[str] = []
-    config = load_config(None, ["fleet.driver=ray", f"runs_dir={tmp_path}"])
-    with RunDirectory.open(tmp_path, config.name, dump_config(config)) as directory:
-        assert open_provider(config, directory, None, told.append) is None
-        killed = CommandProvider(
-            CommandSettings(start="true", stop="true"), directory.path / "spot-nodes.json", 30.0
-        )
-        ask(killed, 2)
-        assert open_provider(config, directory, None, told.append) is None
-        killed.close()
-        assert open_provider(config, directory, None, told.append) is None
-    (once,) = told
-    assert re.search(r"found \[\"spot-\w+\", \"spot-\w+\"\].*without fleet.target. Set it again", once)
 
 
 def test_every_provider_is_opened_from_its_settings(tmp_path: Path) -> None:

@@ -159,7 +159,7 @@ class Rollout:
 
     @property
     def until(self) -> int:
-        """The step at which whoever makes it is done with it, for now or for good."""
+        """The step up to which it is to be made: where it pauses, or its end."""
         return self.steps if self.pause is None else self.pause
 
 

@@ -161,7 +161,7 @@ class LearnerRank:
                     "rank writes its share of a checkpoint there: put runs_dir on storage that all nodes "
                     "share that train, under the same path"
                 )
-            _list_anew(path.parent)
+            _list_again(path.parent)
             time.sleep(_LOOKS_AGAIN_S)
 
     def open_rendezvous(self, host: str, port: int = 0) -> Address:
@@ -384,7 +384,7 @@ def _content(path: Path) -> str | None:
         return None
 
 
-def _list_anew(directory: Path) -> None:
+def _list_again(directory: Path) -> None:
     try:
         os.listdir(directory)  # noqa: PTH208
     except OSError:

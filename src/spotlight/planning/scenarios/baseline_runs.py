@@ -67,8 +67,8 @@ def _divided(amounts: Spent, shares: Mapping[Phase, float]) -> Spent:
 def _model(
     prepared: Prepared, strategy: Strategy, scenario: Scenario, undisturbed: SimulationResult
 ) -> BaselineModel:
-    """Pauses: a restart loads checkpoint and model; a neighbour that takes over has both, and forms groups
-    anew, into which a part of the model is copied.
+    """Pauses: a restart loads checkpoint and model; a neighbour that takes over has both, and forms new
+    groups, into which a part of the model is copied.
     """
     costs, file = scenario.costs, prepared.file
     assert isinstance(costs, ProfileCosts), "made from a profile"
