@@ -13,6 +13,7 @@ from test_node_providers import node
 
 from spotlight.cluster.nodes.listing import RayNode
 from spotlight.cluster.scaling.command_provider import CommandProvider, CommandSettings
+from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.cluster.scaling.node_provider import ProviderError
 from spotlight.cluster.scaling.run_scaling import open_provider
 from spotlight.config.load import dump_config, load_config
@@ -20,7 +21,7 @@ from spotlight.store.run_directory import RunDirectory
 
 
 def commands(folder: Path, start: str, stop: str, start_s: float = 30.0) -> CommandProvider:
-    return CommandProvider(CommandSettings(start=start, stop=stop), folder / "nodes.json", start_s)
+    return CommandProvider(CommandSettings(start=start, stop=stop), NodeNotes(folder / "nodes.json"), start_s)
 
 
 def ask(provider: CommandProvider, nodes: int, present: Sequence[RayNode] = ()) -> int:
@@ -178,11 +179,11 @@ def test_nodes_of_a_goal_that_was_dropped_are_told(tmp_path: Path) -> None:
     with RunDirectory.open(tmp_path, config.name, dump_config(config)) as directory:
         assert open_provider(config, directory, None, told.append) is None
         killed = CommandProvider(
-            CommandSettings(start="true", stop="true"), directory.path / "spot-nodes.json", 30.0
+            CommandSettings(start="true", stop="true"), NodeNotes(directory.path / "spot-nodes.json"), 30.0
         )
         ask(killed, 2)
         assert open_provider(config, directory, None, told.append) is None
         killed.close()
         assert open_provider(config, directory, None, told.append) is None
     (once,) = told
-    assert re.search(r"found \[\"spot-\w+\", \"spot-\w+\"\].*without fleet.target. Set it again", once)
+    assert re.search(r"found spot-\w+, spot-\w+, nodes of.*without fleet.target. Set it again", once)

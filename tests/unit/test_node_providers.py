@@ -23,6 +23,7 @@ from spotlight.cluster.scaling import json_api
 from spotlight.cluster.scaling.command_provider import COMMANDS, CommandProvider, CommandSettings
 from spotlight.cluster.scaling.emulated_provider import SpotOffers
 from spotlight.cluster.scaling.kubernetes_provider import KUBERNETES, KubernetesProvider, KubernetesSettings
+from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.cluster.scaling.node_provider import ProviderError, ProviderSetting
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
@@ -320,7 +321,7 @@ def test_goals_that_cannot_be_used_are_refused(fleet: dict[str, object], key: st
 
 
 def test_every_provider_is_opened_from_its_settings(tmp_path: Path) -> None:
-    setting = ProviderSetting(None, 2, tmp_path / "nodes.json", 60.0)
+    setting = ProviderSetting(None, 2, NodeNotes(tmp_path / "nodes.json"), 60.0)
     assert isinstance(COMMANDS.open(CommandSettings(start="true", stop="true"), setting), CommandProvider)
     assert isinstance(KUBERNETES.open(KubernetesSettings(), setting), KubernetesProvider)
     for name in NODE_PROVIDERS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from spotlight.cluster.nodes import on_demand_nodes
 from spotlight.cluster.nodes.listing import RayNode
 from spotlight.cluster.nodes.on_demand_nodes import CommandMachines, OnDemandError, OnDemandNodes
+from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
@@ -170,7 +170,7 @@ class Waiting:
 
 
 def looking_after(
-    owner: Waiting, machines: CommandMachines, notes: Path | None = None
+    owner: Waiting, machines: CommandMachines, notes: NodeNotes | None = None
 ) -> tuple[OnDemandNodes, list[str]]:
     told: list[str] = []
     nodes = OnDemandNodes(
@@ -336,7 +336,7 @@ def test_a_node_that_joins_after_it_was_stopped_is_stopped_again(quick: None, tm
 
 
 def test_a_node_that_a_killed_head_had_taken_is_used_or_stopped(quick: None, tmp_path: Path) -> None:
-    log, notes = tmp_path / "log", tmp_path / "taken.json"
+    log, notes = tmp_path / "log", NodeNotes(tmp_path / "taken.json")
     machines = CommandMachines(f"echo start >> {log}", f"echo $SPOTLIGHT_NODE >> {log}", 30)
 
     async def killed() -> None:
@@ -346,7 +346,7 @@ def test_a_node_that_a_killed_head_had_taken_is_used_or_stopped(quick: None, tmp
             await asyncio.sleep(0.1)
 
     asyncio.run(killed())
-    used, stays_away = json.loads(notes.read_text())
+    used, stays_away = notes.read()
     nodes, _ = looking_after(Waiting(learner_waits=False), machines, notes)
     nodes.policy.start_s = 0.3
 
@@ -355,12 +355,12 @@ def test_a_node_that_a_killed_head_had_taken_is_used_or_stopped(quick: None, tmp
         while log.read_text().split() != ["start", "start", stays_away]:
             assert time.monotonic() < end_s, log.read_text()
             yield
-        assert json.loads(notes.read_text()) == [used]
+        assert notes.read() == [used]
 
     end_s = time.monotonic() + 20
     asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
     assert log.read_text().split()[3:] == [used], "at the end"
-    assert json.loads(notes.read_text()) == []
+    assert notes.read() == []
 
 
 def test_a_run_that_is_ended_at_once_stops_what_was_being_started(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from spotlight.cluster.nodes.on_demand_nodes import (
 )
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
-from spotlight.cluster.scaling.left_nodes import tell_left_nodes
+from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.cluster.scaling.node_provider import SpotProvider
 from spotlight.cluster.scaling.run_scaling import make_scaler
 from spotlight.cluster.scaling.spot_scaler import SpotScaler
@@ -118,8 +118,8 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             nodes.on_demand = _on_demand(config, room, nodes, incidents)
             conversations.start(nodes.on_demand.run())
         else:
-            notes = room.directory.path / ON_DEMAND_NOTES
-            tell_left_nodes(notes, "fleet.learner_placement=spot_then_on_demand", note)
+            notes = NodeNotes(room.directory.path / ON_DEMAND_NOTES)
+            notes.tell("fleet.learner_placement=spot_then_on_demand", note)
         nodes.scaler = _scaler(config, room, nodes, controller, incidents)
         driver = LearnerDriver(
             controller,
@@ -291,7 +291,7 @@ def _on_demand(
         price_usd_h=fleet.learner_ranks * fleet.price_usd_h,
         move_s=fleet.start_s + fleet.learner_s,
         record=incidents.on_demand,
-        notes=None if emulated is not None else room.directory.path / ON_DEMAND_NOTES,
+        notes=None if emulated is not None else NodeNotes(room.directory.path / ON_DEMAND_NOTES),
     )
 
 

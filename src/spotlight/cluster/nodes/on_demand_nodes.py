@@ -7,23 +7,21 @@ treated as one with a preemption notice; it is stopped once nothing works on it.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Protocol
 
 from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError
 from spotlight.cluster.nodes.listing import SUFFIX, RayNode
 from spotlight.cluster.remote_calls import Clock
+from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.cluster.scaling.shell_command import ShellCommandError, run_shell_command
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy, OnDemandStep
 from spotlight.scheduler.types import NodeKind
-from spotlight.store.files import write_atomically
 
 LOOK_S = 1.0
 RETRY_S = 60.0
@@ -122,7 +120,7 @@ class OnDemandNodes:
     attempt that was killed that does not join in time. Stops that fail are repeated.
 
     Attributes:
-        notes: file with the names of nodes that are taken and not stopped; None: they end with the head.
+        notes: for the nodes that are taken and not stopped; None: they end with the head.
         slots: of each: all learner ranks.
         price_usd_h: of these.
         move_s: time that the learner has to move away from one.
@@ -137,7 +135,7 @@ class OnDemandNodes:
     price_usd_h: float
     move_s: float
     record: Callable[[OnDemandStep | None, str, str], None]
-    notes: Path | None = None
+    notes: NodeNotes | None = None
     _coming: str | None = None
     _there: RayNode | None = None
     _failed: bool = False
@@ -290,10 +288,8 @@ class OnDemandNodes:
         return ""
 
     def _noted(self) -> set[str]:
-        if self.notes is None or not self.notes.exists():
-            return set()
-        return set(json.loads(self.notes.read_text()))
+        return set() if self.notes is None else set(self.notes.read())
 
     def _note(self, names: set[str]) -> None:
         if self.notes is not None:
-            write_atomically(self.notes, json.dumps(sorted(names)).encode())
+            self.notes.write(sorted(names))

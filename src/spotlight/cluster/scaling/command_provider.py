@@ -6,22 +6,20 @@ killed loses none.
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import StringConstraints
 
 from spotlight.cluster.nodes.listing import SUFFIX
+from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderError, ProviderSetting
 from spotlight.cluster.scaling.shell_command import ShellCommandError, run_shell_command
 from spotlight.config.section import Section
-from spotlight.store.files import write_atomically
 
 if TYPE_CHECKING:
     from spotlight.cluster.nodes.listing import RayNode
@@ -47,11 +45,10 @@ class CommandProvider:
     run that ends waits for the call.
     """
 
-    def __init__(self, settings: CommandSettings, notes: Path, start_s: float) -> None:
+    def __init__(self, settings: CommandSettings, notes: NodeNotes, start_s: float) -> None:
         self._settings, self._notes, self._start_s = settings, notes, start_s
-        names: list[str] = json.loads(notes.read_text()) if notes.exists() else []
         # How long they have been away is not known: it counts from now.
-        self._seen_at = dict.fromkeys(names, time.monotonic())
+        self._seen_at = dict.fromkeys(notes.read(), time.monotonic())
         self._ended_at: dict[str, float] = {}
 
     def asked(self, present: Sequence[RayNode]) -> int:
@@ -132,7 +129,7 @@ class CommandProvider:
 
     def _write(self, seen_at: dict[str, float]) -> None:
         if seen_at.keys() != self._seen_at.keys():
-            write_atomically(self._notes, json.dumps([*seen_at]).encode())
+            self._notes.write(seen_at)
         self._seen_at = seen_at
 
 

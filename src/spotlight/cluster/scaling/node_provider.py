@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.config.section import Section
 
 if TYPE_CHECKING:
@@ -62,13 +62,13 @@ class ProviderSetting:
     Attributes:
         emulated: the cluster that is emulated on this machine; None: there is none.
         nodes: spot nodes to begin with, where there are none.
-        notes: a file of the run for what it must remember when this process is killed.
+        notes: for the nodes that it has started.
         start_s: limit for a node to join.
     """
 
     emulated: LocalCluster | None
     nodes: int
-    notes: Path
+    notes: NodeNotes
     start_s: float
 
 

@@ -10,7 +10,7 @@ from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.incidents import IncidentRecorder
 from spotlight.cluster.nodes.listing import RayNode
 from spotlight.cluster.remote_calls import Notify
-from spotlight.cluster.scaling.left_nodes import tell_left_nodes
+from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.cluster.scaling.node_provider import ProviderSetting, SpotProvider
 from spotlight.cluster.scaling.spot_scaler import ScalerLimits, SpotScaler, Workforce
 from spotlight.config.schema import RunConfig
@@ -43,9 +43,9 @@ def open_provider(
     Nodes that an earlier attempt started, and that nobody will end, are told.
     """
     target, fleet = config.fleet.target, config.fleet
-    notes = directory.path / NOTES_FILE
+    notes = NodeNotes(directory.path / NOTES_FILE)
     if not target.is_set:
-        tell_left_nodes(notes, "fleet.target", note)
+        notes.tell("fleet.target", note)
         return None
     kind = NODE_PROVIDERS.load(target.provider_name)
     _, before = measured_before(row.values for row in read_metrics(directory.path))
