@@ -77,8 +77,8 @@ class LearnerConfig(Section):
     updates_per_batch: PositiveInt = 1
     """Optimizer steps per iteration; its samples are divided among them, so each is in exactly one."""
     update_split: UpdateSplit = "groups"
-    """How: ``groups``, each step trains whole groups; ``shuffled``, samples at random; ``every_group``, an
-    equal part of each group. Advantages are over whole groups in any case.
+    """How samples are divided among these steps. ``groups``: each step trains whole groups; ``shuffled``:
+    samples at random; ``every_group``: an equal part of each group. Advantages are over whole groups anyway.
     """
     micro_batch_size: PositiveInt = 64
     """Samples per forward/backward of one rank; limited by memory, gradients accumulate."""

@@ -54,8 +54,8 @@ class RolloutConfig(Section):
     sde_window: SdeWindowConfig = SdeWindowConfig()
     """Where the sampler is stochastic. Unused by ode."""
     initial_noise: Literal["sample", "group"] = "sample"
-    """Who starts from the same noise: nobody, or the samples of a ``group``, which then differ by the noise
-    of their steps alone (as do those of a prompt that is drawn twice).
+    """Whose own the noise is that denoising starts from. The samples of a ``group`` that share it differ by
+    the noise of their steps alone (as do those of a prompt that is drawn twice).
     """
     true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
     """Classifier-free guidance with a negative prompt; above 1, every step costs two forwards."""
