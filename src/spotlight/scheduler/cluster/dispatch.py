@@ -141,7 +141,8 @@ class Dispatcher:
         if not demand.pressing:
             return
         ready = [group for group in self.cluster.groups.values() if group.state is GroupState.READY]
-        share = max((self.serving.share(group, demand) for group in ready), default=1)
+        of_each_kind = {group.kind: group for group in ready}.values()  # groups of a kind have equal shares
+        share = max((self.serving.share(group, demand) for group in of_each_kind), default=1)
         able = {group.leader for group in ready}
         given = self.spare.preempt(math.ceil(demand.pressing / share), able.__contains__, self.cluster.now)
         self._abandon_previews(given)
