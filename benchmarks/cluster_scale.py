@@ -11,8 +11,8 @@ measured. Seconds are of this process on one core (``--clock wall`` for those on
 
 ``--estimate``: a day is estimated as ``spotlight plan`` does, instead of simulated.
 
-The goal, a day of a thousand GPUs in less than 60 s, is met for video work, and for image work by the
-estimate (docs/howto/simulate-and-plan.md has the figures).
+The goal, a day of a thousand GPUs in less than 60 s, is met by the estimate (docs/howto/simulate-and-plan.md
+has the figures).
 """
 
 from __future__ import annotations
