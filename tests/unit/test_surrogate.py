@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.scenarios.strategies import strategy_named
 from spotlight.planning.surrogate import (
     SteadyCurve,
+    SteadyPoint,
     counts_wanted,
     divisor_of,
     estimated,
@@ -74,6 +76,24 @@ def test_points_of_a_smaller_cluster_are_at_the_nodes_of_the_whole(
     scenario = prepared(strategy)
     most = scenario.file.spot_nodes(strategy_named(strategy))
     assert curve_of(scenario, strategy).most.nodes == most
+
+
+def test_fewer_nodes_explore_less() -> None:
+    """What explored groups gain follows the nodes that are there, not the most that there ever are."""
+    scenario = prepared("spotlight", "trace={kind: generated, mean_uptime_h: 0.05, mean_downtime_s: 300}")
+    outcome = run_task(SimulationTask(prepared("spotlight", "trace.kind=always_on"), "spotlight")).outcome
+
+    def point(nodes: int, coverage: float, contrast: float) -> SteadyPoint:
+        made = replace(outcome, preview_share=1.0, coverage=coverage, contrast=contrast)
+        return SteadyPoint(float(nodes), 60.0, 60.0, made)
+
+    rich = estimated(scenario, "spotlight", SteadyCurve.of([point(0, 0.5, 1.2), point(4, 1.0, 2.0)]))
+    poor = estimated(scenario, "spotlight", SteadyCurve.of([point(0, 0.5, 1.2), point(4, 0.5, 1.2)]))
+    assert poor.coverage == pytest.approx(0.5)
+    assert poor.contrast == pytest.approx(1.2)
+    assert 0.5 < rich.coverage < 1.0
+    assert 1.2 < rich.contrast < 2.0
+    assert rich.iterations < poor.iterations
 
 
 def test_a_learner_that_takes_a_node_on_demand_works_and_pays_meanwhile(tmp_path: Path) -> None:

@@ -122,7 +122,8 @@ class Estimates:
         points = self.points[family_of(candidate)]
         most = max(counts_wanted(prepared, candidate.strategy))
         self.lengths_s[candidate] = points[most].lengths_s
-        curve = SteadyCurve.of(points.values())
+        # Others of the family have more nodes, and explore more.
+        curve = SteadyCurve.of(point for nodes, point in points.items() if nodes <= most)
         return StrategyRuns(tuple(estimated(one, candidate.strategy, curve) for one in prepared))
 
 

@@ -181,7 +181,7 @@ def estimated(prepared: Prepared, strategy: str, curve: SteadyCurve) -> Simulati
     stated = file.target_of(named)
     wanted = stated.iterations if stated else file.run.iterations
     run = _integrated(prepared, named, curve, wanted)
-    target, no_target = _promised(file, strategy, outcome, run)
+    target, no_target = _promised(file, strategy, run)
     if target is not None and target.iterations != wanted:
         wanted = target.iterations
         run = _integrated(prepared, named, curve, wanted)
@@ -211,24 +211,19 @@ class _WholeRun:
     total_s: float = math.inf
     total_usd: float = math.inf
     previews: float = math.nan
+    explored: Explored | None = None
     early: float = 0.0
     preemptions: int = 0
 
 
-def _promised(
-    file: ScenarioFile, strategy: str, outcome: SimulationOutcome, run: _WholeRun
-) -> tuple[Target | None, str]:
-    """Iterations to target; coverage is as much less than at most nodes as the share of previews is."""
+def _promised(file: ScenarioFile, strategy: str, run: _WholeRun) -> tuple[Target | None, str]:
+    """Iterations to target."""
     named = strategy_named(strategy)
     stated = file.stated_target(named)
     if stated is not None or named.explore is None:
         early = 0.0 if strategy in file.iterations_to_target else run.early
         return honest_target(stated, file.random_target, run.previews, early)
-    explored = None
-    if outcome.contrast > 0 and outcome.preview_share > 0:
-        coverage = outcome.coverage * min(1.0, run.previews / outcome.preview_share)
-        explored = Explored(outcome.contrast, coverage)
-    return learned_target(file.random_target, run.previews, explored, file.contrast_exponent)
+    return learned_target(file.random_target, run.previews, run.explored, file.contrast_exponent)
 
 
 def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iterations: int) -> _WholeRun:
@@ -236,7 +231,7 @@ def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iter
     run = _WholeRun()
     explores = strategy.explore is not None
     usd_s, standing = _standing_usd_s(prepared, strategy)
-    done = usd = previews = early = 0.0
+    done = usd = previews = early = coverage = gained = 0.0
     for since_s, until_s, useful, usd_h in _served(prepared, strategy):
         nodes = float(standing) if strategy.places.stays else useful
         rate_usd = usd_s + usd_h / 3600
@@ -250,6 +245,8 @@ def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iter
             usd += rate_usd * step_s + more * _crossing_usd(prepared, strategy, useful)
             if explores and goal > 1:
                 previews += more * curve.between(nodes, _preview_share)
+                coverage += more * curve.between(nodes, _coverage)
+                gained += more * curve.between(nodes, _gained)
             early += more * curve.between(nodes, _early_share)
             at_s += step_s
             done = float(goal) if left_s <= step_s else done + more
@@ -265,7 +262,10 @@ def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iter
     later = max(done - 1, 0.0)
     if explores:
         # The first iteration has no window before it that previews could use, except on the critical path.
-        run.previews = previews / later if later else _preview_share(curve.most)
+        if not later:
+            previews, coverage, gained = (of(curve.most) for of in (_preview_share, _coverage, _gained))
+        run.previews = previews / (later or 1)
+        run.explored = Explored(gained / coverage, coverage / (later or 1)) if gained else None
     run.early = early / done if done else 0.0
     return run
 
@@ -441,6 +441,8 @@ def _as_outcome(
         simulated_h=run.total_s / 3600 if ends else hours,
         simulated_usd=run.total_usd if ends else math.nan,
         preview_share=run.previews,
+        contrast=run.explored.contrast if run.explored else math.nan,
+        coverage=run.explored.coverage if run.explored else math.nan,
         early_share=run.early,
         preemptions=run.preemptions,
     )
@@ -484,6 +486,17 @@ def _first_rate(point: SteadyPoint) -> float:
 def _preview_share(point: SteadyPoint) -> float:
     share = point.outcome.preview_share if point.outcome else 0.0
     return 0.0 if math.isnan(share) else share
+
+
+def _coverage(point: SteadyPoint) -> float:
+    """Share of the groups that were explored; 0 where nothing was."""
+    return point.outcome.coverage if point.outcome and _gained(point) else 0.0
+
+
+def _gained(point: SteadyPoint) -> float:
+    """What explored groups add to the variance of all: their share times their contrast."""
+    found = point.outcome.coverage * point.outcome.contrast if point.outcome else 0.0
+    return 0.0 if math.isnan(found) else found
 
 
 def _early_share(point: SteadyPoint) -> float:
