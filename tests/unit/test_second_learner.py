@@ -119,6 +119,24 @@ def test_places_are_given_up_for_the_second_learner_that_was_asked_for_last_only
     played(scene())
 
 
+def test_a_loss_is_told_before_nodes_change_their_roles() -> None:
+    """Else the controller would lease the GPUs where the learner starts next."""
+
+    async def scene() -> None:
+        world, told = World(), list[object]()
+        await world.up()
+        places: Any = SimpleNamespace(lost=lambda: told.append("roles"))
+        unused: Any = None
+        driver = LearnerDriver(
+            unused, world.group, unused, unused, unused, (), told.append, world.notes.append, places
+        )
+        driver._begun = True
+        driver.lost("killed")
+        assert told == [ev.LearnerLost("killed"), "roles"]
+
+    played(scene())
+
+
 def test_a_second_learner_that_waits_for_room_holds_nothing_up() -> None:
     async def scene() -> None:
         world = World()

@@ -127,6 +127,11 @@ class LearnerDriver:
 
     def lost(self, detail: str) -> None:
         """Handle the loss of the learner; called once per life."""
+        told = self._begun and not self._committed and not self._exporting
+        if told:
+            # Before nodes change their roles: a controller that does not know yet would lease those where
+            # the learner starts next.
+            self.put_event(ev.LearnerLost(detail))
         if self.places is not None:
             self.places.lost()
         self.note(f"the learner is lost and goes back to the last checkpoint: {detail}")
@@ -136,8 +141,6 @@ class LearnerDriver:
             self.begin(self._start_from)
         elif self._exporting:
             self.restore(None, self.controller.cluster.lineage)
-        else:
-            self.put_event(ev.LearnerLost(detail))
 
     # -- an iteration ----------------------------------------------------------------------------------
 

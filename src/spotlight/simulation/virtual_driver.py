@@ -484,13 +484,14 @@ class Simulation:
             return
         self.learner.lose()
         self.places.lost()
-        self._reassign()
-        if not self.head_up:
-            return
-        if self.controller.stage is Stage.IDLE or self._closing is not None:
-            self._start_learner()
-        else:
+        starts = self.controller.stage is Stage.IDLE or self._closing is not None
+        if self.head_up and not starts:
+            # Before nodes change their roles: a controller that does not know yet would lease those where
+            # the learner starts next.
             self.feed(ev.LearnerLost(detail))
+        self._reassign()
+        if self.head_up and starts:
+            self._start_learner()
 
     def _start_learner(self) -> None:
         self._start_due = not self.places.has_room(self.scenario.plan.ranks_min)
