@@ -40,7 +40,9 @@ def _pace_learner(module: ModuleType) -> None:
     @wraps(accumulate)
     def paced(self: Any, keys: Sequence[str], update_samples: int) -> Any:
         accumulate(self, keys, update_samples)
-        time.sleep(TRAIN_S * len(keys) / self.ranks.world)
+        seconds = TRAIN_S * len(keys) / self.ranks.world
+        time.sleep(seconds)
+        self._update.seconds += seconds  # as train/step_s tells it
 
     module.Learner.accumulate = paced
 

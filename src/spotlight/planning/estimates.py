@@ -13,6 +13,7 @@ from spotlight.planning.prices.quotes import PriceError, Quote
 from spotlight.planning.scenarios.prepare import Prepared, at_starts, priced_again
 from spotlight.planning.scenarios.pricing import quotes_of
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
+from spotlight.planning.scenarios.strategies import where_nodes_stay
 from spotlight.planning.strategy_runs import StrategyRuns
 from spotlight.planning.surrogate import (
     SteadyCurve,
@@ -78,7 +79,7 @@ class Estimates:
             self.tried.add(candidate)
             starts[candidate] = prepared
             for one in new:
-                tasks[family, one] = prepared[0], steady_task(prepared[0], candidate.strategy, one)
+                tasks[family, one] = prepared[0], steady_task(prepared[0], family.strategy, one)
         self._simulate(tasks)
         return {candidate: self._estimate(candidate, prepared) for candidate, prepared in starts.items()}
 
@@ -128,8 +129,10 @@ class Estimates:
 
 
 def family_of(candidate: Candidate) -> Candidate:
-    """What shares a curve: all but the number of spot nodes and the places, unless these are apart."""
-    return replace(_layout(candidate), spot_nodes=0)
+    """What shares a curve, of nodes that stay: all but the number of spot nodes, the places, unless these are
+    apart, and nodes on demand.
+    """
+    return replace(_layout(candidate), spot_nodes=0, strategy=where_nodes_stay(candidate.strategy))
 
 
 def _layout(candidate: Candidate) -> Candidate:

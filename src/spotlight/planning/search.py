@@ -49,6 +49,7 @@ from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.strategies import (
     PipelinePart,
     strategy_named,
+    where_nodes_stay,
     with_parts,
     without_part,
 )
@@ -151,11 +152,19 @@ class _SearchState:
 
     def try_all(self, candidates: Sequence[Candidate]) -> None:
         """Estimate new candidates, as far as short simulations are left."""
-        for candidate, runs in self.estimates.of(candidates).items():
+        new = self.estimates.of(candidates)
+        for candidate, runs in new.items():
             if (reason := useless(runs.first)) is not None:
                 self.estimates.leave_out(candidate, reason)
             else:
                 self.done[candidate] = EvaluatedCandidate(candidate, runs)
+        for candidate in new:
+            simpler = _as(candidate, where_nodes_stay(candidate.strategy))
+            pair = self.done.get(candidate), self.done.get(simpler)
+            if simpler != candidate and pair[0] and pair[1] and pair[0].runs.lasts_as(pair[1].runs):
+                # Both would be simulated in full, in the place of another cluster.
+                del self.done[candidate]
+                self.estimates.leave_out(candidate, f"never takes a node on demand: it is {simpler.strategy}")
 
     def best(self, strategy: str | None = None) -> list[EvaluatedCandidate]:
         """Candidates that may be recommended, best first; of a strategy with any parts, or of all."""

@@ -90,6 +90,14 @@ class StrategyRuns:
         least, most = self._ends(lambda one, iterations: iterations)
         return FigureRange(least, middle.p50, middle.p90, most)
 
+    def lasts_as(self, other: StrategyRuns) -> bool:
+        """Whether it reaches the target after the same hours and dollars as another, from every start."""
+
+        def figures(runs: StrategyRuns) -> list[tuple[float, float]]:
+            return [(known_or_inf(one.target_h), known_or_inf(one.target_usd)) for one in runs.outcomes]
+
+        return figures(self) == figures(other)
+
     def _ends(self, of: Callable[[SimulationOutcome, int], float]) -> tuple[float, float]:
         def end(one: SimulationOutcome, number: int) -> float:
             return of(one, one.target.ends[number]) if one.target else math.nan

@@ -185,7 +185,7 @@ def estimated(prepared: Prepared, strategy: str, curve: SteadyCurve) -> Simulati
     if target is not None and target.iterations != wanted:
         wanted = target.iterations
         run = _integrated(prepared, named, curve, wanted)
-    return _as_outcome(prepared, outcome, run, wanted, target, no_target)
+    return _as_outcome(prepared, replace(outcome, strategy=strategy), run, wanted, target, no_target)
 
 
 def iterations_in(prepared: Prepared, strategy: str, curve: SteadyCurve, seconds: float) -> float:

@@ -356,7 +356,7 @@ class SimulationRunSection(_ScenarioSection):
 class SearchSection(_ScenarioSection):
     """Search space of ``spotlight plan``; empty lists: around the scenario's cluster."""
 
-    strategies: tuple[str, ...] = ("reserved_only", "spotlight", "all_spot")
+    strategies: tuple[str, ...] = ("reserved_only", "spotlight", "all_spot", "all_spot_then_on_demand")
     """Strategies that may be recommended."""
     gpu_types: tuple[str, ...] = ()
     """GPU types of reserved and spot nodes alike. Empty: every type with profile figures, a price and enough

@@ -277,6 +277,12 @@ def without_part(name: str, part: PipelinePart) -> str:
     return "+".join(piece for piece in name.split("+") if piece != part)
 
 
+def where_nodes_stay(name: str) -> str:
+    """Name of the strategy that does the same where spot nodes stay: nothing is taken on demand there."""
+    base, *parts = name.split("+")
+    return "+".join([base.removesuffix("_then_on_demand"), *parts])
+
+
 def _allows(name: str, part: PipelinePart) -> bool:
     try:
         strategy_named(f"{name}+{part}")
