@@ -22,6 +22,19 @@ def test_no_seed_violates_anything_and_every_branch_is_taken(
     assert check_seeds(0, seeds, twice=False) == 0, capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        2183,  # the nodes where a lost learner starts next were leased before its loss was told
+        4965,  # a trained sample was kept of a preview that was not made again as it was
+        5340,  # what was committed of a rollout that older weights had begun was never freed
+        5969,  # a larger learner took the last nodes, and what the smaller one waited for was never made
+    ],
+)
+def test_seeds_that_failed_once_do_not_again(seed: int) -> None:
+    assert run_trial(draw_trial(seed)).failure is None
+
+
 @pytest.mark.parametrize("seed", range(0, 40, 10))
 def test_a_seed_fixes_everything(seed: int) -> None:
     first, second = run_trial(draw_trial(seed)), run_trial(draw_trial(seed))

@@ -359,11 +359,12 @@ class ReferenceModel:
         return max(given_s, min(measured_s, times * given_s))
 
     def _trained_after(self, position: int) -> set[Rollout]:
-        """Samples whose training is undone, and that are kept because of it."""
+        """Samples whose training is undone, and that are kept because of it, unless a preview made them."""
         if not self.simulation.scenario.plan.cluster.learner_moves:
             return set()
-        records = self.expected.records[position:]
-        return {self.expected.issued[each.rollout] for each in records if isinstance(each, SampleTrained)}
+        expected = self.expected
+        trained = [each.rollout for each in expected.records[position:] if isinstance(each, SampleTrained)]
+        return {expected.issued[name] for name in trained if name not in expected.kept}
 
     def _check_grant(self, grant: ef.GrantLease, discarded: set[RolloutId]) -> None:
         lease, simulation, plan = grant.lease, self.simulation, self.simulation.scenario.plan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from spotlight.cluster.drains import Drains
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -34,8 +36,8 @@ class Moving:
         if not isinstance(event, ev.LearnerRestored | ev.LearnerPrepared):
             self.cluster.handle(event)
 
-    def placed(self, *, idle: bool = False) -> list[ef.Effect]:
-        return list(self.life.placed(1, idle=idle))
+    def placed(self, *, idle: bool = False, waits: bool = False) -> list[ef.Effect]:
+        return list(self.life.placed(1, idle=idle, waits=waits))
 
 
 def noticed() -> Moving:
@@ -46,6 +48,19 @@ def noticed() -> Moving:
     assert it.placed() == []
     it.tell(ev.LearnerPrepared(1))
     return it
+
+
+def test_a_learner_that_holds_samples_while_nothing_rolls_out_is_ended() -> None:
+    """Its second one took the last nodes: what it waits for is made only once it has moved."""
+    it = Moving(A, B)
+    assert it.placed() == [ef.PrepareLearner(1)]
+    assert it.placed(waits=True) == [], "there is no second one yet"
+    it.tell(ev.LearnerPrepared(1))
+    assert it.placed() == [], "it trains"
+    it.tell(ev.NodeJoined(replace(C, trains=False, rolls_out=True)))
+    assert it.placed(waits=True) == [], "another node rolls out"
+    it.tell(ev.NodeLost(C.id))
+    assert [type(effect) for effect in it.placed(waits=True)] == [ef.EndLearner]
 
 
 def test_a_learner_whose_node_stops_work_is_ended_and_restored_once_its_loss_is_reported() -> None:

@@ -445,8 +445,9 @@ class Controller:
     def _place_learner(self) -> None:
         if self.stage is Stage.IDLE:
             return  # it is being started, and does not answer yet
-        idle = self.stage in LEARNER_IDLES and not self.training.prepared and not self.training.task
-        self.work.effects += self.learner.placed(self.iteration, idle=idle)
+        rests = self.stage in LEARNER_IDLES and not self.training.task
+        idle, waits = rests and not self.training.prepared, rests and self.queue.waiting > 0
+        self.work.effects += self.learner.placed(self.iteration, idle=idle, waits=waits)
 
     def _finish(self) -> None:
         self._stages.move(Trigger.ITERATIONS_DONE)

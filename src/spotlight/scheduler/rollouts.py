@@ -181,6 +181,7 @@ class Rollouts:
                 del self.early.rollouts[name]  # issued again when its iteration begins
                 if begun:
                     self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
+                    self.discard([name])  # what is committed of it is by the older weights
             else:
                 self._replace(name)
 
@@ -217,7 +218,10 @@ class Rollouts:
         at, safe = self.at, self.safe
         at.rollouts[rollout.id] = rollout
         self.ledger.issue(rollout, prompt)
-        if safe.take(rollout):
+        maker = safe.makers.get(rollout.id)
+        # A preview that is not made as it was before the learner was lost accounts for no sample.
+        accounted = maker is None or maker.preview in (None, self.kept.preview_of(rollout))
+        if accounted and safe.take(rollout):
             self._recall(rollout)
             return rollout.id
         if sample := self.kept.take(rollout):

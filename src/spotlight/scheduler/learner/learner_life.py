@@ -2,7 +2,8 @@
 
     lost     ─► rolled back ─► RestoreLearner, once there are GPUs for all ranks
     noticed  ─► PrepareLearner, once there are GPUs elsewhere ─► RestoreLearner, when it holds nothing that
-                is not durable; if the notice leaves no time for that, EndLearner ─► lost
+                is not durable; if the notice leaves no time for that, or nothing rolls out meanwhile what it
+                waits for, EndLearner ─► lost
 
 With ``ClusterPlan.learner_moves`` the state after an iteration is made durable behind the rollouts of the
 next, and nothing is trained until it is.
@@ -88,17 +89,23 @@ class LearnerLife:
                 if (host := self.cluster.hosts.get(node)) is not None and host.node.trains:
                     self.preparing = self.prepared = False  # it may have been there
 
-    @property
-    def _must_go(self) -> bool:
-        """Whether its node stops work now, and a second one is ready elsewhere."""
-        return self.works and self.prepared and any(host.draining for host in self._leaving)
+    def _must_go(self, *, waits: bool) -> str:
+        """Why it ends although it holds samples, where a second one is ready elsewhere; empty: it goes on."""
+        if not (self.works and self.prepared):
+            return ""
+        if any(host.draining for host in self._leaving):
+            return "its node is about to be preempted"
+        hosts = self.cluster.hosts.values()
+        stuck = waits and not any(host.node.rolls_out for host in hosts)
+        return "no node rolls out what it waits for until it has moved" if stuck else ""
 
-    def placed(self, iteration: int, *, idle: bool) -> Iterator[Effect]:
+    def placed(self, iteration: int, *, idle: bool, waits: bool = False) -> Iterator[Effect]:
         """Bring it where it can work.
 
         Args:
             iteration: the current one.
             idle: it does nothing, and holds nothing that is not durable.
+            waits: it does nothing, and rollouts are left to be made.
         """
         awaited = self.restore_due or self.preparing or (self.up and (self._leaving or self._has_second))
         if self.ending or not awaited:
@@ -113,11 +120,11 @@ class LearnerLife:
                 self.preparing = True
                 self.preparations += 1
                 yield PrepareLearner(self.preparations)
-        elif self._must_go and not idle:
+        elif not idle and (why := self._must_go(waits=waits)):
             # What it is asked may be answered before its end: it is undone when the loss is reported.
             self.cluster.count(Recovery.LEARNER_EVICTED)
             self.ending = True
-            yield EndLearner("its node is about to be preempted")
+            yield EndLearner(why)
         elif self.prepared and idle and self.works:
             self.cluster.count(Recovery.LEARNER_MOVED)
             self._ends()
