@@ -130,7 +130,7 @@ class LearnerDriver:
         told = self._begun and not self._committed and not self._exporting
         if told:
             # Before nodes change their roles: a controller that does not know yet would lease those where
-            # the learner starts next.
+            # the learner starts next. After a save it may, for one event; the lease is then given to another.
             self.put_event(ev.LearnerLost(detail))
         if self.places is not None:
             self.places.lost()

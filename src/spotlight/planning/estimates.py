@@ -123,14 +123,14 @@ class Estimates:
         points = self.points[family_of(candidate)]
         most = max(counts_wanted(prepared, candidate.strategy))
         self.lengths_s[candidate] = points[most].lengths_s
-        # Others of the family have more nodes, and explore more.
+        # Points with more nodes are other candidates', and explore more.
         curve = SteadyCurve.of(point for nodes, point in points.items() if nodes <= most)
         return StrategyRuns(tuple(estimated(one, candidate.strategy, curve) for one in prepared))
 
 
 def family_of(candidate: Candidate) -> Candidate:
-    """What shares a curve, of nodes that stay: all but the number of spot nodes, the places, unless these are
-    apart, and nodes on demand.
+    """What shares a curve: all but the number of spot nodes, the places (unless apart), and whether nodes are
+    taken on demand.
     """
     return replace(_layout(candidate), spot_nodes=0, strategy=where_nodes_stay(candidate.strategy))
 

@@ -9,7 +9,8 @@
    every combination; where these are too many, all parts and none, then single changes around the
    :data:`SETTLED` best, then what pays there on every cluster. A part that gains less than the noise is not
    recommended. Refined again, and single changes tried there.
-4. The best :data:`CONFIRMED` candidates that meet the goal are simulated to their targets from every start,
+4. A strategy that only adds nodes on demand to another: wherever that was tried, without further simulations.
+5. The best :data:`CONFIRMED` candidates that meet the goal are simulated to their targets from every start,
    else the next as many. The best of those that still meet it is recommended: a goal must hold at p90,
    because it is a promise; what is left open is ranked by p50, because p90 of a few starts is one bad start.
 
@@ -149,22 +150,32 @@ class _SearchState:
     goal: Goal
     estimates: Estimates
     done: dict[Candidate, EvaluatedCandidate] = field(default_factory=dict)
+    able: dict[Candidate, tuple[float, ...]] = field(default_factory=dict)
+    """Lengths of iterations of those done, all as where nodes stay."""
 
     def try_all(self, candidates: Sequence[Candidate]) -> None:
         """Estimate new candidates, as far as short simulations are left."""
-        new = self.estimates.of(candidates)
-        for candidate, runs in new.items():
+        for candidate, runs in self.estimates.of(candidates).items():
             if (reason := useless(runs.first)) is not None:
                 self.estimates.leave_out(candidate, reason)
             else:
                 self.done[candidate] = EvaluatedCandidate(candidate, runs)
-        for candidate in new:
-            simpler = _as(candidate, where_nodes_stay(candidate.strategy))
-            pair = self.done.get(candidate), self.done.get(simpler)
-            if simpler != candidate and pair[0] and pair[1] and pair[0].runs.lasts_as(pair[1].runs):
-                # Both would be simulated in full, in the place of another cluster.
+                self.able[_where_nodes_stay(candidate)] = self.estimates.lengths_s[candidate]
+
+    def add_on_demand(self, strategy: str) -> None:
+        """Try a strategy that takes nodes on demand wherever the same was tried without.
+
+        One that takes none by the estimate is left out: it would be confirmed in the place of another.
+        """
+        plain = where_nodes_stay(strategy)
+        tried = [one for one in self.estimates.lengths_s if _is_of(one.strategy, plain)]
+        pairs = {_as(one, with_parts(strategy, strategy_named(one.strategy).parts)): one for one in tried}
+        self.try_all([*pairs])
+        for candidate, simpler in pairs.items():
+            both = self.done.get(candidate), self.done.get(simpler)
+            if both[0] is not None and both[1] is not None and both[0].runs.lasts_as(both[1].runs):
                 del self.done[candidate]
-                self.estimates.leave_out(candidate, f"never takes a node on demand: it is {simpler.strategy}")
+                self.estimates.leave_out(candidate, f"takes no node on demand by the estimate, as {plain}")
 
     def best(self, strategy: str | None = None) -> list[EvaluatedCandidate]:
         """Candidates that may be recommended, best first; of a strategy with any parts, or of all."""
@@ -197,13 +208,11 @@ class _SearchState:
 
     def _pays(self, one: Candidate) -> bool:
         """Whether each part shortens iterations by more than the noise, as far as that was tried."""
-        parts = strategy_named(one.strategy).parts
-        others = [_as(one, without_part(one.strategy, part)) for part in parts]
-        return all(
-            shortens(self.estimates.lengths_s[one], self.estimates.lengths_s[other])
-            for other in others
-            if other in self.done
-        )
+        plain = _where_nodes_stay(one)
+        others = [
+            _as(plain, without_part(plain.strategy, part)) for part in strategy_named(one.strategy).parts
+        ]
+        return all(shortens(self.able[plain], self.able[other]) for other in others if other in self.able)
 
     def refinements(self) -> Iterator[Candidate]:
         """Midpoints between the best candidate and its neighbours on both axes."""
@@ -233,6 +242,11 @@ def search(
         ConfigError: a strategy lacks ``iterations_to_target``, or no candidate can be simulated.
     """
     _require_targets(file)
+    # Nodes on demand need no short simulations of their own: they are added to what was searched without.
+    named = file.plan.strategies
+    added = [one for one in named if where_nodes_stay(one) != one and where_nodes_stay(one) in named]
+    plan = file.plan.model_copy(update={"strategies": tuple(one for one in named if one not in added)})
+    file = file.model_copy(update={"plan": plan})
     state = _SearchState(file, goal, Estimates(file, now, jobs, progress))
     candidates, without = grid(file, state.estimates.quotes)
     for shape, reason in without:
@@ -240,13 +254,17 @@ def search(
     state.try_all(candidates)
     _refine(state)
     parts_found = _every_way(state)
+    _refine(state)
+    for strategy in plan.strategies:
+        state.settle(strategy)
+    for strategy in added:
+        state.add_on_demand(strategy)
+    if added:
+        _refine(state)
     if not state.done:
         reasons = "; ".join(state.estimates.reasons()) or "an empty grid"
         problem = Problem("plan", reasons, "a candidate that can be simulated", "Change the scenario.")
         raise ConfigError(file.name, [problem])
-    _refine(state)
-    for strategy in file.plan.strategies:
-        state.settle(strategy)
     answer, confirmed = _checked(state)
     rejected = tuple(one for one in confirmed if not _passes(goal, one.runs))
     everything = tuple(state.done[candidate] for candidate in sorted(state.done, key=order_of))
@@ -383,6 +401,11 @@ def _kind(candidate: Candidate) -> Candidate:
 def _cluster(candidate: Candidate, strategy: str) -> Candidate:
     """The same cluster with the strategy alone."""
     return replace(candidate, strategy=strategy, next_share=None, previews=None)
+
+
+def _where_nodes_stay(candidate: Candidate) -> Candidate:
+    """What is the same where no node is taken on demand."""
+    return _as(candidate, where_nodes_stay(candidate.strategy))
 
 
 def _as(candidate: Candidate, strategy: str) -> Candidate:

@@ -91,12 +91,9 @@ class StrategyRuns:
         return FigureRange(least, middle.p50, middle.p90, most)
 
     def lasts_as(self, other: StrategyRuns) -> bool:
-        """Whether it reaches the target after the same hours and dollars as another, from every start."""
-
-        def figures(runs: StrategyRuns) -> list[tuple[float, float]]:
-            return [(known_or_inf(one.target_h), known_or_inf(one.target_usd)) for one in runs.outcomes]
-
-        return figures(self) == figures(other)
+        """Whether both reach the target from every start, after the same hours and dollars."""
+        pairs = zip(self.outcomes, other.outcomes, strict=True)
+        return all((one.target_h, one.target_usd) == (two.target_h, two.target_usd) for one, two in pairs)
 
     def _ends(self, of: Callable[[SimulationOutcome, int], float]) -> tuple[float, float]:
         def end(one: SimulationOutcome, number: int) -> float:

@@ -494,7 +494,7 @@ def _coverage(point: SteadyPoint) -> float:
 
 
 def _gained(point: SteadyPoint) -> float:
-    """What explored groups add to the variance of all: their share times their contrast."""
+    """Coverage times contrast; 0 where nothing was explored."""
     found = point.outcome.coverage * point.outcome.contrast if point.outcome else 0.0
     return 0.0 if math.isnan(found) else found
 
