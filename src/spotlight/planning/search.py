@@ -175,7 +175,9 @@ class _SearchState:
             both = self.done.get(candidate), self.done.get(simpler)
             if both[0] is not None and both[1] is not None and both[0].runs.lasts_as(both[1].runs):
                 del self.done[candidate]
-                self.estimates.leave_out(candidate, f"takes no node on demand by the estimate, as {plain}")
+                self.estimates.leave_out(
+                    candidate, f"takes no node on demand by the estimate, as {simpler.strategy}"
+                )
 
     def best(self, strategy: str | None = None) -> list[EvaluatedCandidate]:
         """Candidates that may be recommended, best first; of a strategy with any parts, or of all."""
@@ -259,8 +261,6 @@ def search(
         state.settle(strategy)
     for strategy in added:
         state.add_on_demand(strategy)
-    if added:
-        _refine(state)
     if not state.done:
         reasons = "; ".join(state.estimates.reasons()) or "an empty grid"
         problem = Problem("plan", reasons, "a candidate that can be simulated", "Change the scenario.")

@@ -446,7 +446,10 @@ class Controller:
         if self.stage is Stage.IDLE:
             return  # it is being started, and does not answer yet
         rests = self.stage in LEARNER_IDLES and not self.training.task
-        idle, waits = rests and not self.training.prepared, rests and self.queue.waiting > 0
+        idle, waits = (
+            rests and not self.training.prepared,
+            rests and self.queue.waiting_of(WorkClass.TRAIN, WorkClass.EVAL) > 0,
+        )
         self.work.effects += self.learner.placed(self.iteration, idle=idle, waits=waits)
 
     def _finish(self) -> None:

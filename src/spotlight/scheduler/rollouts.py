@@ -219,9 +219,8 @@ class Rollouts:
         at.rollouts[rollout.id] = rollout
         self.ledger.issue(rollout, prompt)
         maker = safe.makers.get(rollout.id)
-        # A preview that is not made as it was before the learner was lost accounts for no sample.
-        accounted = maker is None or maker.preview in (None, self.kept.preview_of(rollout))
-        if accounted and safe.take(rollout):
+        # A preview's is kept of the one that is made again: the former may have had other steps.
+        if (maker is None or maker.preview is None) and safe.take(rollout):
             self._recall(rollout)
             return rollout.id
         if sample := self.kept.take(rollout):

@@ -50,18 +50,12 @@ class KeptPreviews:
         self._offered = {(one.prompt_id, one.seed): one for one in scored if self.wants(one)}
         self._window, self.kept = closed, 0
 
-    def preview_of(self, rollout: Rollout) -> RolloutId | None:
-        """The preview that made this rollout's sample, if one did."""
+    def take(self, rollout: Rollout) -> KeptSample | None:
+        """The sample of this rollout, if it was made as a preview."""
         preview = self._offered.get((rollout.prompt_id, rollout.seed))
         if preview is None or rollout.purpose is not Purpose.TRAIN or preview.version != rollout.version:
             return None
-        return preview.id
-
-    def take(self, rollout: Rollout) -> KeptSample | None:
-        """The sample of this rollout, if it was made as a preview."""
-        if self.preview_of(rollout) is None:
-            return None
-        preview = self._offered.pop((rollout.prompt_id, rollout.seed))
+        del self._offered[rollout.prompt_id, rollout.seed]
         self.kept += 1
         maker = self._window.makers[preview.id]._replace(preview=preview.id)
         return KeptSample(preview.id, maker, self._window.scores[preview.id])

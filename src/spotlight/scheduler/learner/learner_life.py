@@ -105,7 +105,7 @@ class LearnerLife:
         Args:
             iteration: the current one.
             idle: it does nothing, and holds nothing that is not durable.
-            waits: it does nothing, and rollouts are left to be made.
+            waits: it does nothing, and rollouts of the iteration are left to be made.
         """
         awaited = self.restore_due or self.preparing or (self.up and (self._leaving or self._has_second))
         if self.ending or not awaited:
