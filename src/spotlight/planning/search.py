@@ -150,8 +150,8 @@ class _SearchState:
     goal: Goal
     estimates: Estimates
     done: dict[Candidate, EvaluatedCandidate] = field(default_factory=dict)
-    able: dict[Candidate, tuple[float, ...]] = field(default_factory=dict)
-    """Lengths of iterations of those done, all as where nodes stay."""
+    steady_s: dict[Candidate, tuple[float, ...]] = field(default_factory=dict)
+    """Lengths of iterations of those done, under the strategy without nodes on demand."""
 
     def try_all(self, candidates: Sequence[Candidate]) -> None:
         """Estimate new candidates, as far as short simulations are left."""
@@ -160,7 +160,7 @@ class _SearchState:
                 self.estimates.leave_out(candidate, reason)
             else:
                 self.done[candidate] = EvaluatedCandidate(candidate, runs)
-                self.able[_where_nodes_stay(candidate)] = self.estimates.lengths_s[candidate]
+                self.steady_s[_where_nodes_stay(candidate)] = self.estimates.lengths_s[candidate]
 
     def add_on_demand(self, strategy: str) -> None:
         """Try a strategy that takes nodes on demand wherever the same was tried without.
@@ -214,7 +214,9 @@ class _SearchState:
         others = [
             _as(plain, without_part(plain.strategy, part)) for part in strategy_named(one.strategy).parts
         ]
-        return all(shortens(self.able[plain], self.able[other]) for other in others if other in self.able)
+        return all(
+            shortens(self.steady_s[plain], self.steady_s[other]) for other in others if other in self.steady_s
+        )
 
     def refinements(self) -> Iterator[Candidate]:
         """Midpoints between the best candidate and its neighbours on both axes."""

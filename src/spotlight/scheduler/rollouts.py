@@ -219,7 +219,8 @@ class Rollouts:
         at.rollouts[rollout.id] = rollout
         self.ledger.issue(rollout, prompt)
         maker = safe.makers.get(rollout.id)
-        # A preview's is kept of the one that is made again: the former may have had other steps.
+        # A sample that was a preview comes from the preview that is made again. The planner may have given
+        # the one before the loss other steps; the ledger would then name the wrong one.
         if (maker is None or maker.preview is None) and safe.take(rollout):
             self._recall(rollout)
             return rollout.id

@@ -96,6 +96,7 @@ class Strategy:
         like: the strategy whose iterations to target apply; empty: its own.
         switches: GPUs that train and roll out switch between both, whatever ``workload.resident`` says.
         baseline: a model of how others run on spot nodes; None: our controller runs it.
+        adds_to: the strategy that it is while spot nodes stay; empty: none but itself.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Strategy:
     like: str = ""
     switches: bool = False
     baseline: SpotBaseline | None = None
+    adds_to: str = ""
 
     @property
     def learner_moves(self) -> bool:
@@ -218,6 +220,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 "idle",
                 placement="spot_then_on_demand",
                 like="spotlight",
+                adds_to="all_spot",
             ),
         )
     }
@@ -280,7 +283,7 @@ def without_part(name: str, part: PipelinePart) -> str:
 def where_nodes_stay(name: str) -> str:
     """Name of the strategy that does the same where spot nodes stay: nothing is taken on demand there."""
     base, *parts = name.split("+")
-    return "+".join([base.removesuffix("_then_on_demand"), *parts])
+    return "+".join([STRATEGIES[base].adds_to or base, *parts])
 
 
 def _allows(name: str, part: PipelinePart) -> bool:

@@ -89,15 +89,15 @@ class LearnerLife:
                 if (host := self.cluster.hosts.get(node)) is not None and host.node.trains:
                     self.preparing = self.prepared = False  # it may have been there
 
-    def _must_go(self, *, waits: bool) -> str:
-        """Why it ends although it holds samples, where a second one is ready elsewhere; empty: it goes on."""
+    def _reason_to_end(self, *, waits: bool) -> str:
+        """Why it ends although it holds samples: a second one is ready elsewhere. Empty: it goes on."""
         if not (self.works and self.prepared):
             return ""
         if any(host.draining for host in self._leaving):
             return "its node is about to be preempted"
         hosts = self.cluster.hosts.values()
         stuck = waits and not any(host.node.rolls_out for host in hosts)
-        return "no node rolls out what it waits for until it has moved" if stuck else ""
+        return "no node is left to roll out what it waits for" if stuck else ""
 
     def placed(self, iteration: int, *, idle: bool, waits: bool = False) -> Iterator[Effect]:
         """Bring it where it can work.
@@ -120,7 +120,7 @@ class LearnerLife:
                 self.preparing = True
                 self.preparations += 1
                 yield PrepareLearner(self.preparations)
-        elif not idle and (why := self._must_go(waits=waits)):
+        elif not idle and (why := self._reason_to_end(waits=waits)):
             # What it is asked may be answered before its end: it is undone when the loss is reported.
             self.cluster.count(Recovery.LEARNER_EVICTED)
             self.ending = True
