@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.calls import calls_of
+from tests.executed_lines import executed_lines
 
 from spotlight.config.errors import ConfigError
 from spotlight.fleet.traces.generator import TraceSpec, generate
@@ -302,28 +302,25 @@ def test_every_node_always_has_the_price_in_force(seed: int, points: list[tuple[
 
 def test_the_work_for_prices_by_the_minute_grows_with_their_number(tmp_path: Path) -> None:
     """A sweep over the trace for each of its prices once took minutes for a week of them."""
-    quarter_h = 6
 
-    def prices_of(quarters: int) -> int:
+    def traced(hours: int) -> ScenarioFile:
         draw = random.Random(0)
         trace = {
             "metadata": {"gap_seconds": 60},
-            "data": [int(draw.random() < 0.9) * 4 for _ in range(quarters * quarter_h * 60)],
-            "prices": [round(5 + draw.random(), 2) for _ in range(quarters * quarter_h * 60)],
+            "data": [int(draw.random() < 0.9) * 4 for _ in range(hours * 60)],
+            "prices": [round(5 + draw.random(), 2) for _ in range(hours * 60)],
         }
-        path = tmp_path / "t.json"
+        path = tmp_path / f"{hours}.json"
         path.write_text(json.dumps(trace))
-        file = small(
-            "trace.kind=file",
-            f"trace.path={path}",
-            "trace.use_prices=true",
-            f"run.until_h={quarter_h * quarters}",
-        )
-        events = scenario_of(prepare(file, tuple(STRATEGIES), NOW), STRATEGIES["spotlight"]).nodes
-        return sum(isinstance(event, PriceChanged) for _, event in events)
+        return small("trace.kind=file", f"trace.path={path}", "trace.use_prices=true", f"run.until_h={hours}")
 
-    assert prices_of(4) > 0.7 * 4 * quarter_h * 60
-    assert calls_of(lambda: prices_of(4)) < 4 * calls_of(lambda: prices_of(1))
+    def events_of(file: ScenarioFile) -> Sequence[tuple[float, NodeEvent]]:
+        return scenario_of(prepare(file, tuple(STRATEGIES), NOW), STRATEGIES["spotlight"]).nodes
+
+    quarter, day = traced(6), traced(24)
+    prices = sum(isinstance(event, PriceChanged) for _, event in events_of(day))
+    assert prices > 0.7 * 24 * 60
+    assert executed_lines(lambda: events_of(day)) < 3 * executed_lines(lambda: events_of(quarter))  # 1.9
 
 
 def test_a_notice_without_a_removal_ends_with_the_trace(tmp_path: Path) -> None:
