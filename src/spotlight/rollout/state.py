@@ -169,7 +169,7 @@ class RolloutState:
 
     @property
     def done(self) -> bool:
-        """Whether all steps are taken that the rollout asks for now."""
+        """Whether all steps up to ``rollout.until`` are taken."""
         return self.step == self.rollout.until
 
     @property

@@ -157,7 +157,7 @@ class WorkerProcess:
             self._loop = loop
 
     def _put_off(self, pull: PullWeights) -> None:
-        """Decline for now; the controller asks again at once and may name another source."""
+        """Decline this time; the controller asks again at once and may name another source."""
         time.sleep(_PAUSE_S)
         failed = PullFailed(self._place.worker, self._place.epoch, pull.version, pull.lineage)
         self._home.deliver(Report(self._place.worker, "", (), (failed,)))

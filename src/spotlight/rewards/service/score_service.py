@@ -85,7 +85,7 @@ class Answer:
 
 
 class ServiceBusyError(RuntimeError):
-    """The service takes no more pictures for now."""
+    """The service takes no more pictures until some are scored."""
 
 
 class ScoreService:

@@ -38,7 +38,7 @@ class Rest:
         iterations: to train.
         left_s: to the deadline, negative after it; None: there is none.
         left_usd: of the budget, negative beyond it; None: there is none.
-        asked: spot nodes asked for now.
+        asked: spot nodes that the fleet is asked to hold.
         other_workers: rollout workers that are not on spot nodes, less spot slots that the learner holds.
         node_workers: that a spot node brings.
         other_usd_h: of all nodes that are not spot.
@@ -95,7 +95,7 @@ class TargetDecision:
     """What to ask for.
 
     Attributes:
-        nodes: to ask for now.
+        nodes: spot nodes that the fleet is to hold next.
         now, then: the rest with what is asked for already, and with ``nodes``.
         best: with what the goals want in the end, which may be several steps away.
         holds: ``best`` holds the goals that are not lost already.
