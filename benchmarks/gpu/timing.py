@@ -17,7 +17,7 @@ from benchmarks._measure import Clock, take_turns
 from benchmarks.gpu.lab import Lab
 from spotlight.models.kernels.peak_rates import bfloat16_flop_s
 
-_ROUNDS_MAX = 12
+_ROUNDS_MAX = 7
 
 
 def interleaved(lab: Lab, variants: Mapping[str, Callable[[], object]]) -> dict[str, list[float]]:
