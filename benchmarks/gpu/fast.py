@@ -139,7 +139,7 @@ def train_small(lab: Lab) -> Outcome:
 
 
 def train_compiled(lab: Lab) -> Outcome:
-    """The same with compiled blocks."""
+    """MFU of training on small pictures with compiled blocks."""
     with compiled(lab, lab.family().transformer):
         return _training(lab, lab.scale.train_small)
 
@@ -152,14 +152,13 @@ def train_large(lab: Lab) -> Outcome:
 def _training(lab: Lab, shape: Shape) -> Outcome:
     family, slots = lab.family(), lab.slots()
     samples = lab.samples(family, slots, shape, STEPS)
-    # All timesteps in one pass: of smaller ones a GPU waits for the host.
+    # All timesteps in one pass: with smaller passes the GPU waits for the host.
     with learning(lab, family, slots, shape, timesteps_per_pass=STEPS) as learner:
         began = time.perf_counter()
-        model.train(learner, samples)
+        a_pass = model.train(learner, samples)["train/timesteps_per_pass"]
         wait(lab.device)
         first = time.perf_counter() - began
         seconds = interleaved(lab, {"update": lambda: model.train(learner, samples)})
-        a_pass = model.train(learner, samples)["train/timesteps_per_pass"]
         kept = samples[0].tensors.log_probs if samples[0].tensors is not None else None
         timesteps = learner.algorithm.timesteps(0 if kept is None else len(kept))
     # Forward, its repetition, and the gradient of activations; adapters are left out, so it is a lower bound.
