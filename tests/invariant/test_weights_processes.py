@@ -28,9 +28,13 @@ def total(cache: NodeCache, manifest: WeightsManifest, fetch: Callable[[], bytes
 
 def test_all_processes_together_fetch_once(tmp_path: Path) -> None:
     manifest, data = version()
-    count = tmp_path / "fetches"
+    count, go = tmp_path / "fetches", tmp_path / "go"
 
     def work(say: Say) -> str:
+        say("ready")
+        while not go.exists():
+            time.sleep(0.001)
+
         def fetch() -> bytes:
             with count.open("a") as file:
                 file.write("x")
@@ -43,6 +47,8 @@ def test_all_processes_together_fetch_once(tmp_path: Path) -> None:
     children = [Child(work) for _ in range(6)]
     try:
         expected = str(float(torch.arange(300_000).double().sum()))
+        assert {child.hear() for child in children} == {"ready"}
+        go.touch()
         assert {child.hear() for child in children} == {expected}
     finally:
         for child in children:
@@ -65,10 +71,15 @@ def test_a_killed_fetcher_leaves_lock_and_rubbish_to_the_next(tmp_path: Path) ->
 
         return str(total(cache, manifest, fetch))
 
+    def wait(say: Say) -> str:
+        with NodeCache("run", parent=tmp_path) as cache:
+            say("waiting")
+            return str(total(cache, manifest, lambda: data))
+
     with NodeCache("run", parent=tmp_path) as cache, Child(die) as child:
         assert child.hear() == "fetching"
-        waiting = Child(lambda say: str(total(cache, manifest, lambda: data)))
-        with waiting:
+        with Child(wait) as waiting:
+            assert waiting.hear() == "waiting"
             time.sleep(0.1)
             assert not list(cache.directory.glob("*.safetensors"))
             began = time.monotonic()
