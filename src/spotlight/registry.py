@@ -12,10 +12,8 @@ Built-in names cannot be replaced; a name registered by two packages is an error
 from __future__ import annotations
 
 import difflib
-import gc
 import importlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
@@ -120,21 +118,6 @@ class Registry(Generic[T]):
         for entry in entry_points(group=self.group):
             added.setdefault(entry.name, []).append(entry)
         return added
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Import large packages without garbage collection.
-
-    Their objects last: each full collection looks at half a million of them for nothing.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def resolve(place: str) -> Any:

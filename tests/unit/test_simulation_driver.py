@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 import statistics
 
@@ -78,6 +79,28 @@ def test_equal_scenarios_give_equal_runs() -> None:
     first, second = simulate(noisy, log=True), simulate(noisy, log=True)
     assert first == second
     assert first.log_hash != simulate(dataclasses.replace(noisy, seed=4), log=True).log_hash
+
+
+def test_a_simulation_leaves_no_cycles_so_that_it_may_pause_their_collection() -> None:
+    lost: tuple[tuple[float, NodeEvent], ...] = ((20.0, NodeLost(SPOT[0].id)),)
+    exploration = ExplorationConfig(where="idle", seeds_per_prompt=8, steps=4)
+    plan = dataclasses.replace(PLAN, iterations=30, exploration=exploration)
+    simulation = Simulation(dataclasses.replace(SCENARIO, plan=plan, nodes=(*JOINED, *lost)))
+    gc.collect()
+    gc.disable()
+    try:
+        simulation.begin()
+        while simulation.step():
+            pass
+        assert simulation.result().events > 1000
+        assert gc.collect() < 100, "objects that only a collection frees would fill the memory"
+    finally:
+        gc.enable()
+
+
+def test_collection_goes_on_after_a_simulation() -> None:
+    simulate(SCENARIO)
+    assert gc.isenabled()
 
 
 def trained_s(ranks: int, noise: float, slow: dict[NodeId, float] | None = None) -> float:

@@ -25,7 +25,7 @@ from spotlight.cli.exit_codes import (
     ours,
 )
 from spotlight.cli.options import silence_loading_bars
-from spotlight.registry import collection_paused
+from spotlight.garbage import collection_paused
 from spotlight.testbed import TESTBEDS
 
 if TYPE_CHECKING:

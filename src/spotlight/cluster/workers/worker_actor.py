@@ -21,7 +21,7 @@ from spotlight.cluster.learner.learner_actor import LearnerActor, RankOrder
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
 from spotlight.cluster.workers.visible_gpus import gpu_index
 from spotlight.config.load import read_config
-from spotlight.registry import collection_paused
+from spotlight.garbage import collection_paused
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.effects import StartWorker
