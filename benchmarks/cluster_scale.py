@@ -224,7 +224,7 @@ def main(
     work: Annotated[list[Work], typer.Option(help="What they do; repeatable.")] = list(Work),  # noqa: B006
     hours: Annotated[
         float | None,
-        typer.Option(help="Simulated [default: a day; of images less with more GPUs].", show_default=False),
+        typer.Option(help="Simulated (default: a day; of images less with more GPUs).", show_default=False),
     ] = None,
     estimate: Annotated[bool, typer.Option("--estimate", help="Estimate a day of each instead.")] = False,
     operations: Annotated[int, typer.Option(help="Of the queue.")] = 100_000,

@@ -7,6 +7,9 @@ import subprocess
 import sys
 
 import pytest
+import typer
+from rich.text import Text
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
@@ -89,3 +92,14 @@ def test_version_is_the_packages() -> None:
     import spotlight
 
     assert CliRunner().invoke(app, ["version"]).output.strip() == spotlight.__version__
+
+
+def test_help_texts_lose_nothing_to_markup() -> None:
+    groups = [typer.main.get_command(app)]
+    for group in groups:
+        assert isinstance(group, TyperGroup)
+        for command in group.commands.values():
+            groups += [command] if isinstance(command, TyperGroup) else []
+            for parameter in command.params:
+                text = getattr(parameter, "help", None) or ""
+                assert Text.from_markup(text).plain == text, f"{command.name}: {parameter.name}"

@@ -82,7 +82,17 @@ def test_a_file_and_its_overrides(tmp_path: Path) -> None:
     assert (config.learner.ema.cap, config.learner.ema.every) == (0.5, 8)
     assert load_config(path).learner.ema is None
     path.write_text("# nothing but a comment\n")
-    assert load_config(path) == RunConfig()
+    assert load_config(path) == RunConfig(name="run")
+
+
+def test_a_run_without_a_name_has_that_of_its_file_or_preset(tmp_path: Path) -> None:
+    (tmp_path / "mine.v2.yaml").write_text("like: awm-sd3\n")
+    (tmp_path / "not a name.yaml").write_text("iterations: 3\n")
+    assert load_config(tmp_path / "mine.v2.yaml").name == "mine.v2"
+    assert load_config(tmp_path / "mine.v2.yaml", ["name=other"]).name == "other"
+    assert load_config(tmp_path / "not a name.yaml").name == "demo"
+    assert load_config(None, ["like=awm-sd3"]).name == "awm-sd3"
+    assert load_config(None).name == "demo"
 
 
 def test_overriding_a_field_keeps_the_other_defaults_of_that_place() -> None:

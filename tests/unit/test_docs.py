@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import re
 import shlex
@@ -22,7 +24,7 @@ from spotlight.planning.scenarios.scenario_load import build_scenario, load_scen
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "RELIABILITY.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s#]*)(#[^)\s]*)?\)")
@@ -105,6 +107,16 @@ def written_out(words: Sequence[str]) -> list[str]:
     return [word for word in words if not word.startswith("-")]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_what_samples_import_exists(page: Path) -> None:
+    for language, block in FENCE.findall(page.read_text()):
+        for node in ast.walk(ast.parse(block)) if language == "python" else ():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spotlight"):
+                module = importlib.import_module(str(node.module))
+                absent = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                assert not absent, f"{by_name(page)}: {node.module} has no {', '.join(absent)}"
+
+
 def require_options(words: Sequence[str]) -> None:
     command = COMMANDS.commands[words[0]]
     if isinstance(command, TyperGroup) and len(words) > 1:
@@ -129,7 +141,7 @@ def require_configuration(page: Path, arguments: Sequence[str], *, whole: bool) 
     path: Path | None = None
     if files and not PLACE.match(files[0]) and not files[0].startswith("my_run"):
         homes = (ROOT, ROOT / "examples" / "tutorial", page.parent)
-        path = next((home / files[0] for home in homes if (home / files[0]).is_file()), None)
+        path = next((home / files[0] for home in homes if (home / files[0]).exists()), None)
         assert path is not None, f"{by_name(page)} names {files[0]}, which is not there"
     try:
         load_config(path, overrides)

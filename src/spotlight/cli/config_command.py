@@ -33,11 +33,15 @@ def config(
     ] = None,
     diff: Annotated[bool, typer.Option("--diff", help="Print only what differs from the defaults.")] = False,
 ) -> None:
-    """Print a configuration as YAML with every key documented; without arguments, the default one.
+    """Print a configuration as YAML with every key documented; without arguments, that of the demo.
 
     [bold]Examples[/bold]
 
       spotlight config > my_run.yaml
+
+      spotlight config my_run.yaml --diff
+
+      spotlight config /dev/null          [dim]# the defaults, without the demo's settings[/dim]
 
       spotlight config algorithm.name=flow-grpo rollout.sampler=cps
 

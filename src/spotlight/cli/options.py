@@ -35,7 +35,7 @@ WeightsOption: TypeAlias = Annotated[
     Weights | None,
     typer.Option(
         "--weights",
-        help="Which weights [default: those the run judges by]; reference: before training.",
+        help="Which weights (default: those the run judges by); reference: before training.",
         show_default=False,
     ),
 ]

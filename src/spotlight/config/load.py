@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.preset import with_preset
-from spotlight.config.schema import RunConfig
+from spotlight.config.schema import RUN_NAME, RunConfig
 from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.config.tree import merge, parse_yaml, read_tree, yaml_trouble
 from spotlight.registry import ALGORITHMS
@@ -33,7 +33,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's configuration.
 
     Args:
-        path: YAML file; None: :data:`EMBEDDED` (the tiny Qwen-Image demo), or what ``like=NAME`` names.
+        path: YAML file, whose own name is the run's if it gives none; None: :data:`EMBEDDED` (the tiny
+            Qwen-Image demo), or what ``like=NAME`` names.
         overrides: ``key.subkey=value`` in YAML syntax, applied in order.
 
     Raises:
@@ -48,6 +49,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     parts = (str(path), named) if path else (named or "the embedded default",)
     source = ", ".join(filter(None, parts))
     others = [text for text in overrides if not text.startswith("like=")]
+    if (name := path.stem if path else tree.get("like")) and RUN_NAME.match(str(name)):
+        tree.setdefault("name", str(name))
     return build_config(with_preset(tree), f"{source} with {' '.join(others)}" if others else source)
 
 

@@ -10,6 +10,7 @@ Checks of one field are constraints on it. Checks across fields or sections belo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -29,12 +30,14 @@ from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.config.sections.rewards import RewardConfig, RewardPolicyConfig
 from spotlight.config.sections.rollout import RolloutConfig
 
+RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+
 
 class RunConfig(Section):
     """A whole run: ``spotlight train CONFIG.yaml [key.subkey=value ...]``."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "demo"
-    """Name of the run directory."""
+    name: Annotated[str, Field(pattern=RUN_NAME.pattern)] = "demo"
+    """Name of the run directory; default: that of the file without its ending, or of the preset."""
     like: str | None = None
     """Another trainer's settings to start from, below those given here (docs/howto/coming-from.md)."""
     runs_dir: Annotated[Path, Field(validate_default=False)] = Path("runs")

@@ -20,7 +20,7 @@ RunsArgument: TypeAlias = Annotated[
     typer.Argument(metavar="RUN...", help="Run directories, or names of some in runs/.", show_default=False),
 ]
 OutOption: TypeAlias = Annotated[
-    Path | None, typer.Option("--out", help="Write the profile to this file [default: to stdout].")
+    Path | None, typer.Option("--out", help="Write the profile to this file (default: to stdout).")
 ]
 
 

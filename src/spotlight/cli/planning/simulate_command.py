@@ -38,7 +38,7 @@ OverridesArgument: TypeAlias = Annotated[
 StrategyOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        "--strategy", help="Only this one; repeatable [default: the scenario's].", show_default=False
+        "--strategy", help="Only this one; repeatable (default: the scenario's).", show_default=False
     ),
 ]
 TraceOption: TypeAlias = Annotated[
@@ -54,15 +54,15 @@ AsOption: TypeAlias = Annotated[
 ProfileOption: TypeAlias = Annotated[
     str | None,
     typer.Option(
-        "--profile", help="With --as: a cost profile [default: measured in RUN itself].", show_default=False
+        "--profile", help="With --as: a cost profile (default: measured in RUN itself).", show_default=False
     ),
 ]
 StartsOption: TypeAlias = Annotated[
     int | None,
-    typer.Option("--starts", min=1, help="In place of run.starts [default: 5].", show_default=False),
+    typer.Option("--starts", min=1, help="In place of run.starts (default: 5).", show_default=False),
 ]
 JobsOption: TypeAlias = Annotated[
-    int | None, typer.Option("--jobs", min=1, help="Processes [default: the cores].", show_default=False)
+    int | None, typer.Option("--jobs", min=1, help="Processes (default: the cores).", show_default=False)
 ]
 
 

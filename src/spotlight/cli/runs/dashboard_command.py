@@ -37,7 +37,7 @@ def dashboard(
         list[Path] | None,
         typer.Argument(
             metavar="[RUNS_DIR|RUN]...",
-            help="Run directories, or folders of them. [default: runs]",
+            help="Run directories, or folders of them. (default: runs)",
             show_default=False,
         ),
     ] = None,

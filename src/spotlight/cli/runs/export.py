@@ -38,12 +38,12 @@ def export(
     dtype: Annotated[
         MergedType | None,
         typer.Option(
-            "--dtype", help="With --merged: type of its weights [default: model.dtype].", show_default=False
+            "--dtype", help="With --merged: type of its weights (default: model.dtype).", show_default=False
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Where to [default: RUN/lora or RUN/merged].", show_default=False),
+        typer.Option("--out", help="Where to (default: RUN/lora or RUN/merged).", show_default=False),
     ] = None,
     weights: WeightsOption = None,
     device: DeviceOption = Device.AUTO,

@@ -30,11 +30,11 @@ PromptOption: TypeAlias = Annotated[
     list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")
 ]
 StepsOption: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="Denoising steps [default: the run's].", show_default=False)
+    int | None, typer.Option(min=1, help="Denoising steps (default: the run's).", show_default=False)
 ]
 GuidanceOption: TypeAlias = Annotated[
     float | None,
-    typer.Option(min=1.0, help="True CFG scale [default: the run's].", show_default=False),
+    typer.Option(min=1.0, help="True CFG scale (default: the run's).", show_default=False),
 ]
 ReferenceOption: TypeAlias = Annotated[
     list[Path] | None,
@@ -50,7 +50,7 @@ BeforeOption: TypeAlias = Annotated[
     bool, typer.Option("--before", help="Also draw with the weights before training, side by side.")
 ]
 OutOption: TypeAlias = Annotated[
-    Path | None, typer.Option("--out", help="Folder [default: RUN/generated].", show_default=False)
+    Path | None, typer.Option("--out", help="Folder (default: RUN/generated).", show_default=False)
 ]
 
 

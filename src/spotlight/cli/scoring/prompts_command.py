@@ -39,7 +39,7 @@ def prompts(
         typer.Option(
             "--held-out",
             min=1,
-            help="Held-out prompts [default: a tenth; of ocr at most 1000].",
+            help="Held-out prompts (default: a tenth; of ocr at most 1000).",
             show_default=False,
         ),
     ] = None,

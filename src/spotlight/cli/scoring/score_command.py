@@ -33,7 +33,7 @@ PromptsOption: TypeAlias = Annotated[
         "--prompts",
         metavar="FILE",
         help="Prompts in the pictures' order, .txt or .jsonl: one per picture, or one for each run of N "
-        "consecutive pictures [default: what spotlight generate wrote into them].",
+        "consecutive pictures (default: what spotlight generate wrote into them).",
         show_default=False,
     ),
 ]

@@ -49,8 +49,8 @@ class ModelConfig(Section):
     kernels take no mask, which prompts of unequal length need, but for those with ``varlen``.
     """
     compile: Literal["none", "regional"] = "none"
-    """``regional``: compile the transformer's repeated blocks (torch.compile); faster after the minutes that
-    the first forwards take. Results change by rounding.
+    """``regional``: compile the transformer's repeated blocks (torch.compile); faster after the half minute
+    or more that the first forwards take. Results change by rounding.
     """
     cuda_graphs: bool = False
     """Capture each kind of forward without gradient (slot, batch size, text length) as a CUDA graph, when it

@@ -38,7 +38,7 @@ class MetricsConfig(Section):
     wandb: WandbConfig | None = None
     """Also log to Weights & Biases."""
     sinks: dict[Annotated[str, AfterValidator(_OTHERS)], dict[str, Any]] = {}  # noqa: RUF012 - pydantic copies
-    """Further trackers by registered name, each with its options (``mlflow: {uri: ...}``)."""
+    """Further trackers by registered name, each with its options (``trackio: {project: spotlight}``)."""
 
     @property
     def chosen(self) -> dict[str, dict[str, Any]]:
