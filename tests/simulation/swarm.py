@@ -18,7 +18,7 @@ from spotlight.config.sections.exploration import (
 from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice, divisors
+from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
 from spotlight.simulation.costs import ConstantCosts
 from spotlight.simulation.scenario import NodeEvent, OnDemandOffer, PriceChanged, Scenario
@@ -86,6 +86,11 @@ def draw_trial(seed: int) -> Trial:
         faults = (Fault(FaultKind.SILENT_REWARDS, 1, source.random(), 300.0, 0.2), *faults)
     faults = (*faults, *_draw_moves(seed, plan))
     return Trial(seed, scenario, faults, poll_s=source.choice([5.0, 15.0]))
+
+
+def divisors(heads: int, low: int, high: int) -> tuple[int, ...]:
+    """Possible sequence-parallel degrees: divisors of ``heads`` from ``low`` to ``high``, ascending."""
+    return tuple(degree for degree in range(low, high + 1) if heads % degree == 0)
 
 
 def _with_machines(seed: int, scenario: Scenario) -> Scenario:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import math
+import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -158,3 +161,31 @@ def test_only_the_first_rank_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.facts.price_usd_h == pytest.approx(4 * RunConfig().fleet.price_usd_h)
     monkeypatch.setenv("RANK", "1")
     assert type(make_progress(RunConfig(), plain=False)) is RunProgress
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more() -> None:
+    program = (
+        "from spotlight.cli.runs.progress import make_progress\n"
+        "from spotlight.config.schema import RunConfig\n"
+        "import sys, time\n"
+        "with make_progress(RunConfig(), plain=True) as progress:\n"
+        "    progress.note('ready')\n"
+        "    sys.stdin.readline()\n"
+        "    for _ in range(3):\n"
+        "        progress.note('x' * 100_000)\n"
+        "sys.stderr.write('ended')\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as run:  # fmt: skip
+        assert run.stdin is not None
+        assert run.stdout is not None
+        assert run.stderr is not None
+        assert b"ready" in run.stdout.readline()
+        run.stdout.close()
+        run.stdin.write(b"\n")
+        run.stdin.close()
+        assert run.stderr.read() == b"ended"
+        assert run.wait(60) == 0

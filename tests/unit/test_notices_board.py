@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spotlight.fleet.notices.board import NoticeBoard
 from spotlight.fleet.notices.notice import (
     Cancelled,
-    Notice,
     Noticed,
     NoticeReading,
     PendingNotice,
     Rebalance,
-    controller_event,
 )
 from spotlight.fleet.notices.watcher import Backoff
-from spotlight.scheduler.events import NodeNoticed, NoticeCancelled
 from spotlight.scheduler.types import NodeId
 
 NODE = NodeId("spot-1")
@@ -93,19 +89,6 @@ def test_whoever_follows_the_notices_knows_the_earliest_end(
                 assert noticed is not None, "cancelled what was not told"
                 noticed = None
         assert noticed == min((end for ends in known.values() for end in ends.values()), default=None)
-
-
-@pytest.mark.parametrize(
-    ("notice", "expected"),
-    [
-        (Noticed("aws", 150.0, ""), NodeNoticed(NODE, 1030.0)),
-        (Noticed("aws", 90.0, ""), NodeNoticed(NODE, 1000.0)),
-        (Cancelled("azure", ""), NoticeCancelled(NODE)),
-        (Rebalance("aws", ""), None),
-    ],
-)
-def test_the_controller_is_told_the_deadline_on_its_own_clock(notice: Notice, expected: object) -> None:
-    assert controller_event(notice, NODE, watcher_now_s=120.0, controller_now_s=1000.0) == expected
 
 
 @settings(max_examples=30)

@@ -101,3 +101,17 @@ def test_the_end_of_a_workers_log(tmp_path: Path) -> None:
     assert "nothing written by pid 8" in log_tail(tmp_path, 8, None, 3)
     assert "nothing written by actor nobody" in log_tail(tmp_path, None, "nobody", 3)
     assert "nothing written" in log_tail(tmp_path / "absent", 7, None, 3)
+
+
+def test_a_cloud_that_answers_late_is_found_and_the_head_learns_that_it_was_absent() -> None:
+    outbox = Outbox()
+    with metadata() as server, catching_sigterm(30.0) as sigterm:
+        watch = NoticeWatch(NoticeSettings("auto", server.url, 30.0), sigterm, outbox)
+        watch.start()
+        (message,) = read_messages(outbox.after(0, 10.0))
+        assert message.update is NoticeUpdate.UNWATCHED
+        assert "no cloud's metadata service" in message.detail
+        server.change(plays=("azure",), events=[server.event()])
+        (message,) = read_messages(outbox.after(1, 30.0))
+        assert message.update is NoticeUpdate.NOTICED
+        assert watch.acknowledge()

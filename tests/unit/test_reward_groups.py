@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,16 @@ class TestGroupGate:
         assert (group.rollouts, group.lineage) == ((judged,), 3)
         gate.forget([rollout("a", 0).id])
         assert not gate.holds_any
+
+    def test_a_prompt_drawn_twice_has_two_groups(self) -> None:
+        def drawn(slot: int) -> list[Rollout]:
+            name = f"t000000-{slot:03d}"
+            return [replace(rollout("a", one), id=RolloutId(f"{name}-{one:03d}")) for one in range(2)]
+
+        gate, first, second = GroupGate(), drawn(0), drawn(1)
+        gate.hold([*first, second[0]], lineage=0)
+        (group,) = gate.release(GroupProgress.of([*first, *second], second[1:], full=2))
+        assert (group.rollouts, group.size) == (tuple(first), 2)
 
     def test_a_sample_that_survived_a_lost_learner_leaves_under_the_new_lineage(self) -> None:
         gate, group = GroupGate(), [rollout("a", 0), rollout("a", 1)]

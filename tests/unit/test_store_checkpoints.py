@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from store_history import SCRATCH
 
-from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.store_errors import DamagedCheckpointError, StoreError
 
@@ -58,6 +58,28 @@ def two(tmp_path: Path) -> Path:
     for iteration in (1, 2):
         save(CheckpointStore(directory, keep=2), iteration)
     return directory
+
+
+def test_a_checkpoint_that_a_run_replaces_while_it_is_read_is_read_again(two: Path) -> None:
+    run, reader = CheckpointStore(two, keep=1), CheckpointStore(two, keep=1)
+    later = iter((3, 4))
+
+    def read(newest: Checkpoint) -> str:
+        for iteration in later:
+            save(run, iteration)  # removes what is being read
+            break
+        return (newest.directory / "state.json").read_text()
+
+    assert reader.read_newest(read) == "4"
+    with pytest.raises(ZeroDivisionError):  # not because it was replaced: at once
+        reader.read_newest(lambda _: 1 // 0)
+
+    def replaced(newest: Checkpoint) -> str:
+        save(run, newest.header.iteration + 1)
+        return (newest.directory / "state.json").read_text()
+
+    with pytest.raises(StoreError, match="replaced its checkpoint 10 times while it was being read"):
+        reader.read_newest(replaced)
 
 
 def test_what_is_written_is_found_and_old_ones_are_removed(tmp_path: Path) -> None:

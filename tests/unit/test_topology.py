@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.simulation.swarm import divisors
 
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler.cluster.placement import choose_degree, form_groups
-from spotlight.scheduler.plan import ClusterPlan, Plan, divisors, require_usable
+from spotlight.scheduler.plan import ClusterPlan, Plan, require_usable
 from spotlight.scheduler.types import Prompt, PromptId
 
 LARGE, SMALL = 1280 * 1280, 512 * 512

@@ -19,9 +19,16 @@ from dataclasses import dataclass, field
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.types import LeaseId, Node, NodeId, Phase, Purpose, RolloutId, WeightKind, WorkerId
-
-PHASE_OF = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
+from spotlight.scheduler.types import (
+    PHASE_OF,
+    LeaseId,
+    Node,
+    NodeId,
+    Phase,
+    RolloutId,
+    WeightKind,
+    WorkerId,
+)
 
 
 @dataclass(frozen=True, slots=True)

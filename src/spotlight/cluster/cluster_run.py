@@ -30,6 +30,7 @@ from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.cluster.local.market import LocalMachines, Market
 from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import read_view, require_usable
+from spotlight.cluster.nodes.node_membership import list_nodes
 from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.scaling.emulated_provider import EmulatedProvider
 from spotlight.cluster.scaling.run_scaling import open_provider
@@ -139,7 +140,7 @@ def _start_rewards(
 
 
 def _starter(config: RunConfig, site: Site, observer: Observer) -> ScorerStarter:
-    rows = ray.nodes()
+    rows = list_nodes()
     require_places(
         config.rewards, config.reward_policy.workers or 1, scorer_nodes(rows, read_view(rows), site.here)
     )
@@ -169,7 +170,7 @@ def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
             address = emulated.address
         stack.enter_context(connected(address))
         here = ray.get_runtime_context().get_node_id()
-        view = read_view(ray.nodes())
+        view = read_view(list_nodes())
         require_usable(view, fleet.reserved_ranks, f"the cluster at {address}")
         nodes = list(view.nodes.values())
         head_node = next((node for node in nodes if node.ray_id == here), None)

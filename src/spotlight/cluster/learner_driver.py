@@ -50,6 +50,8 @@ class PublishedVersions:
         self._digests[PolicyVersion(manifest.version), manifest.lineage] = manifest.digest
         if dropped:
             await self._store.drop("weights", list(dropped))
+        if older:
+            await self._store.drop("manifest", [version_name(*key) for key in older])
         name = version_name(manifest.version, manifest.lineage)
         await self._store.put("manifest", name, manifest.to_json().encode())
 

@@ -11,13 +11,12 @@ from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
 from spotlight.cluster.remote_calls import Conversations, Notify
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.waiting import SampleGroup
-from spotlight.rewards.results import FailureKind, SampleResult, ScoredSample
+from spotlight.rewards.results import SampleResult, ScoredSample
 from spotlight.rollout.serialization import unpack_image
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.group_gate import GroupGate, GroupProgress
 from spotlight.scheduler.types import DropReason, Prompt, PromptId, Rollout, RolloutId
 
-REASON = {kind: DropReason(f"reward_{kind}") for kind in FailureKind}
 VALUES = ("sample", "image", "progress")
 """Kinds of blobs that belong to a rollout."""
 
@@ -148,7 +147,8 @@ class SampleScoring:
                 scores[rollout.id] = result.curves()
                 continue
             detail = f"{result.reward}: {result.message}"
-            self.note(f"{rollout.id} is not scored: {REASON[result.kind].value}: {detail.splitlines()[0]}")
-            self.put_event(ev.RewardFailed(rollout.id, REASON[result.kind], detail, lineage))
+            reason = DropReason(f"reward_{result.kind}")
+            self.note(f"{rollout.id} is not scored: {reason.value}: {detail.splitlines()[0]}")
+            self.put_event(ev.RewardFailed(rollout.id, reason, detail, lineage))
         if scores:
             self.put_event(ev.SamplesRewarded(scores, lineage))

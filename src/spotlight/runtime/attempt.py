@@ -224,7 +224,8 @@ def _attempt_log(path: Path) -> Iterator[None]:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)
-    level, root.level = root.level, min(root.level, logging.INFO)
+    level = root.level
+    root.setLevel(min(level, logging.INFO))  # not by attribute: loggers remember what is enabled
     try:
         yield
     finally:
@@ -242,7 +243,8 @@ def stopping_gracefully(request_stop: Callable[[], None], observer: Observer) ->
         observer.note(
             f"{signal.Signals(number).name}: stopping after the next checkpoint; the same command resumes"
         )
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -34,7 +34,7 @@ from spotlight.runtime.recorder import LEARNER_FOLDER
 from spotlight.runtime.validation import Validation, summarise
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Phase, PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
-from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError
 from spotlight.training.learner_state import load_weights
@@ -80,8 +80,8 @@ class TrainedRun:
                 f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`."
             )
         config = load_dump(paths.config).model_copy(update={"device": device})
-        newest = CheckpointStore(paths.checkpoints, config.checkpoint.keep).newest_valid()
-        if newest is None:
+        checkpoints = CheckpointStore(paths.checkpoints, config.checkpoint.keep)
+        if checkpoints.newest_valid() is None:  # before the model is loaded
             raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
         device_here = build.pick_device(config)
         prepare_process(device_here, config.deterministic, config.model.tf32)
@@ -89,8 +89,14 @@ class TrainedRun:
         slots = build.make_slots(config, family, build.make_algorithm(config))
         chosen = config.evaluation.weights if weights is None else weights
         _require_slot(slots, chosen)
-        load_weights(newest.directory / LEARNER_FOLDER, slots)
-        return cls(directory, config, newest.header.iteration, chosen, family, slots)
+
+        def load(newest: Checkpoint) -> int:
+            load_weights(newest.directory / LEARNER_FOLDER, slots)
+            return newest.header.iteration
+
+        iteration = checkpoints.read_newest(load)
+        assert iteration is not None, "there was one before"
+        return cls(directory, config, iteration, chosen, family, slots)
 
     def with_weights(self, weights: Slot) -> TrainedRun:
         """The same run with other weights. Raises ModelError if it has none such.

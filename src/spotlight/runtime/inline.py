@@ -29,7 +29,7 @@ from torch import nn
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.waiting import SampleGroup
-from spotlight.rewards.results import FailureKind, RewardBatch, ScoredSample
+from spotlight.rewards.results import RewardBatch, ScoredSample
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.runtime.build.components import Recipes
@@ -43,6 +43,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.group_gate import GroupGate
 from spotlight.scheduler.types import (
+    PHASE_OF,
     DropReason,
     Lease,
     LeaseId,
@@ -72,8 +73,6 @@ NODE = Node(
     rolls_out=True,
 )
 WORKER = WorkerId(f"{NODE.id}/0")
-_PHASE = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
-_REASON = {kind: DropReason(f"reward_{kind}") for kind in FailureKind}
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +292,7 @@ class InlineDriver:
         parts = self.parts
         self._submit()
         self._require_current(rollouts)
-        phase = _PHASE[rollouts[0].purpose]
+        phase = PHASE_OF[rollouts[0].purpose]
         mine = neighbours(rollouts, parts.ranks.rank, parts.ranks.world, parts.deal_size)
         # FSDP needs every rank in each forward: a rank without a rollout runs a copy of the first.
         work = mine or rollouts[:1]
@@ -399,7 +398,7 @@ class InlineDriver:
         told: dict[str, dict[str, float] | list[str]] = {
             rollout: result.curves()
             if isinstance(result, ScoredSample)
-            else [_REASON[result.kind].value, f"{result.reward}: {result.message}"]
+            else [DropReason(f"reward_{result.kind}").value, f"{result.reward}: {result.message}"]
             for rollout, result in zip(scoring.mine, batch.samples, strict=True)
         }
         for shared in self.parts.ranks.share(told):

@@ -15,16 +15,22 @@ from spotlight.scheduler.types import PromptId, Purpose, Rollout, RolloutId
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """The rollouts of one prompt in one iteration."""
+    """The rollouts of one prompt in one iteration; a prompt drawn twice has two groups.
+
+    Attributes:
+        name: what the ids of its rollouts begin with.
+    """
 
     purpose: Purpose
     iteration: int
     prompt_id: PromptId
+    name: str
 
 
 def group_of(rollout: Rollout) -> GroupKey:
     """The group a rollout belongs to."""
-    return GroupKey(rollout.purpose, rollout.iteration, rollout.prompt_id)
+    name, _, _ = rollout.id.rpartition("-")
+    return GroupKey(rollout.purpose, rollout.iteration, rollout.prompt_id, name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,11 +196,6 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
             raise ValueError(f"two prompts share the id {prompt.id}; ids must tell prompts apart")
 
 
-def divisors(heads: int, low: int, high: int) -> tuple[int, ...]:
-    """Possible sequence-parallel degrees: divisors of ``heads`` from ``low`` to ``high``, ascending."""
-    return tuple(degree for degree in range(low, high + 1) if heads % degree == 0)
-
-
 def _require_degrees(cluster: ClusterPlan) -> None:
     degrees = cluster.degrees
     if not degrees or any(cluster.heads % degree for degree in degrees) or [*degrees] != sorted({*degrees}):

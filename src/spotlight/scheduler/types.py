@@ -43,6 +43,10 @@ class Phase(StrEnum):
     LOST = "lost"
 
 
+PHASE_OF = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
+"""Phase of the seconds in which a rollout is made."""
+
+
 class Filler(StrEnum):
     """What fills otherwise idle GPU time."""
 

@@ -10,14 +10,11 @@ from spotlight.scheduler.types import (
     NodeId,
     Phase,
     PolicyVersion,
-    Purpose,
     Rollout,
     RolloutId,
     WorkerId,
 )
 from spotlight.simulation.gpu_accounts import BilledSegment, VirtualGpu
-
-PHASE_OF = {Purpose.TRAIN: Phase.ROLLOUT, Purpose.EVAL: Phase.EVALUATION, Purpose.EXPLORE: Phase.EXPLORATION}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,19 @@ from typing import Protocol
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.types import NodeId, NodeKind, Phase, Rollout, RolloutId, WeightKind, WorkerId
+from spotlight.scheduler.types import (
+    PHASE_OF,
+    NodeId,
+    NodeKind,
+    Phase,
+    Rollout,
+    RolloutId,
+    WeightKind,
+    WorkerId,
+)
 from spotlight.simulation.costs import CostModel
 from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts, GpuSwitches
 from spotlight.simulation.virtual_processes import (
-    PHASE_OF,
     LeaseWork,
     VirtualGroup,
     VirtualProcess,

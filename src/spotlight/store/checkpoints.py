@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from spotlight.store.files import TEMPORARY_PREFIX, fsync_path, write_atomically
 from spotlight.store.manifest import (
@@ -32,9 +33,11 @@ from spotlight.store.manifest import (
     sha256_of,
     verify,
 )
-from spotlight.store.store_errors import DamagedCheckpointError, is_out_of_space, storage_error
+from spotlight.store.store_errors import DamagedCheckpointError, StoreError, is_out_of_space, storage_error
 
+T = TypeVar("T")
 LATEST = "latest"
+_LOOKS_MAX = 10
 _NAME = re.compile(r"(\d{6,})-iteration-(\d+)")
 _POINTER = re.compile(r"(\d{6,}-iteration-\d+) ([0-9a-f]{64})\n")
 
@@ -117,6 +120,38 @@ class CheckpointStore:
                 "Restore one from a copy, or delete the run directory to start again."
             )
         return None
+
+    def read_newest(self, read: Callable[[Checkpoint], T]) -> T | None:
+        """``read`` of the newest intact checkpoint, while a run may write the next and remove this one.
+
+        Then it is read again. None if there never was one.
+
+        Raises:
+            StoreError: it was replaced each time.
+            DamagedCheckpointError, or what ``read`` raises: the checkpoint was not replaced meanwhile.
+        """
+        for _ in range(_LOOKS_MAX):
+            before = self._pointer()
+            try:
+                newest = self.newest_valid()
+                found = None if newest is None else read(newest)
+            except Exception:
+                if self._pointer() == before:
+                    raise
+            else:
+                # Only what is no longer the newest is removed, so what is missing may be that.
+                if newest is None or not newest.damages or self._pointer() == before:
+                    return found
+        raise StoreError(
+            f"{self._directory}: the run replaced its checkpoint {_LOOKS_MAX} times while it was being read. "
+            "Raise checkpoint.keep, or try again when the run has ended."
+        )
+
+    def _pointer(self) -> bytes | None:
+        try:
+            return (self._directory / LATEST).read_bytes()
+        except FileNotFoundError:
+            return None
 
     def _committed(self) -> tuple[list[str], list[Damage]]:
         names = self._names()

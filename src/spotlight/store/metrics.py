@@ -90,8 +90,9 @@ class MetricsWriter:
 
     def rewind(self, iteration: int) -> None:
         """Drop rows from an iteration on, which is done again, also in sinks that can. Raises StoreError."""
-        os.close(self._file)
-        self._cut(iteration)
+        before = self._file
+        self._cut(iteration)  # may raise: then the old file stays open, and is closed once
+        os.close(before)
         self._show("rewind", iteration)
 
     def _cut(self, iteration: int) -> None:

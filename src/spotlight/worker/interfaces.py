@@ -25,15 +25,7 @@ class HeadLostError(RuntimeError):
 
 
 class LoadError(RuntimeError):
-    """Weights could not be loaded; the worker reports it and continues.
-
-    Attributes:
-        intact: whether the previous weights are whole; if not, no work until others are loaded.
-    """
-
-    def __init__(self, message: str, *, intact: bool = True) -> None:
-        super().__init__(message)
-        self.intact = intact
+    """Weights could not be loaded, and the previous ones are whole; the worker reports it and continues."""
 
 
 class StoredValue(Protocol):

@@ -233,9 +233,7 @@ class WorkerLoop:
             self._quiesce()
             try:
                 digest = self._loader.load(pull)
-            except LoadError as error:
-                if not error.intact:
-                    self._bind(None, (-1, -1))
+            except LoadError:
                 failed = PullFailed(self.worker, self.epoch, pull.version, pull.lineage)
                 self._outbox.tell_later(failed, self._patience.pause_s)
                 return

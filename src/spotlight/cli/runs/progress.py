@@ -10,9 +10,10 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -152,6 +153,22 @@ class RunProgress:
         self.facts.take_iteration(iteration, row)
 
 
+class RunConsole(Console):
+    """The terminal or pipe of a run, which goes on, silently, when nobody reads it any more."""
+
+    def on_broken_pipe(self) -> None:
+        """Print nothing from now on."""
+        with suppress(SystemExit):
+            super().on_broken_pipe()
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """See ``Console``; a lost terminal is no error."""
+        try:
+            super().print(*objects, **options)
+        except OSError:
+            self.quiet = True
+
+
 class PlainProgress(RunProgress):
     """One line per event."""
 
@@ -206,7 +223,8 @@ class LiveProgress(RunProgress):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._live.stop()
+        with suppress(OSError):  # its terminal is gone
+            self._live.stop()
 
     def note(self, text: str) -> None:
         """See ``Observer``."""
@@ -255,7 +273,7 @@ def make_progress(config: RunConfig, plain: bool) -> RunProgress:
     facts = Facts(config.iterations, config.fleet.price_usd_h * world, noisy_clip_range(config))
     if int(os.environ.get("RANK", "0")) > 0:
         return RunProgress(facts)
-    console = Console(highlight=False)
+    console = RunConsole(highlight=False)
     if plain or not sys.stdout.isatty() or not console.is_terminal:
         return PlainProgress(facts, console)
     return LiveProgress(facts, console)

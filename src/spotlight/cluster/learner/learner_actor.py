@@ -391,9 +391,11 @@ class RayLauncher:
 
 def _kill(ranks: Sequence[RankActor | SpareProcess]) -> None:
     import ray
+    from ray.exceptions import RayError
 
     for rank in ranks:
-        ray.kill(rank.actor, no_restart=True)
+        with suppress(RayError):  # the others hold GPUs, too
+            ray.kill(rank.actor, no_restart=True)
 
 
 def _write_to(path: Path, told: str) -> None:

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -30,13 +31,14 @@ from spotlight.cluster.nodes.facts import NodeFacts, heard, incompatibility
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, diff, read_view
 from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate, read_messages
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
-from spotlight.cluster.remote_calls import cause_of
+from spotlight.cluster.remote_calls import RayLostError, cause_of
 from spotlight.config.errors import Problem
 
 log = logging.getLogger("spotlight.cluster.nodes.node_membership")
 
 Answer: TypeAlias = "ray.ObjectRef[object]"
 
+_LIST_S = 30.0
 _HANG_S = 15.0
 _EAGER_S = 3.0
 _EAGER_PERIOD_S = 0.05
@@ -144,6 +146,13 @@ class NodeList:
             self._answers.put(error)
 
 
+def list_nodes(timeout_s: float = _LIST_S) -> Sequence[Mapping[str, object]]:
+    """Ray's list of nodes. Raises RayLostError if it does not come in time."""
+    if (rows := NodeList().ask(timeout_s)) is None:
+        raise RayLostError(f"Ray did not list its nodes within {timeout_s:g} s")
+    return rows
+
+
 def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
     """Start a node's agent; it lives as long as its handle, this driver and the node."""
     strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
@@ -202,7 +211,7 @@ class NodeMembership:
         self._stop.set()
         self._thread.join(self._settings.answer_s)
         if ray.is_initialized():
-            for watched in self._watched.values():
+            for watched in list(self._watched.values()):  # a thread that hangs may go on changing it
                 self._dismiss(watched)
 
     def acknowledge(self, node: RayNode) -> None:
@@ -366,7 +375,8 @@ class NodeMembership:
 
     def _dismiss(self, watched: _Watched) -> None:
         if watched.agent is not None:
-            ray.kill(watched.agent)
+            with suppress(RayError):
+                ray.kill(watched.agent)
             watched.agent = None
 
 

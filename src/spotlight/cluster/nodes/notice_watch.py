@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 
 from spotlight.cluster.nodes.notice_mail import Outbox
-from spotlight.fleet.notices.clouds import cloud_source, find_cloud
+from spotlight.fleet.notices.clouds import DetectedCloud, cloud_source
 from spotlight.fleet.notices.metadata import MetadataServer
 from spotlight.fleet.notices.notice import NoticeError, NoticeSource
 from spotlight.fleet.notices.watcher import NoticeWatcher
@@ -73,28 +73,19 @@ class NoticeWatch:
             raise
 
     async def _follow(self) -> None:
-        sources = [] if self._sigterm is None else [self._sigterm]
-        try:
-            if (cloud := await self._cloud()) is not None:
-                sources.append(cloud)
-        except NoticeError as error:
-            # Outside a cloud, detection finds nothing and SIGTERM suffices.
-            if not sources:
-                raise
-            if self._settings.cloud != "auto":
-                self._outbox.put(str(error))
+        sources = [source for source in (self._sigterm, self._cloud()) if source is not None]
         if not sources:
             self._outbox.put(
                 "no source of notices; expected fleet.notices.cloud or fleet.notices.sigterm_grace_s"
             )
             return
         self._loop = asyncio.get_running_loop()
-        self._watcher = NoticeWatcher(sources, random.Random(os.getpid()))
+        self._watcher = NoticeWatcher(sources, random.Random(os.getpid()), warn=self._outbox.put)
         await self._watcher.run(self._outbox.put)
 
-    async def _cloud(self) -> NoticeSource | None:
+    def _cloud(self) -> NoticeSource | None:
         choice, endpoint = self._settings.cloud, self._settings.endpoint
         server = MetadataServer() if endpoint is None else MetadataServer(endpoint)
         if choice == "none":
             return None
-        return await find_cloud(server) if choice == "auto" else cloud_source(choice, server)
+        return DetectedCloud(server) if choice == "auto" else cloud_source(choice, server)

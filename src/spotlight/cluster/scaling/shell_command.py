@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping
 
 _OUTPUT = 500
@@ -16,7 +17,7 @@ class ShellCommandError(Exception):
 
 
 def run_shell_command(key: str, command: str, told: Mapping[str, str], timeout_s: float) -> None:
-    """Run it to its end, with ``told`` in its environment.
+    """Run it to its end, with ``told`` in its environment. What it leaves in the background goes on.
 
     Args:
         key: of the configuration, for messages.
@@ -24,22 +25,26 @@ def run_shell_command(key: str, command: str, told: Mapping[str, str], timeout_s
     Raises:
         ShellCommandError: another status than 0; or it, and what it had started, was ended after the time.
     """
-    process = subprocess.Popen(
-        command, shell=True, env=os.environ | dict(told), stdin=subprocess.DEVNULL, text=True,
-        errors="replace", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # what the shell has started, too
-        process.wait()
-        raise ShellCommandError(
-            f"{key} was ended after {timeout_s:g} s; expected an end within fleet.start_s: let it return "
-            "sooner, or raise that"
-        ) from None
-    if process.returncode:
-        by_hand = " ".join(f"{name}={value}" for name, value in told.items())
-        raise ShellCommandError(
-            f"{key} ended with status {process.returncode}; expected 0. Try it by hand with {by_hand}. "
-            f"It said: {output[-_OUTPUT:].strip()}"
-        )
+    # Into a file, since a pipe ends only with all that the command has left in the background.
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command, shell=True, env=os.environ | dict(told), stdin=subprocess.DEVNULL,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # what the shell has started, too
+            process.wait()
+            raise ShellCommandError(
+                f"{key} was ended after {timeout_s:g} s; expected an end within fleet.start_s: let it return "
+                "sooner, or raise that"
+            ) from None
+        if process.returncode:
+            output.seek(0)
+            said = output.read().decode(errors="replace")
+            by_hand = " ".join(f"{name}={value}" for name, value in told.items())
+            raise ShellCommandError(
+                f"{key} ended with status {process.returncode}; expected 0. Try it by hand with {by_hand}. "
+                f"It said: {said[-_OUTPUT:].strip()}"
+            )

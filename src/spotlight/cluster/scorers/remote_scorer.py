@@ -27,6 +27,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, read_view
+from spotlight.cluster.nodes.node_membership import NodeList
 from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.remote_calls import Notify, cause_of
 from spotlight.cluster.scorers.scorer_places import (
@@ -51,6 +52,7 @@ from spotlight.rewards.reward import RewardSetupError, RewardTraits
 from spotlight.scheduler.types import NodeKind
 
 _GRACE_S = 15.0
+_NODES_S = 5.0
 """On top of a call's deadline, which the actor keeps: for sending the pictures."""
 _ACTOR_START_S = 120.0
 _LOOK_AGAIN_S = 0.5
@@ -212,7 +214,7 @@ class ScorerNodes:
             self._held[node.ray_id] -= 1
 
     def _living(self) -> list[ScorerNode]:
-        rows = ray.nodes()
+        rows = NodeList().ask(_NODES_S) or ()  # without an answer in time: no nodes, this time
         return scorer_nodes(rows, read_view(rows), self._here)
 
 

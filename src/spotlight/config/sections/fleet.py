@@ -152,10 +152,10 @@ class FleetConfig(Section):
     learner_grows_after_s: Annotated[float, Field(ge=0)] = _GROWS_AFTER_S
     """A learner of fewer ranks moves to more when spot nodes have had room for them so long, beside it."""
     learner_placement: Literal["reserved", "spot", "spot_then_on_demand"] = "reserved"
-    """Nodes that the learner is on. ``spot``: it moves to another spot node when its own gets a notice or
-    is lost, and waits for one where there is none. Its state is then saved after every iteration, behind the rollouts
-    of the next, into ``runs_dir``, which spot nodes must share with the head; a loss costs at most the
-    training of one iteration. Only the head needs a reserved node, without GPUs. LoRA only.
+    """Nodes that the learner is on. ``spot``: it moves to another spot node when its own gets a notice
+    or is lost, and waits for one where there is none. Its state is then saved after every iteration, behind
+    the rollouts of the next, into ``runs_dir``, which spot nodes must share with the head; a loss costs at
+    most the training of one iteration. Only the head needs a reserved node, without GPUs. LoRA only.
     ``spot_then_on_demand``: instead of waiting on, it takes a node on demand (``fleet.on_demand``).
     """
     on_demand: OnDemandConfig = OnDemandConfig()

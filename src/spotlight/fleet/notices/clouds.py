@@ -5,13 +5,53 @@ from __future__ import annotations
 import asyncio
 
 from spotlight.fleet.notices.metadata import MetadataServer
-from spotlight.fleet.notices.notice import CloudSource, MetadataError, NoticeError
+from spotlight.fleet.notices.notice import (
+    CloudSource,
+    MetadataError,
+    NoticeError,
+    NoticeReading,
+    NoticeTrouble,
+)
 from spotlight.registry import CLOUDS
 
 
 def cloud_source(cloud: str, server: MetadataServer | None = None) -> CloudSource:
     """Notice source of ``cloud``, at its usual address unless ``server`` is given. Raises RegistryError."""
     return CLOUDS.load(cloud).notices(server or MetadataServer())
+
+
+class DetectedCloud:
+    """The notice source of whichever cloud answers.
+
+    Each reading looks for it again until one does: the service of a node that has just started may be late.
+    """
+
+    def __init__(self, server: MetadataServer | None = None) -> None:
+        self._server = server
+        self._found: CloudSource | None = None
+
+    @property
+    def name(self) -> str:
+        """See ``NoticeSource``."""
+        return "no cloud" if self._found is None else self._found.name
+
+    @property
+    def period_s(self) -> float:
+        """See ``NoticeSource``."""
+        return 0.0 if self._found is None else self._found.period_s
+
+    async def read(self) -> NoticeReading | None:
+        """See ``NoticeSource``."""
+        if self._found is None:
+            try:
+                self._found = await find_cloud(self._server)
+            except NoticeError as error:
+                raise MetadataError(NoticeTrouble.ABSENT, str(error)) from None
+        return await self._found.read()
+
+    async def acknowledge(self) -> bool:
+        """See ``NoticeSource``."""
+        return self._found is not None and await self._found.acknowledge()
 
 
 async def find_cloud(server: MetadataServer | None = None, timeout_s: float = 3.0) -> CloudSource:

@@ -1,4 +1,4 @@
-"""Types of preemption notices, and their conversion to controller events. Pure.
+"""Types of preemption notices. Pure.
 
 A *source* (metadata service or signal) returns a :class:`NoticeReading` of everything pending. The board
 (``board.py``) compares readings and reports each change as a :data:`Notice`.
@@ -10,9 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
-
-from spotlight.scheduler.events import NodeNoticed, NoticeCancelled
-from spotlight.scheduler.types import NodeId
 
 if TYPE_CHECKING:
     from spotlight.fleet.notices.metadata import MetadataServer
@@ -157,22 +154,3 @@ class Rebalance:
 
 
 Notice: TypeAlias = Noticed | Cancelled | Rebalance
-
-
-def controller_event(
-    notice: Notice, node: NodeId, watcher_now_s: float, controller_now_s: float
-) -> NodeNoticed | NoticeCancelled | None:
-    """The controller event for ``node``; None for advice, which the controller ignores.
-
-    Args:
-        watcher_now_s: when the notice was sent, on the watcher's clock.
-        controller_now_s: when it arrived, on the controller's. The two clocks are unrelated, so only
-            remaining seconds cross machines.
-    """
-    match notice:
-        case Noticed():
-            return NodeNoticed(node, controller_now_s + notice.remaining_s(watcher_now_s))
-        case Cancelled():
-            return NoticeCancelled(node)
-        case Rebalance():
-            return None

@@ -42,6 +42,7 @@ class Backoff:
 @dataclass(slots=True)
 class _SourceHealth:
     name: str
+    warn: Callable[[str], None] | None
     failures: int = 0
     trouble: NoticeTrouble | None = None
     logged: bool = False
@@ -58,6 +59,8 @@ class _SourceHealth:
         log.warning(
             "%s: metadata service %s, preemptions may come unannounced: %s", self.name, error.trouble, error
         )
+        if self.warn is not None:
+            self.warn(f"{self.name}: metadata service {error.trouble}: {error}")
 
     def answered(self) -> None:
         if self.logged:
@@ -71,6 +74,7 @@ class NoticeWatcher:
     Args:
         rng: jitter of the pauses.
         clock: monotonic seconds; the clock of deadlines.
+        warn: told why preemptions may come unannounced, besides the log.
 
     Raises:
         NoticeError: no sources, or two with the same name.
@@ -82,6 +86,7 @@ class NoticeWatcher:
         rng: random.Random,
         backoff: Backoff | None = None,
         clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         names = [source.name for source in sources]
         if not names or len(set(names)) < len(names):
@@ -90,6 +95,7 @@ class NoticeWatcher:
         self._rng = rng
         self._backoff = backoff or Backoff()
         self._clock = clock
+        self._warn = warn
         self._board = NoticeBoard()
 
     async def run(self, tell: Callable[[Notice], None]) -> None:
@@ -113,7 +119,7 @@ class NoticeWatcher:
         return any([await source.acknowledge() for source in self._sources])
 
     async def _follow(self, source: NoticeSource, tell: Callable[[Notice], None]) -> None:
-        health = _SourceHealth(source.name)
+        health = _SourceHealth(source.name, self._warn)
         while True:
             began_s = self._clock()
             try:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight.scheduler.types import Filler, Phase
-from spotlight.store.checkpoints import LATEST, Checkpoint, CheckpointStore
+from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.audit_checks import CHECKS
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import DamagedCheckpointError, LedgerError, StoreError
+from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 
 BILLING_TOLERANCE = 0.01
 """Allowed relative difference between an attempt's billed seconds and the sum over its phases."""
@@ -27,9 +27,6 @@ BILLING_SLACK_S = 0.05
 
 _WORK = (Phase.TRAINING, Phase.ROLLOUT, Phase.EVALUATION, Phase.EXPLORATION, Phase.LOST)
 """Phases that filled seconds are billed in; rollouts cut short are billed as lost, but count as filled."""
-
-_LOOKS_MAX = 8
-"""Times that the newest checkpoint is looked for while a run replaces it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,32 +271,14 @@ def _kept(connection: sqlite3.Connection) -> Violation:
 
 
 def _newest_checkpoint(paths: RunPaths) -> tuple[Checkpoint | None, tuple[str, ...]]:
-    """The newest intact checkpoint and the damage met, while a run may write the next and discard this."""
+    """The newest intact checkpoint and the damage met."""
     if not paths.checkpoints.is_dir():
         return None, ()
-    for _ in range(_LOOKS_MAX):
-        before = _pointer(paths)
-        checkpoint: Checkpoint | None = None
-        damages: tuple[str, ...]
-        try:
-            checkpoint = CheckpointStore(paths.checkpoints, keep=1).newest_valid()
-            damages = tuple(map(str, checkpoint.damages)) if checkpoint is not None else ()
-        except (DamagedCheckpointError, FileNotFoundError) as error:
-            damages = (str(error),)
-        # Only a checkpoint that is no longer the newest is discarded, so what is missing may be that.
-        if not damages or _pointer(paths) == before:
-            return checkpoint, damages
-    raise StoreError(
-        f"{paths.checkpoints}: the run replaced its checkpoint {_LOOKS_MAX} times while it was being read. "
-        "Raise checkpoint.keep, or audit the run when it has ended."
-    )
-
-
-def _pointer(paths: RunPaths) -> bytes | None:
     try:
-        return (paths.checkpoints / LATEST).read_bytes()
-    except FileNotFoundError:
-        return None
+        checkpoint = CheckpointStore(paths.checkpoints, keep=1).read_newest(lambda newest: newest)
+    except (DamagedCheckpointError, FileNotFoundError) as error:
+        return None, (str(error),)
+    return checkpoint, () if checkpoint is None else tuple(map(str, checkpoint.damages))
 
 
 def _checkpoint(

@@ -101,6 +101,7 @@ class SqliteLedger:
             self._connection.close()
             raise
         self._position = queries.position(self._connection)
+        self._cost_usd = queries.cost_usd(self._connection)
         self._attempt: int | None = None
 
     def _prepare(self) -> None:
@@ -200,6 +201,7 @@ class SqliteLedger:
                 [(number, worker, price, now_s) for worker, price in workers.items()],
             )
         self._attempt = number
+        self._cost_usd = queries.cost_usd(self._connection)
         return number
 
     def _close_dead_attempts(self) -> None:
@@ -266,6 +268,7 @@ class SqliteLedger:
             self._connection.execute(
                 "UPDATE attempts SET seen_at = MAX(seen_at, ?) WHERE number = ?", (now_s, attempt)
             )
+        self._cost_usd += sum(spend.seconds * spend.price_usd_h for spend in spends) / 3600
 
     def fill(self, iteration: int, filled_s: Mapping[Filler, float]) -> None:
         """Record what filled otherwise idle GPU-seconds; they are billed in their phases too.
@@ -373,8 +376,8 @@ class SqliteLedger:
         return queries.began_at(self._connection)
 
     def cost_usd(self) -> float:
-        """Cost of all GPU-seconds, lost ones included."""
-        return queries.cost_usd(self._connection)
+        """Cost of all GPU-seconds, lost ones included. Constant time: it is asked for every few seconds."""
+        return self._cost_usd
 
     def close(self) -> None:
         """Close the database; nothing is buffered."""
