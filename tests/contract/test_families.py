@@ -261,7 +261,9 @@ def test_one_step_trains_every_targeted_weight(
 ) -> None:
     loaded = load(name, variant)
     world = learner_world.FamilyWorld(loaded.family, loaded.case.size, loaded.case.inputs)
-    learner = learner_world.make_learner(world, learner_world.algorithm(algorithm), mode, guidance=2.0)
+    learner = learner_world.make_learner(
+        world, learner_world.algorithm(algorithm), mode, guidance=2.0, timesteps_per_pass=2
+    )
     samples = learner_world.roll_out(world, learner, guidance=2.0, batch=6)
     before = {name: tensor.clone() for name, tensor in learner.slots.state("policy").items()}
     report = learner_world.train_batch(learner, samples, 3)
@@ -296,6 +298,7 @@ def test_one_step_equals_that_of_a_plain_loop(
         epsilon=plain_loop.EPSILON,
         weight_decay=plain_loop.WEIGHT_DECAY,
         max_grad_norm=plain_loop.MAX_GRAD_NORM,
+        timesteps_per_pass=2,
     )
     before = {name: tensor.clone() for name, tensor in learner.slots.state("policy").items()}
     slots = learner.slots

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -29,9 +29,11 @@ from spotlight.dashboard.alerts import Alert, AlertWatch, post_alert, watch_runs
 from spotlight.dashboard.answers import RunAnswers
 from spotlight.dashboard.run_folders import RunFolder, find_runs
 from spotlight.dashboard.views.findings import RunLimits, RunOutlook, findings
+from spotlight.dashboard.views.money import money
+from spotlight.dashboard.views.overview import nodes_now, spot_gone_at
 from spotlight.scheduler.types import DropReason, Phase, Purpose, WorkerId
 from spotlight.store.ledger.history import History, read_history
-from spotlight.store.ledger.ledger_queries import LedgerCounts
+from spotlight.store.ledger.ledger_queries import LedgerCounts, open_readonly, preemptions
 from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.run_directory import RunPaths
@@ -388,3 +390,26 @@ def test_a_webhook_that_is_none_is_refused_unseen(
     for word in ("--webhook-env", "ALERTS_URL", "expected https://", "Export"):
         assert word in result.stderr
     assert "a-secret-key" not in result.output
+
+
+def test_the_parts_of_a_machine_that_the_learner_shares_are_one_spot_node(place: Path) -> None:
+    parts = ("spot-1/learner", "spot-1/rollout")
+    with live(place) as (ledger, runs):
+        before = ledger.cost_usd()
+        ledger.record_incident(Incident.NODE_JOINED, "spot-1", spot=True, detail="", now_s=time.time())
+        ledger.start_billing({WorkerId(f"{part}/0"): 3600.0 for part in parts}, time.time())
+        bills = [GpuSpend(WorkerId(f"{part}/0"), Phase.ROLLOUT, 1.0, 3600.0) for part in parts]
+        ledger.spend(bills, time.time())
+        with closing(open_readonly(runs["mine"].ledger())) as connection:
+            now = nodes_now(connection)
+            assert (now.spot, spot_gone_at(connection)) == (1, None)
+            assert preemptions(connection) == (0, 0)
+        told = money(runs["mine"])
+        assert (told["spot_usd"], told["spot_nodes"]) == (pytest.approx(ledger.cost_usd() - before), 1)
+        assert [each["node"] for each in told["nodes"] if each["spot"]] == ["spot-1"]
+        for part in parts:
+            ledger.record_incident(Incident.NODE_NOTICED, part, spot=True, detail="", now_s=time.time())
+        for part in parts:
+            ledger.record_incident(Incident.NODE_LOST, part, spot=True, detail="", now_s=time.time())
+        with closing(open_readonly(runs["mine"].ledger())) as connection:
+            assert preemptions(connection) == (1, 1)

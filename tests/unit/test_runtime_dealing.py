@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spotlight.rollout.state import SampleTensors
 from spotlight.scheduler.types import MicroBatch, RolloutId
-from spotlight.training.batching.redistribute import deal, even_moves, neighbours, regrouped
+from spotlight.training.batching.redistribute import deal, even_moves, even_shares, neighbours, regrouped
 from spotlight.training.sharding import Ranks
 
 
@@ -63,6 +63,10 @@ def test_neighbours_are_an_even_partition(items: int, world: int, block: int) ->
     blocks = [list(neighbours(range(items), rank, world, block)) for rank in range(world)]
     assert sorted(item for share in blocks for item in share) == list(range(items))
     assert max(map(len, blocks)) <= -(-items // world), "what is left over of blocks does not add up"
+    padded = [even_shares(range(items), rank, world, block) for rank in range(world)]
+    assert [list(own) for own, _ in padded] == blocks
+    assert len({len(own) + len(copies) for own, copies in padded}) == 1, "all ranks have equally many"
+    assert all(set(copies).isdisjoint(own) for own, copies in padded)
     if block % world == 0:
         for start in range(0, items, block):
             of = [sum(start <= item < start + block for item in share) for share in blocks]

@@ -70,6 +70,15 @@ def test_without_a_strict_curve_the_reward_judges() -> None:
     assert found.by_tag["colors"].mean == 2.0
 
 
+def test_a_detail_that_some_samples_lack_is_of_those_that_have_it() -> None:
+    made = rollouts(2)
+    scores: dict[RolloutId, dict[str, float]] = {rollout.id: {"reward": 1.0} for rollout in made}
+    scores[made[-1].id]["http/seen"] = 3.0
+    found = summarise(made, scores, PROMPTS, None)
+    assert found.curves["http/seen"].mean == 3.0
+    assert found.judged.mean == 1.0
+
+
 def test_a_strict_curve_that_does_not_exist_is_named() -> None:
     assert strict_curve("ocr/exact", ["reward", "ocr/exact", "shapes/strict"]) == "ocr/exact"
     with pytest.raises(ValueError, match=r"evaluation\.strict: found 'exact'; expected one of ocr, reward"):

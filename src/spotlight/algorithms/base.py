@@ -108,17 +108,18 @@ class TrainBatch:
         """The whole batch tiled ``times`` times along rows, to train several timesteps at once."""
         if times == 1:
             return self
-        latents, rollout, old = (
-            None if rows is None else rows.repeat(times, *[1] * (rows.ndim - 1))
-            for rows in (self.latents, self.rollout_log_probs, self.old_log_probs)
-        )
+
+        def tiled(rows: Tensor) -> Tensor:
+            return rows.repeat(times, *[1] * (rows.ndim - 1))
+
+        rollout, old = self.rollout_log_probs, self.old_log_probs
         return replace(
             self,
-            final=self.final.repeat(times, 1, 1),
-            latents=latents,
-            sigmas=self.sigmas.repeat(times, 1),
-            rollout_log_probs=rollout,
-            old_log_probs=old,
+            final=tiled(self.final),
+            latents=None if self.latents is None else tiled(self.latents),
+            sigmas=tiled(self.sigmas),
+            rollout_log_probs=None if rollout is None else tiled(rollout),
+            old_log_probs=None if old is None else tiled(old),
             advantages=self.advantages.repeat(times),
             seeds=self.seeds * times,
             versions=self.versions * times,

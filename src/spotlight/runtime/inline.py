@@ -58,7 +58,7 @@ from spotlight.scheduler.types import (
 )
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import Trainer
-from spotlight.training.batching.redistribute import neighbours
+from spotlight.training.batching.redistribute import even_shares
 from spotlight.training.sharding import Ranks
 
 NODE = Node(
@@ -293,9 +293,8 @@ class InlineDriver:
         self._submit()
         self._require_current(rollouts)
         phase = PHASE_OF[rollouts[0].purpose]
-        mine = neighbours(rollouts, parts.ranks.rank, parts.ranks.world, parts.deal_size)
-        # FSDP needs every rank in each forward: a rank without a rollout runs a copy of the first.
-        work = mine or rollouts[:1]
+        mine, copies = even_shares(rollouts, parts.ranks.rank, parts.ranks.world, parts.deal_size)
+        work = [*mine, *copies]
         began = time.perf_counter()
         with parts.clock.phase(phase):
             around = partial(parts.around, phase)
@@ -306,7 +305,8 @@ class InlineDriver:
         for rollout in rollouts:
             self._samples.pop(rollout.id, None)  # of a part of it that another rank may have made
         failures: dict[str, str] = {}
-        for result in results if mine else ():
+        own = {rollout.id for rollout in mine}
+        for result in (each for each in results if each.rollout.id in own):
             if isinstance(result, FailedRollout):
                 failures[result.rollout.id] = result.reason
             else:

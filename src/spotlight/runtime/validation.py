@@ -85,7 +85,7 @@ def summarise(
     prompts: Mapping[PromptId, Prompt],
     configured_strict: str | None,
 ) -> Validation:
-    """Mean over all scored evaluation rollouts.
+    """Mean over all scored evaluation rollouts; of each curve over those that have it.
 
     Raises:
         ValueError: there are none.
@@ -93,7 +93,7 @@ def summarise(
     """
     if not rollouts:
         raise ValueError("not one evaluation sample could be scored; see the attempt's log for the reasons")
-    names = list(scores[rollouts[0].id])
+    names = list(dict.fromkeys(name for rollout in rollouts for name in scores[rollout.id]))
     strict = strict_curve(configured_strict, names)
     tagged: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
@@ -101,7 +101,11 @@ def summarise(
         if isinstance(tag, str):
             tagged[tag].append(scores[rollout.id][strict or REWARD])
     return Validation(
-        curves={name: estimate([scores[rollout.id][name] for rollout in rollouts]) for name in names},
+        # A reward may return some detail curves in some calls only.
+        curves={
+            name: estimate([scores[each.id][name] for each in rollouts if name in scores[each.id]])
+            for name in names
+        },
         strict=strict,
         by_tag={tag: estimate(values) for tag, values in sorted(tagged.items())},
     )

@@ -36,8 +36,8 @@ class _Lane:
 
 
 def node_of(worker: str) -> str:
-    """The node of a worker: ``spot-3`` of ``spot-3/0``."""
-    return worker.rpartition("/")[0] or worker
+    """The machine of a worker: ``spot-3`` of ``spot-3/0`` and of ``spot-3/learner/0``."""
+    return queries.machine_of(worker.rpartition("/")[0] or worker)
 
 
 def lanes(run: RunFolder, last_s: float | None = None, page: int = 0) -> Json:
@@ -92,9 +92,9 @@ def lanes(run: RunFolder, last_s: float | None = None, page: int = 0) -> Json:
 
 
 def spot_nodes(connection: Connection) -> set[str]:
-    """The names of all spot nodes that ever joined."""
+    """The names of all spot machines that ever joined."""
     rows = connection.execute("SELECT DISTINCT subject FROM incidents WHERE kind = 'node_joined' AND spot")
-    return {subject for (subject,) in rows}
+    return {queries.machine_of(subject) for (subject,) in rows}
 
 
 def _price_steps(lanes: list[_Lane], start: float, end: float) -> list[tuple[float, float | None]]:

@@ -200,7 +200,8 @@ def nodes_now(connection: Connection) -> NodesNow:
     workers = [worker for (worker,) in connection.execute(_WORKERS_NOW)]
     nodes = set(map(node_of, workers))
     # Runs without Ray have workers, and no incidents of nodes.
-    told = {node: (spot, kind) for node, spot, kind in connection.execute(_NODES) if node in nodes}
+    rows = [(queries.machine_of(part), spot, kind) for part, spot, kind in connection.execute(_NODES)]
+    told = {node: (spot, kind) for node, spot, kind in rows if node in nodes}
     spot = sum(spot for spot, _ in told.values())
     noticed = sum(kind == Incident.NODE_NOTICED for _, kind in told.values())
     return NodesNow(len(nodes) - spot, spot, noticed, len(workers))
@@ -276,4 +277,5 @@ SELECT subject, spot, kind FROM incidents WHERE id IN (
     WHERE attempt = (SELECT MAX(number) FROM attempts)
         AND kind IN ('node_joined', 'node_noticed', 'notice_cancelled', 'node_lost')
     GROUP BY subject)
+ORDER BY id
 """

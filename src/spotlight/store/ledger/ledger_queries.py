@@ -29,6 +29,8 @@ from spotlight.store.ledger.ledger_schema import (
 )
 from spotlight.store.store_errors import LedgerError
 
+_TOGETHER_S = 5.0
+"""Parts of a machine that are lost so shortly one after the other are lost together."""
 _DIGESTED = (
     ("prompts", "id, text, metadata"),
     ("rollouts", "id, purpose, iteration, prompt, member, seed, steps, version"),
@@ -275,8 +277,14 @@ def incidents(connection: sqlite3.Connection) -> dict[tuple[Incident, bool], int
     return {(Incident(kind), bool(spot)): number for kind, spot, number in rows}
 
 
+def machine_of(node: str) -> str:
+    """The machine of a node: ``spot-3``, also of its parts ``spot-3/learner`` and ``spot-3/rollout``."""
+    return node.removesuffix("/learner").removesuffix("/rollout")
+
+
 def preemptions(connection: sqlite3.Connection) -> tuple[int, int]:
-    """(spot nodes lost that the run had not given back, those with a standing notice)."""
+    """(spot machines lost that the run had not given back, those with a standing notice)."""
+    connection.create_function("machine_of", 1, machine_of, deterministic=True)
     row = connection.execute(
         """
         SELECT COUNT(*), TOTAL(state = 'node_noticed') FROM (
@@ -285,9 +293,14 @@ def preemptions(connection: sqlite3.Connection) -> tuple[int, int]:
                 WHERE before.attempt = gone.attempt AND before.subject = gone.subject AND before.id < gone.id
                     AND before.kind IN ('node_noticed', 'notice_cancelled', 'node_joined', 'node_returned')
                 ORDER BY before.id DESC LIMIT 1), '') AS state
-            FROM incidents AS gone WHERE kind = 'node_lost' AND spot)
+            FROM incidents AS gone WHERE kind = 'node_lost' AND spot AND NOT EXISTS (
+                SELECT 1 FROM incidents AS part  -- the other part of the same machine, lost with it
+                WHERE part.kind = 'node_lost' AND part.attempt = gone.attempt AND part.id < gone.id
+                    AND part.subject <> gone.subject AND machine_of(part.subject) = machine_of(gone.subject)
+                    AND gone.at - part.at < ?))
         WHERE state <> 'node_returned'
-        """
+        """,
+        (_TOGETHER_S,),
     ).fetchone()
     return int(row[0]), int(row[1])
 

@@ -13,6 +13,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -49,6 +50,20 @@ def neighbours(items: Sequence[T], rank: int, world: int, block: int | None = No
         part = items[start : start + size]
         mine += part[len(part) * rank // world : len(part) * (rank + 1) // world]
     return mine
+
+
+def even_shares(
+    items: Sequence[T], rank: int, world: int, block: int | None = None
+) -> tuple[Sequence[T], Sequence[T]]:
+    """A rank's share (:func:`neighbours`), and as many of others' items as a longer share has more.
+
+    With these too, all ranks have equally many: of a sharded model every rank takes part in each forward, and
+    some models make one for each row.
+    """
+    shares = [neighbours(items, each, world, block) for each in range(world)]
+    missing = max(map(len, shares)) - len(shares[rank])
+    others = (item for at, share in enumerate(shares) if at != rank for item in share)
+    return shares[rank], list(islice(others, missing))
 
 
 def regrouped(
