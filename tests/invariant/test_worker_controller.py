@@ -188,7 +188,7 @@ class Head:
                 put(ev.BatchFinished(iteration))
             case ef.PublishWeights(version):
                 put(ev.WeightsPublished(version))
-            case ef.ReportEvaluation(iteration, _, _, _, lineage):
+            case ef.ReportEvaluation(iteration, lineage=lineage):
                 put(ev.EvaluationReported(iteration, lineage))
             case ef.CommitCheckpoint(iteration):
                 put(ev.CheckpointCommitted(iteration))

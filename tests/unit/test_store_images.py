@@ -16,6 +16,7 @@ from spotlight.store.images import (
     drawn_iterations,
     drop_pictures,
     picture_of,
+    read_tile_notes,
     read_tiles,
     write_comparison,
     write_grid,
@@ -91,6 +92,25 @@ def test_tiles_are_kept_as_they_were_made(paths: RunPaths) -> None:
     for kept, made in zip(read_tiles(paths, 20), tiles, strict=True):
         assert np.array_equal(kept.picture, made.picture)
         assert (kept.caption, kept.score) == (made.caption, made.score)
+
+
+def test_a_seed_is_compared_with_itself_when_others_are_missing(paths: RunPaths) -> None:
+    colours = {member: (10 + member, 200, 100) for member in range(3)}
+
+    def made(member: int, plus: int) -> Tile:
+        red, green, blue = colours[member]
+        return Tile(tile((red, green, blue + plus)).picture, "a", 0.5, member=member)
+
+    write_grid(paths, 0, [made(0, 0), made(1, 0), made(2, 0)], columns=3, title="")
+    write_grid(paths, 5, [None, made(1, 9), made(2, 9)], columns=3, title="")
+    assert [note.path.name for note in read_tile_notes(paths, 5)] == ["000005-001.png", "000005-002.png"]
+    assert [each.member for each in read_tiles(paths, 5)] == [1, 2]
+    path = write_comparison(paths, before=0, after=5, title="t")
+    for member, (red, green, blue) in colours.items():
+        shown = [area(path, (red, green, blue + plus)) > 0 for plus in (0, 9)]
+        assert shown == [member > 0] * 2
+    strip = write_progress(paths, [0, 5], rows=1, title="t")
+    assert [area(strip, (11, 200, 100 + plus)) > 0 for plus in (0, 9)] == [True, True]
 
 
 def test_comparison_shows_both_and_colours_the_change(paths: RunPaths) -> None:

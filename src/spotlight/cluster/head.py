@@ -317,7 +317,8 @@ class Head:
 
     async def _report_evaluation(self, effect: ef.ReportEvaluation) -> None:
         parts, controller = self.parts, self.parts.controller
-        chosen = shown(effect.rollouts, *parts.grid)
+        grid = shown(effect.issued, *parts.grid)
+        chosen = [rollout for rollout in grid if rollout.id in effect.scores]
         pictures: dict[RolloutId, Any] = {}
         for digest, part in parts.samples.by_digest(chosen).items():
             stored = await parts.samples.images(part, digest)
@@ -325,7 +326,7 @@ class Head:
         if effect.lineage != controller.cluster.lineage:
             return
         parts.accounts.write(parts.recorder)
-        found = {rollout: pictures[rollout.id] for rollout in chosen if rollout.id in pictures}
+        found = {rollout: pictures.get(rollout.id) for rollout in grid}
         row = parts.recorder.evaluation(effect, controller.ledger.trained, found)
         parts.observer.evaluated(effect.iteration, row)
         parts.inbox.put(ev.EvaluationReported(effect.iteration, effect.lineage))

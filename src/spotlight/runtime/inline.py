@@ -419,21 +419,21 @@ class InlineDriver:
         self._account()
         with self.parts.clock.phase(Phase.EVALUATION):
             trained = self.parts.controller.ledger.trained
-            row = self.parts.recorder.evaluation(effect, trained, self._pictures(effect.rollouts))
+            row = self.parts.recorder.evaluation(effect, trained, self._pictures(effect))
         self.parts.observer.evaluated(effect.iteration, row)
         self._events.append(ev.EvaluationReported(effect.iteration, effect.lineage))
 
-    def _pictures(self, rollouts: Sequence[Rollout]) -> dict[Rollout, Picture]:
-        chosen = shown(rollouts, *self.parts.grid)
+    def _pictures(self, effect: ef.ReportEvaluation) -> dict[Rollout, Picture | None]:
+        grid = shown(effect.issued, *self.parts.grid)
         told = {
             rollout.id: _encode(self._samples[rollout.id].image)
-            for rollout in chosen
-            if rollout.id in self._samples
+            for rollout in grid
+            if rollout.id in self._samples and rollout.id in effect.scores
         }
         everyones: dict[RolloutId, str] = {}
         for share in self.parts.ranks.share(told):
             everyones |= share
-        return {rollout: _decode(everyones[rollout.id]) for rollout in chosen}
+        return {each: _decode(everyones[each.id]) if each.id in everyones else None for each in grid}
 
     def _train(
         self, effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch

@@ -51,9 +51,13 @@ class Recorder(Protocol):
         """Bill an interval of every worker's time."""
 
     def evaluation(
-        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture | None]
     ) -> dict[str, float]:
-        """Write validation scores and images; returns the metrics row."""
+        """Write validation scores and images; returns the metrics row.
+
+        Args:
+            pictures: by rollout of the grid, in its order; None: not scored.
+        """
 
     def pipeline(self, effect: ReportPipeline) -> None:
         """Record work that filled otherwise idle GPU time."""
@@ -130,7 +134,7 @@ class RunRecorder:
         return self.before_s + self._spent_s
 
     def evaluation(
-        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture | None]
     ) -> dict[str, float]:
         """See :class:`Recorder`."""
         validation = summarise(effect.rollouts, effect.scores, self.prompts, self.strict)
@@ -178,21 +182,24 @@ class RunRecorder:
         return self.ledger.rollback(position, attempt) if self.ledger.position() > position else 0
 
     def _draw(
-        self, effect: ReportEvaluation, pictures: Mapping[Rollout, Picture], validation: Validation
+        self, effect: ReportEvaluation, pictures: Mapping[Rollout, Picture | None], validation: Validation
     ) -> None:
         curve = validation.strict or REWARD
         tiles = [
-            Tile(
+            None
+            if picture is None
+            else Tile(
                 picture,
                 self.prompts[rollout.prompt_id].text,
                 effect.scores[rollout.id][curve],
                 self.fps,
                 tuple(map(_reference, self.prompts[rollout.prompt_id].references)),
+                rollout.member,
             )
             for rollout, picture in pictures.items()
         ]
         title = f"iteration {effect.iteration}: {curve} {validation.judged.mean:.3f}"
-        if tiles:  # none of the grid's samples may have been scored
+        if any(tiles):  # none of the grid's samples may have been scored
             write_grid(self.paths, effect.iteration, tiles, columns=self.grid_images, title=title)
             self.metrics.pictures(effect.iteration)
 
@@ -218,7 +225,7 @@ class PassiveRecorder:
         """Ignore: the main rank bills all workers."""
 
     def evaluation(
-        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture | None]
     ) -> dict[str, float]:
         """Return the metrics row only."""
         return summarise(effect.rollouts, effect.scores, self.prompts, self.strict).row()
@@ -249,7 +256,7 @@ def _save_learner(learner: Learner, directory: Path | None, ranks: Ranks) -> Non
 
 
 def shown(rollouts: Sequence[Rollout], prompts: int, images: int) -> list[Rollout]:
-    """Rollouts shown in grids: the first ``images`` of evenly spaced prompts."""
+    """Rollouts shown in grids, of all that were issued: the first ``images`` of evenly spaced prompts."""
     met = list(dict.fromkeys(rollout.prompt_id for rollout in rollouts))
     count = min(prompts, len(met))
     chosen = {met[index * len(met) // count] for index in range(count)}

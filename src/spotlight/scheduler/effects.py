@@ -109,12 +109,18 @@ class PublishWeights:
 
 @dataclass(frozen=True, slots=True)
 class ReportEvaluation:
-    """Write scores and images of evaluation samples; the answer repeats ``lineage``."""
+    """Write scores and images of evaluation samples; the answer repeats ``lineage``.
+
+    Attributes:
+        rollouts: those that were scored.
+        issued: all, in the same order at every evaluation.
+    """
 
     iteration: int
     version: PolicyVersion
     rollouts: tuple[Rollout, ...]
     scores: Mapping[RolloutId, Mapping[str, float]]
+    issued: tuple[Rollout, ...]
     lineage: int = 0
 
 

@@ -49,6 +49,9 @@ _FPS = 16.0
 class Tile:
     """One image: [height, width, 3], sRGB, or a video [frames, ...]; ``caption`` is its prompt, and
     ``references`` the pictures that the prompt is about.
+
+    Attributes:
+        member: which of its prompt's seeds it has; None: unknown.
     """
 
     picture: NDArray[np.uint8]
@@ -56,6 +59,7 @@ class Tile:
     score: float
     fps: float = _FPS
     references: tuple[NDArray[np.uint8], ...] = ()
+    member: int | None = None
 
     @property
     def prompt(self) -> tuple[str, ...]:
@@ -89,19 +93,23 @@ class _DrawnBlock:
     cells: tuple[_DrawnCell, ...]
 
 
-def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, columns: int, title: str) -> Path:
+def write_grid(
+    paths: RunPaths, iteration: int, tiles: Sequence[Tile | None], *, columns: int, title: str
+) -> Path:
     """Draw one evaluation's grid, and save each image unscaled as a tile; returns the grid's path.
 
     Args:
-        tiles: grouped by prompt; ``columns`` per prompt.
+        tiles: grouped by prompt; ``columns`` per prompt. None: one that is missing, whose place in the names
+            of files stays free, so that a place has the same prompt and seed at every evaluation.
 
     Raises:
         ValueError: no images, or one is not uint8 [height, width, 3] or [frames, height, width, 3].
         StoreError: the disk is full or not writable.
     """
-    _require_pictures(tiles)
+    present = [tile for tile in tiles if tile is not None]
+    _require_pictures(present)
     blocks = []
-    for _, members in groupby(tiles, key=lambda tile: tile.prompt):
+    for _, members in groupby(present, key=lambda tile: tile.prompt):
         each = list(members)
         shown = _reference_cells(each[0].references)
         cells = [_Cell(tile.picture, f"{tile.score:.2f}", _FAINT) for tile in each]
@@ -111,7 +119,7 @@ def write_grid(paths: RunPaths, iteration: int, tiles: Sequence[Tile], *, column
     path = paths.images / f"iteration-{iteration:06d}.png"
     try:
         _keep(paths, iteration, tiles)
-        _write_page(path, title, blocks, tiles[0].fps)
+        _write_page(path, title, blocks, present[0].fps)
     except OSError as error:
         raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
@@ -150,7 +158,8 @@ def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
                 media = frames[0] if len(frames) == 1 else np.stack(frames)
                 names = image.info.get("references", "").split()
                 shown = tuple(picture_of(_references_folder(paths) / name) for name in names)
-                tiles.append(Tile(media, caption, score, fps, shown))
+                member = int(image.info["member"]) if "member" in image.info else None
+                tiles.append(Tile(media, caption, score, fps, shown, member))
         except (OSError, KeyError, ValueError) as error:
             raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error
     return tuple(tiles)
@@ -185,9 +194,10 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
     """
     old_tiles, new_tiles = _by_prompt(read_tiles(paths, before)), _by_prompt(read_tiles(paths, after))
     pairs = [
-        pair
+        (old[seed], new_tiles[prompt][seed])
         for prompt, old in old_tiles.items()
-        for pair in zip(old, new_tiles.get(prompt, ()), strict=False)
+        for seed in old
+        if seed in new_tiles.get(prompt, ())
     ]
     if not pairs:
         raise StoreError(
@@ -203,13 +213,17 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
 
 
 def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, title: str) -> Path:
-    """Draw the first image of up to ``rows`` prompts at several iterations.
+    """Draw an image of up to ``rows`` prompts at several iterations, the first that all of them have.
 
     Raises:
         StoreError: no common prompt, or the disk is full or not writable.
     """
     drawn = [_by_prompt(read_tiles(paths, iteration)) for iteration in iterations]
-    common = [prompt for prompt in drawn[0] if all(prompt in tiles for tiles in drawn)][:rows]
+    common = [
+        (prompt, shared[0])
+        for prompt, first in drawn[0].items()
+        if (shared := [seed for seed in first if all(seed in tiles.get(prompt, ()) for tiles in drawn)])
+    ][:rows]
     if not common:
         raise StoreError(
             f"{_tiles_folder(paths)}: iterations {list(iterations)} have no prompt in common; "
@@ -219,16 +233,17 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
         Strip(
             prompt[0],
             tuple(
-                (tiles[prompt][0].picture, f"{iteration}:  {tiles[prompt][0].score:.2f}")
+                (tiles[prompt][seed].picture, f"{iteration}:  {tiles[prompt][seed].score:.2f}")
                 for iteration, tiles in zip(iterations, drawn, strict=True)
             ),
-            drawn[0][prompt][0].references,
+            drawn[0][prompt][seed].references,
         )
-        for prompt in common
+        for prompt, seed in common
     ]
     path = paths.images / "progress.png"
     try:
-        write_strips(path, title, strips, fps=drawn[0][common[0]][0].fps)
+        prompt, seed = common[0]
+        write_strips(path, title, strips, fps=drawn[0][prompt][seed].fps)
     except OSError as error:
         raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
@@ -279,10 +294,12 @@ def _references_folder(paths: RunPaths) -> Path:
     return paths.images / "references"
 
 
-def _by_prompt(tiles: Sequence[Tile]) -> dict[tuple[str, ...], list[Tile]]:
-    found: dict[tuple[str, ...], list[Tile]] = {}
+def _by_prompt(tiles: Sequence[Tile]) -> dict[tuple[str, ...], dict[int, Tile]]:
+    """By prompt and seed; where the seed is unknown, in turn."""
+    found: dict[tuple[str, ...], dict[int, Tile]] = {}
     for tile in tiles:
-        found.setdefault(tile.prompt, []).append(tile)
+        of_prompt = found.setdefault(tile.prompt, {})
+        of_prompt[len(of_prompt) if tile.member is None else tile.member] = tile
     return found
 
 
@@ -314,15 +331,19 @@ def _tiles_folder(paths: RunPaths) -> Path:
     return paths.images / "tiles"
 
 
-def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile]) -> None:
+def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile | None]) -> None:
     folder = _tiles_folder(paths)
     folder.mkdir(exist_ok=True)
     for stale in folder.glob(f"{iteration:06d}-*.png"):
         stale.unlink()
     for index, tile in enumerate(tiles):
+        if tile is None:
+            continue
         notes = PngImagePlugin.PngInfo()
         notes.add_itxt("caption", tile.caption)
         notes.add_itxt("score", repr(float(tile.score)))
+        if tile.member is not None:
+            notes.add_itxt("member", str(tile.member))
         if tile.references:
             notes.add_itxt("references", " ".join(_keep_references(paths, tile.references)))
         first, *others = [Image.fromarray(frame) for frame in _frames(tile.picture)]
