@@ -25,6 +25,7 @@ from main_job import (
 )
 from test_reward_failures import arguments as moody_arguments
 
+from spotlight.registry import FAMILIES
 from spotlight.scheduler.types import DropReason
 from spotlight.store.ledger.ledger_audit import AuditLimits
 
@@ -110,6 +111,27 @@ def test_a_rank_left_without_samples_trains_the_others(job: Job, algorithm: str)
     report = clean_audit(job.root / name, FOUR)
     assert report.counts.train_dropped == {DropReason.REWARD_NOT_FINITE: 4}
     assert (report.counts.trained, report.counts.evaluated) == (4, 2)
+
+
+def test_a_model_with_a_forward_for_each_row_makes_unequal_leases_on_shards(job: Job) -> None:
+    """Three pictures on two ranks: every rank takes part in each forward of a sharded model."""
+    pipeline = job.root / "a-forward-for-each-row"
+    FAMILIES.load("qwen-image-2.1").tiny(pipeline, seed=0)
+    prompts = job.root / "three.txt"
+    prompts.write_text("a red circle\ntwo blue squares\nthree green triangles above a square\n")
+    own = (
+        "model.family=qwen-image-2.1",
+        f"model.path={pipeline}",
+        "model.max_text_tokens=128",
+        "rollout.height=32",
+        "rollout.width=32",
+    )
+    told = (f"data.train={prompts}", f"data.test={prompts}", "data.tags=[]", "rewards=[{name: jpeg_size}]")
+    evaluated = ("evaluation.prompts=null", "evaluation.images_per_prompt=1", "evaluation.grid_images=1")
+    arguments = job.arguments("rows", *NFT, *RANKS[:-1], "iterations=1", *own, *told, *evaluated)
+    ended = run_ranks(2, arguments, answer=job.root / "rows")
+    assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * len(ended)
+    assert clean_audit(job.root / "rows", FOUR).counts.evaluated == 6
 
 
 def test_a_batch_that_does_not_divide_by_the_ranks_is_refused_by_all(job: Job) -> None:
