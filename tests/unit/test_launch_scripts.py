@@ -200,3 +200,57 @@ def test_announce_end_without_an_agent_returns_at_once(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert "no node agent" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "nodes", "step", "with_own_address"),
+    [
+        ("slurm-reserved.sbatch", 3, "--nodes=2 --ntasks=2 --ntasks-per-node=1", ["ray"]),
+        ("slurm-reserved.sbatch", 1, None, ["ray"]),
+        ("slurm-spot.sbatch", 1, "--ntasks=1", []),
+    ],
+)
+def test_slurm_starts_one_task_a_node_and_gives_the_heads_address_to_the_head_only(
+    tmp_path: Path, script: str, nodes: int, step: str | None, with_own_address: list[str]
+) -> None:
+    (tmp_path / "launch").symlink_to(LAUNCH)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, more in (
+        ("ray", ""), ("srun", '[ -z "$ENDS" ] || kill -TERM "$PPID"'), ("spotlight", "sleep 0.5"),
+        ("hostname", "echo node-1"),
+    ):  # fmt: skip
+        # Each tells its arguments, and the address if it was given one.
+        line = f'printf "%s\\n" "{name} $* ${{SPOTLIGHT_IP:-}}" >>{tmp_path}/called\n{more}\n'
+        (programs / name).write_text(f"#!/bin/sh\n{line}")
+        (programs / name).chmod(0o755)
+    shared = tmp_path / "runs" / "slurm"
+    shared.mkdir(parents=True)
+    if script == "slurm-spot.sbatch":
+        (shared / "head").write_text("10.1.2.3:20007\n")
+    environment = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "HOME": str(tmp_path),
+        "ENDS": "1" if script == "slurm-spot.sbatch" else "",
+        "SPOTLIGHT_GRACE_S": "0",
+        "SPOTLIGHT_IP": "10.9.9.9",
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_NTASKS": str(nodes),
+    }
+    done = subprocess.run(
+        ["bash", LAUNCH / script], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    called = (tmp_path / "called").read_text().splitlines()
+    steps = [line for line in called if line.startswith("srun ")]
+    assert len(steps) == (step is not None)
+    for line in steps:
+        assert line.startswith(f"srun {step} ")
+    assert [line.partition(" ")[0] for line in called if line.endswith(" 10.9.9.9")] == with_own_address
+    if script == "slurm-reserved.sbatch":
+        (head,) = (line for line in called if line.startswith("ray start"))
+        assert "--node-ip-address=10.9.9.9" in head
