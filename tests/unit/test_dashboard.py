@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 import threading
@@ -144,6 +145,26 @@ def test_curves_follow_the_file_also_when_a_resume_replaces_it(empty_place: Path
         (empty_place / "new.jsonl").write_bytes(whole)
         (empty_place / "new.jsonl").replace(paths.metrics)
         assert ask(client, "curve", run="run", name="train/loss")["points"] == 3
+
+
+def test_curves_of_a_file_with_its_predecessors_number_are_read_anew(empty_place: Path) -> None:
+    paths = make_run(empty_place / "run", 1)
+
+    def row(iteration: int, loss: float) -> bytes:
+        row = {"iteration": iteration, "samples_trained": 4, "wall_s": loss, "train/loss": loss}
+        return json.dumps(row).encode() + b"\n"
+
+    with TestClient(dashboard_app([empty_place]), base_url="http://localhost") as client:
+        for rows in (
+            [row(0, 1.0), row(1, 2.0), row(2, 3.0)],
+            [row(0, 1.0), row(1, 2.5), row(2, 3.5), row(3, 4.5)],  # resumed after the first
+            [row(0, 1.0), row(1, 2.5), row(2, 3.5), row(3, 4.5), row(4, 5.5)],
+            [row(0, 1.0), row(1, 1.125)],
+        ):
+            paths.metrics.write_bytes(b"".join(rows))  # in place: the file's number stays
+            found = ask(client, "curve", run="run", name="train/loss")
+            assert found["y"] == [json.loads(each)["train/loss"] for each in rows]
+            assert ask(client, "metrics", run="run")["skipped"] == 0
 
 
 def test_pictures_come_with_all_scores_of_their_sample(client: TestClient) -> None:

@@ -78,13 +78,15 @@ class CurveReader:
         self._run = run
         self._lock = Lock()
         self._file = (0, 0)  # inode, bytes read
+        self._last = b""  # line read
         self._columns = CurveColumns()
 
     @contextmanager
     def columns(self) -> Iterator[CurveColumns]:
         """All whole rows so far, which stay as they are within the block.
 
-        A resumed run replaces the file, which is then read again.
+        A resumed run replaces the file, which is then read again. The new file may have the inode of one that
+        was replaced before, so the last line read must still be where it was.
         """
         with self._lock:
             self._follow()
@@ -93,17 +95,25 @@ class CurveReader:
     def _follow(self) -> None:
         path = self._run.readable(self._run.paths.metrics)
         if path is None:
-            self._file, self._columns = (0, 0), CurveColumns()
+            self._start_over(0)
             return
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            if status.st_ino != self._file[0] or status.st_size < self._file[1]:
-                self._file, self._columns = (status.st_ino, 0), CurveColumns()
-            file.seek(self._file[1])
+            file.seek(self._file[1] - len(self._last))
+            if status.st_ino != self._file[0] or file.read(len(self._last)) != self._last:
+                self._start_over(status.st_ino)
+                file.seek(0)
             whole, newline, _cut = file.read().rpartition(b"\n")
-            for line in whole.split(b"\n") if newline else ():
+            if not newline:
+                return
+            lines = whole.split(b"\n")
+            for line in lines:
                 self._columns.take(line)
             self._file = (self._file[0], self._file[1] + len(whole) + len(newline))
+            self._last = lines[-1] + newline
+
+    def _start_over(self, inode: int) -> None:
+        self._file, self._last, self._columns = (inode, 0), b"", CurveColumns()
 
 
 def curve_names(columns: CurveColumns) -> Json:
