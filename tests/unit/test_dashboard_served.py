@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import json
@@ -20,13 +21,15 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import quote
 
 import httpx2
 import numpy as np
 import pytest
 import uvicorn
+from fastapi import Request
 from PIL import Image
 from starlette.testclient import TestClient
 from tests.unit.dashboard_run import (
@@ -44,6 +47,7 @@ from typer.testing import CliRunner
 from spotlight.cli.main import app as cli
 from spotlight.cli.runs.dashboard_command import start_beside
 from spotlight.dashboard import answers as answers_module
+from spotlight.dashboard import dashboard_app as app_module
 from spotlight.dashboard.dashboard_app import dashboard_app
 from spotlight.dashboard.figures import Json
 from spotlight.dashboard.page_files import PAGE_FILES, page_file
@@ -324,6 +328,35 @@ def test_changes_of_a_live_run_are_told(empty_place: Path) -> None:
             assert overview.json()["iterations"] == 2
             writer.commit()
         assert 'data: {"names": ["run"]}' in lines  # read on until it comes
+
+
+def test_a_run_that_goes_is_told_once(empty_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app_module, "LOOKS_EVERY_S", 0.01)
+    for name in ("goes", "stays"):
+        (empty_place / name).mkdir()
+        (empty_place / name / "config.yaml").write_text("{}")
+    shown = app_module.ShownRuns([empty_place])
+    looks = iter(range(20))
+
+    class Asking:
+        """A request whose browser leaves after some looks."""
+
+        app = SimpleNamespace(state=SimpleNamespace(ends=lambda: False))
+
+        async def is_disconnected(self) -> bool:
+            number = next(looks, None)
+            if number == 5:
+                shutil.rmtree(empty_place / "goes")
+            return number is None
+
+    async def told() -> list[str]:
+        return [text async for text in app_module._changes(cast("Request", Asking()), shown)]
+
+    first, *rest = asyncio.run(told())
+    assert '"goes"' in first
+    assert [text for text in rest if text.startswith("event: runs")] == [
+        'event: runs\ndata: {"names": ["stays"]}\n\n'
+    ]
 
 
 @pytest.mark.slow

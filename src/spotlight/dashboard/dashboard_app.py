@@ -226,7 +226,8 @@ async def _changes(request: Request, shown: ShownRuns) -> AsyncIterator[str]:
         now = await run_in_threadpool(shown.signatures)
         if known.keys() != now.keys():
             yield _event("runs", {"names": list(now)})
-        if changed := [name for name, signature in now.items() if known.get(name) != signature]:
+        before, known = known, now
+        if changed := [name for name, signature in now.items() if before.get(name) != signature]:
             yield _event("changed", {"names": changed})
             again.update(changed)
         elif time.monotonic() - said > _SAYS_EVERY_S:
@@ -235,7 +236,7 @@ async def _changes(request: Request, shown: ShownRuns) -> AsyncIterator[str]:
             again.clear()
         else:
             continue
-        known, said = now, time.monotonic()
+        said = time.monotonic()
 
 
 def _event(name: str, data: Json) -> str:
