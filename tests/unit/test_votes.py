@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,14 @@ from fastapi.testclient import TestClient
 
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.dashboard.dashboard_app import dashboard_app
+from spotlight.dashboard.run_folders import RunFolder
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.reward_process import RewardProcess
 from spotlight.rewards.results import FailureKind, RewardFailure, SampleResult
 from spotlight.rewards.reward import Image, RewardSetupError
 from spotlight.rewards.reward_registry import compares_groups, load, tiny_params
 from spotlight.rewards.vote import shares_beaten
+from spotlight.store import ballots as ballots_module
 from spotlight.store.ballots import AWAITED_FOR_S, Ballot, BallotBox, NoSuchBallotError, picture_name
 
 HOSTILE = "<script>window.hacked = 1</script>\u202e"
@@ -156,7 +159,7 @@ def test_only_ballots_of_the_run_are_read_and_voted_on(run: Path, client: TestCl
     for name in ("..%2f..%2fconfig", "....", "a" * 32):
         assert cast(client, name)[0] in (404, 409)
         assert client.get(f"/api/runs/run/ballots/{name}/{name}").status_code == 404
-    assert [path.name for path in (run / "votes").iterdir()] == ["open"]
+    assert {path.name for path in (run / "votes").iterdir()} == {"clock", "open"}
 
 
 def test_a_ballot_that_nobody_waits_for_is_not_shown_and_is_cleared(run: Path, client: TestClient) -> None:
@@ -184,6 +187,18 @@ def test_a_vote_that_comes_too_late_is_refused_until_it_is_asked_again(run: Path
     assert cast(client, ballot)[0] == 409
     assert asked(run) == ballot  # a retry
     assert cast(client, ballot)[0] == 200
+
+
+def test_looking_at_an_open_ballot_is_no_change_of_the_run(
+    run: Path, client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As NFS has it, where a file cannot be without a name.
+    monkeypatch.setattr(ballots_module, "TemporaryFile", NamedTemporaryFile)
+    asked(run)
+    signature = RunFolder("run", run).signature()
+    time.sleep(0.05)  # more than the steps of the file system's clock
+    assert len(client.get("/api/runs/run/votes").json()["ballots"]) == 1
+    assert RunFolder("run", run).signature() == signature
 
 
 def test_what_a_vote_took_leaves_out_the_time_in_which_nobody_asked(run: Path) -> None:
@@ -223,7 +238,7 @@ def test_of_votes_at_the_same_time_the_first_counts(run: Path) -> None:
     vote = BallotBox(run / "votes").vote_on(ballot.id)
     assert vote is not None
     assert list(vote.ranking) == taken
-    assert sorted(path.name for path in (run / "votes").iterdir()) == sorted([f"{ballot.id}.json", "open"])
+    assert {path.name for path in (run / "votes").iterdir()} == {f"{ballot.id}.json", "clock", "open"}
 
 
 def test_the_clock_of_this_machine_does_not_count(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

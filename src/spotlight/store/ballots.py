@@ -2,6 +2,7 @@
 
     votes/open/ID/ballot.json   a ballot, beside its pictures NAME.png; touched while its vote is awaited
     votes/ID.json               the vote, for good
+    votes/clock/                where the file system is asked for its time
 
 The reward ``vote`` opens and closes ballots, the dashboard writes votes. Names are digests of the pictures,
 and an id is the digest of prompt and names: a reward that asks again after a restart finds the vote. Each
@@ -35,6 +36,7 @@ VOTER_MAX = 200
 _STALE_S = 60.0
 _ID = re.compile(r"[0-9a-f]{32}")
 _BALLOT = "ballot.json"
+_CLOCK_FOLDER = "clock"
 _TOO_LATE = "This group is voted on already, or its vote is not awaited any more."
 
 
@@ -194,7 +196,10 @@ class BallotBox:
     def now_s(self) -> float:
         """Seconds since the epoch, by the clock that files are marked with."""
         try:
-            with TemporaryFile(dir=self._folder) as file:
+            # Not among the votes, which are watched: on NFS the file has a name for a moment.
+            clock = self._folder / _CLOCK_FOLDER
+            clock.mkdir(exist_ok=True)
+            with TemporaryFile(dir=clock) as file:
                 return os.fstat(file.fileno()).st_mtime
         except OSError:  # who may not write here cannot vote, but may look
             return time.time()
