@@ -17,9 +17,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
+from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
+from zoneinfo import ZoneInfo
 
 import httpx2
 import numpy as np
@@ -239,6 +241,18 @@ def test_the_file_shows_the_run_without_a_server(browser: Browser, place: Path, 
         assert page.locator("table:has-text('finished here') td:text-is('spot-1/0')").count() == 1
         open_view(page, f"file://{tmp_path}/wild.html", "curves")
         page.wait_for_selector(".chart .main-svg")
+
+
+def test_the_file_tells_its_age_by_its_readers_clock(browser: Browser, place: Path, tmp_path: Path) -> None:
+    write_page(RunFolder("wild", (place / "wild").resolve()), tmp_path / "wild.html")
+    told = []
+    for zone in ("Asia/Tokyo", "America/Bogota"):
+        with watched(browser, timezone_id=zone, locale="en-GB") as page:
+            open_view(page, f"file://{tmp_path}/wild.html", "log")
+            text = page.locator("#connection").inner_text()
+            told.append(datetime.strptime(text, "as of %d/%m/%Y, %H:%M:%S").replace(tzinfo=ZoneInfo(zone)))
+    assert told[0] == told[1]
+    assert abs(told[0].timestamp() - time.time()) < 600
 
 
 def painted_ms(page: Page, address: str, view: str) -> float:

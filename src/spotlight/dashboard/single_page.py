@@ -85,8 +85,7 @@ def _inlined(run: RunFolder) -> Json:
             answers[_key("evaluation", iteration=str(iteration))] = taken
             shown.append(iteration)
     answers["pictures"] = {"iterations": sorted(shown)}
-    made = time.strftime("as of %Y-%m-%d %H:%M")
-    return {"run": headline(run), "answers": answers, "pictures": budget.taken, "made": made}
+    return {"run": headline(run), "answers": answers, "pictures": budget.taken, "made_at": time.time()}
 
 
 def _drawn(answer: Json | None) -> list[int]:

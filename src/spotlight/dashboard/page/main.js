@@ -119,7 +119,7 @@ window.addEventListener("hashchange", show);
     await readRuns();
     show();
     if (!INLINED) follow();
-    else connection.textContent = INLINED.made;
+    else connection.textContent = `as of ${moment(INLINED.made_at)}`;
   } catch (error) {
     place.replaceChildren(failed(error));
     if (!INLINED) setTimeout(() => location.reload(), 5000);
