@@ -243,6 +243,15 @@ def test_the_file_shows_the_run_without_a_server(browser: Browser, place: Path, 
         page.wait_for_selector(".chart .main-svg")
 
 
+def test_the_skip_link_leads_to_the_content_of_the_same_view(browser: Browser, place: Path) -> None:
+    with served(place) as address, watched(browser) as page:
+        open_view(page, address, "money")
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+        assert page.evaluate("document.activeElement.id") == "view"
+        assert page.url.endswith("#/wild/money")
+
+
 def test_the_file_tells_its_age_by_its_readers_clock(browser: Browser, place: Path, tmp_path: Path) -> None:
     write_page(RunFolder("wild", (place / "wild").resolve()), tmp_path / "wild.html")
     told = []

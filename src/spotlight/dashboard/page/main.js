@@ -111,6 +111,7 @@ document.addEventListener("keydown", (event) => {
   const view = VIEWS[Number(event.key) - 1];
   if (view && here.run) location.hash = address(here.run, view[0]);
 });
+document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); place.focus(); }); // its address would be a run's
 choice.addEventListener("change", () => { location.hash = address(choice.value, here.view); });
 window.addEventListener("hashchange", show);
 
