@@ -252,6 +252,19 @@ def test_the_skip_link_leads_to_the_content_of_the_same_view(browser: Browser, p
         assert page.url.endswith("#/wild/money")
 
 
+def test_the_picture_before_is_enlarged_as_it_was(browser: Browser, place: Path) -> None:
+    with served(place) as address, watched(browser) as page:
+        open_view(page, address, "pictures")
+        page.click("button:text-is('Before / after')")
+        for at, iteration in ((0, 0), (1, 8)):
+            page.locator(".pairs .picture").first.locator("button").nth(at).click()
+            assert page.locator("dialog").inner_text().count(f"Iteration {iteration} (") == 1
+            source = page.locator("dialog img").get_attribute("src")
+            assert source is not None
+            assert f"/picture/{iteration}/" in source
+            page.keyboard.press("Escape")
+
+
 def test_the_file_tells_its_age_by_its_readers_clock(browser: Browser, place: Path, tmp_path: Path) -> None:
     write_page(RunFolder("wild", (place / "wild").resolve()), tmp_path / "wild.html")
     told = []

@@ -97,25 +97,27 @@ function bestAndWorst(run, now, shown, go, iterations) {
 function pictureCard(run, each, frames, go, iterations, captioned = true) {
   const scores = Object.entries(each.scores);
   return h("div", { class: "picture" },
-    h("div", { class: "frames" }, frames.map(([picture, told]) => h("figure", {},
-      h("button", { type: "button", "aria-label": `enlarge: ${picture.caption.slice(0, 80)}`, on: { click: () => enlarge(run, picture, iterations) } }, image(run, picture, told)),
+    h("div", { class: "frames" }, frames.map(([picture, told], number) => h("figure", {},
+      h("button", { type: "button", "data-key": `${picture.index} ${number}`, "aria-label": `enlarge: ${picture.caption.slice(0, 80)}`, on: { click: () => enlarge(run, picture, shownAt(told), iterations) } }, image(run, picture, told)),
       h("figcaption", {}, `${told === "best" || told === "worst" ? told : frames.length > 1 ? `at ${told}` : ""}  ${score(picture.score)}`.trim())))),
     captioned ? h("div", { class: "words clamp", dir: "auto", title: each.caption.slice(0, 500) }, each.caption.slice(0, 1000)) : null,
     scores.length ? h("details", { open: !captioned }, h("summary", { class: "faint" }, "rewards"), h("div", { class: "scores" }, scores.map(([name, value]) => [h("span", {}, name), h("span", {}, figure(value))])),
       each.seed ? h("div", { class: "faint words" }, `seed ${each.seed}${each.tag ? `, ${each.tag}` : ""} `, INLINED ? "" : h("a", { href: go.address("samples", each.rollout) }, "its life")) : null) : null);
 }
 
+/** The evaluation of a picture of which `told` is said: that, or its place among those of the chosen one. */
+const shownAt = (told) => (typeof told === "number" ? told : pictureChoice.at);
+
 function image(run, picture, told) {
-  const iteration = picture.iteration ?? (typeof told === "number" ? told : pictureChoice.at);
-  return h("img", { src: pictureAddress(run, iteration, picture.index), alt: picture.caption.slice(0, 200), loading: "lazy", on: {
+  return h("img", { src: pictureAddress(run, shownAt(told), picture.index), alt: picture.caption.slice(0, 200), loading: "lazy", on: {
     load: (event) => event.target.classList.toggle("small", event.target.naturalWidth < 160),
     error: (event) => { event.target.alt = "This picture is not here (any more)."; },
   } });
 }
 
-/** One picture large; the arrow keys lead through the evaluations. */
-function enlarge(run, picture, iterations) {
-  let at = iterations.indexOf(pictureChoice.at);
+/** One picture large, as it was at `iteration`; the arrow keys lead through the evaluations. */
+function enlarge(run, picture, iteration, iterations) {
+  let at = Math.max(0, iterations.indexOf(iteration));
   const frame = h("div");
   const told = h("p", { class: "faint", "aria-live": "polite" });
   const show = () => {
