@@ -252,6 +252,71 @@ def test_the_skip_link_leads_to_the_content_of_the_same_view(browser: Browser, p
         assert page.url.endswith("#/wild/money")
 
 
+@pytest.fixture
+def own_place() -> Iterator[Path]:
+    """Of a test that changes its run."""
+    with TemporaryDirectory(dir=SCRATCH) as scratch:
+        make_run(Path(scratch) / "wild", 12)
+        yield Path(scratch)
+
+
+def change(place: Path, statement: str, run: str = "wild") -> None:
+    with closing(sqlite3.connect(place / run / "ledger.sqlite")) as ledger, ledger:
+        for (trigger,) in ledger.execute("SELECT name FROM sqlite_master WHERE type = 'trigger'").fetchall():
+            ledger.execute(f"DROP TRIGGER {trigger}")  # which keep what is written
+        ledger.execute(statement)
+
+
+SEEN = "UPDATE attempts SET seen_at = seen_at + 1"
+
+
+def test_the_arrow_keys_go_on_along_a_lane_that_is_drawn_anew(browser: Browser, own_place: Path) -> None:
+    with served(own_place) as address, watched(browser) as page:
+        open_view(page, address, "cluster")
+        page.wait_for_selector("#connection:text-is('live')")
+        page.locator(".lane canvas").first.focus()
+        told = set()
+        for _ in range(2):
+            page.keyboard.press("ArrowRight")
+            told.add(page.locator(".tip").inner_text())
+        canvas = page.query_selector(".lane canvas")
+        assert canvas is not None
+        change(own_place, SEEN)
+        page.wait_for_function("canvas => !canvas.isConnected", arg=canvas)
+        assert page.locator(".tip").inner_text() in told
+        page.keyboard.press("ArrowRight")
+        told.add(page.locator(".tip").inner_text())
+        page.keyboard.press("ArrowLeft")
+        assert page.locator(".tip").inner_text() in told
+        assert len(told) == 3
+
+
+def test_what_a_reader_opened_and_focused_stays_when_the_run_writes(
+    browser: Browser, own_place: Path
+) -> None:
+    with served(own_place) as address, watched(browser) as page:
+        open_view(page, address, "pictures")
+        page.wait_for_selector("#connection:text-is('live')")
+        summary = page.locator(".picture summary").nth(1)
+        summary.focus()
+        page.keyboard.press("Enter")
+        picture = page.query_selector(".picture")
+        assert picture is not None
+        with page.expect_response("**/evaluation?*"):
+            change(own_place, SEEN)
+        page.wait_for_timeout(200)
+        assert picture.evaluate("picture => picture.isConnected")  # nothing to draw anew
+        change(own_place, "UPDATE rewards SET value = 0.5 WHERE name = 'strict'")
+        page.wait_for_function("picture => !picture.isConnected", arg=picture)
+        assert page.locator(".picture details").nth(1).evaluate("details => details.open")
+        assert summary.evaluate("summary => summary === document.activeElement")
+        page.locator("nav a[aria-current=page]").focus()
+        page.keyboard.press("2")
+        page.keyboard.press("4")
+        page.wait_for_selector(".lane canvas")
+        assert page.evaluate("document.activeElement.textContent") == "Pictures"
+
+
 def test_the_picture_before_is_enlarged_as_it_was(browser: Browser, place: Path) -> None:
     with served(place) as address, watched(browser) as page:
         open_view(page, address, "pictures")
@@ -263,6 +328,23 @@ def test_the_picture_before_is_enlarged_as_it_was(browser: Browser, place: Path)
             assert source is not None
             assert f"/picture/{iteration}/" in source
             page.keyboard.press("Escape")
+
+
+def test_a_chart_comes_back_after_it_was_empty_and_ends_with_its_view(browser: Browser, place: Path) -> None:
+    with served(place) as address, watched(browser) as page:
+        open_view(page, address, "overview")
+        page.wait_for_selector(".chart .main-svg")
+        chart = page.query_selector(".chart")
+        assert chart is not None
+        draw = """async (chart, y) => {
+            await drawCurves(chart, { title: "it", xLabel: "x", curves: [{ name: "a", x: [0, 1], y }] });
+            return chart.querySelectorAll(".scatterlayer .trace").length;
+        }"""
+        for y, traces in (([1, 2], 1), ([], 0), ([], 0), ([2, 1], 1)):
+            assert page.evaluate(f"([chart, y]) => ({draw})(chart, y)", [chart, y]) == traces
+        open_view(page, address, "log")
+        page.wait_for_selector(PARTS["log"])
+        assert chart.evaluate("chart => chart._fullLayout === undefined")
 
 
 def test_the_file_tells_its_age_by_its_readers_clock(browser: Browser, place: Path, tmp_path: Path) -> None:

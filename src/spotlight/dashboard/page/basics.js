@@ -98,13 +98,36 @@ function table(columns, rows, caption) {
     h("tbody", {}, rows.map((row) => h("tr", {}, columns.map(([, cell, kind]) => h("td", { class: kind ?? "" }, cell(row))))))));
 }
 
+const renewed = new WeakMap(); // by place: what it was last filled with, as text, and the first node of that
+const keyOf = (element) => `${element.tagName} ${element.dataset.key ?? element.getAttribute("href") ?? element.getAttribute("aria-label") ?? (element.tagName === "BUTTON" ? element.textContent : "")}`;
+
+/**
+ * Put other children into `place`, unless they are what it has. The focus goes to the new element with the key of the
+ * old one, or else to the view, and details that were opened or closed stay so: `data-key` sets their key.
+ */
+function renew(place, ...children) {
+  const next = h("div", {}, ...children);
+  const text = INLINED || next.querySelector("canvas") ? null : new XMLSerializer().serializeToString(next);
+  const last = renewed.get(place);
+  if (text !== null && last?.text === text && last.first === place.firstChild) return;
+  const open = new Map([...place.querySelectorAll("details[data-key]")].map((details) => [keyOf(details), details.open]));
+  const focused = place !== document.activeElement && place.contains(document.activeElement) ? document.activeElement : null;
+  const alike = (element) => [...place.querySelectorAll(element.tagName)].filter((each) => keyOf(each) === keyOf(element));
+  const number = focused && alike(focused).indexOf(focused);
+  dropCharts(place);
+  place.replaceChildren(...next.childNodes);
+  renewed.set(place, { text, first: place.firstChild });
+  for (const details of place.querySelectorAll("details[data-key]")) details.open = open.get(keyOf(details)) ?? details.open;
+  if (focused) (alike(focused)[number] ?? document.getElementById("view")).focus({ preventScroll: true });
+}
+
 /** Fill `place` with what `make` gives, or with why it could not. */
 async function fill(place, make) {
   try {
     const made = await make();
-    if (made !== undefined) place.replaceChildren(...[made].flat(Infinity).filter(Boolean));
+    if (made !== undefined) renew(place, made);
   } catch (error) {
     if (!(error instanceof Refused)) console.error(error);
-    place.replaceChildren(failed(error));
+    renew(place, failed(error));
   }
 }

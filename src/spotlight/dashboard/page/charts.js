@@ -32,6 +32,16 @@ function loadPlotly() {
   return plotly;
 }
 
+/** End the charts in `place` and what they listen to; what they drew is removed by the caller. */
+function dropCharts(place) {
+  for (const chart of [place, ...place.querySelectorAll(".js-plotly-plot")]) {
+    if (!chart.classList.contains("js-plotly-plot")) continue;
+    window.Plotly.purge(chart);
+    for (const name of ["role", "aria-label"]) chart.removeAttribute(name);
+    chart.classList.remove("js-plotly-plot");
+  }
+}
+
 /** Text for Plotly, which takes some for markup. */
 const plain = (text) => String(text).slice(0, 120).replaceAll("&", "&amp;").replaceAll("<", "&lt;");
 
@@ -41,8 +51,9 @@ const plain = (text) => String(text).slice(0, 120).replaceAll("&", "&amp;").repl
  */
 async function drawCurves(place, { title, xLabel, yLabel, curves, stacked = false, height = 270, xRange = null }) {
   const shown = curves.filter((curve) => curve.y.some(known));
-  if (!shown.length) return place.replaceChildren(empty(`${title}: nothing recorded yet.`));
+  if (!shown.length) return renew(place, empty(`${title}: nothing recorded yet.`));
   const Plotly = await loadPlotly();
+  if (!place.isConnected) return; // the view was left meanwhile
   if (!place.querySelector(".plotly")) place.replaceChildren();
   const traces = shown.map((curve, index) => {
     const colour = curve.colour ?? lineColour(index);
@@ -154,23 +165,28 @@ function hatch(draw, from, to, height) {
   draw.restore();
 }
 
-/** All lanes of a page, with a line that tells what is under the pointer or chosen by the arrow keys. */
-function lanesOf(found) {
-  const tip = h("div", { class: "tip", "aria-live": "polite" }, "Point at a lane, or focus it and use the arrow keys.");
+/**
+ * All lanes of a page, with a line that tells what is under the pointer or chosen by the arrow keys. What
+ * that is stays in `told` ({lane, at, text}) for the lanes that are drawn next.
+ */
+function lanesOf(found, told) {
+  const tip = h("div", { class: "tip", "aria-live": "polite" }, told.text ?? "Point at a lane, or focus it and use the arrow keys.");
+  const say = (text) => { tip.textContent = told.text = text; };
   const drawings = [];
   const moved = found.events.some((event) => event.subject === "learner");
   const learner = { worker: "learner", node: "learner", from: found.start, to: found.end, stretches: [] };
   const rows = [...(moved ? [learner] : []), ...found.lanes].map((lane) => {
     const marks = found.events.filter((event) => event.kind in MARKS && [lane.node, lane.worker].includes(event.subject)
       && event.at >= lane.from - 1 && event.at <= lane.to + 1);
-    const canvas = h("canvas", { tabindex: "0", role: "img", "aria-label": lane === learner ? `learner: ${plural(marks.length, "incident")}` : `${lane.worker}: ${duration(lane.billed_s)} billed` });
+    const canvas = h("canvas", { tabindex: "0", "data-key": lane.worker, role: "img", "aria-label": lane === learner ? `learner: ${plural(marks.length, "incident")}` : `${lane.worker}: ${duration(lane.billed_s)} billed` });
     let chosen = -1;
-    const tellMark = (mark) => { tip.textContent = `${mark.subject}: ${words(mark.kind)} at ${clock(mark.at)} ${mark.detail}`; };
+    const tellMark = (mark) => say(`${mark.subject}: ${words(mark.kind)} at ${clock(mark.at)} ${mark.detail}`);
     const tell = (index) => {
       chosen = index;
       if (lane === learner && marks[index]) tellMark(marks[index]);
       const stretch = lane.stretches[index];
-      if (stretch) tip.textContent = `${lane.worker}: ${words(found.phases[stretch[2]])} for ${figure(stretch[1] - stretch[0], 3)} s from ${clock(stretch[0])}, at ${dollars(lane.usd_h)} an hour`;
+      Object.assign(told, { lane: lane.worker, at: lane === learner ? marks[index]?.at : stretch?.[0] });
+      if (stretch) say(`${lane.worker}: ${words(found.phases[stretch[2]])} for ${figure(stretch[1] - stretch[0], 3)} s from ${clock(stretch[0])}, at ${dollars(lane.usd_h)} an hour`);
     };
     canvas.addEventListener("pointermove", (event) => {
       const at = found.start + (event.offsetX / canvas.clientWidth) * (found.end - found.start);
@@ -184,6 +200,9 @@ function lanesOf(found) {
       event.preventDefault();
       tell(Math.min((lane === learner ? marks : lane.stretches).length - 1, Math.max(0, chosen + step)));
     });
+    const again = told.lane !== lane.worker ? -1
+      : lane === learner ? marks.findIndex((mark) => mark.at === told.at) : lane.stretches.findIndex(([from, to]) => from <= told.at && told.at < to);
+    if (again >= 0) tell(again);
     drawings.push(() => drawLane(canvas, lane, found.phases, found.start, found.end, marks));
     return h("div", { class: "lane" }, h("div", { class: "name", title: lane.worker }, lane.worker), canvas);
   });

@@ -27,14 +27,33 @@ function readAddress() {
   return { run: runs.some((each) => each.name === run) ? run : runs[0]?.name ?? null, view: known ? view : "overview", argument: argument ?? "" };
 }
 
+const tabLinks = VIEWS.map(([, title], index) => h("a", { title: `Key ${index + 1}` }, title));
+tabs.append(...tabLinks);
+
+function drawTabs() {
+  const asks = !INLINED && runs.find((each) => each.name === here.run)?.asks_people;
+  VIEWS.forEach(([name], index) => {
+    const link = tabLinks[index];
+    link.href = address(here.run ?? "", name);
+    link.hidden = name === "votes" && !asks;
+    if (name === here.view) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  });
+}
+
+function drawChoice() {
+  renew(choice, runs.map((each) => h("option", { value: each.name }, `${each.name} – ${each.state}`)));
+  if (choice.value !== here.run) choice.value = here.run ?? "";
+}
+
 function show() {
   const wanted = readAddress();
   if (wanted.run !== here.run) Object.assign(clusterChoice, { page: 0 });
   here = wanted;
-  choice.replaceChildren(...runs.map((each) => h("option", { value: each.name, selected: each.name === here.run }, `${each.name} – ${each.state}`)));
+  drawChoice();
+  drawTabs();
   document.title = here.run ? `${here.run}: ${here.view} – Spotlight` : "Spotlight";
-  const asks = !INLINED && runs.find((each) => each.name === here.run)?.asks_people;
-  tabs.replaceChildren(...VIEWS.filter(([name]) => name !== "votes" || asks).map(([name, title], index) => h("a", { href: address(here.run ?? "", name), "aria-current": name === here.view ? "page" : null, title: `Key ${index + 1}` }, title)));
+  dropCharts(place);
   refresh = null;
   if (!here.run) return place.replaceChildren(empty(`There are no runs in ${places.join(", ") || "the given folder"} yet. Start one: spotlight train`));
   const go = { address: (view, argument) => address(here.run, view, argument) };

@@ -7,7 +7,7 @@ const ORDERS = [["grid", "as evaluated"], ["best", "best first"], ["worst", "wor
 
 function picturesView(place, { run, go }) {
   const choice = pictureChoice;
-  let iterations = [];
+  const iterations = []; // always the newest, also for a picture that was drawn or enlarged before
   let playing = null;
   const slider = h("input", { type: "range", min: "0", max: "0", step: "1", "aria-label": "evaluation", on: { input: () => { choice.at = iterations[slider.value]; draw(); } } });
   const label = h("output", { class: "faint" });
@@ -53,14 +53,14 @@ function picturesView(place, { run, go }) {
     try {
       const found = (await ask(run, "pictures")).iterations;
       const follows = choice.at === null || choice.at === iterations.at(-1) || !found.includes(choice.at);
-      iterations = found;
+      iterations.splice(0, iterations.length, ...found);
       if (follows) choice.at = iterations.at(-1) ?? null;
       slider.max = String(Math.max(0, iterations.length - 1));
       slider.value = String(Math.max(0, iterations.indexOf(choice.at)));
       controls.hidden = !iterations.length;
       await draw();
     } catch (error) {
-      grid.replaceChildren(failed(error));
+      renew(grid, failed(error));
     }
   };
 }
@@ -101,7 +101,7 @@ function pictureCard(run, each, frames, go, iterations, captioned = true) {
       h("button", { type: "button", "data-key": `${picture.index} ${number}`, "aria-label": `enlarge: ${picture.caption.slice(0, 80)}`, on: { click: () => enlarge(run, picture, shownAt(told), iterations) } }, image(run, picture, told)),
       h("figcaption", {}, `${told === "best" || told === "worst" ? told : frames.length > 1 ? `at ${told}` : ""}  ${score(picture.score)}`.trim())))),
     captioned ? h("div", { class: "words clamp", dir: "auto", title: each.caption.slice(0, 500) }, each.caption.slice(0, 1000)) : null,
-    scores.length ? h("details", { open: !captioned }, h("summary", { class: "faint" }, "rewards"), h("div", { class: "scores" }, scores.map(([name, value]) => [h("span", {}, name), h("span", {}, figure(value))])),
+    scores.length ? h("details", { open: !captioned, "data-key": `${pictureChoice.mode} ${each.index}` }, h("summary", { class: "faint", "data-key": each.index }, "rewards"), h("div", { class: "scores" }, scores.map(([name, value]) => [h("span", {}, name), h("span", {}, figure(value))])),
       each.seed ? h("div", { class: "faint words" }, `seed ${each.seed}${each.tag ? `, ${each.tag}` : ""} `, INLINED ? "" : h("a", { href: go.address("samples", each.rollout) }, "its life")) : null) : null);
 }
 

@@ -14,12 +14,15 @@ function overviewView(place, { run }) {
   audit.append(h("h2", {}, "Audit of the ledger so far"), h("p", { class: "faint" }, "Recounting …"));
   for (const part of [curve, spent, audit, samples, about]) part.classList.add("card");
   place.replaceChildren(cards, h("div", { class: "grid" }, h("div", { class: "column" }, curve, samples), h("div", { class: "column" }, spent, audit, about)));
-  const auditNow = () => fill(audit, async () => auditOf(await ask(run, "audit", { now: 1 }), auditNow));
+  const auditNow = () => {
+    renewed.delete(audit); // its button has another text now
+    return fill(audit, async () => auditOf(await ask(run, "audit", { now: 1 }), auditNow));
+  };
   return async () => {
     await fill(cards, async () => {
       const found = await ask(run, "overview");
-      spent.replaceChildren(h("h2", {}, "Where the worker-seconds went"), phaseBar(found.phases ?? {}, (seconds) => duration(seconds)));
-      about.replaceChildren(h("h2", {}, "Configuration"), table([["key", ([key]) => key], ["value", ([, value]) => h("span", { class: "words" }, value)]], found.about, "Configuration"));
+      renew(spent, h("h2", {}, "Where the worker-seconds went"), phaseBar(found.phases ?? {}, (seconds) => duration(seconds)));
+      renew(about, h("h2", {}, "Configuration"), table([["key", ([key]) => key], ["value", ([, value]) => h("span", { class: "words" }, value)]], found.about, "Configuration"));
       fill(validation, () => validationChart(validation, found));
       return overviewCards(found);
     });
@@ -125,10 +128,10 @@ function curvesView(place, { run, runs }) {
 
   function listNames() {
     const matching = names.filter(({ name }) => name.toLowerCase().includes(choice.filter.toLowerCase()));
-    list.replaceChildren(...matching.slice(0, 400).map(({ name, last }) => h("label", {},
-      h("input", { type: "checkbox", checked: choice.chosen.has(name), on: { change: (event) => { choice.chosen[event.target.checked ? "add" : "delete"](name); refresh(); } } }),
+    renew(list, ...matching.slice(0, 400).map(({ name, last }) => h("label", {},
+      h("input", { type: "checkbox", "data-key": name, checked: choice.chosen.has(name), on: { change: (event) => { choice.chosen[event.target.checked ? "add" : "delete"](name); refresh(); } } }),
       h("span", {}, `${name} `, h("span", { class: "faint" }, figure(last))))));
-    if (!matching.length) list.replaceChildren(h("span", { class: "faint" }, names.length ? "No metric of that name." : "No metrics yet."));
+    if (!matching.length) renew(list, h("span", { class: "faint" }, names.length ? "No metric of that name." : "No metrics yet."));
   }
 
   async function drawOne(name) {
@@ -161,12 +164,12 @@ function curvesView(place, { run, runs }) {
       listNames();
       const chosen = names.map(({ name }) => name).filter((name) => choice.chosen.has(name));
       chosen.sort((a, b) => (FIRST_CURVES.indexOf(a) + 1 || 99) - (FIRST_CURVES.indexOf(b) + 1 || 99));
-      for (const [name, { whole }] of shown) if (!chosen.includes(name)) { whole.remove(); shown.delete(name); }
-      if (!chosen.length) charts.replaceChildren(empty(names.length ? "Choose metrics above." : "No metrics yet: the first row comes with the first evaluation or iteration."));
+      for (const [name, { whole }] of shown) if (!chosen.includes(name)) { dropCharts(whole); whole.remove(); shown.delete(name); }
+      if (!chosen.length) renew(charts, empty(names.length ? "Choose metrics above." : "No metrics yet: the first row comes with the first evaluation or iteration."));
       else for (const stale of charts.querySelectorAll(":scope > .empty")) stale.remove();
       await Promise.all(chosen.map(drawOne));
     } catch (error) {
-      charts.replaceChildren(failed(error));
+      renew(charts, failed(error));
       shown.clear();
     }
   }
@@ -181,6 +184,7 @@ const clusterChoice = { span: "", page: 0 };
 function clusterView(place, { run }) {
   const choice = clusterChoice;
   const drawn = h("div", { class: "card wide" });
+  const told = {};
   const [price, paid] = [h("div", { class: "chart", style: { minHeight: "220px" } }), h("p", { class: "faint" })];
   const pages = h("span");
   const happened = h("div", { class: "card" });
@@ -194,11 +198,11 @@ function clusterView(place, { run }) {
       if (!found.lanes.length) return empty("No worker has joined yet.");
       const last = Math.ceil(found.total / found.page_size) - 1;
       const turn = (by) => h("button", { type: "button", disabled: Boolean(INLINED) || choice.page + by < 0 || choice.page + by > last, on: { click: () => { choice.page += by; refresh(); } } }, by < 0 ? "Newer" : "Older");
-      pages.replaceChildren(`${plural(found.total, "lane")}${last ? `, page ${found.page + 1} of ${last + 1} ` : ""}`, ...(last ? [turn(-1), turn(1)] : []));
+      renew(pages, `${plural(found.total, "lane")}${last ? `, page ${found.page + 1} of ${last + 1} ` : ""}`, ...(last ? [turn(-1), turn(1)] : []));
       paid.textContent = pricesTold(found.prices);
       fill(price, () => pricesOf(price, found));
-      happened.replaceChildren(h("h2", {}, "Newest incidents"), incidentTable(found.events.slice(-15).reverse()));
-      return [h("h2", {}, "Workers: a lane each, coloured by phase"), laneLegend(found), lanesOf(found)];
+      renew(happened, h("h2", {}, "Newest incidents"), incidentTable(found.events.slice(-15).reverse()));
+      return [h("h2", {}, "Workers: a lane each, coloured by phase"), laneLegend(found), lanesOf(found, told)];
     });
   }
   return refresh;
@@ -248,13 +252,13 @@ function moneyView(place, { run }) {
   return () => fill(cards, async () => {
     const found = await ask(run, "money");
     if (!found.worker_s) {
-      phases.replaceChildren(empty("Nothing billed yet."));
+      renew(phases, empty("Nothing billed yet."));
       return [];
     }
     const ahead = found.forecast;
-    phases.replaceChildren(h("h2", {}, "By phase"), phaseBar(Object.fromEntries(found.phases.map((each) => [each.phase, each.usd])), dollars),
+    renew(phases, h("h2", {}, "By phase"), phaseBar(Object.fromEntries(found.phases.map((each) => [each.phase, each.usd])), dollars),
       table([["phase", (each) => words(each.phase)], ["worker-seconds", (each) => count(Math.round(each.seconds)), "number"], ["USD", (each) => dollars(each.usd), "number"]], found.phases, "By phase"));
-    nodes.replaceChildren(h("h2", {}, "By node"), table([["node", (each) => each.node], ["", (each) => (each.spot === null ? "" : each.spot ? "spot" : "reserved")], ["worker-seconds", (each) => count(Math.round(each.seconds)), "number"], ["USD", (each) => dollars(each.usd), "number"]], found.nodes, "By node"));
+    renew(nodes, h("h2", {}, "By node"), table([["node", (each) => each.node], ["", (each) => (each.spot === null ? "" : each.spot ? "spot" : "reserved")], ["worker-seconds", (each) => count(Math.round(each.seconds)), "number"], ["USD", (each) => dollars(each.usd), "number"]], found.nodes, "By node"));
     fill(curve, () => drawCurves(curve, { title: "Dollars by iteration", xLabel: "iteration", yLabel: "USD so far", curves: [{ name: run, x: found.curve.iteration, y: found.curve.usd }] }));
     const saved = known(found.on_demand_usd) && found.on_demand_usd > 0 ? 1 - found.usd / found.on_demand_usd : null;
     return [
@@ -287,7 +291,7 @@ function explorationView(place, { run }) {
     try {
       const { names } = await ask(run, "metrics");
       const wanted = names.map(({ name }) => name).filter((name) => EXPLORED.some(([prefix]) => name.startsWith(prefix))).slice(0, 24);
-      if (!wanted.length) return charts.replaceChildren(empty("This run records no contrast or fidelity: exploration is off."));
+      if (!wanted.length) return renew(charts, empty("This run records no contrast or fidelity: exploration is off."));
       if (!shown.size) charts.replaceChildren();
       await Promise.all(wanted.map(async (name) => {
         if (!shown.has(name)) {
@@ -298,7 +302,7 @@ function explorationView(place, { run }) {
         await drawCurves(shown.get(name), { title: name, xLabel: "iteration", curves: [{ name, x: found.iteration, y: found.y, stderr: found.stderr }], height: 220 });
       }));
     } catch (error) {
-      charts.replaceChildren(failed(error));
+      renew(charts, failed(error));
       shown.clear();
     }
   };
@@ -394,10 +398,10 @@ function logView(place, { run }) {
   const readLog = () => fill(incidents, async () => {
     const log = await ask(run, "log", { before: pages.at(-1) ?? "" });
     const chosen = names.value;
-    names.replaceChildren(...log.logs.map((name) => h("option", { value: name, selected: name === chosen }, name)));
-    attempts.replaceChildren(h("h2", {}, "Attempts"), log.attempts.length ? table([["no.", (each) => each.number, "number"], ["on", (each) => h("span", { class: "words" }, each.host)], ["from", (each) => moment(each.started_at), "time"], ["to", (each) => moment(each.seen_at), "time"], ["ended", (each) => each.ended]], log.attempts, "Attempts") : empty("None yet."),
+    renew(names, ...log.logs.map((name) => h("option", { value: name, selected: name === chosen }, name)));
+    renew(attempts, h("h2", {}, "Attempts"), log.attempts.length ? table([["no.", (each) => each.number, "number"], ["on", (each) => h("span", { class: "words" }, each.host)], ["from", (each) => moment(each.started_at), "time"], ["to", (each) => moment(each.seen_at), "time"], ["ended", (each) => each.ended]], log.attempts, "Attempts") : empty("None yet."),
       log.rollbacks.map((each) => h("p", { class: "faint" }, `Attempt ${each.attempt} undid records ${count(each.to + 1)} to ${count(each.from)}.`)));
-    drops.replaceChildren(h("h2", {}, "Dropped samples"), log.drops.length ? table([["for", (each) => each.purpose], ["reason", (each) => words(each.reason)], ["count", (each) => count(each.count), "number"], ["an example", (each) => h("span", { class: "words clamp" }, `${each.example}: ${each.detail}`)]], log.drops, "Drops") : empty("None."));
+    renew(drops, h("h2", {}, "Dropped samples"), log.drops.length ? table([["for", (each) => each.purpose], ["reason", (each) => words(each.reason)], ["count", (each) => count(each.count), "number"], ["an example", (each) => h("span", { class: "words clamp" }, `${each.example}: ${each.detail}`)]], log.drops, "Drops") : empty("None."));
     return [h("h2", {}, "Incidents"), incidentTable(log.incidents), INLINED ? "" : h("div", { class: "controls" },
       pages.length ? h("button", { type: "button", on: { click: () => { pages.pop(); readLog(); } } }, "Newer") : null,
       log.more ? h("button", { type: "button", on: { click: () => { pages.push(log.incidents.at(-1).id); readLog(); } } }, "Older") : null)];
