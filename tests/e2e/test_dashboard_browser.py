@@ -317,6 +317,21 @@ def test_what_a_reader_opened_and_focused_stays_when_the_run_writes(
         assert page.evaluate("document.activeElement.textContent") == "Pictures"
 
 
+def test_a_tag_that_another_run_lacks_hides_none_of_its_pictures(browser: Browser, own_place: Path) -> None:
+    make_run(own_place / "other", 8)
+    change(own_place, "UPDATE prompts SET metadata = replace(metadata, 'hostile', 'meek')", "other")
+    with served(own_place) as address, watched(browser) as page:
+        open_view(page, address, "pictures")
+        page.wait_for_selector(".picture img")
+        page.select_option("select[aria-label=tag]", "hostile")
+        page.wait_for_function("n => document.querySelectorAll('.picture').length === n", arg=3 * 2)
+        open_view(page, address, "pictures", run="other")
+        page.wait_for_function(
+            "n => document.querySelectorAll('.picture').length === n", arg=len(PROMPTS) * 2
+        )
+        assert page.locator("select[aria-label=tag]").input_value() == ""
+
+
 def test_the_picture_before_is_enlarged_as_it_was(browser: Browser, place: Path) -> None:
     with served(place) as address, watched(browser) as page:
         open_view(page, address, "pictures")

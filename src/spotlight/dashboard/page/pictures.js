@@ -43,7 +43,9 @@ function picturesView(place, { run, go }) {
       const [now, first] = await Promise.all([ask(run, "evaluation", { iteration: choice.at }), ask(run, "evaluation", { iteration: iterations[0] })]);
       const tags = [...new Set(now.pictures.map((each) => each.tag).filter(Boolean))].sort();
       tag.hidden = tags.length < 2;
-      if (tag.childElementCount !== tags.length + 1) tag.replaceChildren(h("option", { value: "" }, "any tag"), ...tags.map((each) => h("option", { value: each, selected: each === choice.tag }, each)));
+      if (!tags.includes(choice.tag)) choice.tag = "";
+      renew(tag, h("option", { value: "" }, "any tag"), tags.map((each) => h("option", { value: each }, each)));
+      tag.value = choice.tag;
       const rest = now.left_out ? h("p", { class: "faint" }, `${plural(now.left_out, "more picture")} of this evaluation ${now.left_out === 1 ? "is" : "are"} not in this file.`) : null;
       return [drawnPictures(run, now, first, choice, go, iterations), rest];
     });
