@@ -362,6 +362,25 @@ def test_a_chart_comes_back_after_it_was_empty_and_ends_with_its_view(browser: B
         assert chart.evaluate("chart => chart._fullLayout === undefined")
 
 
+def test_changes_are_asked_for_again_after_a_refusal(browser: Browser, place: Path) -> None:
+    with served(place) as address, watched(browser) as page:
+        page.route("**/api/changes", lambda route: route.fulfill(status=503), times=1)
+        open_view(page, address, "overview")
+        page.wait_for_selector("#connection.lost")
+        page.wait_for_selector("#connection:text-is('live')")
+
+
+def test_the_choice_of_runs_tells_how_each_is_now(browser: Browser, own_place: Path) -> None:
+    make_run(own_place / "other", 8)
+    with served(own_place) as address, watched(browser) as page:
+        open_view(page, address, "log")
+        page.wait_for_selector("#connection:text-is('live')")
+        page.wait_for_selector("#run option:text-is('other – stopped')", state="attached")
+        change(own_place, "UPDATE attempts SET ended = 'finished'", "other")
+        page.wait_for_selector("#run option:text-is('other – finished')", state="attached")
+        assert page.locator("#run").input_value() == "wild"
+
+
 def test_the_file_tells_its_age_by_its_readers_clock(browser: Browser, place: Path, tmp_path: Path) -> None:
     write_page(RunFolder("wild", (place / "wild").resolve()), tmp_path / "wild.html")
     told = []

@@ -7,6 +7,7 @@ const VIEWS = [
   ["votes", "Votes", votesView],
 ];
 const REFRESH_MS = 2500;
+const RECONNECT_MS = 5000;
 
 let runs = [];
 let here = { run: null, view: "overview", argument: "" };
@@ -83,32 +84,50 @@ let plotlyVersion = "";
 async function readRuns() {
   const found = INLINED ? { runs: [INLINED.run], places: [], plotly: "" } : await fetched("api/runs");
   [runs, places, plotlyVersion] = [found.runs, found.places, found.plotly];
+  drawChoice();
+}
+
+/** What asks for `action`: it is done at most every REFRESH_MS, and not while nobody sees the page. */
+function paced(action) {
+  let last = 0;
+  let timer = null;
+  let missed = false;
+  const soon = () => {
+    if (document.hidden) { missed = true; return; }
+    timer ??= setTimeout(() => { timer = null; last = Date.now(); action(); }, Math.max(0, last + REFRESH_MS - Date.now()));
+  };
+  document.addEventListener("visibilitychange", () => { if (!document.hidden && missed) { missed = false; soon(); } });
+  return soon;
 }
 
 function follow() {
-  const source = new EventSource("api/changes");
   let lost = false;
-  let last = 0;
-  let timer = null;
-  const soon = () => {
-    if (timer || document.hidden) { due = true; return; }
-    timer = setTimeout(() => { timer = null; last = Date.now(); update(); }, Math.max(0, last + REFRESH_MS - Date.now()));
-  };
+  const updateSoon = paced(update);
+  const readRunsSoon = paced(() => readRuns().catch(() => {}));
   const status = (text, isLost) => { connection.textContent = text; connection.classList.toggle("lost", isLost); };
-  source.addEventListener("open", async () => {
-    status("live", false);
-    if (lost) { lost = false; await readRuns().catch(() => {}); soon(); }
-  });
-  source.addEventListener("error", () => { lost = true; status("connection lost, trying again", true); });
-  source.addEventListener("runs", async () => {
-    const before = here.run;
-    await readRuns().catch(() => {});
-    if (!before || !runs.some((each) => each.name === before)) show();
-    else choice.replaceChildren(...runs.map((each) => h("option", { value: each.name, selected: each.name === here.run }, `${each.name} – ${each.state}`)));
-  });
-  source.addEventListener("changed", (event) => { if (JSON.parse(event.data).names.includes(here.run) || (here.view === "curves" && curveChoice.others.size)) soon(); });
-  setInterval(() => readRuns().then(soon, () => {}), 60000); // a process that was killed writes nothing
-  document.addEventListener("visibilitychange", () => { if (!document.hidden && due) soon(); });
+  const listen = () => {
+    const source = new EventSource("api/changes");
+    source.addEventListener("open", () => {
+      status("live", false);
+      if (lost) { lost = false; readRunsSoon(); updateSoon(); }
+    });
+    source.addEventListener("error", () => {
+      lost = true;
+      status("connection lost, trying again", true);
+      if (source.readyState === EventSource.CLOSED) setTimeout(listen, RECONNECT_MS); // an answer other than 200: the browser gives up
+    });
+    source.addEventListener("runs", async () => {
+      const before = here.run;
+      await readRuns().catch(() => {});
+      if (!before || !runs.some((each) => each.name === before)) show();
+    });
+    source.addEventListener("changed", (event) => {
+      readRunsSoon();
+      if (JSON.parse(event.data).names.includes(here.run) || (here.view === "curves" && curveChoice.others.size)) updateSoon();
+    });
+  };
+  listen();
+  setInterval(() => { readRunsSoon(); updateSoon(); }, 60000); // a process that was killed writes nothing
 }
 
 // -- light and dark, keys, start --
