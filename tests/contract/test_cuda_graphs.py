@@ -136,6 +136,7 @@ class _HostTransfers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @torch.no_grad()
 def test_a_forward_waits_for_nothing_on_the_device(name: str, tmp_path: Path) -> None:
     """On the meta device, which has no values to wait for."""
+    assert FAMILIES.load(name).captures_graphs == (name != READS_VALUES)
     family = tiny(name, tmp_path)
     part = next(iter(denoisers(family.transformer).values()))
     calls: list[tuple[Any, Any]] = []

@@ -12,6 +12,7 @@ import torch
 from tests.contract.family_cases import CASES, PROMPTS
 from torch import Tensor, fx, nn
 
+from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.models.experts import denoisers
 from spotlight.models.families.qwen_image import QwenImage
@@ -61,7 +62,8 @@ def test_every_name_is_one_of_diffusers() -> None:
 
 def test_the_configuration_takes_the_same_names() -> None:
     for name in attention.BACKENDS:
-        assert build_config({"model": {"attention": name}}, "the test").model.attention == name
+        model = {"family": "z-image", "attention": name}
+        assert build_config({"model": model}, "the test").model.attention == name
 
 
 def test_a_choice_reaches_every_layer_and_no_other_model(family: QwenImage) -> None:
@@ -95,6 +97,106 @@ def test_models_and_backends_that_cannot_are_refused(family: QwenImage) -> None:
         attention.use_attention(nn.Linear(2, 2), "native", torch.device("cpu"))
     with pytest.raises(ModelError, match="one that can split a sequence"):
         attention.use_attention(family.transformer, "math", family.device, splits_sequence=True)
+
+
+QUICK = ("qwen-image", "z-image")
+CHOOSING = [
+    name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+    for name in FAMILIES
+    if FAMILIES.load(name).chooses_kernels
+]
+IGNORES_THE_CHOICE = "qwen-image-2.1"
+"""diffusers' forward without a cache of keys calls torch's attention whatever is chosen."""
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, softmax_scale: Any, **_: Any
+) -> Tensor:
+    """What flash-attn's function of this signature computes, on a CPU."""
+    queries, keys = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    return torch.cat(
+        [
+            nn.functional.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in (q[slice(*rows)], k[slice(*held)], v[slice(*held)])),
+                scale=softmax_scale,
+            )[0].transpose(0, 1)
+            for rows, held in zip(itertools.pairwise(queries), itertools.pairwise(keys), strict=True)
+        ]
+    )
+
+
+def on_kernel(model: nn.Module, name: str) -> None:
+    """As :func:`attention.use_attention`, also where the kernel is missing."""
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    for part in model.modules():
+        if hasattr(getattr(part, "processor", None), "_attention_backend"):
+            part.processor._attention_backend = AttentionBackendName(attention.BACKENDS[name])  # type: ignore
+
+
+@pytest.mark.parametrize("name", CHOOSING)
+@torch.no_grad()
+def test_flash_kernels_are_right_wherever_the_configuration_allows_them(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By diffusers' code around them; the configuration refuses the others."""
+    from diffusers.models import attention_dispatch
+
+    monkeypatch.setattr(attention_dispatch, "flash_attn_varlen_func", packed_attention)
+    monkeypatch.setattr(
+        attention_dispatch,
+        "flash_attn_func",
+        lambda q, k, v, **_: attention_dispatch._native_attention(q, k, v),
+    )
+    case, kind = CASES[name], FAMILIES.load(name)
+    variant = case.first[0]
+    kind.tiny(tmp_path / "pipeline", seed=variant, variant=variant)
+    family = kind.load(
+        tmp_path / "pipeline",
+        device="cpu",
+        dtype=torch.float32,
+        embeddings_cache=tmp_path,
+        max_text_tokens=case.max_text_tokens,
+    )
+    prompts = (
+        "two",
+        "one red circle left of a blue square, below two yellow triangles and a green ring",
+    )
+    unequal = family.encode(case.inputs(prompts))
+
+    def run(kernel: str, conditions: Sequence[Any]) -> Tensor:
+        on_kernel(family.transformer, kernel)
+        noise = torch.Generator().manual_seed(3)
+        latents = torch.randn(2, *family.latent_shape(case.size), generator=noise)
+        levels = torch.full((2,), 0.6)
+        guidance = case.guidance(family, case.settings[0])
+        return family.velocity(
+            family.transformer, latents, levels, family.collate(conditions), guidance, case.size
+        )
+
+    def allowed(kernel: str) -> bool:
+        try:
+            build_config({"model": {"family": name, "attention": kernel}}, "the test")
+        except ConfigError as error:
+            return [problem.key for problem in error.problems] != ["model.attention"]
+        return True
+
+    right = (run("flash-varlen", unequal) - run("native", unequal)).abs().max() < ROUNDING
+    if name != IGNORES_THE_CHOICE:
+        assert allowed("flash-varlen") == allowed("flash-3-varlen") == right
+    equal = [unequal[1], unequal[1]]
+    if not allowed("flash"):
+        assert not allowed("flash-3")
+        if name != IGNORES_THE_CHOICE:
+            with pytest.raises(ModelError, match="one of the kernels that take no mask"):
+                run("flash", equal)
+        return
+    torch.testing.assert_close(run("flash", equal), run("native", equal), rtol=0, atol=ROUNDING)
+    if name in ("qwen-image", "qwen-image-edit", "z-image"):
+        with pytest.raises(ModelError, match=r"prompts of unequal length.*rollout\.group_size"):
+            run("flash", unequal)
+        return
+    torch.testing.assert_close(run("flash", unequal), run("native", unequal), rtol=0, atol=ROUNDING)
 
 
 # -- compilation ---------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ from spotlight.config.section import Section
 from spotlight.config.sections.learner_section import divisors_near
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.config.tree import parse_yaml
-from spotlight.store.run_directory import flatten
+from spotlight.store.run_directory import RunDirectory, flatten
+from spotlight.store.store_errors import OtherConfigurationError
 
 
 def all_sections(section: type[Section] = Section) -> list[type[Section]]:
@@ -179,6 +180,17 @@ def test_keys_that_may_change_exist() -> None:
         return found
 
     assert keys(RunConfig) | keys(RewardConfig, "rewards.*.") >= RESUMABLE_KEYS
+
+
+def test_a_resumed_run_may_capture_its_forwards(tmp_path: Path) -> None:
+    def opened(*overrides: str) -> None:
+        told = dump_config(load_config(None, ["model.dtype=bfloat16", *overrides]))
+        RunDirectory.open(tmp_path, "run", told, RESUMABLE_KEYS).close()
+
+    opened("device=cpu")
+    opened("device=cuda", "model.cuda_graphs=true")
+    with pytest.raises(OtherConfigurationError, match=r"model\.attention"):
+        opened("model.attention=cudnn")
 
 
 # -- errors: key, value, expectation, remedy ---------------------------------------------------------------

@@ -42,6 +42,16 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         (["rollout.embedded_guidance=3.5"], "rollout.embedded_guidance", "rollout.true_cfg_scale"),
         (["model.family=sd3", "model.compile=regional"], "model.compile", "leave it out"),
         (["model.family=sd3", "model.attention=cudnn"], "model.attention", "leave it out"),
+        (["model.attention=flash-varlen"], "model.attention", "as if this model's padding came last"),
+        (["model.family=hunyuan-video", "model.attention=flash-3"], "model.attention", "always has one"),
+        (
+            [
+                *("model={family: qwen-image-2.1, cuda_graphs: true, dtype: bfloat16}", "device=cuda"),
+                "learner={autocast: bfloat16, mode: lora}",
+            ],
+            "model.family",
+            "leave model.cuda_graphs out",
+        ),
         (
             ["model.compile=regional", "fleet.sequence_parallel.degrees=[1, 2]"],
             "model.compile",

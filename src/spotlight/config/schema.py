@@ -103,7 +103,7 @@ RESUMABLE_KEYS = frozenset(
      "evaluation.grid_images", "checkpoint.every", "checkpoint.keep", "fleet", "runs_dir",
      "cache_dir", "metrics.tensorboard", "metrics.wandb", "metrics.sinks", "device", "rollout.batch_size",
      "learner.micro_batch_size", "learner.shard", "learner.gradient_checkpointing",
-     "learner.keep_gathered", "learner.timesteps_per_pass", "learner.pass_memory_gib",
+     "learner.keep_gathered", "model.cuda_graphs", "learner.timesteps_per_pass", "learner.pass_memory_gib",
      "pipeline.trainers_generate", "pipeline.switch_s", "reward_policy.workers",
      "reward_policy.start_deadline_s", "rewards.*.device", "rewards.*.replicas", "rewards.*.batch_size"}
 )  # fmt: skip

@@ -34,6 +34,7 @@ from spotlight.models.condition import ModelInput as ModelInput
 from spotlight.models.condition import collate, guidance_pass
 from spotlight.models.experts import by_rows, denoisers
 from spotlight.models.family_facts import Dimensions, FamilyTraits
+from spotlight.models.kernels.attention import explaining_masks
 from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
 from spotlight.models.model_errors import storing
@@ -348,7 +349,7 @@ class ModelFamily(FamilyTraits, ABC):
 
             def forward(given: ConditionBatch, name: str) -> Tensor:
                 texts = given.at(rows)
-                with guidance_pass(part, name):
+                with guidance_pass(part, name), explaining_masks():
                     velocity = self.predict(part, *inputs, texts, embedded, size)
                 if log is not None:
                     log.note(size, texts, part)

@@ -186,6 +186,13 @@ class FamilyTraits:
     chooses_kernels: ClassVar[bool] = True
     """Whether diffusers dispatches its attention and names its repeated blocks (``model.attention``,
     ``model.compile``)."""
+    always_masks: ClassVar[bool] = False
+    """Whether its attention has a mask even if prompts are equally long: the flash kernels take none."""
+    pads_last: ClassVar[bool] = False
+    """Whether padding is never before another token, or there is none: all that the ``varlen`` kernels do
+    with a mask is to count each row's tokens."""
+    captures_graphs: ClassVar[bool] = True
+    """Whether its forward can be captured (``model.cuda_graphs``): it reads no values back to the host."""
     cuts_prompts: ClassVar[bool] = True
     """Whether the diffusers pipeline's call takes ``max_sequence_length``."""
     loading_lines: ClassVar[tuple[str, ...]] = ()

@@ -46,7 +46,8 @@ class ModelConfig(Section):
     """
     attention: Attention | None = None
     """Attention kernels; ``spotlight doctor`` lists those of this machine. Default: torch chooses. The flash
-    kernels take no mask, which prompts of unequal length need, but for those with ``varlen``.
+    kernels take no mask, which prompts of unequal length in a batch need; those with ``varlen`` do where the
+    model's padding comes last (not in Qwen-Image).
     """
     compile: Literal["none", "regional"] = "none"
     """``regional``: compile the transformer's repeated blocks (torch.compile); faster after the half minute
@@ -54,7 +55,8 @@ class ModelConfig(Section):
     """
     cuda_graphs: bool = False
     """Capture each kind of forward without gradient (slot, batch size, text length) as a CUDA graph, when it
-    comes the second time: faster where small batches wait for the host. LoRA on bfloat16 weights only.
+    comes the second time: faster where small batches wait for the host. LoRA on bfloat16 weights; not for
+    Qwen-Image-2.1.
     """
     max_text_tokens: Annotated[int, Field(ge=1, le=1024)] = 512
     """Longer prompts are truncated as in the pipeline, or refused if it truncates none. Models that see the
@@ -81,6 +83,11 @@ class ModelConfig(Section):
                     f"model.{key}", repr(value), f"nothing with model.family={family}",
                     "diffusers offers neither for this model: leave it out.",
                 )  # fmt: skip
+        if self.attention is not None and (why := self._unfit(self.attention)) is not None:
+            yield Problem(
+                "model.attention", repr(self.attention), f"another kernel with model.family={family}",
+                f"{why}: leave it out, or set one that takes every mask (native, cudnn).",
+            )  # fmt: skip
         if self.compile == "none":
             return
         hooks = "Both change the blocks while they run, which compiled code would not notice"
@@ -95,11 +102,24 @@ class ModelConfig(Section):
                 f"{hooks}: leave one of them out.",
             )  # fmt: skip
 
+    def _unfit(self, attention: Attention) -> str | None:
+        """Why a kernel would fail or draw other pictures with this family."""
+        family = FAMILIES.load(self.family)
+        if not family.chooses_kernels:
+            return None
+        if attention in ("flash", "flash-3") and family.always_masks:
+            return "It takes no mask, and this model always has one"
+        if attention in ("flash-varlen", "flash-3-varlen") and not family.pads_last:
+            return "It takes each row's first keys, as if this model's padding came last"
+        return None
+
     def _graph_problems(self, run: RunConfig) -> Iterator[Problem]:
         """Whatever replaces weights, or does between kernels what a graph does not repeat."""
         degrees = run.fleet.sequence_parallel.degrees
         cached = None if run.exploration is None else run.exploration.step_cache
+        captures = FAMILIES.load(self.family).captures_graphs
         for key, found, wanted, fits in (
+            ("model.family", self.family, "one whose forward reads no values back", captures),
             ("device", run.device, "a CUDA device", run.device != "cpu"),
             ("model.dtype", self.dtype, "bfloat16", self.dtype == "bfloat16"),
             ("model.compile", self.compile, "none", self.compile == "none"),

@@ -49,6 +49,7 @@ class Flux(ModelFamily):
     activations = ActivationCosts(lora=14.5, full=23.0, checkpointed=1.5, forward=15.5, decode=6.5)
     embedded_guidance = 3.5
     packed = True
+    pads_last = True  # the model attends to padding, without a mask
     splits_sequence = True
     text_tokens_max = 512
     published = {

@@ -88,6 +88,7 @@ class Flux2Klein(ModelFamily):
     )
     activations = ActivationCosts(lora=18.4, full=26.5, checkpointed=1.6, forward=21.5, decode=6.5)
     packed = True
+    pads_last = True  # the model attends to padding, without a mask
     splits_sequence = True
     text_tokens_max = 512
     published = {

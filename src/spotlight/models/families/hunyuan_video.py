@@ -54,6 +54,8 @@ class HunyuanVideo(ModelFamily):
     video = True
     usual_frames_per_latent = 4
     splits_sequence = True
+    always_masks = True
+    pads_last = True
     embedded_guidance = 6.0
     published = {
         "hunyuanvideo-community/HunyuanVideo": PublishedModel(

@@ -84,6 +84,8 @@ class QwenImage21(ModelFamily):
     )
     activations = ActivationCosts(lora=27.3, full=33.4, checkpointed=1.2, forward=15.0, decode=21.0)
     packed = True
+    always_masks = True  # text is causal
+    captures_graphs = False
     cuts_prompts = False
     published = {
         "Qwen/Qwen-Image-2.1": PublishedModel(

@@ -73,6 +73,7 @@ class Wan(ModelFamily):
     video = True
     usual_frames_per_latent = 4
     reuses_blocks = True
+    pads_last = True  # the model attends to padding, without a mask
     splits_sequence = True
     loading_lines = (
         "from diffusers import FlowMatchEulerDiscreteScheduler",

@@ -74,6 +74,7 @@ class ZImage(ModelFamily):
         *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
     )
     activations = ActivationCosts(lora=21.5, full=30.9, checkpointed=1.16, forward=16.0, decode=6.5)
+    pads_last = True
     published = {"Tongyi-MAI/Z-Image": _PUBLISHED, "Tongyi-MAI/Z-Image-Turbo": _PUBLISHED}
 
     @classmethod

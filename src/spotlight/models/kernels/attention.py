@@ -5,7 +5,8 @@ The only module that touches the dispatcher's private names; ``tests/contract/te
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -79,6 +80,22 @@ def use_attention(
             part.set_attention_backend(backend.value)  # type: ignore[operator]
         finally:
             _AttentionBackendRegistry.set_active_backend(active)  # a global default, not ours to change
+
+
+@contextmanager
+def explaining_masks() -> Iterator[None]:
+    """Around a forward: a kernel that refuses the mask of unequal prompts raises :class:`ModelError`."""
+    try:
+        yield
+    except ValueError as error:
+        if "`attn_mask` is not" not in str(error):
+            raise
+        raise ModelError(
+            "model.attention is one of the kernels that take no mask; expected one that does, for prompts of "
+            f"unequal length in one forward ({error}): leave the key out or set it to cudnn, or let each "
+            "batch have one prompt (rollout.batch_size and learner.micro_batch_size that divide "
+            "rollout.group_size, and evaluation.images_per_prompt)"
+        ) from error
 
 
 def _dispatched(module: nn.Module) -> bool:
