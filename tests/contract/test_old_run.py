@@ -55,6 +55,17 @@ def test_its_weights_judge_as_they_did(run: Path) -> None:
     assert not np.array_equal(picture, trained.with_weights("reference").generate(["two red circles"], [0]))
 
 
+def test_a_run_of_a_gpu_is_used_where_its_kernels_are_not(run: Path) -> None:
+    expected = TrainedRun.open(run, device="cpu").generate(["two red circles"], [0])
+    config = load_config(run / "config.yaml").model_dump(mode="json")
+    config["device"] = "cuda"
+    config["model"] |= {"attention": "flash-3-varlen", "compile": "regional", "cuda_graphs": True}
+    (run / "config.yaml").write_text(json.dumps(config))
+    trained = TrainedRun.open(run, device="cpu")
+    assert np.array_equal(trained.generate(["two red circles"], [0]), expected)
+    assert trained.export_lora(run / "lora").is_file()
+
+
 def test_it_is_continued(run: Path) -> None:
     config = load_config(run / "config.yaml", [f"runs_dir={run.parent}", "iterations=2"])
     result = train(config, Silent())

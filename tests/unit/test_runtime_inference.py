@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,3 +55,29 @@ def test_an_evaluation_gives_a_comparing_reward_whole_groups(
     assert found["first"].mean == 1
     assert found["first/members"].mean == pytest.approx((3 * 3 + 2 * 2 + 3 * 3) / 8)
     assert found["first/missing"].mean == pytest.approx(2 / 8)
+
+
+def test_an_evaluation_keeps_no_picture_that_is_scored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "p.txt").write_text("a dog\na cat\na hat\n")
+
+    def one_by_one(_: TrainedRun, rollouts: Sequence[Rollout], *__: Any) -> Iterator[list[Any]]:
+        nothing = SampleTensors(torch.zeros(0), torch.zeros(0))
+        made: list[weakref.ref[Any]] = []
+        for rollout in rollouts:
+            deadline = time.monotonic() + 60
+            while any(each() is not None for each in made[:-1]):  # the last one's batch may still be named
+                assert time.monotonic() < deadline, "a picture outlives its scores"
+                time.sleep(0.02)
+            picture = np.zeros((4, 4, 3), np.uint8)
+            made.append(weakref.ref(picture))
+            yield [FinishedRollout(rollout, picture, nothing)]
+            del picture
+
+    monkeypatch.setattr(TrainedRun, "_denoise", one_by_one)
+    config = RunConfig.model_validate({"rewards": [{"name": "jpeg_size"}]})
+    nobody: Any = None
+    run = TrainedRun(tmp_path, config, 1, "policy", nobody, nobody)
+    found = run.evaluate(Silent(), images_per_prompt=1, prompts_file=tmp_path / "p.txt")
+    assert len(found.curves) > 0

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
+from spotlight.config.sections.model import ModelConfig
 from spotlight.dry_run.model_checks import require_references
 from spotlight.models.condition import ModelInput, model_input
 from spotlight.models.experts import denoisers
@@ -70,6 +71,8 @@ class TrainedRun:
     ) -> Self:
         """Load a run's newest intact checkpoint; ``weights`` default to ``evaluation.weights``.
 
+        ``model.attention``, ``compile`` and ``cuda_graphs`` have their defaults, whatever the run has.
+
         Raises:
             StoreError: not a run directory, or no checkpoint yet.
             ModelError: the model is missing, or the run has no such weights.
@@ -79,7 +82,7 @@ class TrainedRun:
             raise StoreError(
                 f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`."
             )
-        config = load_dump(paths.config).model_copy(update={"device": device})
+        config = _on_any_machine(load_dump(paths.config), device)
         checkpoints = CheckpointStore(paths.checkpoints, config.checkpoint.keep)
         if checkpoints.newest_valid() is None:  # before the model is loaded
             raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
@@ -177,7 +180,7 @@ class TrainedRun:
     ) -> dict[RolloutId, dict[str, float]]:
         inputs = {prompt.id: self._input(prompt.text, prompt.references) for prompt in prompts.values()}
         issued = Counter(rollout.prompt_id for rollout in rollouts)
-        waiting: list[tuple[list[FinishedRollout], Future[RewardBatch]]] = []
+        waiting: list[tuple[list[RolloutId], Future[RewardBatch]]] = []  # no pictures: they are freed
         finished, made = list[FinishedRollout](), 0
         config = _rewards_here(self.config, count)
         with build.make_reward_pool(config, run_directory=self.directory) as rewards:
@@ -201,18 +204,18 @@ class TrainedRun:
                     [prompt.metadata for prompt in asked],
                     [SampleGroup(str(prompt.id), issued[prompt.id]) for prompt in asked],
                 )
-                waiting.append((finished, pending))
+                waiting.append(([result.rollout.id for result in finished], pending))
                 finished = []
-            batches = [(finished, pending.result()) for finished, pending in waiting]
+            batches = [(submitted, pending.result()) for submitted, pending in waiting]
         scores: dict[RolloutId, dict[str, float]] = {}
         failures: list[str] = []
-        for finished, batch in batches:
-            for result, sample in zip(finished, batch.samples, strict=True):
+        for submitted, batch in batches:
+            for rollout, sample in zip(submitted, batch.samples, strict=True):
                 if isinstance(sample, RewardFailure):
                     failures.append(f"{sample.reward}: {sample.message}")
-                    observer.note(f"{result.rollout.id} is not scored: {failures[-1]}")
+                    observer.note(f"{rollout} is not scored: {failures[-1]}")
                 else:
-                    scores[result.rollout.id] = sample.curves()
+                    scores[rollout] = sample.curves()
         if not scores and failures:
             raise RewardInputError(
                 f"none of {len(failures)} pictures could be scored; the first: {failures[0]}"
@@ -285,6 +288,12 @@ class TrainedRun:
                 results = engine.run(model, states)
                 observer.work(Phase.EVALUATION, start + len(part), len(rollouts))
                 yield results
+
+
+def _on_any_machine(config: RunConfig, device: Literal["auto", "cpu", "cuda"]) -> RunConfig:
+    """With the kernels that every machine has: this one may lack those that the run was trained with."""
+    plain = {name: ModelConfig.model_fields[name].default for name in ("attention", "compile", "cuda_graphs")}
+    return config.model_copy(update={"device": device, "model": config.model.model_copy(update=plain)})
 
 
 def _rewards_here(config: RunConfig, images_per_prompt: int) -> RunConfig:
