@@ -22,6 +22,7 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
+from spotlight.cli.runs.generate import slug
 from spotlight.report.loading import loading_snippet
 from spotlight.report.record import read_run
 from spotlight.store.run_directory import RunPaths
@@ -85,7 +86,7 @@ def test_generate_draws_every_prompt_and_seed_before_and_after(
     arguments = ["-p", "a red circle", "-p", "a Blue/square!", "--seed", "3", "--count", "2", "--before"]
     result = invoke("generate", str(trained[0]), *arguments, "--out", str(tmp_path))
     assert result.exit_code == 0, result.output
-    names = {f"{prompt}-seed{seed}" for prompt in ("a-red-circle", "a-blue-square") for seed in (3, 4)}
+    names = {f"{prompt}-seed{seed}" for prompt in ("a-red-circle", slug("a Blue/square!")) for seed in (3, 4)}
     expected = {f"{name}{side}.png" for name in names for side in ("", "-before")} | {"before-after.png"}
     assert {path.name for path in tmp_path.iterdir()} == expected
     assert set(result.stdout.split()) == {str(tmp_path / name) for name in expected}

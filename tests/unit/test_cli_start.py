@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
 
 import pytest
 import typer
+from hypothesis import example, given
+from hypothesis import strategies as st
 from rich.text import Text
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
+from spotlight.cli.runs.generate import slug
 
 COMMANDS = (
     "train",
@@ -103,3 +107,15 @@ def test_help_texts_lose_nothing_to_markup() -> None:
             for parameter in command.params:
                 text = getattr(parameter, "help", None) or ""
                 assert Text.from_markup(text).plain == text, f"{command.name}: {parameter.name}"
+
+
+@given(st.text(min_size=1), st.text(min_size=1))
+@example("two cats", "Two cats!")
+@example("two cats", "two-cats")
+@example(
+    "a sign, on a long road through the hills, that says one", "a sign, on a long road through the hills, no"
+)
+def test_pictures_of_different_prompts_have_different_names(one: str, other: str) -> None:
+    assert (slug(one) == slug(other)) == (one == other)
+    assert re.fullmatch(r"[\w-]{1,57}", slug(one))
+    assert slug("two cats") == "two-cats"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from spotlight.runtime.inference import TrainedRun
 
+_SLUG_MAX = 48
 
 PromptOption: TypeAlias = Annotated[
     list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")
@@ -158,5 +160,11 @@ def _write(path: Path, content: bytes) -> Path:
 
 
 def slug(text: str) -> str:
-    """A prompt as part of a file name: its first words in lower case."""
-    return re.sub(r"[^\w]+", "-", text.lower()).strip("-")[:48] or "picture"
+    """A prompt as part of a file name: its first words in lower case.
+
+    With a hash of the prompt if they are not all of it: other prompts have other names.
+    """
+    words = re.sub(r"[^\w]+", "-", text.lower()).strip("-")[:_SLUG_MAX] or "picture"
+    if words.replace("-", " ") == text:
+        return words
+    return f"{words}-{hashlib.sha256(text.encode(errors='surrogatepass')).hexdigest()[:8]}"
