@@ -168,6 +168,12 @@ def test_references_are_planned_with_the_text(tmp_path: Path) -> None:
     assert text_tokens(settings, load_prompts(settings)) == 12 + 2 * (4096 + 169)
 
 
+@pytest.mark.parametrize("path", ["my models/qwen", "models/a--b", "models/a..b", "a/b/c"])
+def test_a_missing_directory_that_can_be_no_hub_id_is_named(path: str) -> None:
+    with pytest.raises(ModelError, match=f"model directory {path} does not exist: give the path"):
+        planned_files(config("qwen-image", path))
+
+
 def test_a_model_without_its_second_transformer_counts_as_not_downloaded(hub_cache: Path) -> None:
     """Half of the weights would be half of the plan."""
     settings = config("wan", A14B)

@@ -17,7 +17,7 @@ from spotlight.data.section_names import under
 from spotlight.models.family_facts import Dimensions, PublishedModel
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles, check_weights, locate
+from spotlight.models.pipeline_files import PipelineFiles, check_weights, is_hub_id, locate
 from spotlight.registry import FAMILIES
 from spotlight.testbed import pipeline_directory
 
@@ -138,7 +138,7 @@ def _locate(config: RunConfig, besides: Sequence[str]) -> PipelineFiles | NotHer
     """The pipeline's files; a hub model counts as here with all its transformers and ``besides``."""
     model, family = config.model, family_of(config)
     path = pipeline_directory(model.path)
-    if not Path(path).expanduser().exists() and path.count("/") == 1 and not path.startswith((".", "/", "~")):
+    if not Path(path).expanduser().exists() and is_hub_id(path):
         cached = _cached(path, model.revision)
         if cached is None or not _complete(cached, family, besides):
             return NotHere(path, _download_command(path, model.revision))

@@ -167,8 +167,17 @@ def _from_hub(name: str, revision: str | None, components: Mapping[str, Pipeline
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether it has the form ``owner/name``."""
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) is not None
+    """Whether it has the form ``owner/name``, as the hub allows it."""
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) is None:
+        return False
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def hub_patterns(components: Mapping[str, PipelineComponent]) -> list[str]:
