@@ -87,6 +87,16 @@ def test_offline_by_choice_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(doctor_checks.hub(), "model hub").verdict is Verdict.WARN
 
 
+@pytest.mark.parametrize("endpoint", ["hf-mirror.com", "https://hf mirror.com", "https://host:port", ""])
+def test_an_endpoint_that_is_no_url_warns(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", endpoint)
+    found = only(doctor_checks.hub(), "model hub")
+    assert found.verdict is Verdict.WARN
+    assert f"HF_ENDPOINT is {endpoint!r}" in found.found
+    assert "https://huggingface.co" in found.remedy
+
+
 def test_the_command_exits_1_when_something_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     broken = replace(TESTBEDS["testbed"], pipeline=tmp_path / "absent")

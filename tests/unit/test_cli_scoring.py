@@ -177,6 +177,7 @@ def test_what_is_wrong_is_named_before_any_work(here: Path) -> None:
         (["jpeg_sizes", bare], "Did you mean 'jpeg_size'?"),
         (["jpeg_size", bare, "-p", "size=3"], "unexpected params 'size'; it accepts quality"),
         (["jpeg_size", bare, "-p", "quality"], "expected key.subkey=value"),
+        (["jpeg_size", bare, "--deadline-s", "2000000"], "Invalid value for '--deadline-s'"),
     ):
         done = spotlight("score", *arguments)
         assert done.exit_code == 2, done.output

@@ -182,6 +182,13 @@ def test_keys_that_may_change_exist() -> None:
     assert keys(RunConfig) | keys(RewardConfig, "rewards.*.") >= RESUMABLE_KEYS
 
 
+@pytest.mark.parametrize("text", ["model: &a {path: *a}", "x: &a [1, {b: *a}]", "&m {x: *m}"])
+def test_values_that_contain_themselves_are_no_configuration(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"CONFIG: .*Line 1: &. contains itself"):
+        load_config(tmp_path / "run.yaml")
+
+
 def test_a_resumed_run_may_capture_its_forwards(tmp_path: Path) -> None:
     def opened(*overrides: str) -> None:
         told = dump_config(load_config(None, ["model.dtype=bfloat16", *overrides]))

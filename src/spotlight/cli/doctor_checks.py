@@ -201,6 +201,7 @@ def hub() -> Iterator[Finding]:
     """Whether hub models can be downloaded."""
     import urllib.error
     import urllib.request
+    from http.client import HTTPException, InvalidURL
 
     from huggingface_hub import constants
 
@@ -208,13 +209,16 @@ def hub() -> Iterator[Finding]:
         hint = "HF_HUB_OFFLINE is set: only models in the local cache and directories work."
         yield Finding(Verdict.WARN, "model hub", "offline by choice", hint)
         return
-    request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
     try:
+        request = urllib.request.Request(constants.ENDPOINT, method="HEAD")
         with urllib.request.urlopen(request, timeout=_HUB_TIMEOUT_S):
             yield Finding(Verdict.OK, "model hub", f"{constants.ENDPOINT} answers")
     except urllib.error.HTTPError as error:
         yield Finding(Verdict.OK, "model hub", f"{constants.ENDPOINT} answers ({error.code})")
-    except OSError as error:
+    except (ValueError, InvalidURL) as error:
+        hint = "Set HF_ENDPOINT to a whole URL, such as https://huggingface.co, or unset it."
+        yield Finding(Verdict.WARN, "model hub", f"HF_ENDPOINT is {constants.ENDPOINT!r} ({error})", hint)
+    except (OSError, HTTPException) as error:
         hint = "Fine for the embedded default; otherwise give the directory of a downloaded pipeline."
         yield Finding(Verdict.WARN, "model hub", f"{constants.ENDPOINT} cannot be reached ({error})", hint)
 

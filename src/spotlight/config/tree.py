@@ -13,7 +13,37 @@ from spotlight.config.errors import ConfigError, Problem
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats (YAML 1.1 reads ``3e-4`` as a string), text keys only, and no duplicate keys."""
+    """YAML 1.2 floats (YAML 1.1 reads ``3e-4`` as a string), text keys only, no duplicate keys, and no
+    values that contain themselves.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._open = list[Any]()
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a value. Raises :class:`yaml.YAMLError` on an alias of what it is in."""
+        if self.check_event(yaml.AliasEvent):
+            event: yaml.AliasEvent = self.peek_event()  # type: ignore[no-untyped-call]
+            if event.anchor in self._open:
+                raise yaml.composer.ComposerError(
+                    None, None, f"&{event.anchor} contains itself: write its value out", event.start_mark
+                )
+        return super().compose_node(parent, index)
+
+    def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
+        """Compose a list, noting that it is not finished."""
+        self._open.append(anchor)
+        node = super().compose_sequence_node(anchor)
+        self._open.pop()
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping, noting that it is not finished."""
+        self._open.append(anchor)
+        node = super().compose_mapping_node(anchor)
+        self._open.pop()
+        return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         """Build a mapping. Raises :class:`yaml.YAMLError` on duplicate keys (YAML keeps the last

@@ -17,7 +17,7 @@ ParamOption: TypeAlias = Annotated[
     typer.Option("--param", "-p", metavar="KEY=VALUE", help="A parameter of the reward, in YAML syntax."),
 ]
 DeadlineOption: TypeAlias = Annotated[
-    float, typer.Option("--deadline-s", min=0.1, help="Time limit per call of the reward.")
+    float, typer.Option("--deadline-s", min=0.1, max=1e6, help="Time limit per call of the reward.")
 ]
 
 
