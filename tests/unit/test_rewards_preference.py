@@ -30,7 +30,7 @@ from spotlight.rewards.preference.aesthetic import tiny as tiny_aesthetic
 from spotlight.rewards.preference.clip_score import clip_score
 from spotlight.rewards.preference.clip_score import tiny as tiny_clip_score
 from spotlight.rewards.preference.hps import cleaned, hps
-from spotlight.rewards.preference.open_clip_weights import converted_clip
+from spotlight.rewards.preference.open_clip_weights import converted_clip, prepare
 from spotlight.rewards.preference.pickscore import pickscore
 from spotlight.rewards.preference.pickscore import tiny as tiny_pickscore
 from spotlight.rewards.preference.tiny_clip import random_checkpoint, save_spelling_tokenizer
@@ -138,6 +138,14 @@ def test_hps_is_the_cosine_of_the_checkpoints_own_model(
     save_file(state, tmp_path / "weights.safetensors")
     again = hps(pictures(), PROMPTS, [{}] * 4, **params | {"weights": str(tmp_path / "weights.safetensors")})
     assert again["score"] == pytest.approx(found["score"], abs=1e-6)
+
+
+@pytest.mark.parametrize(("height", "width"), [(24, 24), (24, 13), (7, 24), (23, 25)])
+def test_hps_pads_pictures_of_its_own_size_too(height: int, width: int) -> None:
+    image = np.random.default_rng(height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    found = prepare([image], 24)
+    assert found.shape == (1, 3, 24, 24)
+    torch.testing.assert_close(found[0].double(), oracle.padded(image, 24).double(), rtol=0, atol=1e-4)
 
 
 def test_hps_reads_prompts_as_open_clip_cleans_them() -> None:

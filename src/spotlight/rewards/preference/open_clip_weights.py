@@ -95,8 +95,8 @@ def _fitted(image: Image, side_px: int) -> torch.Tensor:
     if scale != 1:
         size = (round(height * scale), round(width * scale))
         pixels = F.interpolate(pixels[None], size, mode="bicubic", align_corners=False, antialias=True)[0]
-        below, right = (side_px - side for side in size)
-        pixels = F.pad(pixels, (right // 2, right - right // 2, below // 2, below - below // 2))
+    below, right = (side_px - side for side in pixels.shape[1:])
+    pixels = F.pad(pixels, (right // 2, right - right // 2, below // 2, below - below // 2))
     mean, std = (torch.tensor(each)[:, None, None] for each in (_MEAN, _STD))
     return (pixels - mean) / std
 
