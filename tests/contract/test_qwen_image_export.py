@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -85,6 +87,17 @@ def test_plain_diffusers_draws_our_picture_with_the_lora(
     assert np.abs(after - ours).max() <= 1e-5
     assert np.abs(before - draw(family, slots, "reference")[1]).max() <= 1e-5
     assert np.abs(after - before).max() > 0.01
+
+
+def test_an_exported_lora_names_only_what_every_peft_knows(family: QwenImage, tmp_path: Path) -> None:
+    """diffusers gives each field to LoraConfig, and an older peft refuses those that it lacks."""
+    slots = trained_lora(family)
+    with safe_open(family.save_lora(tmp_path, slots.state("policy"), slots.metadata()), "pt") as file:
+        fields = json.loads(file.metadata()["lora_adapter_metadata"])
+    said = {name.removeprefix("transformer."): value for name, value in fields.items()}
+    assert said.keys() == {"r", "lora_alpha", "target_modules", "init_lora_weights"}
+    assert (said["r"], said["lora_alpha"]) == (4, 6.0)
+    assert sorted(said["target_modules"]) == sorted(family.lora_targets)
 
 
 def test_an_earlier_lora_is_replaced(family: QwenImage, tmp_path: Path) -> None:

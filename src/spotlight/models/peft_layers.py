@@ -179,6 +179,16 @@ def lora_config(spec: LoraSpec) -> LoraConfig:
     )
 
 
+def lora_fields(spec: LoraSpec) -> dict[str, object]:
+    """Rank, alpha, targets and whatever else of :func:`lora_config` is not peft's default."""
+    from peft import LoraConfig
+
+    fields: dict[str, object] = lora_config(spec).to_dict()
+    defaults: dict[str, object] = LoraConfig().to_dict()
+    always = ("r", "lora_alpha", "target_modules")
+    return {name: each for name, each in fields.items() if name in always or each != defaults.get(name)}
+
+
 def adapter_parameters(layers: Mapping[str, LoraLayer], adapter: str) -> dict[str, nn.Parameter]:
     """An adapter's parameters under peft's state-dict names, e.g. ``blocks.0.to_q.lora_A.weight``."""
     return {

@@ -240,9 +240,10 @@ class LoraSlots(WeightSlots):
         return {"policy": self._module}
 
     def metadata(self) -> dict[str, object]:
-        """peft's LoraConfig fields, as ``save_lora`` stores them beside the weights."""
-        fields: dict[str, object] = peft_layers.lora_config(self.spec).to_dict()
-        return fields
+        """peft's LoraConfig fields, as ``save_lora`` stores them beside the weights: those that are not its
+        defaults, because an older peft refuses fields that it does not know.
+        """
+        return peft_layers.lora_fields(self.spec)
 
     def merged_state(
         self, slot: Slot, *, keep: bool = True, rounding: UpdateRounding | None = None
