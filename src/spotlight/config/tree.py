@@ -24,7 +24,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose a value. Raises :class:`yaml.YAMLError` on an alias of what it is in."""
         if self.check_event(yaml.AliasEvent):
-            event: yaml.AliasEvent = self.peek_event()  # type: ignore[no-untyped-call]
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
             if event.anchor in self._open:
                 raise yaml.composer.ComposerError(
                     None, None, f"&{event.anchor} contains itself: write its value out", event.start_mark
