@@ -28,6 +28,7 @@ from spotlight.rewards.reward import RewardSetupError
 from spotlight.rollout.limits import decode_batch
 from spotlight.runtime.preflight import require_disk
 from spotlight.store.store_errors import StoreError
+from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 
 WIDTH, LAYERS = 8, 3
 ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "steps": 5}
@@ -273,6 +274,19 @@ def test_full_fine_tuning_trains_everything_and_keeps_copies(pipeline: Path) -> 
     assert "frozen DiT" not in [estimate.part for estimate in plan.memory]
     assert part(plan.memory, "copies of the DiT").bytes == 3 * 4 * plan.model.parameters
     assert weight_copies(config(algorithm={"name": "flow-grpo"}, rollout={"sampler": "cps"})) == 0
+
+
+def test_pictures_of_an_evaluation_and_text_embeddings_take_memory_of_the_host(pipeline: Path) -> None:
+    plan = plan_of(pipeline)
+    assert plan.evaluation_images > 0
+    found = part(plan.memory, "pictures of an evaluation")
+    pixels = part(plan.memory, "pictures to score").bytes / (3 * plan.samples)
+    assert (found.bytes, found.when) == (3 * plan.evaluation_images * pixels, "host")
+    embeddings = part(plan.memory, "text embeddings")
+    assert embeddings.when == "host"
+    assert 0 < embeddings.bytes < EMBEDDINGS_BYTES
+    never = plan_of(pipeline, evaluation={"every": 0, "at_start": False, "at_end": False})
+    assert "pictures of an evaluation" not in [each.part for each in never.memory]
 
 
 def test_trajectories_are_kept_where_the_loss_replays_them(pipeline: Path) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from types import SimpleNamespace
 from typing import cast
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
@@ -88,3 +91,35 @@ def test_a_cache_that_lost_prompts_costs_one_load_and_keeps_no_encoder() -> None
     assert family.read == [TEXTS[3], TEXTS[1]]
     assert float(conditions[PROMPTS[0].id]["embeds"]) == 0
     assert (family.loaded, family._in_memory) == (2, False)
+
+
+@given(
+    used=st.lists(st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=4), max_size=12),
+    kept=st.integers(0, 6),
+)
+def test_the_embeddings_used_last_are_kept_within_a_number_of_bytes(
+    used: list[list[Prompt]], kept: int
+) -> None:
+    family = Family(set(TEXTS))
+    conditions = Conditions(family.as_family, PROMPTS, NEGATIVE, kept_bytes=kept * 4 + 3)  # 4 bytes each
+    recent: list[Prompt] = []
+    for prompts in used:
+        family.read.clear()
+        found = conditions.of([prompt.id for prompt in prompts])
+        assert [float(each["embeds"]) for each in found] == [float(prompt.text[-1]) for prompt in prompts]
+        assert set(family.read) == {prompt.text for prompt in prompts if prompt not in recent}
+        assert len(conditions._recent) <= kept
+        held = [prompt for prompt in PROMPTS if prompt.id in conditions._recent]
+        asked = [prompt for prompt in PROMPTS if prompt in prompts]
+        assert len(held) == min(kept, len({prompt.id for prompt in (*recent, *prompts)}))
+        assert kept < len(asked) or all(prompt in held for prompt in asked)
+        recent = held
+
+
+@given(per_node=st.lists(st.integers(1, 8), min_size=2, max_size=4))
+def test_the_ranks_of_a_node_divide_what_it_keeps(per_node: list[int]) -> None:
+    world = sum(per_node)
+    ranks = [Ranks(rank, world, tuple(per_node)) for rank in range(world)]
+    assert [each.on_this_node for each in ranks] == [here for here in per_node for _ in range(here)]
+    assert sum(Fraction(1, each.on_this_node) for each in ranks) == len(per_node)
+    assert Ranks(1, 4).on_this_node == 4

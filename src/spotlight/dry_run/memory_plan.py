@@ -15,6 +15,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_plan import ModelSizes, bind_targets
 from spotlight.rollout.limits import decode_batch
+from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight.training.timesteps import largest_pass
 
 if TYPE_CHECKING:
@@ -63,6 +64,33 @@ def memory_parts(
         *_samples(config, model),
     )
     return _with_worker(parts, weights) if config.pipeline.trainers_generate else parts
+
+
+def host_parts(
+    config: RunConfig, model: ModelSizes, text_tokens: int, *, prompts: int, evaluated: int
+) -> tuple[Estimate, ...]:
+    """What a run holds in the memory of the host whatever it trains.
+
+    Args:
+        text_tokens: of the longest prompt.
+        prompts: all of the run's.
+        evaluated: pictures of an evaluation; 0: there is none.
+    """
+    size = 2 if config.model.dtype == "bfloat16" else 4
+    widest = max(inputs for _, inputs in model.linears.values())
+    embeddings = Estimate(
+        "text embeddings",
+        min(EMBEDDINGS_BYTES, float(size) * prompts * text_tokens * widest),
+        f"{size} B x prompts x text tokens x widest input, at most {EMBEDDINGS_BYTES >> 30} GiB a node",
+        "host",
+    )
+    if not evaluated:
+        return (embeddings,)
+    pixels = media_size(config.rollout).pixels
+    pictures = Estimate(
+        "pictures of an evaluation", 3.0 * evaluated * pixels, f"3 B x {evaluated} x pixels", "host"
+    )
+    return pictures, embeddings
 
 
 def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tuple[Estimate, ...]:

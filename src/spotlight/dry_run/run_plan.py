@@ -12,7 +12,7 @@ from statistics import median
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
 from spotlight.dry_run.fitting_sizes import FittingSize, fitting_sizes
-from spotlight.dry_run.memory_plan import Estimate, disk_parts, memory_parts
+from spotlight.dry_run.memory_plan import Estimate, disk_parts, host_parts, memory_parts
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import (
     ModelSizes,
@@ -118,7 +118,9 @@ def make_plan(config: RunConfig) -> RunPlan:
     fitting: tuple[FittingSize, ...] = ()
     if isinstance(model, ModelSizes) and trained is not None:
         sizes = config, model, family_of(config), trained, text_tokens(config, prompts)
-        memory, fitting = memory_parts(*sizes), fitting_sizes(*sizes)
+        everyone = len(prompts.train) + len(prompts.test)
+        held = host_parts(config, model, sizes[-1], prompts=everyone, evaluated=images if evaluations else 0)
+        memory, fitting = (*memory_parts(*sizes), *held), fitting_sizes(*sizes)
     return RunPlan(
         samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
         trained_samples=_trained_samples(config),

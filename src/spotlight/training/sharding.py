@@ -63,6 +63,16 @@ class Ranks:
         """Whether this rank writes files and output."""
         return self.rank == 0
 
+    @property
+    def on_this_node(self) -> int:
+        """Ranks on this one's node, itself included."""
+        end = 0
+        for here in self.per_node:
+            end += here
+            if self.rank < end:
+                return here
+        return self.world
+
     def share(self, value: T) -> list[T]:
         """All ranks' values, in rank order. For small values: they are pickled."""
         if self.world == 1:

@@ -23,6 +23,7 @@ from spotlight.runtime.build.preview_settings import preview_steps
 from spotlight.scheduler.types import Prompt
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import Trainer
+from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight.training.learner import Learner, TrainingGuidance
 from spotlight.training.sharding import Ranks, is_shared
 
@@ -87,7 +88,8 @@ def prepare_model(
 
 def fill_embeddings(config: RunConfig, model: Model, prompts: Iterable[Prompt], ranks: Ranks) -> Conditions:
     """Embeddings of ``prompts`` and the negative prompt, all cached. Collective: every rank must call it."""
-    conditions = Conditions(model.family, prompts, config.rollout.negative_prompt)
+    kept = EMBEDDINGS_BYTES // ranks.on_this_node
+    conditions = Conditions(model.family, prompts, config.rollout.negative_prompt, kept_bytes=kept)
     conditions.prefill(ranks)
     return conditions
 

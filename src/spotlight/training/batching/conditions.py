@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from spotlight.models.condition import Condition, ModelInput, model_input
 from spotlight.models.family import ModelFamily
 from spotlight.scheduler.types import Prompt, PromptId
+from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight.training.sharding import Ranks
 
 _CHUNK = 64  # embeddings in memory at a time while the cache is filled
-_KEPT_IN_MEMORY = 1024  # about 4 GB at Qwen-Image's 512 tokens x 3584 in bfloat16
 
 
 class Conditions:
@@ -20,14 +20,23 @@ class Conditions:
     Args:
         prompts: all prompts of the run.
         negative: the negative prompt.
+        kept_bytes: of the embeddings used last, kept in memory.
     """
 
-    def __init__(self, family: ModelFamily, prompts: Iterable[Prompt], negative: str) -> None:
+    def __init__(
+        self,
+        family: ModelFamily,
+        prompts: Iterable[Prompt],
+        negative: str,
+        *,
+        kept_bytes: int = EMBEDDINGS_BYTES,
+    ) -> None:
         self._family, self._negative = family, negative
         self._inputs = {
             prompt.id: model_input(prompt.text, prompt.references, negative) for prompt in prompts
         }
         self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
+        self._limit, self._held = kept_bytes, 0
 
     def prefill(self, ranks: Ranks) -> None:
         """Embed into the disk cache what it lacks, divided over the ranks, then free the text encoder.
@@ -51,10 +60,13 @@ class Conditions:
             self._family.free_text_encoder()  # loaded again only if the cache lost entries since the prefill
             found |= dict(zip(absent, embedded, strict=True))
         for prompt, condition in found.items():
+            if prompt not in self._recent:
+                self._held += _bytes(condition)
             self._recent[prompt] = condition
             self._recent.move_to_end(prompt)
-        while len(self._recent) > _KEPT_IN_MEMORY:
-            self._recent.popitem(last=False)
+        while self._held > self._limit:
+            _, oldest = self._recent.popitem(last=False)
+            self._held -= _bytes(oldest)
         return [found[prompt] for prompt in wanted]
 
     def __getitem__(self, prompt: PromptId) -> Condition:
@@ -64,3 +76,7 @@ class Conditions:
     def _embed(self, inputs: Sequence[ModelInput]) -> None:
         for start in range(0, len(inputs), _CHUNK):
             self._family.encode(inputs[start : start + _CHUNK])
+
+
+def _bytes(condition: Condition) -> int:
+    return sum(tensor.nbytes for tensor in condition.tensors.values())
