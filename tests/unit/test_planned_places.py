@@ -103,6 +103,31 @@ def test_nodes_are_whole_machines() -> None:
     assert found.pricing.spot.machine == "p5.48xlarge"
 
 
+def test_reserved_machines_are_priced_only_where_some_are_rented() -> None:
+    """No cloud rents the scenario's reserved machine of four GPUs whole, which a learner on spot nodes lacks."""
+    whole = ("prices.whole_machines=true", "cluster.spot={nodes: 2, gpus_per_node: 8}", "learner.gpus=8")
+    file = load_scenario("paper-512", whole)
+    for name in ("all_spot", "all_spot_then_on_demand", "spot_checkpoints"):
+        found = prepare(file, (name,), NOW).pricing
+        assert found.reserved is None
+        assert found.spot is not None
+        assert found.spot.machine == "p5.48xlarge"
+    with pytest.raises(PriceError, match=r"no on-demand price of H100 on a machine of 4 GPUs"):
+        prepare(file, ("all_spot", "spotlight"), NOW)
+
+
+def test_machines_that_are_not_rented_do_not_choose_the_cloud() -> None:
+    """Forty reserved GPUs would be cheapest at the second cloud, where spot nodes are dearest."""
+    offers = (quote("aws", "a", "m", 8, 80.0, 8.0), quote("gcp", "b", "m", 8, 8.0, 80.0))
+    whole = ("cluster.reserved={nodes: 5, gpus_per_node: 8}", "cluster.spot={nodes: 1, gpus_per_node: 8}")
+    file = small(*whole, "learner.gpus=8", "workload.prompts=32", "prices.whole_machines=true")
+    for name, cloud in (("all_spot", "aws"), ("spotlight", "gcp")):
+        spot = prepare(file, (name,), NOW, offers).pricing.spot
+        assert spot is not None
+        assert spot.place is not None
+        assert spot.place[0] == cloud
+
+
 def test_each_pool_may_be_in_a_cloud_of_its_own() -> None:
     whole = ("cluster.reserved={nodes: 1, gpus_per_node: 8}", "cluster.spot={nodes: 2, gpus_per_node: 8}")
     away = ("prices.cloud=aws", "cluster.spot.cloud=azure", "prices.whole_machines=true")

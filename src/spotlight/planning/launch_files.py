@@ -119,7 +119,8 @@ def settings_of(file: ScenarioFile, candidate: Candidate, pricing: Pricing) -> I
     yield f"fleet.learner_ranks={candidate.reserved_nodes * candidate.reserved.gpus}"
     if strategy.learner_moves:
         yield f"fleet.learner_placement={strategy.placement} checkpoint.every=1"
-    yield f"fleet.price_usd_h={(pricing.on_demand or pricing.reserved).usd_gpu_h:g}"
+    if (stays := pricing.on_demand or pricing.reserved) is not None:
+        yield f"fleet.price_usd_h={stays.usd_gpu_h:g}"
     if pricing.spot is not None:
         yield f"fleet.spot.price_usd_h={pricing.spot.usd_gpu_h:g}"
     if strategy.explore is not None and run.exploration is not None:

@@ -273,8 +273,10 @@ def _integrated(prepared: Prepared, strategy: Strategy, curve: SteadyCurve, iter
 def _standing_usd_s(prepared: Prepared, strategy: Strategy) -> tuple[float, int]:
     """Dollars a second of all nodes that stay, and the number of those in the spot nodes' places."""
     cluster, pricing = prepared.file.cluster, prepared.pricing
-    gpus = 0 if strategy.learner_moves else cluster.reserved.nodes * cluster.reserved.gpus_per_node
-    usd_h, standing = gpus * pricing.reserved.usd_gpu_h, 0
+    usd_h, standing = 0.0, 0
+    if not strategy.is_all_spot:
+        assert pricing.reserved is not None, "prepared for a strategy with reserved nodes"
+        usd_h += cluster.reserved.nodes * cluster.reserved.gpus_per_node * pricing.reserved.usd_gpu_h
     usd_h += sum(standing_usd_h(prepared.file, prepared.profile, strategy).values())
     if strategy.places.stays:
         assert pricing.on_demand is not None, "prepared for a strategy that rents on demand"

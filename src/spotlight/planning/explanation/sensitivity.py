@@ -134,7 +134,10 @@ def assumptions_varied(prepared: Prepared, strategy: str) -> Iterator[Assumption
         if not isinstance(trace, AlwaysOn):
             none, most = (_keyed("trace.notice_lead_s", lead_s) for lead_s in (0.0, NOTICE_MOST_S))
             yield Assumption("notice", ("none", none), (f"{NOTICE_MOST_S:.0f} s", most))
-    yield _by_factor("price of reserved GPUs", lambda factor: lambda one: _priced(one, "reserved", factor))
+    if prepared.pricing.reserved is not None:
+        yield _by_factor(
+            "price of reserved GPUs", lambda factor: lambda one: _priced(one, "reserved", factor)
+        )
     if prepared.pricing.on_demand is not None:
         yield _by_factor("on-demand price", lambda factor: lambda one: _priced(one, "on_demand", factor))
     machine = prepared.profile.infrastructure

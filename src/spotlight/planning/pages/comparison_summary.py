@@ -187,7 +187,7 @@ def _far_away(prepared: Prepared, runs: Sequence[StrategyRuns]) -> Iterator[str]
     """Nodes on demand are simulated beside the learner."""
     fixed, coming = prepared.pricing.reserved, prepared.pricing.on_demand
     names = [one.strategy for one in runs if strategy_named(one.strategy).places.stays]
-    if names and coming is not None and crossing_of(fixed.place, coming.place):
+    if names and fixed is not None and coming is not None and crossing_of(fixed.place, coming.place):
         yield (
             f"{', '.join(names)}: prices on demand are of another place than those of the reserved GPUs, and "
             "traffic between is not counted: set cluster.reserved and cluster.spot to one place."

@@ -128,6 +128,7 @@ def _pricing(
 ) -> Pricing:
     return pricing_of(
         file,
+        reserved=any(not one.is_all_spot for one in chosen),
         on_demand=any(one.places.stays or one.placement == "spot_then_on_demand" for one in chosen),
         spot=any(one.places is SpotPlaces.SPOT for one in chosen),
         now=now,
@@ -333,10 +334,12 @@ def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, No
     cluster, pricing = prepared.file.cluster, prepared.pricing
     reserved, spot = cluster.reserved, cluster.spot
     both = strategy.trainers_roll_out(reserved.rolls_out)
-    events: list[tuple[float, NodeEvent]] = [
-        (0.0, NodeJoined(_standing(f"reserved:{n}", reserved, pricing.reserved, trains=True, rolls_out=both)))
-        for n in range(0 if strategy.is_all_spot else reserved.nodes)
-    ]
+    events: list[tuple[float, NodeEvent]] = []
+    if not strategy.is_all_spot:
+        assert pricing.reserved is not None, "prepared for a strategy with reserved nodes"
+        for n in range(reserved.nodes):
+            node = _standing(f"reserved:{n}", reserved, pricing.reserved, trains=True, rolls_out=both)
+            events.append((0.0, NodeJoined(node)))
     if strategy.baseline is not None:  # the undisturbed run that its model takes
         price = pricing.spot or PriceTag(0.0, "the trace's")
         nodes = (

@@ -51,12 +51,13 @@ class Pricing:
     """All prices of a scenario.
 
     Attributes:
+        reserved: None: no strategy has reserved GPUs.
         on_demand: for GPUs that replace spot nodes; None: not needed.
         spot: None: the trace's price over time, or not needed.
         caveat: warning for the reader; empty: none.
     """
 
-    reserved: PriceTag
+    reserved: PriceTag | None
     on_demand: PriceTag | None
     spot: PriceTag | None
     caveat: str = ""
@@ -99,6 +100,7 @@ class _PriceRequest:
 def pricing_of(
     scenario: ScenarioFile,
     *,
+    reserved: bool = True,
     on_demand: bool,
     spot: bool,
     now: datetime,
@@ -107,6 +109,7 @@ def pricing_of(
     """Look up the prices that the scenario does not state.
 
     Args:
+        reserved: whether any strategy has reserved GPUs.
         on_demand: whether spot places need on-demand prices. The stated reserved price does not apply even
             for equal types: it may be a committed rate.
         spot: whether spot prices are needed.
@@ -116,7 +119,7 @@ def pricing_of(
         PriceError: the source lacks a price or cannot be read; names the key that states it instead.
     """
     by_trace = isinstance(scenario.trace, TraceFile) and scenario.trace.use_prices
-    wants = _wants(scenario, on_demand=on_demand, spot=spot and not by_trace)
+    wants = _wants(scenario, reserved=reserved, on_demand=on_demand, spot=spot and not by_trace)
     asked = {name: want for name, want in wants.items() if want.stated is None}
     unread: dict[str, str] = {}
     if asked and quotes is None:
@@ -129,7 +132,7 @@ def pricing_of(
     }
     caveats = ["" if together else _caveat(tags), _unread(unread)]
     caveat = "; ".join(filter(None, caveats))
-    return Pricing(tags["reserved"], tags.get("on_demand"), tags.get("spot"), caveat)
+    return Pricing(tags.get("reserved"), tags.get("on_demand"), tags.get("spot"), caveat)
 
 
 def _unread(unread: Mapping[str, str]) -> str:
@@ -210,7 +213,9 @@ def wish_of(prices: PricesSection, pool: Pool) -> MachineWish:
     )
 
 
-def _wants(scenario: ScenarioFile, *, on_demand: bool, spot: bool) -> dict[str, _PriceRequest]:
+def _wants(
+    scenario: ScenarioFile, *, reserved: bool, on_demand: bool, spot: bool
+) -> dict[str, _PriceRequest]:
     fixed, coming = scenario.cluster.reserved, scenario.cluster.spot
 
     def want(
@@ -223,7 +228,9 @@ def _wants(scenario: ScenarioFile, *, on_demand: bool, spot: bool) -> dict[str, 
             name, f"cluster.{name}.{key}", stated, pool.gpu_type, gpus, kind, of, wish, place
         )
 
-    wants = {"reserved": want("reserved", fixed, "usd_gpu_h", "on-demand", _on_demand)}
+    wants: dict[str, _PriceRequest] = {}
+    if reserved:
+        wants["reserved"] = want("reserved", fixed, "usd_gpu_h", "on-demand", _on_demand)
     if on_demand:
         wants["on_demand"] = want("spot", coming, "usd_gpu_h_on_demand", "on-demand", _on_demand)
     if spot:

@@ -68,8 +68,8 @@ def egress_section(file: ScenarioFile, pricing: Pricing, strategy: Strategy) -> 
     """Between spot nodes and the learner, if they are in different regions."""
     if strategy.is_all_spot or strategy.places is not SpotPlaces.SPOT:
         return None
-    spot = pricing.spot.place if pricing.spot else None
-    return file.egress or egress_between(pricing.reserved.place, spot)
+    learner, spot = (tag.place if tag else None for tag in (pricing.reserved, pricing.spot))
+    return file.egress or egress_between(learner, spot)
 
 
 def egress_of(file: ScenarioFile, profile: Profile, pricing: Pricing, strategy: Strategy) -> Egress | None:
