@@ -104,7 +104,7 @@ def test_nodes_are_whole_machines() -> None:
 
 
 def test_reserved_machines_are_priced_only_where_some_are_rented() -> None:
-    """No cloud rents the scenario's reserved machine of four GPUs whole, which a learner on spot nodes lacks."""
+    """No cloud rents the reserved machine of four GPUs whole, which a learner on spot nodes lacks."""
     whole = ("prices.whole_machines=true", "cluster.spot={nodes: 2, gpus_per_node: 8}", "learner.gpus=8")
     file = load_scenario("paper-512", whole)
     for name in ("all_spot", "all_spot_then_on_demand", "spot_checkpoints"):

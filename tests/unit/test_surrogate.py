@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -121,3 +122,47 @@ def test_a_learner_that_takes_a_node_on_demand_works_and_pays_meanwhile(tmp_path
     assert guess.target_usd == pytest.approx(exact.target_usd, rel=0.1)
     waits = prepared("all_spot", *wish)
     assert estimated(waits, "all_spot", curve_of(waits, "all_spot")).simulated_h > guess.simulated_h + 0.5
+
+
+def test_a_price_over_time_is_what_nodes_cost(tmp_path: Path) -> None:
+    """As much as the same price stated, and more from when it rises."""
+    path = tmp_path / "priced.jsonl"
+
+    def usd(prices: dict[int, float], *, used: bool) -> float:
+        head = {"format": "spotlight-trace", "version": 1, "horizon_s": 90000}
+        nodes = [{"time_s": 0, "event": "add", "node": name, "gpus": 4} for name in "abcd"]
+        points = [{"time_s": time_s, "spot_usd_h": usd_h} for time_s, usd_h in prices.items()]
+        path.write_text("".join(json.dumps(line) + "\n" for line in (head, *nodes, *points)))
+        stated = "cluster.spot.usd_gpu_h=1"
+        trace = f"trace={{kind: file, path: {path}, use_prices: {str(used).lower()}}}"
+        target = "iterations_to_target.spotlight={value: 40, source: 'assumed: for a test'}"
+        scenario = prepared("spotlight", trace, stated, target)
+        assert (scenario.pricing.spot is None) is used
+        return estimated(scenario, "spotlight", curve_of(scenario, "spotlight")).target_usd
+
+    flat = usd({0: 4.0}, used=True)
+    assert flat == pytest.approx(usd({0: 4.0}, used=False))
+    dear = usd({0: 12.0}, used=True)
+    assert flat < usd({0: 4.0, 400: 12.0}, used=True) < dear
+
+
+def test_evaluations_of_a_smaller_cluster_are_as_much_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
+    often = "workload.evaluation={every: 2, prompts: 64, steps: 40}"
+    scenario = prepared("spotlight", "trace.kind=always_on", often)
+    whole = estimated(scenario, "spotlight", curve_of(scenario, "spotlight"))
+    monkeypatch.setattr(surrogate, "GPUS_MAX", 12)
+    half = estimated(scenario, "spotlight", curve_of(scenario, "spotlight"))
+    assert half.iteration_s == pytest.approx(whole.iteration_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("first_s", "least"), [(0, 4), (60, 0)])
+def test_a_trace_that_begins_without_nodes_has_a_point_without_any(
+    first_s: int, least: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "late.csv"
+    events = [f"{first_s},add,{name},4" for name in "abcd"]
+    path.write_text(
+        "\n".join(["# spotlight trace horizon_s=90000", "time_s,event,node,gpus", *events]) + "\n"
+    )
+    scenario = prepared("spotlight", f"trace={{kind: file, path: {path}}}", "run.until_h=4")
+    assert min(counts_wanted([scenario], "spotlight")) == least

@@ -26,6 +26,7 @@ from spotlight.fleet.traces.trace import PricePoint, Trace, TraceEventKind
 from spotlight.planning.compare import ComparedStrategy, SimulationOutcome, SimulationTask
 from spotlight.planning.learning_speed import Explored, honest_target, learned_target
 from spotlight.planning.scenarios.prepare import Prepared, on_demand_offer, with_file
+from spotlight.planning.scenarios.pricing import PriceTag
 from spotlight.planning.scenarios.profile import Profile
 from spotlight.planning.scenarios.scenario_file import AlwaysOn, ScenarioFile, Target
 from spotlight.planning.scenarios.side_costs import egress_of, standing_usd_h
@@ -125,9 +126,15 @@ def steady_task(prepared: Prepared, strategy: str, nodes: int) -> SimulationTask
         }
     )
     work = file.workload.model_copy(update={"prompts": max(1, round(file.workload.prompts / by))})
+    if work.evaluation is not None:
+        fewer = max(1, round(work.evaluation.prompts / by))
+        work = work.model_copy(update={"evaluation": work.evaluation.model_copy(update={"prompts": fewer})})
     run = file.run.model_copy(update={"iterations": file.plan.iterations})
     changes = {"cluster": cluster, "learner": learner, "workload": work, "run": run, "trace": AlwaysOn()}
-    smaller = replace(prepared, profile=_slower_rewards(prepared.profile, by))
+    pricing = prepared.pricing
+    if pricing.spot is None:  # a price over time: nodes that stay have none, and dollars are added up later
+        pricing = replace(pricing, spot=PriceTag(0.0, "the trace's"))
+    smaller = replace(prepared, profile=_slower_rewards(prepared.profile, by), pricing=pricing)
     return SimulationTask(with_file(smaller, file.model_copy(update=changes)), strategy)
 
 
@@ -468,9 +475,9 @@ def _made_small(nodes: int, by: int) -> int:
 
 
 def _counts(trace: Trace) -> Iterator[int]:
-    """Numbers of nodes that are there, after each moment with an event."""
+    """Numbers of nodes that are there: at the start, and after each later moment with an event."""
     present = 0
-    found: dict[float, int] = {}
+    found = {0.0: 0}
     for event in trace.events:
         present += (event.kind is TraceEventKind.ADD) - (event.kind is TraceEventKind.REMOVE)
         found[event.time_s] = present
