@@ -64,6 +64,8 @@ def test_skypilots_counts_come_back(counts: list[int]) -> None:
         ("0,add,a\nx,add,b\n", "trace:2: the time is 'x'"),
         ("0,add,a\n-5,add,b\n", "trace:2: the time is '-5'"),
         ("0,add\n", "trace:1: '0,add' has 2 fields"),
+        (f"{'9' * 400},add,a\n", "expected whole milliseconds"),
+        (f"{'9' * 5000},add,a\n", "expected whole milliseconds"),
         ("0,add,a\n\n1,move,a\n", "trace:3: the event is 'move'; expected add or remove"),
         ("10,add,a\n5,add,b\n", "trace:2: unsorted: the time falls from 0.01 s to 0.005 s"),
         ("0,add,a\n5,add,a\n", "trace:2: node a is added twice"),
@@ -115,6 +117,11 @@ HEAD = '{"format": "spotlight-trace", "version": 1, "horizon_s": 10}\n'
         ("time_s,event,node,gpus\nnan,add,a,1\n", "trace:2: time_s is nan"),
         ("time_s,event,node,gpus\n0,add,a,0\n", "trace:2: gpus is 0"),
         ("time_s,event,node,gpus\n0,add,a,two\n", "trace:2: gpus is 'two'"),
+        (f"time_s,event,node,gpus\n0,add,a,{'9' * 5000}\n", "trace:2: gpus is '999"),
+        (f"time_s,event,node,gpus\n{'9' * 400},add,a,1\n", "trace:2: time_s is"),
+        (HEAD + '{"time_s": 0, "event": ["add"], "node": "a", "gpus": 1}\n', "trace:2: event is ['add']"),
+        (HEAD + '{"time_s": 0, "event": {}, "node": "a", "gpus": 1}\n', "trace:2: event is {}"),
+        (HEAD + f'{{"time_s": {"9" * 400}, "event": "add", "node": "a", "gpus": 1}}\n', "trace:2: time_s is"),
         ("# spotlight trace horizon_s=soon\ntime_s,event,node,gpus\n0,add,a,1\n", "trace:1:"),
         ("# spotlight trace horizon_s=5\n0,add,a,1\n", "trace:2: '0,add,a,1'; expected the header"),
         ("# spotlight trace horizon_s=5\ntime_s,event,node,gpus\n9,add,a,1\n", "at most the horizon, 5 s"),
@@ -171,6 +178,22 @@ def test_places_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         write_trace(trace, tmp_path / "trace.txt")
     with pytest.raises(TraceError, match="expected a place"):
         write_trace(trace, tmp_path / "bytes.csv" / "trace.csv")
+
+
+def test_a_trace_replaces_another_whole_or_not_at_all(tmp_path: Path) -> None:
+    path, link = tmp_path / "trace.csv", tmp_path / "link.csv"
+    link.symlink_to(path)
+    write_trace(generate(TraceSpec(seed=0, horizon_s=3600, nodes=1)), link)
+    before = path.stat().st_ino
+    trace = generate(TraceSpec(seed=1, horizon_s=3600, nodes=2))
+    write_trace(trace, link)
+    assert read_trace(path).events == trace.events
+    assert path.stat().st_ino != before  # what reads the old one goes on reading it
+    assert link.is_symlink()
+    (tmp_path / "folder.csv").mkdir()
+    with pytest.raises(TraceError, match="Is a directory"):
+        write_trace(trace, tmp_path / "folder.csv")
+    assert {one.name for one in tmp_path.iterdir()} == {"trace.csv", "link.csv", "folder.csv"}
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,9 @@ CSV_COMMENT = "# spotlight trace"
 JSONL_FORMAT = "spotlight-trace"
 
 _NODES_MAX = 100_000
+_GPUS_MAX = 100_000
+_DIGITS_MAX = 18
+"""Longer numbers may be beyond what is a float, or what Python reads as a number."""
 
 
 class _BadTraceLineError(Exception):
@@ -92,8 +95,8 @@ def parse_bamboo(text: str, source: str, gpus_per_node: int = 1) -> Trace:
         if len(fields) != 3:
             raise _BadTraceLineError(f"{line[:60]!r} has {len(fields)} fields; expected ms,add|remove,node")
         ms, kind, node = fields
-        if not ms.isdecimal():
-            raise _BadTraceLineError(f"the time is {ms!r}; expected whole milliseconds, such as 480000")
+        if not ms.isdecimal() or len(ms) > _DIGITS_MAX:
+            raise _BadTraceLineError(f"the time is {ms!r:.60}; expected whole milliseconds, such as 480000")
         if kind not in ("add", "remove"):
             raise _BadTraceLineError(f"the event is {kind!r}; expected add or remove")
         return TraceEvent(int(ms) / 1000, TraceEventKind(kind), node, gpus_per_node)
@@ -150,7 +153,8 @@ def parse_csv(text: str, source: str, gpus_per_node: int = 1) -> Trace:
         if len(fields) != 4:
             raise _BadTraceLineError(f"{line[:60]!r} has {len(fields)} fields; expected {CSV_HEADER}")
         time_text, kind, node, gpus = fields
-        return _event(_float(time_text), kind, node, int(gpus) if gpus.isdecimal() else gpus)
+        whole = gpus.isdecimal() and len(gpus) <= _DIGITS_MAX
+        return _event(_float(time_text), kind, node, int(gpus) if whole else gpus)
 
     events = _events(lines[1:], event, source)
     return _trace(events, events[-1].time_s if horizon_s is None else horizon_s, source)
@@ -243,14 +247,14 @@ def _trace(
 def _event(time_s: object, kind: object, node: object, gpus: object) -> TraceEvent:
     number = _number(time_s)
     if number is None or number < 0:
-        raise _BadTraceLineError(f"time_s is {time_s!r}; expected a number of at least 0")
-    if kind not in {known.value for known in TraceEventKind}:
-        raise _BadTraceLineError(f"event is {kind!r}; expected add, notice or remove")
+        raise _BadTraceLineError(f"time_s is {time_s!r:.60}; expected a number of at least 0")
+    if not isinstance(kind, str) or kind not in {known.value for known in TraceEventKind}:
+        raise _BadTraceLineError(f"event is {kind!r:.60}; expected add, notice or remove")
     if not isinstance(node, str) or not node:
-        raise _BadTraceLineError(f"node is {node!r}; expected a name")
-    if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-        raise _BadTraceLineError(f"gpus is {gpus!r}; expected a whole number of at least 1")
-    return TraceEvent(number, TraceEventKind(str(kind)), node, gpus)
+        raise _BadTraceLineError(f"node is {node!r:.60}; expected a name")
+    if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= _GPUS_MAX:
+        raise _BadTraceLineError(f"gpus is {gpus!r:.60}; expected a whole number from 1 to {_GPUS_MAX}")
+    return TraceEvent(number, TraceEventKind(kind), node, gpus)
 
 
 def _counts(data: object, source: str) -> list[int]:
@@ -322,14 +326,26 @@ def _number(value: object) -> float | None:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write a ``.csv`` or ``.jsonl`` file. Raises :class:`TraceError`: another suffix, or unwritable."""
+    """Replace a ``.csv`` or ``.jsonl`` file, whole or not at all.
+
+    Raises:
+        TraceError: another suffix, or a place that cannot be written to.
+    """
     ending = path.suffix.lower()
     if ending not in (".csv", ".jsonl"):
         raise TraceError(f"{path}: the ending is {ending!r}; expected .csv or .jsonl")
     text = to_csv(trace) if ending == ".csv" else to_jsonl(trace)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        if path.is_dir():
+            raise IsADirectoryError(21, "Is a directory")
+        target = path.resolve()  # of a link, what it leads to
+        temporary = target.with_name(f".writing-{target.name}")
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}; expected a place to write a trace to") from None
 
