@@ -241,12 +241,13 @@ def _unbeaten(pairs: Sequence[tuple[MachinePrice, MachinePrice]]) -> list[tuple[
 
 def _sizes(file: ScenarioFile, strategy: str, fixed: Machine, coming: Machine) -> Iterator[Candidate]:
     """Candidates of all sizes: as many GPUs whatever the machine, unless the scenario lists nodes."""
-    wish, pools = file.plan, file.cluster
-    reserved = wish.reserved_nodes or _around(pools.reserved, fixed.gpus)
-    if strategy_named(strategy).places is SpotPlaces.NOTHING:
+    wish, pools, named = file.plan, file.cluster, strategy_named(strategy)
+    trained = file.ranks if named.learner_moves else _gpus(pools.reserved)
+    reserved = wish.reserved_nodes or _around(trained, fixed.gpus)
+    if named.places is SpotPlaces.NOTHING:
         yield from (Candidate(strategy, fixed, fixed, nodes, 0) for nodes in reserved)
         return
-    spot = [nodes for nodes in wish.spot_nodes or _around(pools.spot, coming.gpus) if nodes > 0]
+    spot = [nodes for nodes in wish.spot_nodes or _around(_gpus(pools.spot), coming.gpus) if nodes > 0]
     yield from (Candidate(strategy, fixed, coming, one, other) for one, other in product(reserved, spot))
 
 
@@ -289,6 +290,9 @@ def prepared_for(
     alike = candidate.reserved.gpu_type == candidate.spot.gpu_type  # spot nodes of another type only denoise
     if strategy_named(candidate.strategy).places is SpotPlaces.ON_DEMAND and alike:
         ranks += candidate.spot_nodes * candidate.spot.gpus
+    if ranks == 0:
+        remedy = "The learner needs one: reserve a node, or take a strategy that has it on spot nodes."
+        raise ConfigError(changed.name, [Problem("cluster.reserved.nodes", "0", "1 or more", remedy)])
     if changed.samples % ranks > DROPPED_MAX * changed.samples:
         found = f"{changed.samples} samples, which {ranks} learner GPUs do not divide"
         remedy = f"More than {DROPPED_MAX:.0%} would be left out."
@@ -362,9 +366,13 @@ def _named(machine: Machine, nodes: int) -> str:
     return f" ({nodes} x {machine.name}, {' '.join(filter(None, machine.place))})"
 
 
-def _around(pool: Pool, gpus: int) -> list[int]:
-    """Numbers of machines with about as many GPUs as the pool has: from one GPU, doubled, to four times."""
-    wanted = max(1, pool.nodes) * pool.gpus_per_node
+def _gpus(pool: Pool) -> int:
+    """Of the pool, or of its first node if it has none."""
+    return max(1, pool.nodes) * pool.gpus_per_node
+
+
+def _around(wanted: int, gpus: int) -> list[int]:
+    """Numbers of machines of ``gpus`` each with about so many GPUs: from one GPU, doubled, to four times."""
     doublings = {2**power for power in range(wanted.bit_length() + 2) if 2**power <= 4 * wanted}
     return sorted({-(-number // gpus) for number in {*doublings, wanted}})
 

@@ -102,7 +102,7 @@ def _steps(file: ScenarioFile, answer: Candidate) -> Iterator[tuple[str, Candida
                 name = with_parts(name, (part,))
                 steps.append((f"+{part}", replace(own, strategy=name)))
         if strategy.learner_moves:
-            nodes = -(-fixed.nodes * fixed.gpus_per_node // coming.gpus_per_node)
+            nodes = -(-file.ranks // coming.gpus_per_node)
             moved = replace(own, strategy=answer.strategy, reserved=there, reserved_nodes=nodes)
             steps.append(("learner on spot GPUs", moved))
     *before, (last, own) = steps
