@@ -63,7 +63,8 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         "surrogate": {"compare", "learning_speed", "scenarios"},
         "estimates": {"candidates", "compare", "prices", "scenarios", "strategy_runs", "surrogate"},
         "search": {"candidates", "compare", "estimates", "scenarios", "strategy_runs"},
-        "launch_files": {"candidates", "scenarios"},
+        "output_files": set(),
+        "launch_files": {"candidates", "output_files", "scenarios"},
         "explanation": {"candidates", "compare", "prices", "scenarios", "search", "strategy_runs"},
         "pages": {
             "candidates",

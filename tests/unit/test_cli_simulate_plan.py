@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
+from spotlight.config.errors import ConfigError, Problem
+from spotlight.planning.output_files import require_place, write_file
 
 SMALL = (
     "workload.prompts=8",
@@ -127,13 +130,21 @@ def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
         "plan.parts=[gap]",
     )
     words = ("plan", "paper-512", *SMALL, *fewer, "--jobs", "1", "--deadline-h", "1", "--html", str(page))
-    result = call(*words, "--json", str(figures))
+    result = call(*words, "--seed", "2", "--json", str(figures))
     assert result.exit_code == 0, result.output
     said = flat(result.output)
     assert re.search(
         r"Rent \d+ reserved.* H100, [\w+]+: \d+ iterations in [\d.]+ h for \$[\d.]+, simulated whole", said
     )
     assert "within a deadline of 1.00 h" in said
+    (told,) = (line for line in result.output.splitlines() if line.startswith("Simulate it: spotlight "))
+    again = call(*shlex.split(told)[3:], "--jobs", "1", "--json", str(tmp_path / "again.json"))
+    assert again.exit_code == 0, again.output
+    scenario = json.loads((tmp_path / "again.json").read_text())["scenario"]
+    answer = json.loads(figures.read_text())["answer"]
+    assert (scenario["run"]["seed"], scenario["workload"]["prompts"]) == (2, 8)
+    assert scenario["cluster"]["reserved"]["nodes"] == answer["reserved_nodes"]
+    assert scenario["cluster"]["spot"]["nodes"] in {answer["spot_nodes"], 4}  # 4: of reserved GPUs alone
     content = json.loads(figures.read_text())
     assert content["answer"]["simulated_whole"]
     assert content["answer"]["outcome"]["target_h"] <= 1
@@ -144,6 +155,48 @@ def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
     require_self_contained(html)
     for part in ("Pareto front", "deadline", "Time and cost to target", "answer, simulated whole"):
         assert part in html
+
+
+ALL_SPOT = (
+    "strategies=[all_spot]",
+    "cluster.reserved.nodes=0",
+    "learner.gpus=4",
+    "plan={iterations: 2, strategies: [all_spot], gpu_types: [H100], reserved_nodes: [2], spot_nodes: [2], "
+    "parts: []}",
+    "run.iterations=2",
+    "trace.kind=always_on",
+    "iterations_to_target.all_spot={value: 3, source: 'assumed: for a test'}",
+)
+
+
+def test_a_plan_without_reserved_nodes_is_explained(tmp_path: Path) -> None:
+    figures = tmp_path / "plan.json"
+    result = call(
+        "plan", "paper-512", *SMALL, *ALL_SPOT, "--jobs", "1", "--deadline-h", "9", "--json", str(figures)
+    )
+    assert result.exit_code == 0, result.output
+    content = json.loads(figures.read_text())
+    assert content["answer"]["strategy"] == "all_spot"
+    first, *_, last = content["levers"]
+    assert "cluster.reserved.nodes: found 0" in first["problem"]
+    assert last["problem"] is None
+    assert f"Added what explains the answer to {figures}" in flat(result.output)
+
+
+def test_the_answer_is_kept_if_it_cannot_be_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ConfigError("a scenario", [Problem("a.key", "a", "b", "c")])
+
+    monkeypatch.setattr("spotlight.planning.explanation.plan_explanation.explain", broken)
+    figures = tmp_path / "plan.json"
+    result = call(
+        "plan", "paper-512", *SMALL, *ALL_SPOT, "--jobs", "1", "--deadline-h", "9", "--json", str(figures)
+    )
+    assert result.exit_code == 1
+    assert re.search(r"Rent \d+ learner .*, all_spot: \d+ iterations in", flat(result.output))
+    assert json.loads(figures.read_text())["answer"]["strategy"] == "all_spot"
 
 
 @pytest.mark.slow  # as test_simulate_plan.py finds it
@@ -170,6 +223,15 @@ def test_planning_says_when_nothing_meets_the_goal() -> None:
         (("plan", "paper-512"), ("exactly one, above 0", "--deadline-h 24")),
         (("plan", "paper-512", "--deadline-h", "1", "--budget-usd", "1"), ("exactly one",)),
         (("plan", "paper-512", "--deadline-h", "-1"), ("exactly one, above 0",)),
+        (("plan", "paper-512", "--deadline-h", "1", "--json", "/"), ("It is a folder: name a file in it",)),
+        (
+            ("plan", "paper-512", "--deadline-h", "1", "--launch", "/dev/null/here"),
+            ("--launch: found /dev/null/here", "expected a folder"),
+        ),
+        (
+            ("plan", "paper-512", "--deadline-h", "1", "--launch", "new", "--config", "absent.yaml"),
+            ("absent.yaml", "No such file"),
+        ),
         (
             ("plan", "paper-512", "--deadline-h", "5", "plan.gpu_types=[L4]"),
             ("no on-demand price of L4", "can be simulated"),
@@ -202,3 +264,26 @@ def test_a_page_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "a place for it" in flat(result.output)
     assert "time per iteration" not in result.output
+
+
+def test_output_files_are_replaced_whole_and_pipes_are_written_to(tmp_path: Path) -> None:
+    path, link = tmp_path / "out.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    write_file(link, "old")
+    with path.open() as reading:
+        write_file(link, "new")
+        assert reading.read() == "old"
+    assert (path.read_text(), link.is_symlink()) == ("new", True)
+    write_file(Path("/dev/null"), "gone")
+    assert Path("/dev/null").is_char_device()
+    assert {one.name for one in tmp_path.iterdir()} == {"out.json", "link.json"}
+
+
+@pytest.mark.parametrize("place", [".", "out.json/below", "x" * 300])
+def test_places_for_no_file_are_refused_before_any_work(place: str, tmp_path: Path) -> None:
+    (tmp_path / "out.json").write_text("kept")
+    with pytest.raises(ConfigError, match="a place for it"):
+        require_place(tmp_path / place)
+    with pytest.raises(ConfigError, match="a place for it"):
+        require_place(Path("/proc/out.json"))
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["kept"]

@@ -15,7 +15,9 @@ import pytest
 import yaml
 from test_launch_files import schema
 
+from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
+from spotlight.config.schema import RunConfig
 from spotlight.planning import estimates as planning_estimates
 from spotlight.planning.candidates import (
     Candidate,
@@ -27,7 +29,13 @@ from spotlight.planning.candidates import (
     ways,
 )
 from spotlight.planning.compare import SimulationTask, run_task
-from spotlight.planning.launch_files import launch_files, read_templates
+from spotlight.planning.launch_files import (
+    launch_files,
+    launch_settings,
+    read_templates,
+    require_launch,
+    write_launch_files,
+)
 from spotlight.planning.prices.quotes import PriceError, Quote
 from spotlight.planning.prices.sources import PriceQuery
 from spotlight.planning.scenarios import pricing
@@ -40,6 +48,7 @@ from spotlight.planning.strategy_runs import StrategyRuns
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 ROOT = Path(__file__).parents[2]
+CONFIG = str(ROOT / "examples/qwen-image-nft.yaml")
 SMALL = (
     "workload.prompts=8",
     "workload.group_size=8",
@@ -321,7 +330,8 @@ def test_launch_files_are_what_schedulers_take(
     others = 0 if strategy == "reserved_only" else 3
     one = Candidate(strategy, fixed, coming if others else fixed, nodes, others)
     pricing = prepared_for(file, one, 2, NOW, QUOTES).pricing
-    made = launch_files(file, one, pricing, read_templates(), "examples/qwen-image-nft.yaml")
+    settings = launch_settings(file, one, pricing, CONFIG)
+    made = launch_files(one, read_templates(), "examples/qwen-image-nft.yaml", settings)
     tasks = {name: yaml.safe_load(text) for name, text in made.items() if name.startswith("skypilot")}
     for task in tasks.values():
         schema("skypilot_task.json").validate(task)
@@ -354,6 +364,98 @@ def test_launch_files_are_what_schedulers_take(
         assert config.fleet.learner_placement == ("spot" if moves else "reserved")
         assert config.rollout.steps == 20
         assert (config.pipeline.axis == "prompt") is ("gap" in strategy)
+
+
+def started(strategy: str, *overrides: str, config: str = CONFIG) -> RunConfig:
+    """What the launch files of an answer would run."""
+    file = small("cluster.spot.usd_gpu_h_on_demand=7", "workload.prompts=32", *overrides)
+    one = Candidate(strategy, MACHINES[0], MACHINES[0], 1, 3)
+    pricing = prepared_for(file, one, 2, NOW, QUOTES).pricing
+    words = launch_settings(file, one, pricing, config).split()
+    return load_config(Path(config), ["fleet.driver=ray", "fleet.address=auto", *words])
+
+
+def test_the_workload_that_was_simulated_is_started() -> None:
+    run = started(
+        "spotlight+tsp",
+        "workload.trained_timesteps=3",
+        "workload.train_samples=4",
+        "workload.updates_per_batch=2",
+        "workload.timesteps_per_pass=2",
+        "workload.checkpoint_every=7",
+        "workload.evaluation={every: 9, prompts: 8, images_per_prompt: 2, steps: 30}",
+        "learner.shard=all",
+    )
+    assert (run.algorithm.train_timesteps, run.algorithm.train_samples) == (3, 4)
+    assert (run.learner.updates_per_batch, run.learner.shard, run.learner.timesteps_per_pass) == (2, "all", 2)
+    test = run.evaluation
+    assert (test.every, test.prompts, test.images_per_prompt, test.steps) == (9, 8, 2, 30)
+    assert run.checkpoint.every == 7
+    plain = started("spotlight")  # SMALL has none of these, and no evaluation
+    assert plain.algorithm.train_samples is None
+    assert plain.evaluation.count(plain.iterations) == 0
+
+
+def test_as_many_pictures_are_evaluated_where_there_are_fewer_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    there = len((ROOT / "examples/prompts/ocr_test.txt").read_text().splitlines())
+    test = started(
+        "spotlight", f"workload.evaluation={{every: 25, prompts: {4 * there}, steps: 40}}"
+    ).evaluation
+    assert (test.prompts, test.images_per_prompt) == (there, 4)
+
+
+def test_commands_that_only_the_user_knows_are_placeholders_that_start_nothing(tmp_path: Path) -> None:
+    name = "all_spot_then_on_demand"
+    run = started(name, "learner.on_demand={after_s: 70, back_after_s: 80}")
+    assert (run.fleet.on_demand.after_s, run.fleet.on_demand.back_after_s) == (70, 80)
+    file = small("cluster.spot.usd_gpu_h_on_demand=7", "workload.prompts=32")
+    one = Candidate(name, MACHINES[0], MACHINES[0], 1, 3)
+    written = write_launch_files(tmp_path, file, one, prepared_for(file, one, 2, NOW, QUOTES).pricing, CONFIG)
+    assert written.to_replace == (run.fleet.on_demand.start, run.fleet.on_demand.stop)
+    result = subprocess.run(["bash", str(tmp_path / "start.sh")], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert str(tmp_path / "skypilot-reserved.yaml") in result.stderr
+    assert all(text in result.stderr for text in written.to_replace)
+    own = tmp_path / "own.yaml"
+    commands = "fleet:\n  on_demand: {start: sky launch, stop: sky down}\n"
+    own.write_text(Path(CONFIG).read_text().replace("fleet:\n", commands))
+    ours = started(name, config=str(own)).fleet.on_demand
+    assert (ours.start, ours.stop) == ("sky launch", "sky down")
+    require_launch(tmp_path, file, str(own))  # the commands alone are refused only beside another answer
+
+
+def test_what_no_answer_could_be_launched_with_is_told_before_the_search(tmp_path: Path) -> None:
+    file = small("workload.prompts=32")
+    require_launch(tmp_path / "new", file, CONFIG)
+    with pytest.raises(ConfigError, match="No such file"):
+        require_launch(tmp_path, file, "absent.yaml")
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "in"):
+        with pytest.raises(ConfigError, match=r"--launch: found .*; expected a folder"):
+            require_launch(folder, file, CONFIG)
+    tree, fewer = tmp_path / "grids.yaml", small("workload.evaluation={every: 9, prompts: 8}")
+    tree.write_text(Path(CONFIG).read_text().replace("evaluation:\n", "evaluation:\n  grid_images: 4\n"))
+    with pytest.raises(ConfigError, match=r"evaluation\.grid_images"):
+        require_launch(tmp_path, fewer, str(tree))
+
+
+@pytest.mark.parametrize(("nodes", "gpus", "most"), [(0, 8, 4), (1, 64, 32), (1, None, 2)])
+def test_sizes_of_a_learner_on_spot_nodes_are_around_its_own(nodes: int, gpus: int | None, most: int) -> None:
+    """Doublings up to four times the GPUs that train, however many are reserved beside it."""
+    pools = (f"cluster.reserved.nodes={nodes}", f"learner.gpus={'null' if gpus is None else gpus}")
+    wish = "plan={gpu_types: [H100], strategies: [all_spot]}"
+    candidates, _ = grid(small("strategies=[all_spot]", *pools, wish, "workload.prompts=64"), QUOTES)
+    assert max(one.reserved_nodes for one in candidates if one.reserved.gpus == 8) == most
+
+
+def test_a_cluster_without_a_gpu_to_train_on_is_refused() -> None:
+    file = small("strategies=[all_spot]", "cluster.reserved.nodes=0", "learner.gpus=8")
+    none = Candidate("reserved_only", MACHINES[0], MACHINES[0], 0, 0)
+    with pytest.raises(ConfigError, match=r"cluster\.reserved\.nodes: found 0; expected 1 or more"):
+        prepared_for(file, none, 4, NOW, QUOTES)
 
 
 def test_the_shape_names_machines_and_clouds() -> None:

@@ -7,13 +7,16 @@ places; all else (set-up, security, notices) stays as it is there. Pure, but for
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import load_config
+from spotlight.config.preset import with_preset
+from spotlight.config.tree import read_tree
 from spotlight.planning.candidates import Candidate, Machine, file_of, shape_of
+from spotlight.planning.output_files import require_folder, write_file
 from spotlight.planning.scenarios.pricing import Pricing
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.strategies import PipelinePart, Strategy, strategy_named
@@ -21,6 +24,12 @@ from spotlight.planning.scenarios.strategies import PipelinePart, Strategy, stra
 _TEMPLATES = ("skypilot-reserved.yaml", "skypilot-spot.yaml", "kuberay-rayjob.yaml")
 _INFRA = r"[a-z0-9]+(/[a-z0-9-]+){0,2}"
 _HEAD_MACHINE = "cpus: 16+"
+_RAY = ("fleet.driver=ray", "fleet.address=auto")
+_PLACEHOLDERS = {
+    "fleet.on_demand.start": "COMMAND_THAT_STARTS_A_NODE",
+    "fleet.on_demand.stop": "COMMAND_THAT_STOPS_IT",
+}
+"""Of commands that only the user can know, where the run's configuration does not have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +48,27 @@ class _Nodes:
         return "reserved" if self.strategy.places.stays else "spot"
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchFiles:
+    """What was written.
+
+    Attributes:
+        to_replace: placeholders in the files, which stand for what only the user can know.
+    """
+
+    paths: tuple[Path, ...]
+    to_replace: tuple[str, ...]
+
+
 def launch_files(
-    file: ScenarioFile, candidate: Candidate, pricing: Pricing, templates: Mapping[str, str], config: str
+    candidate: Candidate, templates: Mapping[str, str], config: str, settings: str
 ) -> dict[str, str]:
     """Contents by file name, with the commands that start them in ``start.sh``.
 
     Args:
         templates: those of :data:`_TEMPLATES`.
         config: of the training run, such as examples/qwen-image-nft.yaml.
+        settings: what the run is given beside it, of :func:`launch_settings`.
     """
     strategy = strategy_named(candidate.strategy)
     moved = candidate.reserved_nodes if strategy.learner_moves else 0
@@ -57,10 +79,12 @@ def launch_files(
         candidate.spot_nodes + moved,
         strategy,
     )
-    settings = " ".join(settings_of(file, candidate, pricing))
     about = f"# {shape_of(candidate)}: written by spotlight plan.\n#\n"
     reserved = _sky_reserved(templates["skypilot-reserved.yaml"], nodes, config, settings)
-    made = {"skypilot-reserved.yaml": reserved, "start.sh": _commands(nodes, candidate)}
+    made = {
+        "skypilot-reserved.yaml": reserved,
+        "start.sh": _commands(nodes, candidate, placeholders_in(settings)),
+    }
     if nodes.coming_nodes:
         made["skypilot-spot.yaml"] = _sky_others(templates["skypilot-spot.yaml"], nodes)
     if nodes.fixed_nodes > 1:
@@ -70,26 +94,86 @@ def launch_files(
     return {name: text if name == "start.sh" else about + text for name, text in made.items()}
 
 
+def require_launch(folder: Path, file: ScenarioFile, config: str) -> None:
+    """What can be known to be wrong before there is an answer.
+
+    Raises:
+        ConfigError: as :func:`write_launch_files`, if it is the same whatever the answer is.
+    """
+    read_templates()
+    try:
+        load_config(Path(config), [*_RAY, *" ".join(workload_settings(file, _held_out(config))).split()])
+    except ConfigError as error:
+        # Those of the fleet are the answer's.
+        if problems := [one for one in error.problems if not one.key.startswith("fleet.")]:
+            raise ConfigError(error.source, problems) from None
+    _require_folder(folder)
+
+
 def write_launch_files(
     folder: Path, file: ScenarioFile, candidate: Candidate, pricing: Pricing, config: str
-) -> list[Path]:
-    """Write them, and return their paths.
+) -> LaunchFiles:
+    """Write them.
 
     Raises:
         ConfigError: the repository's files are not here, the run's configuration refuses the settings, or the
             folder cannot be written to.
     """
-    ray = ("fleet.driver=ray", "fleet.address=auto")
-    load_config(Path(config), [*ray, *" ".join(settings_of(file, candidate, pricing)).split()])
-    made = launch_files(file, candidate, pricing, read_templates(), config)
+    settings = launch_settings(file, candidate, pricing, config)
+    made = launch_files(candidate, read_templates(), config, settings)
+    _require_folder(folder)
+    for name, text in made.items():
+        write_file(folder / name, text)
+    return LaunchFiles(tuple(folder / name for name in made), placeholders_in(settings))
+
+
+def _require_folder(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in made.items():
-            (folder / name).write_text(text, encoding="utf-8")
+        require_folder(folder)
     except OSError as error:
         problem = Problem("--launch", f"{folder}: {error.strerror}", "a folder", "Name another.")
         raise ConfigError("the command line", [problem]) from None
-    return [folder / name for name in made]
+
+
+def launch_settings(file: ScenarioFile, candidate: Candidate, pricing: Pricing, config: str) -> str:
+    """What ``spotlight train`` is given beside ``config``: the workload, the cluster and the strategy.
+
+    Commands for nodes on demand that ``config`` lacks are placeholders.
+
+    Raises:
+        ConfigError: ``config`` refuses them.
+    """
+    settings = [
+        *workload_settings(file, _held_out(config)),
+        *strategy_settings(file, candidate, pricing),
+    ]
+    words = " ".join(settings).split()
+    try:
+        load_config(Path(config), [*_RAY, *words])
+    except ConfigError as error:
+        words += [f"{one.key}={_PLACEHOLDERS[one.key]}" for one in error.problems if one.key in _PLACEHOLDERS]
+        load_config(Path(config), [*_RAY, *words])
+    return " ".join(words)
+
+
+def placeholders_in(settings: str) -> tuple[str, ...]:
+    """Which stand in settings."""
+    return tuple(text for text in _PLACEHOLDERS.values() if text in settings)
+
+
+def _held_out(config: str) -> int | None:
+    """Prompts in the run's held-out file, one a line; None: it cannot be read here.
+
+    Raises:
+        ConfigError: the run's configuration cannot be read.
+    """
+    data = with_preset(read_tree(Path(config))).get("data")
+    path = data.get("test") if isinstance(data, dict) else None
+    try:
+        text = Path(str(path)).read_text(encoding="utf-8") if path else ""
+    except (OSError, UnicodeDecodeError):
+        return None
+    return sum(bool(line.strip()) for line in text.splitlines()) or None
 
 
 def read_templates() -> dict[str, str]:
@@ -109,16 +193,41 @@ def read_templates() -> dict[str, str]:
     )
 
 
-def settings_of(file: ScenarioFile, candidate: Candidate, pricing: Pricing) -> Iterator[str]:
-    """What ``spotlight train`` is given for the workload, the cluster and the strategy."""
-    run, strategy = file_of(file, candidate, file.run.iterations), strategy_named(candidate.strategy)
-    work, parts = run.workload, strategy.parts
+def workload_settings(file: ScenarioFile, held_out: int | None = None) -> Iterator[str]:
+    """Of the scenario, whatever the cluster and the strategy.
+
+    Args:
+        held_out: prompts that there are to evaluate; None: unknown. If they are fewer than the scenario's,
+            each has as many more images.
+    """
+    work, test = file.workload, file.workload.evaluation
     yield f"rollout.height={work.height} rollout.width={work.width} rollout.steps={work.steps}"
     yield f"rollout.prompts_per_iteration={work.prompts} rollout.group_size={work.group_size}"
+    samples = "null" if work.train_samples is None else work.train_samples
+    yield f"algorithm.train_timesteps={work.trained_timesteps} algorithm.train_samples={samples}"
     yield f"learner.micro_batch_size={work.micro_batch_per_gpu}"
+    yield f"learner.updates_per_batch={work.updates_per_batch} learner.shard={file.learner.shard}"
+    if test is None:
+        yield "evaluation.every=0 evaluation.at_start=false evaluation.at_end=false"
+        return
+    prompts = min(test.prompts, held_out or test.prompts)
+    images = -(-test.prompts * test.images_per_prompt // prompts)
+    yield f"evaluation.every={test.every} evaluation.at_start=true evaluation.at_end=true"
+    yield f"evaluation.steps={test.steps}"
+    yield f"evaluation.prompts={prompts} evaluation.images_per_prompt={images}"
+
+
+def strategy_settings(file: ScenarioFile, candidate: Candidate, pricing: Pricing) -> Iterator[str]:
+    """Of the cluster and the strategy."""
+    run, strategy = file_of(file, candidate, file.run.iterations), strategy_named(candidate.strategy)
+    work, parts = run.workload, strategy.parts
     yield f"fleet.learner_ranks={candidate.reserved_nodes * candidate.reserved.gpus}"
     if strategy.learner_moves:
-        yield f"fleet.learner_placement={strategy.placement} checkpoint.every=1"
+        yield f"fleet.learner_placement={strategy.placement}"
+    yield f"checkpoint.every={1 if strategy.learner_moves else work.checkpoint_every}"
+    if strategy.placement == "spot_then_on_demand":
+        wish = run.learner.on_demand
+        yield f"fleet.on_demand.after_s={wish.after_s:g} fleet.on_demand.back_after_s={wish.back_after_s:g}"
     if (stays := pricing.on_demand or pricing.reserved) is not None:
         yield f"fleet.price_usd_h={stays.usd_gpu_h:g}"
     if pricing.spot is not None:
@@ -138,7 +247,7 @@ def settings_of(file: ScenarioFile, candidate: Candidate, pricing: Pricing) -> I
         yield f"pipeline.axis=generation pipeline.slice_size={sliced.slice_size}"
         yield f"pipeline.baseline={sliced.baseline}"
     if PipelinePart.TSP in parts:
-        yield "learner.timesteps_per_pass=auto"
+        yield f"learner.timesteps_per_pass={work.timesteps_per_pass or 'auto'}"
     if parts & {PipelinePart.TAG, PipelinePart.STEAL}:
         yield "pipeline.trainers_generate=true"
     if PipelinePart.TCSS in parts:
@@ -184,7 +293,7 @@ def _resources(text: str, machine: Machine) -> str:
     return _once(r"  accelerators: [^\n]*", text, f"  accelerators: {machine.gpu_type}:{machine.gpus}{named}")
 
 
-def _commands(nodes: _Nodes, candidate: Candidate) -> str:
+def _commands(nodes: _Nodes, candidate: Candidate, to_replace: Sequence[str]) -> str:
     """A shell script with the commands of docs/howto/launch-with-skypilot.md."""
     lines = [
         "#!/usr/bin/env bash",
@@ -198,6 +307,15 @@ def _commands(nodes: _Nodes, candidate: Candidate) -> str:
         "SPOTLIGHT_HEAD=$(ssh spotlight hostname -I | tr ' ' '\\n' | head -n 1)",
         "export SPOTLIGHT_HEAD",
     ]
+    if to_replace:
+        told = f"Replace {' and '.join(to_replace)} first (docs/howto/train-on-spot.md has examples)."
+        found = " ".join(f"-e {text}" for text in to_replace)
+        lines[5:5] = [
+            f'if grep -l {found} "$here"/*.yaml >&2; then',
+            f'  echo "{told}" >&2',
+            "  exit 1",
+            "fi",
+        ]
     if candidate.crossing:
         lines.insert(
             2,

@@ -44,7 +44,7 @@ def calibrate(runs: RunsArgument, out: OutOption = None) -> None:
     """
     from spotlight.planning.calibration.measured_profile import measured_yaml
     from spotlight.planning.calibration.run_times import read_run_times
-    from spotlight.planning.pages.comparison_page import require_place, write_file
+    from spotlight.planning.output_files import require_place, write_file
     from spotlight.planning.scenarios.profile import parse_profile
 
     directories = [find_run(run) for run in dict.fromkeys(runs)]

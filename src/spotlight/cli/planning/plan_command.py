@@ -27,6 +27,7 @@ from spotlight.cli.planning.simulate_command import (
 )
 
 if TYPE_CHECKING:
+    from spotlight.planning.explanation.plan_explanation import PlanExplanation
     from spotlight.planning.scenarios.prepare import Prepared
     from spotlight.planning.scenarios.scenario_file import ScenarioFile
     from spotlight.planning.search import SearchResult
@@ -74,7 +75,8 @@ def plan(
     full from several starts, and meets the goal at p90. The scenario's section ``plan`` defines the search
     range. A page and JSON also have the verdict against the reserved GPUs alone, what each
     lever brings, and which assumption moves the answer most.
-    Exit status: 0 found, 1 nothing meets the goal, 2 not started.
+    Exit status: 0 found, 1 nothing meets the goal or the answer could not be written or explained, 2 not
+    started.
 
     [bold]Examples[/bold]
 
@@ -88,12 +90,13 @@ def plan(
     """
     from spotlight.planning.candidates import prepared_for
     from spotlight.planning.explanation.plan_explanation import explain
-    from spotlight.planning.launch_files import write_launch_files
-    from spotlight.planning.pages.comparison_page import require_place, require_plotly, write_file
+    from spotlight.planning.launch_files import require_launch, write_launch_files
+    from spotlight.planning.output_files import require_place, write_file
+    from spotlight.planning.pages.comparison_page import require_plotly
     from spotlight.planning.pages.plan_page import plan_page, plan_record
     from spotlight.planning.search import Goal, search
 
-    now = datetime.now(UTC)
+    now, jobs = datetime.now(UTC), jobs or os.cpu_count() or 1
     with errors_without_traceback():
         goal = Goal(deadline_h, budget_usd)
         if page is not None:
@@ -101,24 +104,43 @@ def plan(
         for wanted in filter(None, (as_json, page)):
             require_place(wanted)
         file = read_scenario(scenario, overrides or [], trace, seed, starts)
-        jobs, explained = jobs or os.cpu_count() or 1, None
+        if launch is not None:
+            require_launch(launch, file, config)
         with Bar(None) as bar:
             found = search(file, goal, now, jobs=jobs, progress=bar.done)
-            if found.answer is not None and (as_json or page):
-                explained = explain(file, found.answer, now, jobs=jobs, progress=bar.done)
+    with errors_without_traceback(EXIT_STOPPED_BY_ERROR):
         shown = (found.answer or found.nearest).candidate
         prepared = prepared_for(file, shown, file.plan.iterations, now)
-        _print(file, found, prepared, now)
-        if as_json is not None:
-            write_file(as_json, json.dumps(plan_record(file, found, explained), indent=2) + "\n")
-        if page is not None:
-            write_file(page, plan_page(file, found, explained, prepared, now))
+
+        def write(explained: PlanExplanation | None) -> None:
+            if as_json is not None:
+                write_file(as_json, json.dumps(plan_record(file, found, explained), indent=2) + "\n")
+            if page is not None:
+                write_file(page, plan_page(file, found, explained, prepared, now))
+
+        given = [scenario, *(overrides or []), *_options(trace=trace, seed=seed, starts=starts)]
+        _print(file, found, prepared, now, given)
+        write(None)
+        _print_written(as_json, page)
         if launch is not None and found.answer is not None:
-            _print_written(*write_launch_files(launch, file, shown, prepared.pricing, config))
-            Console(highlight=False).print(f"Start it: bash {launch / 'start.sh'}", soft_wrap=True)
-    _print_written(as_json, page)
+            written = write_launch_files(launch, file, shown, prepared.pricing, config)
+            _print_written(*written.paths)
+            first = f"Replace {' and '.join(written.to_replace)} in them. " if written.to_replace else ""
+            Console(highlight=False).print(f"{first}Start it: bash {launch / 'start.sh'}", soft_wrap=True)
+        # Last, because the answer is worth having without: it may take long, or fail.
+        if found.answer is not None and (as_json or page):
+            with Bar(None) as bar:
+                explained = explain(file, found.answer, now, jobs=jobs, progress=bar.done)
+            write(explained)
+            names = " and ".join(str(path) for path in (as_json, page) if path)
+            Console(highlight=False).print(f"Added what explains the answer to {names}", soft_wrap=True)
     if found.answer is None:
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
+
+
+def _options(**given: object) -> list[str]:
+    """As words of the command line; None: not given."""
+    return [word for name, value in given.items() if value is not None for word in (f"--{name}", f"{value}")]
 
 
 def _print_written(*paths: Path | None) -> None:
@@ -126,7 +148,10 @@ def _print_written(*paths: Path | None) -> None:
         Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
 
 
-def _print(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime) -> None:
+def _print(
+    file: ScenarioFile, found: SearchResult, prepared: Prepared, now: datetime, given: list[str]
+) -> None:
+    """Print the answer; ``given``: the scenario with its overrides and options, as on the command line."""
     from spotlight.planning.candidates import overrides_of
     from spotlight.planning.pages.plan_page import COLUMNS, answer_text, lines_of, plan_notes
 
@@ -142,6 +167,6 @@ def _print(file: ScenarioFile, found: SearchResult, prepared: Prepared, now: dat
     console.print(Text(answer_text(file, found), style=style), soft_wrap=True)
     if found.answer is not None:
         best = found.answer.candidate
-        words = ["--strategy", best.strategy, *overrides_of(file, best)]
-        told = f"Simulate it: spotlight simulate SCENARIO {' '.join(map(shlex.quote, words))}"
+        words = [*given, "--strategy", best.strategy, *overrides_of(file, best)]
+        told = f"Simulate it: spotlight simulate {' '.join(map(shlex.quote, words))}"
         console.print(Text(told, style="dim"), soft_wrap=True)

@@ -110,7 +110,8 @@ def simulate(
         _list()
         return
     from spotlight.planning.compare import run_tasks
-    from spotlight.planning.pages.comparison_page import require_place, require_plotly
+    from spotlight.planning.output_files import require_place
+    from spotlight.planning.pages.comparison_page import require_plotly
     from spotlight.planning.scenarios.prepare import prepare
     from spotlight.planning.strategy_runs import grouped, tasks_from_starts
 
@@ -151,7 +152,8 @@ def _write(
     as_json: Path | None,
     page: Path | None,
 ) -> None:
-    from spotlight.planning.pages.comparison_page import comparison_page, write_file
+    from spotlight.planning.output_files import write_file
+    from spotlight.planning.pages.comparison_page import comparison_page
     from spotlight.planning.pages.comparison_summary import record_of
 
     with errors_without_traceback():

@@ -180,17 +180,13 @@ def _read(path: Path, format: Format, shape: _Shape) -> Trace:
 
 def _write(traces: Sequence[Trace], out: Path | None, page: Path | None) -> None:
     from spotlight.fleet.traces.picture import html
-    from spotlight.fleet.traces.trace import TraceError
     from spotlight.fleet.traces.trace_files import write_trace
+    from spotlight.planning.output_files import write_file
 
     if out is not None:
         write_trace(traces[0], out)
     if page is not None:
-        text = html(traces)
-        try:
-            page.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise TraceError(f"{page}: {error.strerror}; expected a place for the page") from None
+        write_file(page, html(traces))
 
 
 def _record(trace: Trace) -> dict[str, object]:

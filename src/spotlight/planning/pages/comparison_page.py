@@ -9,7 +9,6 @@ import importlib.util
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spotlight.config.errors import ConfigError, Problem
@@ -49,27 +48,6 @@ def require_plotly() -> None:
     if importlib.util.find_spec("plotly") is None:
         remedy = "Run: pip install 'spotlight-rl[plots]', or leave --html out."
         raise ConfigError("--html", [Problem("plotly", "no such package", "the extra plots", remedy)])
-
-
-def require_place(path: Path) -> None:
-    """Create the folder of an output file. Raises :class:`ConfigError` if that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _no_place(path, error) from None
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write an output file. Raises :class:`ConfigError` if that fails."""
-    require_place(path)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _no_place(path, error) from None
-
-
-def _no_place(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(str(path), [Problem("FILE", str(path), "a place for it", f"{error.strerror}.")])
 
 
 def comparison_page(
