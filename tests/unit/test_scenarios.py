@@ -18,7 +18,12 @@ from spotlight.planning.scenarios import pricing
 from spotlight.planning.scenarios.prepare import degrees, prepare, scenario_of
 from spotlight.planning.scenarios.pricing import Pricing
 from spotlight.planning.scenarios.profile import load_profile
-from spotlight.planning.scenarios.scenario_file import PublicTraceSection, ScenarioFile
+from spotlight.planning.scenarios.scenario_file import (
+    AlwaysOn,
+    GeneratedTrace,
+    PublicTraceSection,
+    ScenarioFile,
+)
 from spotlight.planning.scenarios.scenario_load import load_scenario, scenario_names
 from spotlight.planning.scenarios.side_costs import egress_between
 from spotlight.planning.scenarios.strategies import STRATEGIES, SpotPlaces, strategy_named
@@ -98,6 +103,25 @@ def test_files_build_on_others_and_paths_are_beside_them(tmp_path: Path) -> None
     assert (file.run.iterations, file.run.seed) == (3, 5)
     prepared = prepare(file, file.strategies, NOW)
     assert prepared.trace.events[1].time_s == 3600
+
+
+def test_a_base_without_a_trace_takes_the_files(tmp_path: Path) -> None:
+    """A base may leave out what has a default; what it leaves out cannot be of another kind."""
+    for name in ("video-1000", "paper-512"):
+        shipped = files("spotlight.planning.scenarios").joinpath(f"shipped/{name}.yaml").read_text()
+        bare = "".join(line for line in shipped.splitlines(keepends=True) if not line.startswith("trace:"))
+        (tmp_path / "bare.yaml").write_text(bare)
+        assert load_scenario(str(tmp_path / "bare.yaml")).trace == AlwaysOn()
+        (tmp_path / "one.yaml").write_text("base: bare.yaml\ntrace: {kind: generated}\n")
+        assert load_scenario(str(tmp_path / "one.yaml")).trace == GeneratedTrace()
+
+
+@pytest.mark.parametrize("kind", ["[a]", "{a: b}", "null", "1"])
+def test_a_kind_of_trace_that_is_no_name_is_told(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "one.yaml").write_text(f"base: paper-512\ntrace: {{kind: {kind}}}\n")
+    with pytest.raises(ConfigError, match=r"trace\.kind"):
+        load_scenario(str(tmp_path / "one.yaml"))
+    assert "trace.kind" in told(f"trace={{kind: {kind}}}")
 
 
 def test_a_public_trace_that_is_not_there_says_how_to_fetch_it(

@@ -112,8 +112,8 @@ def _tree(name: str, beside: Path | None, depth: int) -> dict[str, Any]:
         expected = f"a name or path, at most {_DEPTH_MAX} deep"
         raise ConfigError(name, [Problem(_BASE, repr(base), expected, "Name another scenario.")])
     below = _tree(base, folder, depth + 1)
-    if _section(tree, "trace").get("kind") not in {None, _section(below, "trace").get("kind")}:
-        del below["trace"]
+    if _section(tree, "trace").get("kind") not in (None, _section(below, "trace").get("kind")):
+        below.pop("trace", None)
     return merge(below, tree)
 
 
