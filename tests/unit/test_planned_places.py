@@ -243,6 +243,25 @@ def test_clouds_that_could_not_be_read_are_told(monkeypatch: pytest.MonkeyPatch)
     assert found.reasons() == ("vast: its prices could not be read: vast: no answer in 30 s",)
 
 
+def test_what_is_left_out_is_counted_once() -> None:
+    found = planning_estimates.Estimates(small(), NOW, 1, lambda name: None)
+    one, other = (Candidate("reserved_only", MACHINES[0], MACHINES[0], nodes, 0) for nodes in (1, 2))
+    for candidate in (one, other, one, one):
+        found.leave_out(candidate, "no reason")
+    assert found.reasons() == (f"{shape_of(one)} and 1 more: no reason",)
+
+
+def test_what_there_is_room_for_later_is_no_longer_left_out() -> None:
+    found = planning_estimates.Estimates(small("plan.iterations=2"), NOW, 1, lambda name: None)
+    one = Candidate("reserved_only", MACHINES[0], MACHINES[0], 1, 0)
+    found.limit = 0
+    assert found.of([one]) == {}
+    assert found.reasons() == (f"{shape_of(one)}: plan.candidates_max is reached",)
+    found.limit = 1
+    assert one in found.of([one])
+    assert found.reasons() == ()
+
+
 def few() -> ScenarioFile:
     """Two machine sizes, two previews, with and without a part, reserved and moving learner."""
     wish = WISH.replace("spot_nodes: [1, 2]", "spot_nodes: [2]").replace("sizes_max: 3", "sizes_max: 2")

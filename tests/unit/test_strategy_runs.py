@@ -17,7 +17,7 @@ from spotlight.config.errors import ConfigError
 from spotlight.planning.candidates import Candidate, Machine
 from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_task
 from spotlight.planning.pages.comparison_summary import between, hours, notes_of, table_of, usd
-from spotlight.planning.pages.plan_page import lines_of
+from spotlight.planning.pages.plan_page import answer_text, lines_of
 from spotlight.planning.scenarios.prepare import Prepared, at_starts, prepare
 from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.search import EvaluatedCandidate, Goal, SearchResult, pareto, search
@@ -182,6 +182,16 @@ def test_candidates_without_a_target_come_last_and_hide_none_behind_them() -> No
     assert [one.candidate.reserved_nodes for one in pareto(found)] == [2, 3, 1]  # dearer if faster
     result = SearchResult(goal, tuple(found), pareto(found), None, (), (), (), (), 4)
     assert result.nearest.candidate.reserved_nodes == 2
+    # Simulated whole, the one that seemed nearest is farther than another's estimate.
+    missed = [
+        replace(found[nodes], runs=of([time] * 3, outcome), whole=True) for nodes, time in ((3, 9), (2, 8))
+    ]
+    worse = replace(result, confirmed=tuple(missed), rejected=tuple(missed))
+    assert worse.nearest == found[1]
+    assert "5.00 h" in answer_text(prepared().file, worse)
+    fewer = replace(worse, evaluated=tuple(found[2:]))
+    assert "8.00 h" in answer_text(prepared().file, fewer)
+    assert "which simulated whole misses it" in answer_text(prepared().file, fewer)
     assert [line.cells[1] for line in lines_of(prepared().file, result, every=True)] == [
         hours(time) for time in (3.0, 4.0, 5.0, math.nan)
     ]

@@ -24,6 +24,8 @@ from spotlight.planning.surrogate import (
     steady_task,
 )
 
+_NO_ROOM = "plan.candidates_max is reached"
+
 
 @dataclass(slots=True)
 class Estimates:
@@ -35,6 +37,7 @@ class Estimates:
         tried: all that were tried, useless or not.
         lengths_s: of the iterations after the first, with all spot nodes.
         points: short simulations by :func:`family_of` and number of spot nodes.
+        left_out: by reason, what is not considered, each once.
         limit: short simulations up to which may be made now.
     """
 
@@ -46,7 +49,7 @@ class Estimates:
     tried: set[Candidate] = field(default_factory=set)
     lengths_s: dict[Candidate, tuple[float, ...]] = field(default_factory=dict)
     points: dict[Candidate, dict[int, SteadyPoint]] = field(default_factory=dict)
-    left_out: dict[str, list[str]] = field(default_factory=dict)
+    left_out: dict[str, dict[str, None]] = field(default_factory=dict)
     limit: int = 0
     _starts: dict[Candidate, tuple[Prepared, ...]] = field(default_factory=dict)
 
@@ -55,7 +58,7 @@ class Estimates:
         unread: dict[str, str] = {}
         self.quotes = quotes_of(self.file, gpu_types_of(self.file), self.now, unread)
         for cloud, why in unread.items():
-            self.left_out.setdefault(f"its prices could not be read: {why.splitlines()[0]}", []).append(cloud)
+            self.left_out.setdefault(f"its prices could not be read: {why.splitlines()[0]}", {})[cloud] = None
 
     @property
     def simulated(self) -> int:
@@ -74,9 +77,10 @@ class Estimates:
             counts = counts_wanted(prepared, candidate.strategy)
             new = [one for one in counts if one not in known and (family, one) not in tasks]
             if self.simulated + len(tasks) + len(new) > self.limit:
-                self.leave_out(candidate, "plan.candidates_max is reached")
+                self.leave_out(candidate, _NO_ROOM)
                 continue
             self.tried.add(candidate)
+            self.left_out.get(_NO_ROOM, {}).pop(shape_of(candidate), None)  # there is room by now
             starts[candidate] = prepared
             for one in new:
                 tasks[family, one] = prepared[0], steady_task(prepared[0], family.strategy, one)
@@ -85,13 +89,14 @@ class Estimates:
 
     def leave_out(self, candidate: Candidate, reason: str) -> None:
         """Remember why a candidate is not considered."""
-        self.left_out.setdefault(reason, []).append(shape_of(candidate))
+        self.left_out.setdefault(reason, {})[shape_of(candidate)] = None
 
     def reasons(self) -> tuple[str, ...]:
         """Reasons for leaving candidates out, each with its first example."""
         return tuple(
-            f"{shapes[0]}{f' and {len(shapes) - 1} more' if len(shapes) > 1 else ''}: {reason}"
+            f"{next(iter(shapes))}{f' and {len(shapes) - 1} more' if len(shapes) > 1 else ''}: {reason}"
             for reason, shapes in self.left_out.items()
+            if shapes
         )
 
     def _prepared(self, candidate: Candidate) -> tuple[Prepared, ...] | None:

@@ -140,8 +140,10 @@ class SearchResult:
 
     @property
     def nearest(self) -> EvaluatedCandidate:
-        """The best candidate when none meets the goal."""
-        return min(self.evaluated, key=lambda one: self.goal.rank(one.runs))
+        """The best candidate when none meets the goal: as simulated whole, or else by its estimate."""
+        wholes = {one.candidate: one for one in self.rejected}
+        known = (wholes.get(one.candidate, one) for one in self.evaluated)
+        return min(known, key=lambda one: self.goal.rank(one.runs))
 
 
 @dataclass(slots=True)
@@ -254,7 +256,7 @@ def search(
     state = _SearchState(file, goal, Estimates(file, now, jobs, progress))
     candidates, without = grid(file, state.estimates.quotes)
     for shape, reason in without:
-        state.estimates.left_out.setdefault(reason, []).append(shape)
+        state.estimates.left_out.setdefault(reason, {})[shape] = None
     state.try_all(candidates)
     _refine(state)
     parts_found = _every_way(state)

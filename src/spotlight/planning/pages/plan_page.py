@@ -58,7 +58,7 @@ def answer_text(file: ScenarioFile, found: SearchResult) -> str:
             f"{_p50_p90(one.runs)}, simulated whole{f' from {starts} starts' if starts > 1 else ''}; the "
             f"{kind} of {len(found.evaluated)} candidates within {goal_text(found.goal)}."
         )
-    near = found.rejected[0] if found.rejected else found.nearest
+    near = found.nearest
     whole = ", which simulated whole misses it" if near.whole else ""
     return (
         f"Nothing meets {goal_text(found.goal)}. Nearest of {len(found.evaluated)} candidates: "
