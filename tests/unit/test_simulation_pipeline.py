@@ -340,6 +340,15 @@ def test_gpus_that_cannot_hold_both_of_their_tasks_are_told(name: str, strategy:
     assert any("would hold, for both" in line for line in told) is crowded
 
 
+def test_memory_is_that_of_the_gpus_that_train() -> None:
+    """Of a learner on spot nodes these are spot GPUs, whatever is reserved for other strategies."""
+    pools = ("cluster.reserved.gpu_type=H20", "cluster.spot.gpu_type=H100", "learner.gpus=2")
+    one = dataclasses.replace(outcome("disaggregated"), strategy="all_spot")
+    notes = notes_of(prepared("all_spot", *pools, name="paper-512"), [StrategyRuns((one,))], NOW)
+    (told,) = [line for note in notes for line in note.lines if "would hold, for both" in line]
+    assert "; H100 has 80." in told
+
+
 def test_the_table_says_what_filled_idle_time() -> None:
     names = ("", "+gap+tag", "+tcss", "+exploration", "+gap")
     found = [outcome(f"disaggregated{name}") for name in names]

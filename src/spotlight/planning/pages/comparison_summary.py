@@ -208,16 +208,19 @@ def _old_prices(prepared: Prepared, now: datetime) -> Iterator[str]:
 def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:
     if prepared.profile.memory.bounds:
         return  # twice what a GPU has, whatever it needs
-    gpu = prepared.file.cluster.reserved.gpu_type
-    has = GPU_TYPES[gpu].vram_bytes
-    needs = {one.strategy: bytes_of_both(prepared, strategy_named(one.strategy)) for one in outcomes}
-    crowded = [f"{name} {need / 2**30:.0f} GiB" for name, need in needs.items() if need > has]
-    if crowded:
-        stay = any(not strategy_named(name.split(" ")[0]).switches for name in crowded)
+    crowded: dict[str, list[str]] = {}
+    for one in outcomes:
+        strategy = strategy_named(one.strategy)
+        gpu, need = prepared.file.learner_gpu(strategy), bytes_of_both(prepared, strategy)
+        if need > GPU_TYPES[gpu].vram_bytes:
+            crowded.setdefault(gpu, []).append(f"{one.strategy} {need / 2**30:.0f} GiB")
+    for gpu, needs in crowded.items():
+        has = GPU_TYPES[gpu].vram_bytes
+        stay = any(not strategy_named(name.split(" ")[0]).switches for name in needs)
         resident = prepared.file.workload.resident and stay
         assumed = "as if they fitted" if resident else "as if what is not in use moved out and in again"
         yield (
-            f"GPUs that train and roll out would hold, for both: {', '.join(crowded)} each; {gpu} has "
+            f"GPUs that train and roll out would hold, for both: {', '.join(needs)} each; {gpu} has "
             f"{has / 2**30:.0f}. Simulated {assumed} (workload.resident); the Ray driver keeps both there. "
             "Take larger GPUs, more that train, or a strategy where others roll out."
         )
