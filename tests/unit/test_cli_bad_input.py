@@ -87,6 +87,12 @@ def test_commands_of_a_run_say_which_runs_there_are(here: Path, command: str) ->
     assert_told(invoke(command, "yours"), "'yours' is no run directory", "mine")
 
 
+@pytest.mark.parametrize("option", ["--max-age-h", "--timeout-s"])
+@pytest.mark.parametrize("value", ["inf", "1e12"])
+def test_times_without_end_are_refused(here: Path, option: str, value: str) -> None:
+    assert_told(invoke("prices", option, value), f"{option}: found", "expected at most 1e+06")
+
+
 def test_a_run_without_a_ledger_cannot_be_audited(here: Path) -> None:
     (here / "config.yaml").write_text("name: mine\n")
     assert_told(invoke("audit", str(here)), "ledger.sqlite", "no ledger here")

@@ -238,6 +238,16 @@ def test_a_file_is_as_old_as_it_was_written(tmp_path: Path) -> None:
         load_prices(f"aws={tmp_path}/absent.csv", question(tmp_path))
 
 
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "what://x"])
+def test_a_proxy_that_cannot_be_used_is_told(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+        for each in (name, name.lower()):
+            monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    with pytest.raises(PriceError, match=r"http://example\.invalid.*unset ALL_PROXY"):
+        get_text("http://example.invalid/prices", QUICK)
+
+
 @pytest.mark.parametrize("source", ["nosuch", "=vms.csv", "aws=", "a b=vms.csv"])
 def test_an_unknown_source_names_those_there_are(source: str, tmp_path: Path) -> None:
     with pytest.raises(PriceError, match="expected builtin, skypilot, aws, azure"):

@@ -48,6 +48,9 @@ ZonesOption: TypeAlias = Annotated[
     bool, typer.Option("--zones", help="Every zone, not only each region's cheapest.")
 ]
 
+_MOST = 1e6
+"""Hours or seconds: a century, or days."""
+
 
 def prices(
     gpu: GpuOption = None,
@@ -79,6 +82,9 @@ def prices(
     from spotlight.planning.prices.quotes import cheapest, select
     from spotlight.planning.prices.sources import PriceQuery, load_prices
 
+    for name, value in (("--max-age-h", max_age_h), ("--timeout-s", timeout_s)):
+        if value > _MOST:
+            raise failure(f"{name}: found {value:g}; expected at most {_MOST:g}. Give a smaller number.")
     question = PriceQuery(
         gpus=tuple(gpu or ()),
         clouds=tuple(cloud or ()),

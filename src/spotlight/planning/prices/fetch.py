@@ -46,7 +46,13 @@ async def _get(url: str, limits: FetchLimits, params: Mapping[str, str] | None) 
     import httpx2  # keeps start-up fast for commands without prices
 
     body = bytearray()
-    client = httpx2.AsyncClient(timeout=limits.idle_s)  # loads certificates: not the server's time
+    try:
+        client = httpx2.AsyncClient(timeout=limits.idle_s)  # loads certificates: not the server's time
+    except (ImportError, ValueError, OSError, httpx2.InvalidURL) as error:
+        raise PriceError(
+            f"{url} cannot be asked: {error}; expected a proxy and certificates that can be used. Change or "
+            "unset ALL_PROXY, HTTPS_PROXY, HTTP_PROXY or SSL_CERT_FILE."
+        ) from None
     try:
         async with (
             client,
