@@ -73,6 +73,19 @@ def test_ctrl_c_ends_the_watch() -> None:
     assert (process.returncode, output, errors) == (130, "", "")
 
 
+def test_a_metadata_service_that_is_late_is_found() -> None:
+    with metadata() as fake, start("-m", "spotlight.cli", "notices", "--endpoint", fake.url) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stderr.readline() == "Watching no cloud yet. Ctrl-C ends.\n"
+        assert "preemptions may come unannounced" in process.stderr.readline()
+        fake.change(plays=("aws",), action={"action": "terminate", "time": fake.in_s(100)})
+        assert "aws: this node goes in" in process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+    assert process.returncode == 130
+
+
 def test_a_reader_that_is_gone_ends_the_watch_quietly() -> None:
     with metadata("aws") as fake, start("-m", "spotlight.cli", "notices", "--endpoint", fake.url) as process:
         assert process.stdout is not None

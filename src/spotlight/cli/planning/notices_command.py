@@ -51,7 +51,8 @@ def notices(
 ) -> None:
     """Watch this node's preemption notices, exactly as a training run would see them.
 
-    Run it on a node to test that notices reach it. It acknowledges nothing and stops nothing. Ctrl-C ends it.
+    Run it on a node to test that notices reach it. It acknowledges nothing and stops nothing. A metadata
+    service that does not answer yet is asked again, unless --once is given. Ctrl-C ends it.
 
     [bold]Examples[/bold]
 
@@ -96,6 +97,7 @@ async def _once(cloud: str, endpoint: str | None, as_json: bool) -> None:
 async def _watch(cloud: str, endpoint: str | None, sigterm_grace_s: float | None, as_json: bool) -> None:
     import random
 
+    from spotlight.fleet.notices.clouds import NO_CLOUD
     from spotlight.fleet.notices.sigterm import catching_sigterm
     from spotlight.fleet.notices.watcher import NoticeWatcher
 
@@ -110,18 +112,29 @@ async def _watch(cloud: str, endpoint: str | None, sigterm_grace_s: float | None
         if sigterm_grace_s is not None:  # first: the signal may arrive during cloud detection
             sources.append(stack.enter_context(catching_sigterm(sigterm_grace_s)))
         if cloud != "none":
-            sources.append(await _cloud_source(cloud, endpoint))
-        names = " and ".join(source.name for source in sources)
-        typer.echo(f"Watching {names}. Ctrl-C ends.", err=True)
+            sources.append(await _cloud_source(cloud, endpoint, waits=True))
+        found = ["no cloud yet" if source.name == NO_CLOUD else source.name for source in sources]
+        typer.echo(f"Watching {' and '.join(found)}. Ctrl-C ends.", err=True)
         await NoticeWatcher(sources, random.Random()).run(tell)
 
 
-async def _cloud_source(cloud: str, endpoint: str | None) -> NoticeSource:
-    from spotlight.fleet.notices.clouds import cloud_source, find_cloud
+async def _cloud_source(cloud: str, endpoint: str | None, *, waits: bool = False) -> NoticeSource:
+    """The cloud's source; ``waits``: if none answers, one that looks again each time, as a run's."""
+    from spotlight.fleet.notices.clouds import DetectedCloud, cloud_source, find_cloud
     from spotlight.fleet.notices.metadata import LINK_LOCAL_URL, MetadataServer
+    from spotlight.fleet.notices.notice import NoticeError
 
     server = MetadataServer(LINK_LOCAL_URL if endpoint is None else endpoint)
-    source = await find_cloud(server) if cloud == "auto" else cloud_source(cloud, server)
+    source: NoticeSource
+    if cloud != "auto":
+        source = cloud_source(cloud, server)
+    else:
+        try:
+            source = await find_cloud(server)
+        except NoticeError:
+            if not waits:
+                raise
+            source = DetectedCloud(server)  # the watch says why
     if source.name == "azure":
         typer.echo("Azure's first answer can take two minutes.", err=True)
     return source

@@ -14,6 +14,9 @@ from spotlight.fleet.notices.notice import (
 )
 from spotlight.registry import CLOUDS
 
+NO_CLOUD = "no cloud"
+"""Name of the source of a cloud that has not answered yet."""
+
 
 def cloud_source(cloud: str, server: MetadataServer | None = None) -> CloudSource:
     """Notice source of ``cloud``, at its usual address unless ``server`` is given. Raises RegistryError."""
@@ -33,7 +36,7 @@ class DetectedCloud:
     @property
     def name(self) -> str:
         """See ``NoticeSource``."""
-        return "no cloud" if self._found is None else self._found.name
+        return NO_CLOUD if self._found is None else self._found.name
 
     @property
     def period_s(self) -> float:

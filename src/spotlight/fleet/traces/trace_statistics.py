@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from spotlight.fleet.traces.trace import Trace, TraceEventKind
 
@@ -93,7 +94,7 @@ def statistics(trace: Trace) -> TraceStatistics:
         gpus_mean=sum(_length(part) * part.gpus for part in stretches) / trace.horizon_s,
         empty_share=sum(_length(part) for part in stretches if part.nodes == 0) / trace.horizon_s,
         uptime_mean_s=_mean(uptimes),
-        uptime_p50_s=sorted(uptimes)[len(uptimes) // 2] if uptimes else math.nan,
+        uptime_p50_s=median(uptimes) if uptimes else math.nan,
         preemptions=len(removals),
         preemptions_per_node_h=len(removals) / (node_s / 3600) if node_s else math.nan,
         bursts=len(groups),
