@@ -72,7 +72,7 @@ class MemoryRecorder:
         """Nothing."""
 
     def evaluation(
-        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture]
+        self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture | None]
     ) -> dict[str, float]:
         """Keep the row."""
         row = summarise(effect.rollouts, effect.scores, self.prompts, self.strict).row()

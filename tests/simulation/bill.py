@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from spotlight.scheduler.events import NodeJoined, NodeLost
-from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
+from spotlight.scheduler.types import PHASE_OF, Node, NodeId, NodeKind, Phase
 from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts
 from spotlight.simulation.scenario import NodeEvent, PriceChanged
-from spotlight.simulation.virtual_processes import PHASE_OF
 
 TOLERANCE = 1e-9
 """Relative to all that was billed: rounding only."""

@@ -31,6 +31,7 @@ from spotlight.scheduler.records import (
     VersionPublished,
 )
 from spotlight.scheduler.types import (
+    PHASE_OF,
     DropReason,
     Group,
     GroupKind,
@@ -43,7 +44,7 @@ from spotlight.scheduler.types import (
     RolloutId,
 )
 from spotlight.simulation.virtual_driver import Simulation
-from spotlight.simulation.virtual_processes import PHASE_OF, VirtualGroup, VirtualWeights
+from spotlight.simulation.virtual_processes import VirtualGroup, VirtualWeights
 from spotlight.simulation.virtual_rewards import CONTENT
 from spotlight.simulation.virtual_workers import Receipt
 from tests.simulation.bill import Bill
