@@ -33,8 +33,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a run's configuration.
 
     Args:
-        path: YAML file, whose own name is the run's if it gives none; None: :data:`EMBEDDED` (the tiny
-            Qwen-Image demo), or what ``like=NAME`` names.
+        path: YAML file, whose own name is the run's if it gives none (``demo`` if that cannot be one);
+            None: :data:`EMBEDDED` (the tiny Qwen-Image demo), or what ``like=NAME`` names.
         overrides: ``key.subkey=value`` in YAML syntax, applied in order.
 
     Raises:
@@ -49,8 +49,9 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     parts = (str(path), named) if path else (named or "the embedded default",)
     source = ", ".join(filter(None, parts))
     others = [text for text in overrides if not text.startswith("like=")]
-    if (name := path.stem if path else tree.get("like")) and RUN_NAME.match(str(name)):
-        tree.setdefault("name", str(name))
+    name = str(tree.get("like") or "") if path is None else path.stem if path.is_file() else ""
+    if RUN_NAME.match(name):
+        tree.setdefault("name", name)
     return build_config(with_preset(tree), f"{source} with {' '.join(others)}" if others else source)
 
 

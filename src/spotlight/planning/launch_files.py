@@ -102,7 +102,8 @@ def require_launch(folder: Path, file: ScenarioFile, config: str) -> None:
     """
     read_templates()
     try:
-        load_config(Path(config), [*_RAY, *" ".join(workload_settings(file, _held_out(config))).split()])
+        words = " ".join(workload_settings(file, _held_out(config))).split()
+        load_config(Path(config), [*_RAY, "fleet.learner_ranks=1", *words])
     except ConfigError as error:
         # Those of the fleet are the answer's.
         if problems := [one for one in error.problems if not one.key.startswith("fleet.")]:
@@ -162,13 +163,13 @@ def placeholders_in(settings: str) -> tuple[str, ...]:
 
 
 def _held_out(config: str) -> int | None:
-    """Prompts in the run's held-out file, one a line; None: it cannot be read here.
+    """Prompts in the run's held-out file, one a line; None: it cannot be read here, or only some are used.
 
     Raises:
         ConfigError: the run's configuration cannot be read.
     """
     data = with_preset(read_tree(Path(config))).get("data")
-    path = data.get("test") if isinstance(data, dict) else None
+    path = data.get("test") if isinstance(data, dict) and not data.get("tags") else None
     try:
         text = Path(str(path)).read_text(encoding="utf-8") if path else ""
     except (OSError, UnicodeDecodeError):
@@ -197,8 +198,8 @@ def workload_settings(file: ScenarioFile, held_out: int | None = None) -> Iterat
     """Of the scenario, whatever the cluster and the strategy.
 
     Args:
-        held_out: prompts that there are to evaluate; None: unknown. If they are fewer than the scenario's,
-            each has as many more images.
+        held_out: prompts that there are to evaluate. If they are fewer than the scenario's, each has as many
+            more images. None: unknown, so the run's own numbers stay.
     """
     work, test = file.workload, file.workload.evaluation
     yield f"rollout.height={work.height} rollout.width={work.width} rollout.steps={work.steps}"
@@ -210,11 +211,12 @@ def workload_settings(file: ScenarioFile, held_out: int | None = None) -> Iterat
     if test is None:
         yield "evaluation.every=0 evaluation.at_start=false evaluation.at_end=false"
         return
-    prompts = min(test.prompts, held_out or test.prompts)
-    images = -(-test.prompts * test.images_per_prompt // prompts)
     yield f"evaluation.every={test.every} evaluation.at_start=true evaluation.at_end=true"
     yield f"evaluation.steps={test.steps}"
-    yield f"evaluation.prompts={prompts} evaluation.images_per_prompt={images}"
+    if held_out is not None:
+        prompts = min(test.prompts, held_out)
+        images = -(-test.prompts * test.images_per_prompt // prompts)
+        yield f"evaluation.prompts={prompts} evaluation.images_per_prompt={images}"
 
 
 def strategy_settings(file: ScenarioFile, candidate: Candidate, pricing: Pricing) -> Iterator[str]:
@@ -333,6 +335,9 @@ def _commands(nodes: _Nodes, candidate: Candidate, to_replace: Sequence[str]) ->
 # -- Kubernetes ----------------------------------------------------------------------------------------------
 
 
+_COUNTED = ("evaluation.prompts=", "evaluation.images_per_prompt=")
+
+
 def _kuberay(text: str, nodes: _Nodes, config: str, settings: str) -> str:
     """The job: groups of pods as large as machines. Without spot pods or trainers, their group has none."""
     prompts = "data.train=/opt/spotlight/examples/prompts/ocr_train.txt"
@@ -340,7 +345,8 @@ def _kuberay(text: str, nodes: _Nodes, config: str, settings: str) -> str:
     train = [
         f"spotlight train /opt/spotlight/{config}",
         *(prompts, held_out, "runs_dir=/shared/runs", "fleet.driver=ray fleet.address=auto"),
-        f"{settings} --plain",
+        # The prompts above are not those that were counted.
+        " ".join(word for word in settings.split() if not word.startswith(_COUNTED)) + " --plain",
     ]
     entrypoint = "entrypoint: >-\n" + "\n".join(f"    {line}" for line in train) + "\n  submissionMode"
     text = _once(r"entrypoint: >-\n.*?\n  submissionMode", text, entrypoint)

@@ -84,7 +84,7 @@ class TrainedRun:
             )
         config = _on_any_machine(load_dump(paths.config), device)
         checkpoints = CheckpointStore(paths.checkpoints, config.checkpoint.keep)
-        if checkpoints.newest_valid() is None:  # before the model is loaded
+        if not checkpoints.any_committed:  # before the model is loaded
             raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
         device_here = build.pick_device(config)
         prepare_process(device_here, config.deterministic, config.model.tf32)
@@ -98,7 +98,8 @@ class TrainedRun:
             return newest.header.iteration
 
         iteration = checkpoints.read_newest(load)
-        assert iteration is not None, "there was one before"
+        if iteration is None:
+            raise StoreError(f"{directory}: its checkpoints are gone.")
         return cls(directory, config, iteration, chosen, family, slots)
 
     def with_weights(self, weights: Slot) -> TrainedRun:

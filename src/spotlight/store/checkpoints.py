@@ -121,6 +121,11 @@ class CheckpointStore:
             )
         return None
 
+    @property
+    def any_committed(self) -> bool:
+        """Whether a checkpoint was ever named the newest; it may be damaged."""
+        return self._pointer() is not None or bool(self._names())
+
     def read_newest(self, read: Callable[[Checkpoint], T]) -> T | None:
         """``read`` of the newest intact checkpoint, while a run may write the next and remove this one.
 

@@ -251,7 +251,7 @@ class WorkerLoop:
         self._rest()
         self._model.close()
 
-    def _bind(self, digest: str | None, order: tuple[int, int]) -> None:
+    def _bind(self, digest: str, order: tuple[int, int]) -> None:
         """Record new weights; leases begun with others cannot be finished."""
         changed = digest != self._digest or order[1] != self._loaded[1]
         self._digest, self._loaded = digest, order

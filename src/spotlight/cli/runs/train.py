@@ -262,7 +262,9 @@ def _point_to_log(config: RunConfig, progress: RunProgress) -> None:
 
 
 def _tell(result: RunResult) -> None:
-    console = Console(highlight=False)
+    from spotlight.cli.runs.progress import RunConsole
+
+    console = RunConsole(highlight=False)
     if result.error is not None:
         complain(f"the run stopped: {result.error}")
     elif result.stopped:

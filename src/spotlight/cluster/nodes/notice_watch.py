@@ -80,8 +80,12 @@ class NoticeWatch:
             )
             return
         self._loop = asyncio.get_running_loop()
-        self._watcher = NoticeWatcher(sources, random.Random(os.getpid()), warn=self._outbox.put)
+        self._watcher = NoticeWatcher(sources, random.Random(os.getpid()), warn=self._warn)
         await self._watcher.run(self._outbox.put)
+
+    def _warn(self, why: str) -> None:
+        """Without the list of what each cloud was asked, which is in this process's log."""
+        self._outbox.put(why.splitlines()[0].removesuffix(" Tried:"))
 
     def _cloud(self) -> NoticeSource | None:
         choice, endpoint = self._settings.cloud, self._settings.endpoint

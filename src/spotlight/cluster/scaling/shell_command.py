@@ -17,7 +17,8 @@ class ShellCommandError(Exception):
 
 
 def run_shell_command(key: str, command: str, told: Mapping[str, str], timeout_s: float) -> None:
-    """Run it to its end, with ``told`` in its environment. What it leaves in the background goes on.
+    """Run it to its end, with ``told`` in its environment. What it leaves in the background goes on,
+    and should write to a file of its own.
 
     Args:
         key: of the configuration, for messages.

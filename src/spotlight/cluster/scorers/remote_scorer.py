@@ -51,8 +51,8 @@ from spotlight.rewards.pool.reward_process import (
 from spotlight.rewards.reward import RewardSetupError, RewardTraits
 from spotlight.scheduler.types import NodeKind
 
-_GRACE_S = 15.0
 _NODES_S = 5.0
+_GRACE_S = 15.0
 """On top of a call's deadline, which the actor keeps: for sending the pictures."""
 _ACTOR_START_S = 120.0
 _LOOK_AGAIN_S = 0.5
@@ -143,6 +143,7 @@ class ScorerNodes:
         self._here, self._learner_slots, self.note = here, learner_slots, note
         self._lock = threading.Lock()
         self._held: Counter[str] = Counter()
+        self._list, self._list_lock = NodeList(), threading.Lock()
 
     def take(
         self,
@@ -214,7 +215,8 @@ class ScorerNodes:
             self._held[node.ray_id] -= 1
 
     def _living(self) -> list[ScorerNode]:
-        rows = NodeList().ask(_NODES_S) or ()  # without an answer in time: no nodes, this time
+        with self._list_lock:
+            rows = self._list.ask(_NODES_S) or ()  # without an answer in time: no nodes, this time
         return scorer_nodes(rows, read_view(rows), self._here)
 
 

@@ -35,9 +35,14 @@ class _Lane:
     stretches: list[tuple[float, float, str]] = field(default_factory=list)
 
 
+def part_of(worker: str) -> str:
+    """The node of a worker, under which incidents are told: ``spot-3/learner`` of ``spot-3/learner/0``."""
+    return worker.rpartition("/")[0] or worker
+
+
 def node_of(worker: str) -> str:
     """The machine of a worker: ``spot-3`` of ``spot-3/0`` and of ``spot-3/learner/0``."""
-    return queries.machine_of(worker.rpartition("/")[0] or worker)
+    return queries.machine_of(part_of(worker))
 
 
 def lanes(run: RunFolder, last_s: float | None = None, page: int = 0) -> Json:
@@ -142,7 +147,7 @@ def _in_order(shown: list[_Lane], page: int) -> list[tuple[int, str]]:
 def _drawn(lane: _Lane, cell_s: float) -> Json:
     return {
         "worker": lane.worker,
-        "node": node_of(lane.worker),
+        "node": part_of(lane.worker),
         "attempt": lane.attempt,
         "usd_h": lane.price_usd_h,
         "from": lane.joined_at,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from sqlite3 import Connection, Row
 
 from spotlight.dashboard.figures import Json
-from spotlight.dashboard.views.lanes import node_of
+from spotlight.dashboard.views.lanes import node_of, part_of
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Incident
@@ -58,7 +58,7 @@ def stays(
 
 def _ends(connection: Connection, row: Row, following: Row | None, over_by: float | None) -> list[Json]:
     """What happened to the holder, or to the learner, before the next lease; or its attempt's end."""
-    node = node_of(row["worker"])
+    node = part_of(row["worker"])
     met = connection.execute(
         "SELECT kind, MIN(at) AS at FROM incidents WHERE attempt = ? AND at >= ? AND at <= COALESCE(?, at)"
         f" AND (kind = ? OR (subject IN (?, ?) AND kind IN ({', '.join('?' * len(_ENDS_A_LEASE))})))"

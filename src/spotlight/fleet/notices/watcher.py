@@ -41,7 +41,7 @@ class Backoff:
 
 @dataclass(slots=True)
 class _SourceHealth:
-    name: str
+    source: NoticeSource
     warn: Callable[[str], None] | None
     failures: int = 0
     trouble: NoticeTrouble | None = None
@@ -56,15 +56,14 @@ class _SourceHealth:
             return
         self._said_s[error.trouble] = now_s
         self.logged = True
-        log.warning(
-            "%s: metadata service %s, preemptions may come unannounced: %s", self.name, error.trouble, error
-        )
+        name, trouble = self.source.name, error.trouble
+        log.warning("%s: metadata service %s, preemptions may come unannounced: %s", name, trouble, error)
         if self.warn is not None:
-            self.warn(f"{self.name}: metadata service {error.trouble}: {error}")
+            self.warn(f"{name}: metadata service {trouble}: {error}")
 
     def answered(self) -> None:
         if self.logged:
-            log.warning("%s: metadata service answers; notices are watched", self.name)
+            log.warning("%s: metadata service answers; notices are watched", self.source.name)
         self.trouble, self.logged = None, False
 
 
@@ -119,7 +118,7 @@ class NoticeWatcher:
         return any([await source.acknowledge() for source in self._sources])
 
     async def _follow(self, source: NoticeSource, tell: Callable[[Notice], None]) -> None:
-        health = _SourceHealth(source.name, self._warn)
+        health = _SourceHealth(source, self._warn)
         while True:
             began_s = self._clock()
             try:

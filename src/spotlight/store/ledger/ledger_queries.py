@@ -295,9 +295,9 @@ def preemptions(connection: sqlite3.Connection) -> tuple[int, int]:
                 ORDER BY before.id DESC LIMIT 1), '') AS state
             FROM incidents AS gone WHERE kind = 'node_lost' AND spot AND NOT EXISTS (
                 SELECT 1 FROM incidents AS part  -- the other part of the same machine, lost with it
-                WHERE part.kind = 'node_lost' AND part.attempt = gone.attempt AND part.id < gone.id
-                    AND part.subject <> gone.subject AND machine_of(part.subject) = machine_of(gone.subject)
-                    AND gone.at - part.at < ?))
+                WHERE part.id < gone.id AND gone.at - part.at < ? AND part.attempt = gone.attempt
+                    AND part.kind = 'node_lost' AND part.subject <> gone.subject
+                    AND machine_of(part.subject) = machine_of(gone.subject)))
         WHERE state <> 'node_returned'
         """,
         (_TOGETHER_S,),
