@@ -75,7 +75,7 @@ class MemoryRecorder:
         self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture | None]
     ) -> dict[str, float]:
         """Keep the row."""
-        row = summarise(effect.rollouts, effect.scores, self.prompts, self.strict).row()
+        row = summarise(effect.scored, effect.scores, self.prompts, self.strict).row()
         self.validations[effect.iteration] = row
         return row
 

@@ -370,8 +370,8 @@ class World:
             case PublishWeights(version):
                 assert version == self.controller.version
                 self.answers.append(ev.WeightsPublished(version))
-            case ReportEvaluation(iteration, version, rollouts):
-                account.needs(*(rollout.id for rollout in rollouts))
+            case ReportEvaluation(iteration, version):
+                account.needs(*(rollout.id for rollout in effect.scored))
                 assert version == account.published
                 self.answers.append(ev.EvaluationReported(iteration))
             case CommitCheckpoint(iteration, position):

@@ -184,7 +184,8 @@ def test_the_order_of_a_run() -> None:
     assert run.kinds() == ["ReportEvaluation", *iteration, *iteration, "ReportEvaluation", "FinishRun"]
     reports = [effect for effect in run.log if isinstance(effect, ReportEvaluation)]
     assert [(report.iteration, report.version) for report in reports] == [(0, 0), (2, 2)]
-    assert [len(report.rollouts) for report in reports] == [2, 2]
+    assert [len(report.scored) for report in reports] == [2, 2]
+    assert [len(report.issued) for report in reports] == [2, 2]
     ledger = run.controller.ledger
     assert (ledger.trained, ledger.evaluated, ledger.in_flight) == (12, 4, 0)
 

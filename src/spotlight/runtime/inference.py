@@ -99,7 +99,9 @@ class TrainedRun:
 
         iteration = checkpoints.read_newest(load)
         if iteration is None:
-            raise StoreError(f"{directory}: its checkpoints are gone.")
+            raise StoreError(
+                f"{directory}: its checkpoints were removed; let `spotlight train` write another."
+            )
         return cls(directory, config, iteration, chosen, family, slots)
 
     def with_weights(self, weights: Slot) -> TrainedRun:

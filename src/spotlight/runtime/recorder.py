@@ -137,7 +137,7 @@ class RunRecorder:
         self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture | None]
     ) -> dict[str, float]:
         """See :class:`Recorder`."""
-        validation = summarise(effect.rollouts, effect.scores, self.prompts, self.strict)
+        validation = summarise(effect.scored, effect.scores, self.prompts, self.strict)
         row = validation.row()
         named = {f"validation/{name}": value for name, value in row.items()}
         self.metrics.write(MetricsRow(effect.iteration, samples_trained, self.wall_s, named))
@@ -228,7 +228,7 @@ class PassiveRecorder:
         self, effect: ReportEvaluation, samples_trained: int, pictures: Mapping[Rollout, Picture | None]
     ) -> dict[str, float]:
         """Return the metrics row only."""
-        return summarise(effect.rollouts, effect.scores, self.prompts, self.strict).row()
+        return summarise(effect.scored, effect.scores, self.prompts, self.strict).row()
 
     def pipeline(self, effect: ReportPipeline) -> None:
         """Ignore."""

@@ -94,8 +94,8 @@ def summarise(
     if not rollouts:
         raise ValueError("not one evaluation sample could be scored; see the attempt's log for the reasons")
     names = list(dict.fromkeys(name for rollout in rollouts for name in scores[rollout.id]))
-    everyones = [name for name in names if all(name in scores[rollout.id] for rollout in rollouts)]
-    strict = strict_curve(configured_strict, everyones)
+    shared = [name for name in names if all(name in scores[rollout.id] for rollout in rollouts)]
+    strict = strict_curve(configured_strict, shared)
     tagged: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in rollouts:
         tag = prompts[rollout.prompt_id].metadata.get("tag")

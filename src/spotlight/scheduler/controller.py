@@ -272,11 +272,9 @@ class Controller:
             return
         for rollout in scored:
             self.ledger.evaluate(rollout)
-        rollouts = tuple(self.work.at.rollouts[rollout] for rollout in scored)
-        scores = {rollout: self.work.at.scores[rollout] for rollout in scored}
         issued = tuple(self.work.at.rollouts[rollout] for rollout in self.work.at.evaluation)
-        lineage = self.cluster.lineage
-        report = ReportEvaluation(self.iteration, self.version, rollouts, scores, issued, lineage)
+        scores = {rollout: self.work.at.scores[rollout] for rollout in scored}
+        report = ReportEvaluation(self.iteration, self.version, issued, scores, self.cluster.lineage)
         self.work.effects.append(report)
 
     def _evaluation_reported(self) -> None:

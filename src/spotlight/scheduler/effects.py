@@ -112,16 +112,20 @@ class ReportEvaluation:
     """Write scores and images of evaluation samples; the answer repeats ``lineage``.
 
     Attributes:
-        rollouts: those that were scored.
-        issued: all, in the same order at every evaluation.
+        issued: all rollouts of the evaluation, in the same order every time.
+        scores: of those that were scored.
     """
 
     iteration: int
     version: PolicyVersion
-    rollouts: tuple[Rollout, ...]
-    scores: Mapping[RolloutId, Mapping[str, float]]
     issued: tuple[Rollout, ...]
+    scores: Mapping[RolloutId, Mapping[str, float]]
     lineage: int = 0
+
+    @property
+    def scored(self) -> tuple[Rollout, ...]:
+        """The rollouts that have scores."""
+        return tuple(rollout for rollout in self.issued if rollout.id in self.scores)
 
 
 @dataclass(frozen=True, slots=True)
