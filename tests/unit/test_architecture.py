@@ -87,6 +87,7 @@ ALSO = {
     ("training", "spotlight.scheduler.overlap.slices"),
     ("rewards", "spotlight.store.ballots"),
     ("rewards", "spotlight.store.media_files"),
+    ("fleet", "spotlight.store.files"),
 }
 """Single modules allowed beside the table."""
 FOR_ALL = {"registry", "garbage"}

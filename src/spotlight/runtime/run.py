@@ -29,7 +29,8 @@ from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
-from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
+from spotlight.runtime.denoiser import Denoiser
+from spotlight.runtime.inline import InlineDriver, InlineParts
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk
 from spotlight.runtime.process import explain_out_of_memory, prepare_process

@@ -29,6 +29,7 @@ from spotlight.fleet.traces.trace import (
     problems_of,
     refuse,
 )
+from spotlight.store.files import write_atomically
 
 TraceFormat: TypeAlias = Literal["auto", "bamboo", "skypilot", "csv", "jsonl"]
 
@@ -337,15 +338,7 @@ def write_trace(trace: Trace, path: Path) -> None:
     text = to_csv(trace) if ending == ".csv" else to_jsonl(trace)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(21, "Is a directory")
-        target = path.resolve()  # of a link, what it leads to
-        temporary = target.with_name(f".writing-{target.name}")
-        try:
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomically(path.resolve(), text.encode())  # of a link, what it leads to
     except OSError as error:
         raise TraceError(f"{path}: {error.strerror}; expected a place to write a trace to") from None
 

@@ -1,0 +1,66 @@
+"""Denoises the rollouts of a lease in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+from torch import nn
+
+from spotlight.models.slots import Slot, WeightSlots
+from spotlight.rollout.engine import Engine
+from spotlight.rollout.state import FailedRollout, FinishedRollout
+from spotlight.runtime.build.components import Recipes
+from spotlight.runtime.paused import PausedRollouts
+from spotlight.scheduler.types import Purpose, Rollout
+from spotlight.training.batching.conditions import Conditions
+
+
+@dataclass(frozen=True, slots=True)
+class Denoiser:
+    """Runs leases with their purpose's slot; previews use ``train_slot`` (the behaviour policy).
+
+    Attributes:
+        around: a context for the steps of a lease, given the module that takes them.
+    """
+
+    engine: Engine
+    slots: WeightSlots
+    conditions: Conditions
+    recipes: Recipes
+    train_slot: Slot
+    evaluation_slot: Slot
+    around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
+
+    def run(
+        self,
+        rollouts: Sequence[Rollout],
+        on_step: Callable[[float], None],
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+        paused: PausedRollouts | None = None,
+    ) -> list[FinishedRollout | FailedRollout]:
+        """Denoise rollouts of one purpose; calls ``on_step(fraction_done)`` after every step.
+
+        Args:
+            around: a context for each step.
+            paused: where rollouts go on from, and where those that pause are kept.
+        """
+        evaluating = rollouts[0].purpose is Purpose.EVAL
+        recipe = self.recipes.by_purpose()[rollouts[0].purpose]
+        begun = {} if paused is None else paused.of(rollouts)
+        fresh = [rollout for rollout in rollouts if rollout.id not in begun]
+        conditions = self.conditions.of(rollout.prompt_id for rollout in fresh)
+        begun |= {state.rollout.id: state for state in self.engine.start(fresh, conditions, recipe)}
+        states = [begun[rollout.id] for rollout in rollouts]
+        steps = max(state.rollout.until - state.step for state in states)
+        slot = self.evaluation_slot if evaluating else self.train_slot
+        # Autocast would round merged weights to half precision; an unmerged adapter keeps its contribution.
+        with self.slots.use(slot, merged=self.engine.autocast is None) as model, self.around(model):
+            for step in range(steps):
+                with around():
+                    states = self.engine.step(model, states)
+                on_step((step + 1) / steps)
+        if paused is not None:
+            paused.keep(states)
+        return self.engine.finish(states)
