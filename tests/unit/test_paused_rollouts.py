@@ -12,7 +12,7 @@ from spotlight.diffusion.samplers import ODE
 from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.runtime.paused import PausedRollouts
+from spotlight.runtime.denoiser import PausedRollouts
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
 

@@ -31,9 +31,8 @@ from spotlight.rewards.results import RewardBatch, ScoredSample
 from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.runtime.build.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.denoiser import Denoiser
+from spotlight.runtime.denoiser import Denoiser, PausedRollouts
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.paused import PausedRollouts
 from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
