@@ -11,10 +11,11 @@ changes with the seed, so an interrupted measurement has as many of each. Each r
 run at once. What is in the file is not made again: the same command goes on where it was interrupted, and
 more seeds may be asked for. A file of other settings is refused.
 
-Said are the strict and graded held-out scores by iteration, and what it takes to reach the task's targets
-and the baseline's last score: iterations, generated and trained samples, CPU seconds, and seconds and dollars
-of a simulated cluster (the production controller in virtual time, with the testbed's cost profile, all
-forwards of an algorithm's loss, and spot slots that come and go). CPU seconds are those of the process and
+It prints the choice of learning rates (the best run's scores, and the mean height of each curve, by which it
+is made), then the strict and graded held-out scores by iteration, and what it takes to reach the task's
+targets and the baseline's last score: iterations, generated and trained samples, CPU seconds, and seconds and
+dollars of a simulated cluster (the production controller in virtual time, with the testbed's cost profile,
+all forwards of an algorithm's loss, and spot slots that come and go). CPU seconds are those of the process and
 its rewards, without evaluations, by the case's fastest run. Exploration in idle time is emulated in one
 process: its CPU seconds hold the previews, which on the cluster fill time that is paid for. Gains are ratios
 to the baseline with bootstrapped 90 % intervals; the file also has those that hold for all cases at once.
@@ -219,6 +220,23 @@ def chosen_rates(
     return found
 
 
+def rates_table(record: Record, task: str, cases: Sequence[str]) -> list[Tree]:
+    """Of the runs that choose learning rates: the best one's scores, and the height of each."""
+    rows = []
+    for case in cases:
+        named = {rate: name_of(task, case, rate, TUNING_SEED) for rate in CASES[case].rates}
+        curves = {rate: curve_in(record.tree["tuned"][name], "strict") for rate, name in named.items()}
+        heights = {rate: areas(curve) for rate, curve in curves.items()}
+        best = best_rate(heights)
+        scores = {f"at {at}": f"{score:.3f}" for at, score in curves[best].items()}
+        told = {
+            f"height {number}": f"{heights[rate]:.3f} at {rate:g}" for number, rate in enumerate(heights, 1)
+        }
+        spent = {"CPU s": f"{record.tree['tuned'][named[best]]['cpu_s']:.0f}"}
+        rows.append({"case": case, "rate": f"{best:g}"} | scores | told | spent)
+    return rows
+
+
 # -- figures -----------------------------------------------------------------------------------------------
 
 
@@ -358,6 +376,8 @@ def main(
         for name in cases:
             record.once("simulated", f"{each}/{name}", partial(simulate_case, sizes, each, name))
         figures[each] = figures_of(record, sizes, each, {name: rates[each, name] for name in cases}, seeds)
+        if tune:
+            console.print(table_of(f"{each}: learning rates, one run each", rates_table(record, each, cases)))
         console.print(f"{each}, {seeds} run seeds", style="bold")
         for title, rows in shown(figures[each]):
             console.print(table_of(title, rows))

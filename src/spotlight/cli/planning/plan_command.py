@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -27,6 +28,7 @@ from spotlight.cli.planning.simulate_command import (
 )
 
 if TYPE_CHECKING:
+    from spotlight.planning.candidates import Candidate
     from spotlight.planning.explanation.plan_explanation import PlanExplanation
     from spotlight.planning.scenarios.prepare import Prepared
     from spotlight.planning.scenarios.scenario_file import ScenarioFile
@@ -90,10 +92,9 @@ def plan(
     """
     from spotlight.planning.candidates import prepared_for
     from spotlight.planning.explanation.plan_explanation import explain
-    from spotlight.planning.launch_files import require_launch, write_launch_files
-    from spotlight.planning.output_files import require_place, write_file
+    from spotlight.planning.launch_files import require_launch
+    from spotlight.planning.output_files import require_place
     from spotlight.planning.pages.comparison_page import require_plotly
-    from spotlight.planning.pages.plan_page import plan_page, plan_record
     from spotlight.planning.search import Goal, search
 
     now, jobs = datetime.now(UTC), jobs or os.cpu_count() or 1
@@ -111,31 +112,53 @@ def plan(
     with errors_without_traceback(EXIT_STOPPED_BY_ERROR):
         shown = (found.answer or found.nearest).candidate
         prepared = prepared_for(file, shown, file.plan.iterations, now)
-
-        def write(explained: PlanExplanation | None) -> None:
-            if as_json is not None:
-                write_file(as_json, json.dumps(plan_record(file, found, explained), indent=2) + "\n")
-            if page is not None:
-                write_file(page, plan_page(file, found, explained, prepared, now))
-
         given = [scenario, *(overrides or []), *_options(trace=trace, seed=seed, starts=starts)]
         _print(file, found, prepared, now, given)
-        write(None)
+        files = _AnswerFiles(file, found, prepared, now, as_json, page)
+        files.write(None)
         _print_written(as_json, page)
         if launch is not None and found.answer is not None:
-            written = write_launch_files(launch, file, shown, prepared.pricing, config)
-            _print_written(*written.paths)
-            first = f"Replace {' and '.join(written.to_replace)} in them. " if written.to_replace else ""
-            Console(highlight=False).print(f"{first}Start it: bash {launch / 'start.sh'}", soft_wrap=True)
+            _launch(launch, file, found.answer.candidate, prepared, config)
         # Last, because the answer is worth having without: it may take long, or fail.
         if found.answer is not None and (as_json or page):
             with Bar(None) as bar:
-                explained = explain(file, found.answer, now, jobs=jobs, progress=bar.done)
-            write(explained)
+                files.write(explain(file, found.answer, now, jobs=jobs, progress=bar.done))
             names = " and ".join(str(path) for path in (as_json, page) if path)
             Console(highlight=False).print(f"Added what explains the answer to {names}", soft_wrap=True)
     if found.answer is None:
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class _AnswerFiles:
+    """Where the answer is written, if anywhere."""
+
+    file: ScenarioFile
+    found: SearchResult
+    prepared: Prepared
+    now: datetime
+    as_json: Path | None
+    page: Path | None
+
+    def write(self, explained: PlanExplanation | None) -> None:
+        """Write or replace the files; ``explained``: why the answer is what it is, if known."""
+        from spotlight.planning.output_files import write_file
+        from spotlight.planning.pages.plan_page import plan_page, plan_record
+
+        if self.as_json is not None:
+            record = plan_record(self.file, self.found, explained)
+            write_file(self.as_json, json.dumps(record, indent=2) + "\n")
+        if self.page is not None:
+            write_file(self.page, plan_page(self.file, self.found, explained, self.prepared, self.now))
+
+
+def _launch(folder: Path, file: ScenarioFile, answer: Candidate, prepared: Prepared, config: str) -> None:
+    from spotlight.planning.launch_files import write_launch_files
+
+    written = write_launch_files(folder, file, answer, prepared.pricing, config)
+    _print_written(*written.paths)
+    first = f"Replace {' and '.join(written.to_replace)} in them. " if written.to_replace else ""
+    Console(highlight=False).print(f"{first}Start it: bash {folder / 'start.sh'}", soft_wrap=True)
 
 
 def _options(**given: object) -> list[str]:
