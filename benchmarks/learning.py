@@ -15,8 +15,8 @@ It prints the choice of learning rates (the best run's scores, and the mean heig
 is made), then the strict and graded held-out scores by iteration, and what it takes to reach the task's
 targets and the baseline's last score: iterations, generated and trained samples, CPU seconds, and seconds and
 dollars of a simulated cluster (the production controller in virtual time, with the testbed's cost profile,
-all forwards of an algorithm's loss, and spot slots that come and go). CPU seconds are those of the process and
-its rewards, without evaluations, by the case's fastest run. Exploration in idle time is emulated in one
+all forwards of an algorithm's loss, and spot slots that come and go). CPU seconds are those of the process
+and its rewards, without evaluations, by the case's fastest run. Exploration in idle time is emulated in one
 process: its CPU seconds hold the previews, which on the cluster fill time that is paid for. Gains are ratios
 to the baseline with bootstrapped 90 % intervals; the file also has those that hold for all cases at once.
 

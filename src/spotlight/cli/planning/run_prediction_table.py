@@ -64,7 +64,8 @@ def _print(run: RunTimes, predicted: RunPrediction, durations: str) -> None:
         f"durations: {durations}",
         f"{len(run.iteration_ends_s)} iterations; the first, in which all starts and warms up, is in no mean "
         "and no cost, only in the GPU-seconds",
-        f"replayed: the run's settings, and its {len(run.nodes)} nodes as they joined, got their notices and left",
+        f"replayed: the run's settings, and its {len(run.nodes)} nodes as they joined, got their notices and "
+        "left",
         "not replayed: crashes of workers and learner, failed rewards, and what else ran on the machines",
     ):
         console.print(Text(f"  {line}", style="dim"), soft_wrap=True)
