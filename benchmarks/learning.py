@@ -210,30 +210,32 @@ def chosen_rates(
             rates = CASES[case].rates
             found[task, case] = rates[_MIDDLE]
             if tuned:
-                heights = {
-                    rate: areas(
-                        curve_in(record.tree["tuned"][name_of(task, case, rate, TUNING_SEED)], "strict")
-                    )
-                    for rate in rates
-                }
-                found[task, case] = best_rate(heights)
+                curves = tuning_curves(record, task, case)
+                found[task, case] = best_rate({rate: areas(curve) for rate, curve in curves.items()})
     return found
+
+
+def tuning_curves(record: Record, task: str, case: str) -> dict[float, Mapping[int, float]]:
+    """Held-out strict scores by iteration, by learning rate, of the runs that choose one."""
+    runs = record.tree["tuned"]
+    return {
+        rate: curve_in(runs[name_of(task, case, rate, TUNING_SEED)], "strict") for rate in CASES[case].rates
+    }
 
 
 def rates_table(record: Record, task: str, cases: Sequence[str]) -> list[Tree]:
     """Of the runs that choose learning rates: the best one's scores, and the height of each."""
     rows = []
     for case in cases:
-        named = {rate: name_of(task, case, rate, TUNING_SEED) for rate in CASES[case].rates}
-        curves = {rate: curve_in(record.tree["tuned"][name], "strict") for rate, name in named.items()}
+        curves = tuning_curves(record, task, case)
         heights = {rate: areas(curve) for rate, curve in curves.items()}
         best = best_rate(heights)
         scores = {f"at {at}": f"{score:.3f}" for at, score in curves[best].items()}
         told = {
             f"height {number}": f"{heights[rate]:.3f} at {rate:g}" for number, rate in enumerate(heights, 1)
         }
-        spent = {"CPU s": f"{record.tree['tuned'][named[best]]['cpu_s']:.0f}"}
-        rows.append({"case": case, "rate": f"{best:g}"} | scores | told | spent)
+        spent_s = record.tree["tuned"][name_of(task, case, best, TUNING_SEED)]["cpu_s"]
+        rows.append({"case": case, "rate": f"{best:g}"} | scores | told | {"CPU s": f"{spent_s:.0f}"})
     return rows
 
 

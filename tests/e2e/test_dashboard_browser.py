@@ -1,22 +1,14 @@
-"""The dashboard in a real browser: views, hostile texts, reconnecting, long runs, small screens, votes.
+"""The dashboard in a real browser: views, hostile texts, reconnecting, long runs, small screens.
 
 Needs Chromium of the distribution (``apt install chromium``) and Playwright.
 """
 
 from __future__ import annotations
 
-import io
-import json
-import os
-import shutil
-import signal
-import socket
 import sqlite3
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,24 +16,19 @@ from typing import TYPE_CHECKING
 from zoneinfo import ZoneInfo
 
 import httpx2
-import numpy as np
 import pytest
-import uvicorn
-from main_job import NFT, At, Ended, Job, clean_audit, run_process
-from PIL import Image as PILImage
+from dashboard_page import CHROMIUM, open_view, served, watched
+from main_job import Job
 from ray_job import running
 from tests.unit.dashboard_run import HOSTILE, LONG, PROMPTS, RIGHT_TO_LEFT, make_run
 from tests.unit.store_history import SCRATCH
 
-from spotlight.dashboard.dashboard_app import dashboard_app
 from spotlight.dashboard.run_folders import RunFolder
 from spotlight.dashboard.single_page import write_page
-from spotlight.store.ballots import Ballot, BallotBox, picture_name
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page, Route
+    from playwright.sync_api import Browser, Page
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt install chromium"),
@@ -78,83 +65,12 @@ SMALL_RUN = (
 )
 
 
-VOTED_RUN = (
-    *NFT,
-    "iterations=2",
-    "evaluation.every=2",
-    "evaluation.prompts=1",
-    "rewards=[{name: vote, deadline_s: 200, retries: 0}]",
-)
-GROUPS = 2 * 2 + 2  # of two iterations, and two evaluations
-BRIGHTNESS = """images => images.every(image => image.naturalWidth) && images.map(image => {
-  const canvas = document.createElement("canvas");
-  [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
-  const context = canvas.getContext("2d");
-  context.drawImage(image, 0, 0);
-  const levels = context.getImageData(0, 0, canvas.width, canvas.height).data;
-  return levels.reduce((sum, value) => sum + value, 0);
-})"""
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        chromium.close()
-
-
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
     with TemporaryDirectory(dir=SCRATCH) as scratch:
         make_run(Path(scratch) / "wild", 12)
         make_run(Path(scratch) / "other", 8)
         yield Path(scratch)
-
-
-@contextmanager
-def served(place: Path, port: int = 0, token: str = "") -> Iterator[str]:
-    listening = socket.create_server(("127.0.0.1", port))
-    app = dashboard_app([place], token)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
-    app.state.ends = lambda: server.should_exit
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
-@contextmanager
-def watched(browser: Browser, **options: object) -> Iterator[Page]:
-    """A page on which no script fails, none but ours runs, and nothing is fetched from elsewhere."""
-    context = browser.new_context(**options)  # type: ignore[arg-type]
-    page = context.new_page()
-    page.set_default_timeout(60_000)
-    wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on(
-        "console", lambda message: wrong.append(message.text) if "Content Security" in message.text else None
-    )
-    page.on("request", lambda request: None if is_ours(request.url) else wrong.append(request.url))
-    yield page
-    assert page.evaluate("window.hacked") is None
-    assert not wrong
-    context.close()
-
-
-def is_ours(url: str) -> bool:
-    return url.startswith(("http://127.0.0.1:", "data:", "file:", "blob:"))
-
-
-def open_view(page: Page, address: str, view: str, run: str = "wild") -> None:
-    page.goto(f"{address}#/{run}/{view}")
-    page.wait_for_selector(f"nav a[aria-current=page]:text-is('{view.partition('/')[0].capitalize()}')")
-    page.wait_for_selector("#view > p:text('Reading')", state="detached")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -449,108 +365,3 @@ def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> N
             (held, *_) = it.ask(f"SELECT rollout FROM leases WHERE worker = '{killed}' ORDER BY at DESC")
             open_view(overview, address, f"samples/{held[0]}", run="watched")
             overview.wait_for_selector(f"table:has-text('what became of it') td:text-is('{killed}')")
-
-
-def test_a_vote_waits_for_the_pictures_and_a_double_click_is_one(browser: Browser, tmp_path: Path) -> None:
-    (tmp_path / "asked").mkdir()
-    (tmp_path / "asked" / "config.yaml").write_text("rewards: [{name: vote}]\n")
-    box = BallotBox(tmp_path / "asked" / "votes")
-    groups = [[png(shade) for shade in shades] for shades in ((20, 200, 90), (30, 210))]
-    for group in groups:
-        pictures = {picture_name(each): each for each in group}
-        box.open(Ballot(HOSTILE, tuple(sorted(pictures))), pictures, 500.0)
-    for path in (tmp_path / "asked" / "votes" / "open").glob("*/ballot.json"):
-        os.utime(path, (2 * time.time(),) * 2)  # as if somebody went on waiting
-    first, second = box.awaited()
-    with served(tmp_path) as address, watched(browser) as page:
-        held: list[Route] = []
-        page.route("**/ballots/**", lambda route: held.append(route))
-        open_view(page, address, "votes", run="asked")
-        page.wait_for_selector("text=/taken for another [0-9]+/")
-        buttons = page.locator(".ballot button")
-        assert buttons.count() == 3 + 3
-        assert all(buttons.nth(each).is_disabled() for each in range(6))  # no picture is there
-        for route in held:
-            route.continue_()
-        page.unroute("**/ballots/**")
-        page.click(".ballot .picture button >> nth=1")
-        page.keyboard.press("2")  # not another view, while a vote is being made
-        assert (
-            page.locator(".ballot .picture button >> nth=1").get_attribute("aria-label")
-            == "picture 2, place 1"
-        )
-        page.dblclick("button:text-is('Vote')")
-        page.wait_for_selector(f".ballot[data-ballot='{second.id}'] .picture button:not([disabled])")
-        page.locator(".ballot .picture button >> nth=0").focus()
-        page.keyboard.press("Enter")
-        page.click("button:text-is('All alike')")
-        page.wait_for_selector("text=Nobody is asked now")
-        page.keyboard.press("1")
-        page.wait_for_selector("nav a[aria-current=page]:text-is('Overview')")
-    votes = [box.vote_on(each.id) for each in (first, second)]
-    assert [vote and list(vote.ranking) for vote in votes] == [[first.pictures[1]], []]
-
-
-def png(shade: int) -> bytes:
-    buffer = io.BytesIO()
-    PILImage.fromarray(np.full((48, 48, 3), shade, np.uint8)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-@pytest.mark.timeout(900)
-def test_a_script_votes_on_the_page_whatever_is_restarted(browser: Browser, job: Job) -> None:
-    run = job.root / "voted"
-    arguments = job.arguments("voted", *VOTED_RUN)
-    answer = run.with_suffix(".json")
-    kill = At("work training", 2)
-    with ThreadPoolExecutor(1) as beside, watched(browser) as page:
-        killed = beside.submit(run_process, arguments, kill, answer=answer)
-        port, first = vote_on_the_page(page, job.root, killed, at_most=2)  # then the dashboard is gone
-        _, rest = vote_on_the_page(page, job.root, killed, port=port)
-        assert killed.result().exit_code == -signal.SIGKILL
-        resumed = beside.submit(run_process, arguments, answer=answer)
-        _, last = vote_on_the_page(page, job.root, resumed, port=port)
-        assert resumed.result().finished, resumed.result()
-    assert (len(first), len(first | rest | last)) == (2, GROUPS)
-    assert len(first) + len(rest) + len(last) == GROUPS  # none was asked twice
-    votes = {path.stem: json.loads(path.read_text()) for path in (run / "votes").glob("*.json")}
-    assert {ballot: vote["ranking"] for ballot, vote in votes.items()} == first | rest | last
-    assert {vote["voter"] for vote in votes.values()} == {""}
-    report = clean_audit(run)
-    assert report.counts.trained == 2 * 2 * 3
-    with closing(sqlite3.connect(run / "ledger.sqlite")) as ledger:
-        rows = ledger.execute("SELECT rollout, value FROM rewards WHERE name = 'vote'").fetchall()
-        scorers = ledger.execute("SELECT DISTINCT scored_by FROM scorers").fetchall()
-    groups: dict[str, list[float]] = {}
-    for rollout, value in rows:
-        groups.setdefault(rollout.rpartition("-")[0], []).append(value)
-    assert sorted(map(sorted, groups.values())) == [[0, 1]] * 2 + [[0.25, 0.25, 1]] * 4
-    assert scorers == [("people",)]
-
-
-def vote_on_the_page(
-    page: Page, place: Path, run: Future[Ended], *, port: int = 0, at_most: int = GROUPS
-) -> tuple[int, dict[str, list[str]]]:
-    """Choose the brightest picture of every group until the run ends; the port, and the votes by ballot."""
-    voted: dict[str, list[str]] = {}
-    with served(place, port) as address:
-        while not run.done() and not (place / "voted" / "config.yaml").exists():
-            page.wait_for_timeout(100)
-        open_view(page, address, "votes", run="voted")
-        while len(voted) < at_most and not run.done():
-            ballot = page.locator(".ballot").first
-            name = ballot.get_attribute("data-ballot") if ballot.count() else None
-            if name is None or name in voted:
-                page.wait_for_timeout(100)
-                continue
-            images = ballot.locator("img")
-            while not (levels := images.evaluate_all(BRIGHTNESS)):
-                page.wait_for_timeout(100)
-            brightest = images.nth(levels.index(max(levels)))
-            source = brightest.get_attribute("src")
-            assert source is not None
-            brightest.click()
-            page.click("button:text-is('Vote')")
-            page.wait_for_selector("[role=status] >> text=Your vote is recorded")
-            voted[name] = [source.rpartition("/")[2]]
-        return int(address.rpartition(":")[2]), voted

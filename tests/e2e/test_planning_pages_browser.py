@@ -5,10 +5,11 @@ Needs Chromium of the distribution (``apt install chromium``) and Playwright.
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+from dashboard_page import CHROMIUM
 from tests.unit.test_plan_explanation import planned
 from tests.unit.test_strategy_runs import NOW, prepared
 
@@ -18,7 +19,9 @@ from spotlight.planning.pages.comparison_page import comparison_page
 from spotlight.planning.pages.plan_page import plan_page
 from spotlight.planning.strategy_runs import grouped, tasks_from_starts
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: apt install chromium"),
@@ -48,19 +51,17 @@ def plan() -> str:
 
 
 @pytest.mark.parametrize("page", [comparison, plan])
-def test_the_verdict_comes_first_and_no_label_lies_over_another(page: object, tmp_path: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
+def test_the_verdict_comes_first_and_no_label_lies_over_another(
+    browser: Browser, page: object, tmp_path: Path
+) -> None:
     assert callable(page)
     path = tmp_path / "page.html"
     path.write_text(page(), encoding="utf-8")
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        shown = chromium.new_page(viewport={"width": 1240, "height": 900})
-        shown.goto(path.as_uri())
-        assert "reaches the target in" in shown.inner_text("h1 + p")
-        shown.wait_for_function(
-            "[...document.querySelectorAll('.js-plotly-plot')].every(plot => plot.querySelector('.main-svg'))"
-        )
-        assert shown.evaluate(OVERLAPS) == []
-        chromium.close()
+    shown = browser.new_page(viewport={"width": 1240, "height": 900})
+    shown.goto(path.as_uri())
+    assert "reaches the target in" in shown.inner_text("h1 + p")
+    shown.wait_for_function(
+        "[...document.querySelectorAll('.js-plotly-plot')].every(plot => plot.querySelector('.main-svg'))"
+    )
+    assert shown.evaluate(OVERLAPS) == []
+    shown.close()

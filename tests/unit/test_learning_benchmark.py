@@ -7,6 +7,7 @@ import random
 from dataclasses import fields
 from inspect import signature
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from benchmarks import _learning_figures as figures
@@ -72,6 +73,18 @@ def test_each_case_takes_its_best_rate_of_a_seed_that_is_not_compared() -> None:
     assert {seed for *_, seed in wanted} == {learning.TUNING_SEED}
     assert len(set(wanted)) == 2 * 3
     assert [learning.in_turn("abc", at)[0] for at in range(4)] == ["a", "b", "c", "a"]
+
+
+def test_the_choice_of_rates_is_told_with_what_it_was_made_by(tmp_path: Path) -> None:
+    record = learning.Record(tmp_path / "learning.json", SIZES, ("tuned", "runs", "simulated"))
+    for rate, end in zip(CASES["awm"].rates, (0.7, 0.9, 0.5), strict=True):
+        name = learning.name_of("counting", "awm", rate, learning.TUNING_SEED)
+        record.tree["tuned"][name] = {"strict": {"0": 0.5, "10": end}, "cpu_s": 100 * end}
+    assert learning.chosen_rates(record, ["counting"], ["awm"], tuned=True) == {("counting", "awm"): 2e-3}
+    (row,) = learning.rates_table(record, "counting", ["awm"])
+    assert (row["rate"], row["at 10"], row["CPU s"]) == ("0.002", "0.900", "90")
+    heights = [row[f"height {number}"] for number in (1, 2, 3)]
+    assert heights == ["0.600 at 0.001", "0.700 at 0.002", "0.500 at 0.004"]
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -1,0 +1,63 @@
+"""The dashboard served, and a page of a real browser that watches it."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from spotlight.dashboard.dashboard_app import dashboard_app
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+@contextmanager
+def served(place: Path, port: int = 0, token: str = "") -> Iterator[str]:
+    listening = socket.create_server(("127.0.0.1", port))
+    app = dashboard_app([place], token)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+    app.state.ends = lambda: server.should_exit
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def watched(browser: Browser, **options: object) -> Iterator[Page]:
+    """A page on which no script fails, none but ours runs, and nothing is fetched from elsewhere."""
+    context = browser.new_context(**options)  # type: ignore[arg-type]
+    page = context.new_page()
+    page.set_default_timeout(60_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on(
+        "console", lambda message: wrong.append(message.text) if "Content Security" in message.text else None
+    )
+    page.on("request", lambda request: None if is_ours(request.url) else wrong.append(request.url))
+    yield page
+    assert page.evaluate("window.hacked") is None
+    assert not wrong
+    context.close()
+
+
+def is_ours(url: str) -> bool:
+    return url.startswith(("http://127.0.0.1:", "data:", "file:", "blob:"))
+
+
+def open_view(page: Page, address: str, view: str, run: str = "wild") -> None:
+    page.goto(f"{address}#/{run}/{view}")
+    page.wait_for_selector(f"nav a[aria-current=page]:text-is('{view.partition('/')[0].capitalize()}')")
+    page.wait_for_selector("#view > p:text('Reading')", state="detached")
