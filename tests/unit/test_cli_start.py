@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import subprocess
@@ -48,6 +49,18 @@ CPU_S_MAX = 1.0
 def run_python(program: str) -> str:
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     return result.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux only")
+@pytest.mark.parametrize(("own", "found"), [(None, "1000"), ("5", "5")])
+def test_threads_of_torch_wait_asleep_unless_the_environment_says_how(own: str | None, found: str) -> None:
+    kept = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
+    environment = kept | {"OMP_DISPLAY_ENV": "VERBOSE"} | ({} if own is None else {"GOMP_SPINCOUNT": own})
+    program = "from spotlight.cli.main import app; app(['version'], standalone_mode=False); import torch"
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment
+    )
+    assert f"GOMP_SPINCOUNT = '{found}'" in result.stderr  # as the library reads it
 
 
 def cpu_s_of_children() -> float:
