@@ -111,7 +111,7 @@ class TestGroupGate:
                 gate.hold([made], lineage=0)
             unmade = order[at + 1 :]
             for group in gate.release(GroupProgress.of(issued, unmade, full=4)):
-                assert not {each.prompt_id for each in unmade} & {group.key.prompt_id}
+                assert not {each.prompt_id for each in unmade} & {group.rollouts[0].prompt_id}
                 assert group.size == 4
                 left += group.rollouts
         assert not gate.holds_any

@@ -187,7 +187,9 @@ class Head:
                 self._show_work()
         for effect in effects:
             self._carry_out(effect)
-        parts.scoring.release(controller.work.group_progress)
+        # Most events only tell that a lease is alive: too many to look at all rollouts for each.
+        if effects or not isinstance(event, ev.LeaseProgressed):
+            parts.scoring.release(controller.work.group_progress)
         for node, seconds in parts.drains.finished(controller.cluster, now):
             self.log.add("fleet/drain_s", seconds)
             parts.incidents.record(Incident.NODE_DRAINED, node, f"{seconds:.2f} s after it was to stop")

@@ -104,7 +104,7 @@ class SampleScoring:
         """Request the scores of the groups that are complete by now."""
         if self._gate.holds_any:
             for group in self._gate.release(progress()):
-                told = SampleGroup(f"{group.key} {group.lineage}", group.size)
+                told = SampleGroup(f"{group.name} {group.lineage}", group.size)
                 self.conversations.start(self._score(group.rollouts, group.lineage, told))
 
     def forget(self, rollouts: Sequence[RolloutId]) -> None:

@@ -295,7 +295,7 @@ class InlineDriver:
     def _submit(self) -> None:
         if self._gate.holds_any:
             for group in self._gate.release(self.parts.controller.work.group_progress()):
-                told = SampleGroup(str(group.key), group.size)
+                told = SampleGroup(group.name, group.size)
                 self._groups |= {rollout.id: told for rollout in group.rollouts}
                 self._unsubmitted.extend(group.rollouts)
         if not self._unsubmitted:

@@ -10,27 +10,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.types import PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Purpose, Rollout, RolloutId
 
 
-@dataclass(frozen=True, slots=True)
-class GroupKey:
-    """The rollouts of one prompt in one iteration; a prompt drawn twice has two groups.
-
-    Attributes:
-        name: what the ids of its rollouts begin with.
-    """
-
-    purpose: Purpose
-    iteration: int
-    prompt_id: PromptId
-    name: str
-
-
-def group_of(rollout: Rollout) -> GroupKey:
-    """The group a rollout belongs to."""
-    name, _, _ = rollout.id.rpartition("-")
-    return GroupKey(rollout.purpose, rollout.iteration, rollout.prompt_id, name)
+def group_of(rollout: Rollout) -> str:
+    """What the ids of a group's rollouts begin with; a prompt drawn twice in an iteration has two groups."""
+    return rollout.id.rpartition("-")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +27,8 @@ class GroupProgress:
         sizes: rollouts issued by group, failed ones included.
     """
 
-    awaited: frozenset[GroupKey]
-    sizes: Mapping[GroupKey, int]
+    awaited: frozenset[str]
+    sizes: Mapping[str, int]
 
     @classmethod
     def of(cls, issued: Iterable[Rollout], unmade: Iterable[Rollout], full: int) -> GroupProgress:
@@ -52,8 +37,12 @@ class GroupProgress:
         Args:
             full: size of a group for training; of a smaller one, more rollouts will be issued.
         """
-        sizes = Counter(map(group_of, issued))
-        partly = (key for key, size in sizes.items() if key.purpose is Purpose.TRAIN and size < full)
+        for_training: dict[bool, list[str]] = {True: [], False: []}
+        for rollout in issued:
+            for_training[rollout.purpose is Purpose.TRAIN].append(group_of(rollout))
+        sizes = Counter(for_training[True])
+        partly = [name for name, size in sizes.items() if size < full]
+        sizes.update(for_training[False])
         return cls(frozenset({*map(group_of, unmade), *partly}), sizes)
 
 
@@ -62,11 +51,12 @@ class CompleteGroup:
     """All that was made of a group, by member.
 
     Attributes:
+        name: see :func:`group_of`.
         lineage: under which its scores count.
         size: how many were to be made.
     """
 
-    key: GroupKey
+    name: str
     rollouts: tuple[Rollout, ...]
     lineage: int
     size: int
@@ -98,15 +88,15 @@ class GroupGate:
         Members that were reported under different lineages leave under the newest: the older ones survived
         the loss of a learner.
         """
-        complete: dict[GroupKey, list[tuple[Rollout, int]]] = {}
+        complete: dict[str, list[tuple[Rollout, int]]] = {}
         for rollout, lineage in self._held.values():
-            if (key := group_of(rollout)) not in progress.awaited:
-                complete.setdefault(key, []).append((rollout, lineage))
+            if (name := group_of(rollout)) not in progress.awaited:
+                complete.setdefault(name, []).append((rollout, lineage))
         released = []
-        for key, members in complete.items():
+        for name, members in complete.items():
             self.forget(rollout.id for rollout, _ in members)
             rollouts = tuple(sorted((rollout for rollout, _ in members), key=lambda each: each.member))
             lineage = max(lineage for _, lineage in members)
-            size = max(progress.sizes.get(key, 0), len(rollouts))
-            released.append(CompleteGroup(key, rollouts, lineage, size))
+            size = max(progress.sizes.get(name, 0), len(rollouts))
+            released.append(CompleteGroup(name, rollouts, lineage, size))
         return released

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -45,6 +46,8 @@ _EAGER_PERIOD_S = 0.05
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 2.0, 60.0
 _CALLS_AT_ONCE = 4
 _PROBE_S = 0.5
+_HELPERS = 64
+"""Threads for what may wait for a node that does not answer."""
 
 
 class Listener(Protocol):
@@ -199,7 +202,8 @@ class NodeMembership:
         self._dead: set[str] = set()
         self._pace = _Pace(settings.period_s)
         self._list = NodeList()
-        self._listed_s = clock()
+        self._silent_from_s: float | None = None
+        self._helpers = ThreadPoolExecutor(_HELPERS, "membership-helper")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
 
@@ -210,6 +214,7 @@ class NodeMembership:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join(self._settings.answer_s)
+        self._helpers.shutdown(wait=False, cancel_futures=True)
         if ray.is_initialized():
             for watched in list(self._watched.values()):  # a thread that hangs may go on changing it
                 self._dismiss(watched)
@@ -255,12 +260,14 @@ class NodeMembership:
     # -- Ray's list -----------------------------------------------------------------------------------------
 
     def _rows(self) -> Sequence[Mapping[str, object]] | None:
+        asked_s = self._clock()
         rows = self._list.ask(self._settings.answer_s)
-        now_s = self._clock()
         if rows is not None:
-            self._listed_s = now_s
+            self._silent_from_s = None
             return rows
-        silent_s = now_s - self._listed_s
+        if self._silent_from_s is None:
+            self._silent_from_s = asked_s
+        silent_s = self._clock() - self._silent_from_s
         log.warning("Ray has not listed its nodes for %.0f s", silent_s)
         if silent_s >= self._settings.dead_s:
             self._listener.ray_lost(f"Ray is dead: it has not listed its nodes for {silent_s:.0f} s")
@@ -305,24 +312,33 @@ class NodeMembership:
         ready, _ = ray.wait(list(asked), num_returns=1, timeout=timeout_s)
         if ready:
             ready, _ = ray.wait(list(asked), num_returns=len(asked), timeout=0)
+        failed = {}
         for answer in ready:
-            self._hear(asked[answer], answer)
+            try:
+                told = ray.get(answer)
+            except RayError as error:
+                failed[asked[answer].node.ray_id] = error
+            else:
+                self._hear(asked[answer], told)
+        self._examine(failed)
         now_s = self._clock()
         for watched in self._watched.values():
             if watched.asked is not None and now_s > watched.due_s:
                 patience_s = self._settings.start_s if watched.facts is None else self._settings.answer_s
                 self._agent_failed(watched, f"no answer within {patience_s:g} s")
 
-    def _hear(self, watched: _Watched, answer: Answer) -> None:
-        try:
-            told = ray.get(answer)
-        except RayError as error:
-            if not raylet_listens(watched.node):
+    def _examine(self, failed: Mapping[str, RayError]) -> None:
+        """Tell nodes that are gone from nodes without an agent."""
+        failing = [self._watched[ray_id] for ray_id in failed]
+        listening = self._helpers.map(raylet_listens, [watched.node for watched in failing])
+        for watched, listens in zip(failing, listening, strict=True):
+            if listens:
+                self._pace.hurry(self._clock())
+                self._agent_failed(watched, cause_of(failed[watched.node.ray_id]))
+            else:
                 self._lose(watched)
-                return
-            self._pace.hurry(self._clock())
-            self._agent_failed(watched, cause_of(error))
-            return
+
+    def _hear(self, watched: _Watched, told: object) -> None:
         watched.failures = 0
         if watched.facts is None:
             assert isinstance(told, dict)
@@ -354,7 +370,7 @@ class NodeMembership:
         match message.update:
             case NoticeUpdate.NOTICED:
                 self._listener.noticed(node, message.remaining_s, message.detail)
-                drain_node(node.ray_id, message.remaining_s, message.detail)
+                self._helpers.submit(drain_node, node.ray_id, message.remaining_s, message.detail)
             case NoticeUpdate.CANCELLED:
                 self._listener.notice_cancelled(node, message.detail)
             case NoticeUpdate.REBALANCE:

@@ -1,0 +1,89 @@
+"""Nodes that answer late, many at once, do not keep the head from seeing the others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+import pytest
+from ray.exceptions import RayActorError
+
+from spotlight.cluster.nodes import node_membership
+from spotlight.cluster.nodes.facts import NodeFacts
+from spotlight.cluster.nodes.listing import RayNode
+from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
+from spotlight.cluster.nodes.notice_watch import NoticeSettings
+
+SETTINGS = MembershipSettings(NoticeSettings())
+HERE = NodeFacts("1", "3.11.1", "2", "here", (), 0, "b", 1)
+AT_ONCE = 16
+
+
+class Told:
+    """A listener that remembers how Ray was given up."""
+
+    def __init__(self) -> None:
+        self.ray_was_lost: list[str] = []
+
+    def ray_lost(self, why: str) -> None:
+        self.ray_was_lost.append(why)
+
+    def __getattr__(self, name: str) -> object:
+        return lambda *_: None
+
+
+class SlowList:
+    """Ray's list of nodes: answers, or lets the whole timeout pass."""
+
+    def __init__(self) -> None:
+        self.now_s, self.answers = 0.0, True
+
+    def ask(self, timeout_s: float) -> Sequence[Mapping[str, object]] | None:
+        if self.answers:
+            return []
+        self.now_s += timeout_s
+        return None
+
+
+def test_ray_is_given_up_for_its_own_silence_not_for_that_of_this_process() -> None:
+    told, nodes = Told(), SlowList()
+    membership = NodeMembership(told, HERE, SETTINGS, lambda: nodes.now_s)  # type: ignore[arg-type]
+    membership._list = nodes  # type: ignore[assignment]
+    membership._rows()
+    nodes.now_s += 10 * SETTINGS.dead_s  # this thread was busy
+    nodes.answers = False
+    membership._rows()
+    assert told.ray_was_lost == []
+    since_s = nodes.now_s - SETTINGS.answer_s
+    while nodes.now_s - since_s < SETTINGS.dead_s:
+        assert told.ray_was_lost == []
+        membership._rows()
+    assert len(told.ray_was_lost) == 1
+
+
+def test_machines_that_are_switched_off_together_are_probed_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    everybody = threading.Barrier(AT_ONCE, timeout=30)
+
+    def listens(_: RayNode) -> bool:
+        everybody.wait()
+        return False
+
+    monkeypatch.setattr(node_membership, "raylet_listens", listens)
+    membership = NodeMembership(Told(), HERE, SETTINGS)  # type: ignore[arg-type]
+    rows = [
+        {
+            "NodeID": f"{number:056x}",
+            "Alive": True,
+            "Resources": {"spotlight_spot": 1.0, "GPU": 1.0},
+            "Labels": {},
+            "NodeName": f"spot-{number}",
+            "NodeManagerAddress": "127.0.0.1",
+            "NodeManagerPort": 1,
+            "RayletSocketName": "/tmp/ray/s/sockets/raylet",
+        }
+        for number in range(AT_ONCE)
+    ]
+    membership._look(rows)
+    assert len(membership._watched) == AT_ONCE
+    membership._examine({str(row["NodeID"]): RayActorError() for row in rows})
+    assert membership._watched == {}
