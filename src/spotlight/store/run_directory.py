@@ -36,6 +36,7 @@ from spotlight.store.store_errors import OtherConfigurationError, RunInUseError,
 Leaf: TypeAlias = object
 _ABSENT = "(absent)"
 _SHOWN_DIFFERENCES = 5
+_NAME_BYTES_MAX = 255
 _FOLDERS = ("tensorboard", "images", "checkpoints", "attempts")
 
 _held_locks: set[int] = set()
@@ -128,8 +129,8 @@ class RunDirectory(RunPaths):
         """
         _require_plain(name)
         paths = RunPaths(root / name)
-        _require_run_or_nothing(paths)
         try:
+            _require_run_or_nothing(paths)
             for folder in _FOLDERS:
                 (paths.path / folder).mkdir(parents=True, exist_ok=True)
             lock = _lock(paths.lock)
@@ -169,6 +170,11 @@ class RunDirectory(RunPaths):
 def _require_plain(name: str) -> None:
     if name in {"", ".", ".."} or Path(name).name != name:
         raise StoreError(f"run name {name!r}: expected a plain folder name such as 'demo'.")
+    if (size_bytes := len(os.fsencode(name))) > _NAME_BYTES_MAX:
+        raise StoreError(
+            f"run name {name[:20]!r}... has {size_bytes} bytes: expected at most {_NAME_BYTES_MAX}, as many "
+            "as a folder's name may have. Choose a shorter one."
+        )
 
 
 def _is_there_or_can_be_made(path: Path) -> bool:
@@ -224,12 +230,20 @@ def _lock(path: Path) -> int:
 def _require_same_configuration(
     paths: RunPaths, config_text: str, may_differ: Collection[str], complete: Callable[[str], str]
 ) -> None:
+    remedy = (
+        "Restore it from a copy, or with what `spotlight config` prints for the arguments that the run was "
+        "started with."
+    )
     try:
-        old = flatten(yaml.safe_load(complete(paths.config.read_text())))
+        stored = yaml.safe_load(complete(paths.config.read_text()))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StoreError(f"{paths.config}: cannot be read as YAML ({error}). {remedy}") from error
+    if not isinstance(stored, Mapping) or not stored:
+        found = "nothing" if not stored else repr(stored)[:60]
         raise StoreError(
-            f"{paths.config}: cannot be read as YAML ({error}). Restore it from a copy."
-        ) from error
+            f"{paths.config}: damaged: found {found}, expected the keys of a configuration. {remedy}"
+        )
+    old = flatten(stored)
     new = flatten(yaml.safe_load(config_text))
     differing = [
         key
