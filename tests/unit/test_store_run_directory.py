@@ -98,12 +98,16 @@ def test_a_second_process_is_refused_with_the_pid_of_the_first(tmp_path: Path) -
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
-        with pytest.raises(RunInUseError, match=f"in use by process {other.pid} on "):
-            RunDirectory.open(tmp_path, "demo", CONFIG)
+        for look in (check_run_directory, RunDirectory.open):
+            with pytest.raises(RunInUseError, match=f"in use by process {other.pid} on "):
+                look(tmp_path, "demo", CONFIG)
     finally:
         other.kill()
         other.wait()
-    RunDirectory.open(tmp_path, "demo", CONFIG).close()  # a dead process holds nothing
+    before = (tmp_path / "demo/lock").read_bytes()
+    check_run_directory(tmp_path, "demo", CONFIG)  # a dead process holds nothing
+    assert (tmp_path / "demo/lock").read_bytes() == before
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()  # nor does one that looked
 
 
 def test_the_same_process_cannot_open_it_twice(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def check_run_directory(
     """Raise what :meth:`RunDirectory.open` would, without changes.
 
     Raises:
+        RunInUseError: another process works on it.
         OtherConfigurationError: it belongs to another configuration.
         StoreError: it cannot be written, or is not a run directory.
     """
@@ -91,12 +92,16 @@ def check_run_directory(
     _require_plain(name)
     if not _is_there_or_can_be_made(paths.path):
         return
-    _require_run_or_nothing(paths)
+    try:
+        _require_run_or_nothing(paths)
+        _require_unused(paths.lock)
+    except OSError as error:
+        raise storage_error("cannot use the run directory", paths.path, error) from error
     if paths.config.exists():
         _require_same_configuration(paths, config_text, may_differ, complete)
     if not os.access(paths.path, os.W_OK | os.X_OK):
-        error = OSError(errno.EACCES, os.strerror(errno.EACCES), str(paths.path))
-        raise storage_error("cannot use the run directory", paths.path, error)
+        denied = OSError(errno.EACCES, os.strerror(errno.EACCES), str(paths.path))
+        raise storage_error("cannot use the run directory", paths.path, denied)
 
 
 class RunDirectory(RunPaths):
@@ -210,10 +215,29 @@ def _require_run_or_nothing(paths: RunPaths) -> None:
         )
 
 
+def _require_unused(lock: Path) -> None:
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    # Shared, because all ranks look at once.
+    _flock(descriptor, lock, fcntl.LOCK_SH)
+    os.close(descriptor)
+
+
 def _lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    _flock(descriptor, path, fcntl.LOCK_EX)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    _held_locks.add(descriptor)
+    return descriptor
+
+
+def _flock(descriptor: int, path: Path, kind: int) -> None:
+    """Lock without waiting; the descriptor is closed if that fails."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(descriptor, 200).decode("utf-8", "replace").strip()
         os.close(descriptor)
@@ -221,10 +245,9 @@ def _lock(path: Path) -> int:
             f"{path.parent}: in use by {holder or 'a process that is just starting'}. "
             "Wait for it or stop it, or start this run under another name."
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    _held_locks.add(descriptor)
-    return descriptor
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def _require_same_configuration(
