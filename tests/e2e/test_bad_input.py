@@ -190,7 +190,10 @@ def test_a_run_directory_of_another_configuration_is_left_alone(job: Job) -> Non
     assert contents(job.root / "mine") == before
 
 
-def test_a_run_that_another_process_works_on_is_left_alone(job: Job, tmp_path: Path) -> None:
+def test_a_run_that_another_process_works_on_is_left_alone(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spotlight.runtime.build.components.load_family", unreachable)  # refused before that
     config = dump_config(job.config("busy", f"runs_dir={tmp_path}", "iterations=1"))
     with RunDirectory.open(tmp_path, "busy", config), pytest.raises(RunInUseError, match="in use by process"):
         job.train("busy", f"runs_dir={tmp_path}", "iterations=1")

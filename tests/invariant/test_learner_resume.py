@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+import resource
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from learner_world import World, algorithm, make_learner, roll_out, train_batch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from spotlight.models.family import ModelError
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.manifest import CheckpointHeader
+from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import Learner
-from spotlight.training.learner_state import INDEX, WHOLE, StateError
+from spotlight.training.learner_state import INDEX, WHOLE, Counters, StateError, save
 from spotlight.training.lora_export import export_lora, export_merged, lora_state
 from spotlight.training.sharding import Ranks
 
@@ -118,6 +126,35 @@ def test_a_damaged_file_is_named(world: World, file: str, damage: str, tmp_path:
     with pytest.raises(StateError, match=r"learner\.\w+ cannot be read.*use an earlier checkpoint"):
         learner.load(tmp_path)
     assert learner.digest() == before
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("kind", ["whole", "sharded"])
+def test_a_file_size_limit_is_named_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
+    tensor = torch.zeros(1 << 20)
+    if kind == "sharded":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        if kind == "sharded":
+            tensor = distribute_tensor(tensor, init_device_mesh("cpu", (1,)), [Shard(0)])
+        slots: Any = SimpleNamespace(
+            slots=("policy",), state=lambda slot: {"weight": tensor}, trainable_parameters=dict
+        )
+        optimizer: Any = SimpleNamespace(state={})
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
+        try:
+            with (
+                pytest.raises(StoreError, match=r"cannot write the learner's state: .* file-size limit was"),
+                CheckpointStore(tmp_path, keep=1).writer(CheckpointHeader(1, 1, "c0ffee", "1")) as directory,
+            ):
+                save(directory / "learner", slots, optimizer, Counters(1, 1), Ranks())
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    finally:
+        if kind == "sharded":
+            dist.destroy_process_group()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_state_of_something_else_is_refused_and_nothing_changes(world: World, tmp_path: Path) -> None:

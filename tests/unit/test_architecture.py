@@ -85,6 +85,7 @@ SPEAK_MESSAGES = {"rollout", "worker", "training", "report", "dashboard"}
 ALSO = {
     ("rollout", "spotlight.scheduler.seeds"),
     ("training", "spotlight.scheduler.overlap.slices"),
+    ("training", "spotlight.store.store_errors"),
     ("rewards", "spotlight.store.ballots"),
     ("rewards", "spotlight.store.media_files"),
     ("fleet", "spotlight.store.files"),

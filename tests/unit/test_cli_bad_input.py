@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,27 @@ def test_times_without_end_are_refused(here: Path, option: str, value: str) -> N
 def test_a_run_without_a_ledger_cannot_be_audited(here: Path) -> None:
     (here / "config.yaml").write_text("name: mine\n")
     assert_told(invoke("audit", str(here)), "ledger.sqlite", "no ledger here")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "spotlight.cluster.learner.learner_group.LearnerError",
+        "spotlight.training.learner_state.StateError",
+        "spotlight.weights.weight_errors.WeightsError",
+    ],
+)
+def test_errors_that_end_a_run_with_a_remedy_have_no_traceback(
+    here: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    module, _, kind = name.rpartition(".")
+    error = getattr(import_module(module), kind)("use an earlier checkpoint")
+
+    def failing(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("spotlight.cli.runs.train.driver_of", lambda *_: failing)
+    assert_told(invoke("train"), "use an earlier checkpoint")
 
 
 def test_unexpected_errors_keep_their_traceback(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,16 @@ def test_a_finished_run_shows_its_summary_until_more_is_asked_of_it(tmp_path: Pa
     assert finished_summary(config(tmp_path)) is None
 
 
+@pytest.mark.parametrize("content", ["", "{}", '{"samples": 3}', "[]"])
+def test_a_damaged_summary_is_told_with_what_to_do(tmp_path: Path, content: str) -> None:
+    make_run(tmp_path, Ending.FINISHED)
+    (tmp_path / "demo" / "summary.json").write_text(content)
+    with pytest.raises(StoreError, match=r"not a summary of a run .*delete it: `spotlight train` then"):
+        finished_summary(config(tmp_path))
+    (tmp_path / "demo" / "summary.json").unlink()
+    assert finished_summary(config(tmp_path)) is None
+
+
 @pytest.mark.parametrize("ending", [Ending.STOPPED, Ending.FAILED, Ending.KILLED])
 def test_a_run_that_did_not_come_to_its_end_is_not_finished(tmp_path: Path, ending: Ending) -> None:
     make_run(tmp_path, ending)

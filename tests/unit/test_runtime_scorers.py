@@ -19,6 +19,7 @@ from spotlight.runtime.observer import Silent
 from spotlight.runtime.run import train
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.manifest import CheckpointHeader
+from spotlight.store.metrics import MetricsRow
 from spotlight.store.run_directory import RunDirectory
 from spotlight.training.sharding import Ranks
 
@@ -40,7 +41,17 @@ def go_on(root: Path, scored_by: Mapping[str, str], *, save: bool = False) -> No
             header = CheckpointHeader(1, ledger.position(), "0" * 64, "0")
             with attempt.recorder.checkpoints.writer(header) as folder:
                 (folder / "state").write_text("state")
+            # The evaluation that follows the checkpoint.
+            attempt.recorder.metrics.write(MetricsRow(1, 1, 1.0, {"validation/graded": 0.9}))
+            (directory.images / "iteration-000001.png").touch()
         attempt.result = RunResult(directory.path, None, None, stopped=True)
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    """Files below a folder, but for SQLite's."""
+    return {
+        path: path.read_bytes() for path in root.rglob("*") if path.is_file() and "sqlite" not in path.name
+    }
 
 
 def test_a_run_resumed_with_another_scorer_is_refused_and_goes_on_with_the_first(tmp_path: Path) -> None:
@@ -51,8 +62,10 @@ def test_a_run_resumed_with_another_scorer_is_refused_and_goes_on_with_the_first
         ({"ocr": "reader"}, "by what it does not tell"),
     ):
         said = f"reward 'geneval' was scored by 'detector a' up to the checkpoint, and would now be {found};"
+        before = contents(tmp_path)
         with pytest.raises(RewardSetupError, match=f"{re.escape(said)} .*Put back the weights"):
             go_on(tmp_path, other)
+        assert contents(tmp_path) == before
     go_on(tmp_path, {**first, "new": "told since"})
     report = audit(tmp_path / "run", AuditLimits())
     assert report.scorers == {"geneval": ("detector a",), "ocr": ("reader",), "new": ("told since",)}

@@ -185,7 +185,7 @@ def test_an_error_in_the_body_commits_nothing(tmp_path: Path) -> None:
 
 
 class PowerCutError(BaseException):
-    """Not an Exception: no cleaning up happens, as when the process dies."""
+    """Raised again by cleaning up, so that none happens, as when the process dies."""
 
 
 @contextmanager
@@ -298,4 +298,28 @@ def test_an_error_that_hides_its_number_is_recognised_by_the_full_disk(
         pytest.raises(StoreError, match="no space left"),
         CheckpointStore(tmp_path, keep=1).writer(header(1)),
     ):
-        raise RuntimeError("unexpected pos 64 vs 0")  # what torch.save says of a full disk
+        raise RuntimeError("write failed")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("Error while serializing: I/O error: File too large (os error 27)"), StoreError),
+        (RuntimeError("[enforce fail] . unexpected pos 704 vs 598"), StoreError),  # torch, of any short write
+        (RuntimeError("a bug"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+    ],
+)
+def test_whatever_ends_the_writing_nothing_of_it_stays(
+    tmp_path: Path, error: BaseException, expected: type[BaseException]
+) -> None:
+    def write() -> None:
+        with CheckpointStore(tmp_path, keep=1).writer(header(1)) as directory:
+            (directory / "half").write_bytes(b"half")
+            raise error
+
+    with pytest.raises(expected) as raised:
+        write()
+    assert not list(tmp_path.iterdir())
+    assert type(raised.value) is expected
+    assert expected is not StoreError or "quota or file-size limit was reached" in str(raised.value)

@@ -209,3 +209,21 @@ def test_pictures_of_undone_evaluations_are_removed(paths: RunPaths) -> None:
     assert sorted(path.name for path in paths.images.glob("*.png")) == [
         "before-after.png", "iteration-000000.png", "iteration-000003.png",
     ]  # fmt: skip
+
+
+def test_files_of_other_names_are_left_alone(paths: RunPaths) -> None:
+    names = [
+        "iteration-best.png",
+        "iteration-000004 (1).png",
+        "tiles/._000004-000.png",
+        "tiles/000004-000 (1).png",
+    ]
+    write_grid(paths, 4, [tile((9, 9, 9))], columns=1, title="")
+    for name in names:
+        (paths.images / name).touch()
+    assert drawn_iterations(paths) == [4]
+    assert len(read_tiles(paths, 4)) == 1
+    write_grid(paths, 4, [tile((9, 9, 9))], columns=1, title="")
+    drop_pictures(paths, resume_at=0)
+    left = [str(path.relative_to(paths.images)) for path in paths.images.rglob("*.*")]
+    assert sorted(left) == sorted(names)

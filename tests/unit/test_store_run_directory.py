@@ -98,12 +98,16 @@ def test_a_second_process_is_refused_with_the_pid_of_the_first(tmp_path: Path) -
     try:
         assert other.stdout is not None
         assert other.stdout.readline() == "open\n"
-        with pytest.raises(RunInUseError, match=f"in use by process {other.pid} on "):
-            RunDirectory.open(tmp_path, "demo", CONFIG)
+        for look in (check_run_directory, RunDirectory.open):
+            with pytest.raises(RunInUseError, match=f"in use by process {other.pid} on "):
+                look(tmp_path, "demo", CONFIG)
     finally:
         other.kill()
         other.wait()
-    RunDirectory.open(tmp_path, "demo", CONFIG).close()  # a dead process holds nothing
+    before = (tmp_path / "demo/lock").read_bytes()
+    check_run_directory(tmp_path, "demo", CONFIG)  # a dead process holds nothing
+    assert (tmp_path / "demo/lock").read_bytes() == before
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()  # nor does one that looked
 
 
 def test_the_same_process_cannot_open_it_twice(tmp_path: Path) -> None:
@@ -155,8 +159,27 @@ def test_unusable_places_are_named(tmp_path: Path) -> None:
         RunDirectory.open(tmp_path, "photos", CONFIG)
     RunDirectory.open(tmp_path, "demo", CONFIG).close()
     (tmp_path / "demo/config.yaml").write_text("a: [")
-    with pytest.raises(StoreError, match="cannot be read as YAML"):
+    with pytest.raises(StoreError, match=r"(?s)cannot be read as YAML.*Restore it"):
         RunDirectory.open(tmp_path, "demo", CONFIG)
+
+
+@pytest.mark.parametrize(("content", "found"), [("", "nothing"), ("{}", "nothing"), ("plain", "'plain'")])
+def test_a_configuration_that_is_none_is_damaged_not_another(
+    tmp_path: Path, content: str, found: str
+) -> None:
+    RunDirectory.open(tmp_path, "demo", CONFIG).close()
+    (tmp_path / "demo/config.yaml").write_text(content)
+    for look in (check_run_directory, RunDirectory.open):
+        with pytest.raises(StoreError, match=f"damaged: found {found}, expected .*Restore it") as caught:
+            look(tmp_path, "demo", CONFIG)
+        assert not isinstance(caught.value, OtherConfigurationError)
+
+
+def test_a_name_that_is_too_long_is_told(tmp_path: Path) -> None:
+    for look in (check_run_directory, RunDirectory.open):
+        with pytest.raises(StoreError, match=r"has 256 bytes: expected at most 255.*shorter"):
+            look(tmp_path, "a" * 256, CONFIG)
+    RunDirectory.open(tmp_path, "a" * 255, CONFIG).close()
 
 
 def test_an_unwritable_directory_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ EXIT_NOT_STARTED = 2
 EXIT_INTERRUPTED = 130
 
 _OURS = (
+    ("spotlight.cluster.learner.learner_group", "LearnerError"),
     ("spotlight.cluster.remote_calls", "RayLostError"),
     ("spotlight.config.errors", "ConfigError"),
     ("spotlight.data.prompt_files", "PromptFileError"),
@@ -29,7 +30,9 @@ _OURS = (
     ("spotlight.rewards.reward", "RewardInputError"),
     ("spotlight.runtime.process", "DeviceMemoryError"),
     ("spotlight.store.store_errors", "StoreError"),
+    ("spotlight.training.learner_state", "StateError"),
     ("spotlight.training.settings", "TrainingError"),
+    ("spotlight.weights.weight_errors", "WeightsError"),
     ("torch", "OutOfMemoryError"),
 )
 

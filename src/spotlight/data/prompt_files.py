@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,7 +151,7 @@ def _from_text(line: str) -> Prompt:
 
 def _from_record(line: str) -> Prompt:
     try:
-        record: object = json.loads(line, parse_constant=_no_such_number)
+        record: object = json.loads(line, parse_constant=_no_such_number, parse_float=_finite)
     except json.JSONDecodeError as error:
         found = f"no JSON ({error.msg} at column {error.colno})"
         raise _BadLineError(f"{found}: {_short(line)}; expected {_RECORD}") from None
@@ -164,6 +165,7 @@ def _from_record(line: str) -> Prompt:
     if not isinstance(text, str) or not text.strip():
         found = "is missing" if text is None else f"is {_short(json.dumps(text))}"
         raise _BadLineError(f"'prompt' {found}; expected a text, as in {_RECORD}")
+    _require_utf8(record)
     _require_geneval(record)
     _require_references(record)
     return _prompt(text.strip(), record)
@@ -171,9 +173,29 @@ def _from_record(line: str) -> Prompt:
 
 def _prompt(text: str, metadata: Mapping[str, object]) -> Prompt:
     for char in text:
-        if (char < " " and char not in "\t\n\r") or "\ud800" <= char <= "\udfff" or char == "\ufffd":
+        if (char < " " and char not in "\t\n\r") or _is_surrogate(char) or char == "\ufffd":
             raise _BadLineError(f"the character {char!r} in {_short(text)!r}; expected text encoded in UTF-8")
     return Prompt(prompt_id(text, metadata), text, metadata)
+
+
+def _require_utf8(record: Mapping[str, object]) -> None:
+    """Refuse half of a surrogate pair, in keys and values at any depth."""
+    waiting: list[object] = [record]  # not recursive: objects may be nested as deeply as json reads them
+    while waiting:
+        match waiting.pop():
+            case dict() as found:
+                waiting += (*found, *found.values())
+            case list() as found:
+                waiting += found
+            case str() as text if any(map(_is_surrogate, text)):
+                char = next(filter(_is_surrogate, text))
+                raise _BadLineError(
+                    f"{char!r}, half a character, in {_short(text)!r}; expected both halves, or the character"
+                )
+
+
+def _is_surrogate(char: str) -> bool:
+    return "\ud800" <= char <= "\udfff"
 
 
 def _require_geneval(record: Mapping[str, object]) -> None:
@@ -259,6 +281,12 @@ def _shown(problems: Sequence[str]) -> Iterator[str]:
 
 def _no_such_number(name: str) -> NoReturn:
     raise _BadLineError(f"the number {name}, which JSON does not have; expected {_RECORD}")
+
+
+def _finite(literal: str) -> float:
+    if math.isinf(number := float(literal)):
+        raise _BadLineError(f"the number {_short(literal)}, which is too large; expected one below 1.8e308")
+    return number
 
 
 def _short(text: str) -> str:

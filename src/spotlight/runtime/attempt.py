@@ -98,9 +98,8 @@ def open_attempt(
     """
     with ExitStack() as stack:
         # Fail before an attempt is begun, so that none is left to close.
-        recorder, newest = _open_recorder(stack, config, directory, prompts, ranks, workers)
+        recorder, newest = _open_recorder(stack, config, directory, prompts, ranks, workers, scored_by)
         kept = newest.header.ledger_position if newest else 0
-        _require_same_scorers(recorder.ledger.scorers_at(kept), scored_by, directory)
         number = recorder.ledger.begin_attempt(
             pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=began_s
         )
@@ -136,11 +135,14 @@ def _open_recorder(
     prompts: Mapping[PromptId, Prompt],
     ranks: Ranks,
     workers: Mapping[WorkerId, float],
+    scored_by: Mapping[str, str],
 ) -> tuple[RunRecorder, Checkpoint | None]:
     ledger = stack.enter_context(SqliteLedger(directory.ledger))
     checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     newest = checkpoints.newest_valid()
-    resume_at = newest.header.iteration if newest else 0
+    resume_at, kept = (newest.header.iteration, newest.header.ledger_position) if newest else (0, 0)
+    # Before the curves and pictures after the checkpoint are removed: a run that is refused keeps them.
+    _require_same_scorers(ledger.scorers_at(kept), scored_by, directory)
     metrics = stack.enter_context(
         MetricsWriter(
             directory,

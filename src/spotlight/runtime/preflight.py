@@ -25,7 +25,7 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
     Raising ``iterations`` or removing the exported adapter leaves work.
 
     Raises:
-        StoreError: it belongs to another configuration, cannot be written, or is not a run.
+        StoreError: it is in use, belongs to another configuration, cannot be written, or is not a run.
     """
     check_run_directory(config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys)
     paths = RunPaths(config.runs_dir / config.name)

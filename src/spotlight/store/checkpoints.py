@@ -79,8 +79,13 @@ class CheckpointStore:
             yield temporary
             self._commit(temporary, name, header)
             self._remove_old(newest=name)
-        except Exception as error:
-            is_storage = isinstance(error, OSError) or is_out_of_space(error, self._directory)
+        except BaseException as error:
+            # Before cleaning up, which frees space.
+            is_storage = isinstance(error, OSError) or (
+                isinstance(error, Exception)
+                and not isinstance(error, StoreError)
+                and is_out_of_space(error, self._directory)
+            )
             translated = storage_error(f"cannot write checkpoint {name}", self._directory, error)
             shutil.rmtree(temporary, ignore_errors=True)
             if is_storage:

@@ -28,6 +28,14 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps, ImageSequence, PngImagePlugin
 
 from spotlight.store.files import write_atomically
+from spotlight.store.picture_names import (
+    grid_path,
+    stored_grids,
+    stored_tiles,
+    tile_path,
+    tiles_folder,
+    tiles_of,
+)
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import StoreError, storage_error
 
@@ -116,7 +124,7 @@ def write_grid(
         blocks += [
             _Block(each[0].caption, (*shown, *cells[i : i + columns])) for i in range(0, len(cells), columns)
         ]
-    path = paths.images / f"iteration-{iteration:06d}.png"
+    path = grid_path(paths, iteration)
     try:
         _keep(paths, iteration, tiles)
         _write_page(path, title, blocks, present[0].fps)
@@ -127,24 +135,23 @@ def write_grid(
 
 def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
     """Remove the images of evaluations from ``resume_at`` on. Raises StoreError."""
-    tiles = ((path, path.name.split("-")[0]) for path in _tiles_folder(paths).glob("*-*.png"))
-    grids = ((path, path.stem.split("-")[1]) for path in paths.images.glob("iteration-*.*"))
     try:
-        for path in [path for path, iteration in (*tiles, *grids) if int(iteration) >= resume_at]:
-            path.unlink()
+        for iteration, path in (*stored_tiles(paths), *stored_grids(paths)):
+            if iteration >= resume_at:
+                path.unlink()
     except OSError as error:
         raise storage_error("cannot remove undone pictures", paths.images, error) from error
 
 
 def drawn_iterations(paths: RunPaths) -> list[int]:
     """Iterations with stored images, ascending."""
-    return sorted({int(path.name.split("-")[0]) for path in _tiles_folder(paths).glob("*-*.png")})
+    return sorted({iteration for iteration, _ in stored_tiles(paths)})
 
 
 def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
     """One evaluation's tiles, in grid order. Raises StoreError for a file that is not a tile."""
     tiles = []
-    for path in sorted(_tiles_folder(paths).glob(f"{iteration:06d}-*.png")):
+    for path in tiles_of(paths, iteration):
         try:
             with Image.open(path) as image:
                 caption, score = image.info["caption"], float(image.info["score"])
@@ -177,7 +184,7 @@ class TileNote:
 def read_tile_notes(paths: RunPaths, iteration: int) -> tuple[TileNote, ...]:
     """One evaluation's tiles, in grid order, without decoding them; a file that is no tile is left out."""
     notes = []
-    for path in sorted(_tiles_folder(paths).glob(f"{iteration:06d}-*.png")):
+    for path in tiles_of(paths, iteration):
         try:
             with Image.open(path, formats=("PNG",)) as image:
                 notes.append(TileNote(path, image.info["caption"], float(image.info["score"])))
@@ -201,7 +208,7 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
     ]
     if not pairs:
         raise StoreError(
-            f"{_tiles_folder(paths)}: iterations {before} and {after} have no prompt in common; "
+            f"{tiles_folder(paths)}: iterations {before} and {after} have no prompt in common; "
             f"there are pictures of iterations {drawn_iterations(paths)}."
         )
     path = paths.images / BEFORE_AFTER
@@ -226,7 +233,7 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
     ][:rows]
     if not common:
         raise StoreError(
-            f"{_tiles_folder(paths)}: iterations {list(iterations)} have no prompt in common; "
+            f"{tiles_folder(paths)}: iterations {list(iterations)} have no prompt in common; "
             f"there are pictures of iterations {drawn_iterations(paths)}."
         )
     strips = [
@@ -327,14 +334,9 @@ def _require_pictures(tiles: Sequence[Tile]) -> None:
             )
 
 
-def _tiles_folder(paths: RunPaths) -> Path:
-    return paths.images / "tiles"
-
-
 def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile | None]) -> None:
-    folder = _tiles_folder(paths)
-    folder.mkdir(exist_ok=True)
-    for stale in folder.glob(f"{iteration:06d}-*.png"):
+    tiles_folder(paths).mkdir(exist_ok=True)
+    for stale in tiles_of(paths, iteration):
         stale.unlink()
     for index, tile in enumerate(tiles):
         if tile is None:
@@ -349,7 +351,7 @@ def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile | None]) -> None
         first, *others = [Image.fromarray(frame) for frame in _frames(tile.picture)]
         if others:
             notes.add_itxt("fps", repr(float(tile.fps)))
-        path = folder / f"{iteration:06d}-{index:03d}.png"
+        path = tile_path(paths, iteration, index)
         duration_ms = 1000 / tile.fps
         first.save(path, pnginfo=notes, save_all=bool(others), append_images=others, duration=duration_ms)
 

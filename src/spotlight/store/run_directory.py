@@ -36,6 +36,7 @@ from spotlight.store.store_errors import OtherConfigurationError, RunInUseError,
 Leaf: TypeAlias = object
 _ABSENT = "(absent)"
 _SHOWN_DIFFERENCES = 5
+_NAME_BYTES_MAX = 255
 _FOLDERS = ("tensorboard", "images", "checkpoints", "attempts")
 
 _held_locks: set[int] = set()
@@ -83,6 +84,7 @@ def check_run_directory(
     """Raise what :meth:`RunDirectory.open` would, without changes.
 
     Raises:
+        RunInUseError: another process works on it.
         OtherConfigurationError: it belongs to another configuration.
         StoreError: it cannot be written, or is not a run directory.
     """
@@ -90,12 +92,16 @@ def check_run_directory(
     _require_plain(name)
     if not _is_there_or_can_be_made(paths.path):
         return
-    _require_run_or_nothing(paths)
+    try:
+        _require_run_or_nothing(paths)
+        _require_unused(paths.lock)
+    except OSError as error:
+        raise storage_error("cannot use the run directory", paths.path, error) from error
     if paths.config.exists():
         _require_same_configuration(paths, config_text, may_differ, complete)
     if not os.access(paths.path, os.W_OK | os.X_OK):
-        error = OSError(errno.EACCES, os.strerror(errno.EACCES), str(paths.path))
-        raise storage_error("cannot use the run directory", paths.path, error)
+        denied = OSError(errno.EACCES, os.strerror(errno.EACCES), str(paths.path))
+        raise storage_error("cannot use the run directory", paths.path, denied)
 
 
 class RunDirectory(RunPaths):
@@ -128,8 +134,8 @@ class RunDirectory(RunPaths):
         """
         _require_plain(name)
         paths = RunPaths(root / name)
-        _require_run_or_nothing(paths)
         try:
+            _require_run_or_nothing(paths)
             for folder in _FOLDERS:
                 (paths.path / folder).mkdir(parents=True, exist_ok=True)
             lock = _lock(paths.lock)
@@ -169,6 +175,11 @@ class RunDirectory(RunPaths):
 def _require_plain(name: str) -> None:
     if name in {"", ".", ".."} or Path(name).name != name:
         raise StoreError(f"run name {name!r}: expected a plain folder name such as 'demo'.")
+    if (size_bytes := len(os.fsencode(name))) > _NAME_BYTES_MAX:
+        raise StoreError(
+            f"run name {name[:20]!r}... has {size_bytes} bytes: expected at most {_NAME_BYTES_MAX}, as many "
+            "as a folder's name may have. Choose a shorter one."
+        )
 
 
 def _is_there_or_can_be_made(path: Path) -> bool:
@@ -204,10 +215,29 @@ def _require_run_or_nothing(paths: RunPaths) -> None:
         )
 
 
+def _require_unused(lock: Path) -> None:
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    # Shared, because all ranks look at once.
+    _flock(descriptor, lock, fcntl.LOCK_SH)
+    os.close(descriptor)
+
+
 def _lock(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    _flock(descriptor, path, fcntl.LOCK_EX)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    _held_locks.add(descriptor)
+    return descriptor
+
+
+def _flock(descriptor: int, path: Path, kind: int) -> None:
+    """Lock without waiting; the descriptor is closed if that fails."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(descriptor, 200).decode("utf-8", "replace").strip()
         os.close(descriptor)
@@ -215,21 +245,28 @@ def _lock(path: Path) -> int:
             f"{path.parent}: in use by {holder or 'a process that is just starting'}. "
             "Wait for it or stop it, or start this run under another name."
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-    _held_locks.add(descriptor)
-    return descriptor
+    except OSError:
+        os.close(descriptor)
+        raise
 
 
 def _require_same_configuration(
     paths: RunPaths, config_text: str, may_differ: Collection[str], complete: Callable[[str], str]
 ) -> None:
+    remedy = (
+        "Restore it from a copy, or with what `spotlight config` prints for the arguments that the run was "
+        "started with."
+    )
     try:
-        old = flatten(yaml.safe_load(complete(paths.config.read_text())))
+        stored = yaml.safe_load(complete(paths.config.read_text()))
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise StoreError(f"{paths.config}: cannot be read as YAML ({error}). {remedy}") from error
+    if not isinstance(stored, Mapping) or not stored:
+        found = "nothing" if not stored else repr(stored)[:60]
         raise StoreError(
-            f"{paths.config}: cannot be read as YAML ({error}). Restore it from a copy."
-        ) from error
+            f"{paths.config}: damaged: found {found}, expected the keys of a configuration. {remedy}"
+        )
+    old = flatten(stored)
     new = flatten(yaml.safe_load(config_text))
     differing = [
         key

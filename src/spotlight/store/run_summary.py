@@ -125,4 +125,7 @@ def read_summary(path: Path) -> RunSummary:
     except FileNotFoundError as error:
         raise StoreError(f"{path}: no summary here; the run has not come to its end yet.") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise StoreError(f"{path}: not a summary of a run ({error!r}).") from error
+        raise StoreError(
+            f"{path}: not a summary of a run ({error!r}). Restore it from a copy, or delete it: "
+            "`spotlight train` then writes it again from the last checkpoint."
+        ) from error

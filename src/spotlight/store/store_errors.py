@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -11,6 +12,8 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _SQLITE_REFUSED = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
 _NEARLY_NOTHING_BYTES = 1 << 20
+_RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
+_TORCH_SHORT_WRITE = "unexpected pos "
 
 
 class StoreError(Exception):
@@ -33,7 +36,7 @@ class OtherConfigurationError(StoreError):
     """The run directory belongs to a configuration that this one cannot continue."""
 
 
-def storage_error(what: str, path: Path, error: Exception) -> StoreError:
+def storage_error(what: str, path: Path, error: BaseException) -> StoreError:
     """Convert a failed write into an error with a remedy; ``path`` is on the affected file system."""
     if is_out_of_space(error, path):
         free_mib = free_bytes(path) / 2**20
@@ -50,23 +53,29 @@ def storage_error(what: str, path: Path, error: Exception) -> StoreError:
     return StoreError(f"{what}: {path}: {cause}. Nothing committed before was lost; {remedy}.")
 
 
-def is_out_of_space(error: Exception, path: Path) -> bool:
+def is_out_of_space(error: BaseException, path: Path) -> bool:
     """Whether ``error`` is due to a full disk, quota or file-size limit on ``path``'s file system.
 
-    Call before cleaning up: without errno (``torch.save``, safetensors), a full file system decides.
+    Call before cleaning up: where the error does not tell, a full file system decides.
     """
+    if (number := _errno(error)) is not None:
+        return number in _FULL
+    told = _sqlite_code(error) == sqlite3.SQLITE_FULL or _TORCH_SHORT_WRITE in str(error)
+    return told or free_bytes(path) < _NEARLY_NOTHING_BYTES
+
+
+def _is_refused(error: BaseException) -> bool:
+    return _errno(error) in _REFUSED or _sqlite_code(error) in _SQLITE_REFUSED
+
+
+def _errno(error: BaseException) -> int | None:
     if isinstance(error, OSError):
-        return error.errno in _FULL
-    return _sqlite_code(error) == sqlite3.SQLITE_FULL or free_bytes(path) < _NEARLY_NOTHING_BYTES
+        return error.errno
+    match = _RUST_ERRNO.search(str(error))  # safetensors
+    return int(match[1]) if match else None
 
 
-def _is_refused(error: Exception) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in _REFUSED
-    return _sqlite_code(error) in _SQLITE_REFUSED
-
-
-def _sqlite_code(error: Exception) -> int:
+def _sqlite_code(error: BaseException) -> int:
     return error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.Error) else sqlite3.SQLITE_OK
 
 

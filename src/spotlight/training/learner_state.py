@@ -14,6 +14,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from spotlight.models.slots import Slot, WeightSlots
+from spotlight.store.store_errors import storage_error
 from spotlight.training.sharding import Ranks
 
 T = TypeVar("T")
@@ -58,25 +60,42 @@ class Counters:
 
 
 def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Counters, ranks: Ranks) -> None:
-    """Write the state. Every rank must call this with the same directory on a shared file system."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Write the state. Every rank must call this with the same directory on a shared file system.
+
+    Raises:
+        StoreError: the disk is full or not writable, for any rank's share; what was written stays.
+    """
     tensors = _tensors(slots, optimizer)
-    if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
-        dcp_save(tensors, checkpoint_id=directory / SHARDED)
-    elif ranks.is_main:
-        # safetensors refuses non-contiguous views; contiguous() copies only those.
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / WHOLE)
-    if ranks.is_main:
-        index = {
-            "format": FORMAT,
-            "steps": counters.steps,
-            "batches": counters.batches,
-            "samples": counters.samples,
-            "optimizer_steps": _optimizer_steps(slots, optimizer),
-            "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
-        }
-        (directory / INDEX).write_text(json.dumps(index, indent=1))
+    with _writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(isinstance(tensor, DTensor) for tensor in tensors.values()):
+            dcp_save(tensors, checkpoint_id=directory / SHARDED)
+        elif ranks.is_main:
+            # safetensors refuses non-contiguous views; contiguous() copies only those.
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / WHOLE)
+        if ranks.is_main:
+            index = {
+                "format": FORMAT,
+                "steps": counters.steps,
+                "batches": counters.batches,
+                "samples": counters.samples,
+                "optimizer_steps": _optimizer_steps(slots, optimizer),
+                "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
+            }
+            (directory / INDEX).write_text(json.dumps(index, indent=1))
     ranks.barrier()
+
+
+@contextmanager
+def _writing(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, CheckpointException) as error:
+        cause = _cause(error)
+        # torch writes files with C++, which raises RuntimeError alone; its subclasses are of other parts.
+        if isinstance(cause, (OSError, SafetensorError)) or type(cause) is RuntimeError:
+            raise storage_error("cannot write the learner's state", directory, cause) from error
+        raise cause from None
 
 
 def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
@@ -237,11 +256,15 @@ def _reading(path: Path, read: Callable[[], T]) -> T:
 
 
 def _damaged(path: Path, error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[
-            0
-        ]  # the cause; the exception itself is full of tracebacks
+    cause = _cause(error)
     return (
-        f"{path} cannot be read ({type(error).__name__}: {error}): the learner's state is missing or "
+        f"{path} cannot be read ({type(cause).__name__}: {cause}): the learner's state is missing or "
         "damaged; use an earlier checkpoint"
     )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What a rank raised: a CheckpointException, which is no Exception, only wraps it."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return next(iter(error.failures.values()))[0]
+    return error

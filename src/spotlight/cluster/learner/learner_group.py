@@ -417,7 +417,10 @@ class LearnerGroup:
             raise end.final
         detail = f"{end.detail}\n{log}" if log else end.detail
         if self._raised_in_a_row >= _RAISED_IN_A_ROW:
-            raise LearnerError(f"the learner failed {self._raised_in_a_row} times in a row: {detail}")
+            raise LearnerError(
+                f"the learner failed {self._raised_in_a_row} times in a row: {detail}\n"
+                "Once the cause is removed, the same command goes on from the last checkpoint."
+            )
         return detail
 
     # -- calls -----------------------------------------------------------------------------------------
