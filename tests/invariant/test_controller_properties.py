@@ -134,7 +134,7 @@ def test_what_samples_are_compared_with_does_not_depend_on_the_schedule(plan: Pl
         assert trained[0] == trained[1]
 
 
-def test_slices_are_compared_with_all_previews_but_their_own_seeds() -> None:
+def test_slices_are_compared_with_the_previews_of_their_groups_other_seeds() -> None:
     plan = Plan(
         run_seed=0, iterations=2, prompts_per_iteration=2, group_size=4, rollout_steps=3,
         evaluation=EvaluationConfig(steps=3, images_per_prompt=1, every=9),
@@ -149,7 +149,7 @@ def test_slices_are_compared_with_all_previews_but_their_own_seeds() -> None:
     assert len(found) == plan.iterations * plan.prompts_per_iteration * plan.group_size
     for members, comparison in found.values():
         assert comparison.baseline is Baseline.EXPLORATION
-        assert len(comparison.others) == 9 - len(members)
+        assert len(comparison.others) == plan.group_size - len(members)
 
 
 def compared(world: World) -> dict[RolloutId, tuple[tuple[RolloutId, ...], Comparison]]:

@@ -162,7 +162,11 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "algorithm.clip_range",
             "the default, 2e-06",
         ),
-        (["algorithm.name=dgpo", "learner.micro_batch_size=24"], "learner.micro_batch_size", "set 16"),
+        (
+            ["algorithm.name=dgpo", "learner.micro_batch_size=24", "fleet.driver=ray"],
+            "learner.micro_batch_size",
+            "set 16",
+        ),
         (
             ["algorithm.name=dgpo", "fleet.driver=ray", "fleet.learner_ranks=3"],
             "rollout.group_size",
@@ -195,6 +199,15 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "set 4",
         ),
         (["algorithm={name: awm, clip_range: 0.1}"], "algorithm.clip_range", "old_log_probs=recompute"),
+        (
+            [
+                "algorithm={name: awm, old_log_probs: recompute}",
+                "pipeline.next_share=0.5",
+                "fleet.driver=ray",
+            ],
+            "pipeline.next_share",
+            "set algorithm.old_log_probs=stop_gradient",
+        ),
         (["algorithm.advantage.combine=gdpo"], "algorithm.advantage.std", "set it"),
         (
             ["algorithm.advantage={combine: gdpo, std: group}", "pipeline.axis=prompt"],
@@ -290,8 +303,19 @@ def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], key: str
     assert problem.expected
 
 
+def test_whole_groups_are_demanded_of_the_ranks_that_torchrun_starts() -> None:
+    config = load_config(None, [*BASE, "algorithm.name=dgpo", "learner.micro_batch_size=8"])
+    assert not list(config.rank_problems(2, ()))
+    (problem,) = config.rank_problems(1, ())
+    assert (problem.key, "set 16" in problem.remedy) == ("learner.micro_batch_size", True)
+
+
 def test_what_looks_odd_but_is_fine() -> None:
     for overrides in (
+        [
+            "algorithm={silent_groups: skip, advantage: {combine: normalise_each}}",
+            "rewards=[{name: shapes}, {name: jpeg_size, weight: 0}]",
+        ],
         ["learner.timesteps_per_pass=auto", "learner.pass_memory_gib=0.5"],
         ["learner.timesteps_per_pass=99"],
         GRPO,

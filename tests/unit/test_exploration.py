@@ -355,6 +355,31 @@ def test_the_state_is_json_between_two_iterations() -> None:
         assert json.loads(json.dumps(again.snapshot())) == state
 
 
+@pytest.mark.parametrize("chosen_by_chance", [False, True])
+def test_slices_of_a_group_chosen_for_its_contrast_balance(chosen_by_chance: bool) -> None:
+    explorer = Explorer(dataclasses.replace(PLAN, exploration=CRITICAL), [Prompt(PromptId("a"), "a", {})])
+    good, bad = {"reward": 1.0}, {"reward": 0.0}
+    scores = [bad] * 4 + [good] * 12
+    explorer.groups[0] = ExploredGroup(
+        PromptId("a"),
+        tuple(range(16)),
+        tuple(scores),
+        16 if chosen_by_chance else 0,
+        None,
+        32,
+        {},
+        (good,) * 16,
+    )
+    total = 0.0
+    for low in range(0, 16, 4):
+        own = range(low, low + 4)
+        beside = explorer.explored_beside(0, set(own))
+        assert len(beside) == (28 if chosen_by_chance else 12)
+        mean = math.fsum(one["reward"] for one in beside) / len(beside)
+        total += math.fsum(scores[seed]["reward"] - mean for seed in own)
+    assert total == pytest.approx(-16 / 7 if chosen_by_chance else 0.0)
+
+
 def test_a_restored_explorer_refuses_other_prompts() -> None:
     explorer = Explorer(dataclasses.replace(PLAN, exploration=CRITICAL), [Prompt(PromptId("a"), "a", {})])
     group = ExploredGroup(

@@ -4,7 +4,7 @@
 
 - ``group``: wait for the whole group (:func:`spotlight.algorithms.advantages.advantages`).
 - ``slice``: the group's samples so far, leave-one-out (:func:`slice_advantages`).
-- ``exploration``: previews of other seeds of the prompt (:func:`exploration_advantages`).
+- ``exploration``: previews of other seeds that the prompt's group has (:func:`exploration_advantages`).
 
 Invariants: b and s depend on other samples only, so before clipping the expected gradient keeps its direction
 (unless seeds were selected by those values); the order of samples changes no bit.

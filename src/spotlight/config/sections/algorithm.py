@@ -157,9 +157,8 @@ class AlgorithmSection(Section):
                 "Its loss compares the samples of a group, which parts of a batch could cut: set "
                 "pipeline.axis=none.",
             )  # fmt: skip
-        yield from self.micro_batch_problems(
-            run.rollout, run.learner, run.fleet.learner_ranks if run.fleet.driver == "ray" else 1
-        )
+        if run.fleet.driver == "ray":  # otherwise torchrun knows the ranks: see rank_problems
+            yield from self.micro_batch_problems(run.rollout, run.learner, run.fleet.learner_ranks)
 
     def micro_batch_problems(
         self, rollout: RolloutConfig, learner: LearnerConfig, ranks: int
@@ -194,7 +193,7 @@ class AlgorithmSection(Section):
         if self.advantage.combine == "gdpo":
             yield from self._spread_problems()
             del by_total["algorithm.silent_groups"]
-        if len(run.rewards) > 1 and self.advantage.combine != "sum":
+        if sum(reward.weight != 0 for reward in run.rewards) > 1 and self.advantage.combine != "sum":
             for key in (key for key, used in by_total.items() if used):
                 yield Problem(
                     key, repr(getattr(self, key.removeprefix("algorithm."))),

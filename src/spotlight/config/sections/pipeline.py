@@ -30,7 +30,7 @@ class PipelineConfig(Section):
     """Samples of a group per slice. Unused without ``axis: generation``."""
     baseline: Literal["group", "slice", "exploration"] = "group"
     """What rewards are compared with. ``group``: the whole group, so slices wait for it. ``slice``: the
-    group's samples so far, leave-one-out. ``exploration``: previews of the prompt at other seeds.
+    group's samples so far, leave-one-out. ``exploration``: previews of the group's other seeds.
     """
     trainers_generate: bool = False
     """The learner's GPUs generate rollouts while they have nothing to train, as far as that lets training
@@ -207,10 +207,12 @@ class PipelineConfig(Section):
         if algorithm.learns_from_clean_samples and not algorithm.recomputes_log_probs:
             return
         if not isinstance(algorithm, FlowGRPOConfig):
+            clean = algorithm.learns_from_clean_samples and hasattr(algorithm, "old_log_probs")
+            own = "set algorithm.old_log_probs=stop_gradient, " if clean else ""
             yield Problem(
                 "pipeline.next_share", share, f"0 with algorithm.name={algorithm.name}",
-                "Its ratio is to the policy that starts the batch, not to the one that made a sample: take "
-                "flow-grpo with algorithm.old_log_probs=rollout, or leave it out.",
+                f"Its ratio is to the policy that starts the batch, not to the one that made a sample: {own}"
+                "take flow-grpo with algorithm.old_log_probs=rollout, or leave it out.",
             )  # fmt: skip
         elif algorithm.old_log_probs != "rollout":
             yield Problem(

@@ -166,16 +166,20 @@ class Explorer:
         ]
 
     def explored_beside(self, slot: int, seeds: Set[int]) -> tuple[Mapping[str, float], ...]:
-        """Preview scores of a slot's pool, without ``seeds``.
+        """Preview scores that a slot's samples at ``seeds`` are compared with: of its other seeds.
 
-        The group's other seeds, the pool's extremes, are included: without them the spread would be too
-        small.
+        Of a group chosen for its contrast, those of the group. The rest of the pool is not trained: compared
+        with it, too, the group's advantages would not balance, and near the ceiling nearly all be negative.
         """
         if slot not in self.groups:
             return ()
         group = self.groups[slot]
-        chosen = zip(group.seeds, group.previews, strict=True)
-        return (*group.unchosen, *(scores for seed, scores in chosen if seed not in seeds))
+        beside = zip(group.seeds, group.previews, strict=True)
+        by_chance = group.drawn == len(group.seeds)
+        return (
+            *(group.unchosen if by_chance else ()),
+            *(scores for seed, scores in beside if seed not in seeds),
+        )
 
     def weight(self, slot: int, seed: int) -> float:
         """Importance weight of a sample that undoes the selection of its seed, else 1."""
