@@ -1,8 +1,8 @@
 """What each worker did when: lanes of phases, and what hit its node, from the ledger's bills.
 
 The ledger bills a worker's seconds one after the other from when it joined, each to one phase. Their running
-sum is therefore the time of each; within one bill (on Ray, of 5 s) the order of phases is that in which they
-were booked.
+sum is therefore the time of each; within one bill (on Ray, of 5 to 60 s) the order of phases is that in
+which they were booked.
 """
 
 from __future__ import annotations
