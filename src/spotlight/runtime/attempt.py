@@ -98,7 +98,7 @@ def open_attempt(
     """
     with ExitStack() as stack:
         # Fail before an attempt is begun, so that none is left to close.
-        recorder, newest = _open_recorder(stack, config, directory, prompts, ranks, workers)
+        recorder, newest = _open_recorder(stack, config, directory, prompts, ranks, workers, began_s)
         kept = newest.header.ledger_position if newest else 0
         _require_same_scorers(recorder.ledger.scorers_at(kept), scored_by, directory)
         number = recorder.ledger.begin_attempt(
@@ -136,6 +136,7 @@ def _open_recorder(
     prompts: Mapping[PromptId, Prompt],
     ranks: Ranks,
     workers: Mapping[WorkerId, float],
+    began_s: float,
 ) -> tuple[RunRecorder, Checkpoint | None]:
     ledger = stack.enter_context(SqliteLedger(directory.ledger))
     checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
@@ -162,6 +163,7 @@ def _open_recorder(
         grid_images=config.evaluation.grid[1],
         fps=config.rollout.fps,
         before_s=ledger.worked_s(),
+        began_s=began_s,
     )
     return recorder, newest
 
