@@ -203,6 +203,7 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         assert lost_at - killed_at < 10
         assert "rank 1 died" in detail
         assert "learner-001-rank-1.log ends with:" in detail
+        assert await head.launcher.stayed([1]) == [1], "its node is still there"
 
         again = await head.restore(state, 1)
         assert again.digest == published.digest, "what is published again is the same by content"

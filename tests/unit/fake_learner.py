@@ -10,7 +10,8 @@ from typing import Any
 
 from virtual_time import settle
 
-from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup, RankHandle
+from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
+from spotlight.cluster.learner.life import RankHandle
 from spotlight.cluster.remote_calls import AbandonedError
 from spotlight.scheduler.types import MicroBatch
 from spotlight.weights.bundle import WeightsManifest
@@ -70,6 +71,7 @@ class FakeLauncher:
     started_at_s: list[float] = field(default_factory=list)
     refuses: int = 0
     beside: list[int | None] = field(default_factory=list)
+    left: set[int] = field(default_factory=set)
 
     def answer(self, rank: int, method: str) -> Any:
         told = self.answers.get(method, self.answers.get(f"{method} {rank}"))
@@ -89,6 +91,9 @@ class FakeLauncher:
             assert isinstance(rank, FakeRank)
             rank.die()
         return "".join(f"log of {rank}" for rank in suspects)
+
+    async def stayed(self, lives: Sequence[int]) -> list[int]:
+        return [life for life in lives if life not in self.left]
 
     def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
         return ["127.0.0.1"] * len(ranks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import pickle
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import played, settle
 
-from spotlight.cluster.learner.learner_group import FINAL, LearnerError
+from spotlight.cluster.learner.failures import STUCK_MAX, Failures
+from spotlight.cluster.learner.learner_group import LearnerError
+from spotlight.cluster.learner.life import FINAL
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.training.settings import TrainingError
 
@@ -178,6 +181,58 @@ def test_what_raises_in_every_life_ends_the_run() -> None:
         assert len(world.lost) == 2
 
     played(scene())
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["stayed", "preempted"])
+@pytest.mark.parametrize("while_up", [True, False], ids=["working", "starting"])
+def test_a_rank_killed_at_the_same_point_every_time_ends_the_run_if_its_nodes_stay(
+    while_up: bool, left: bool
+) -> None:
+    """As by the kernel, for want of host memory: it leaves no error."""
+    lives = 2 * STUCK_MAX
+
+    async def scene() -> None:
+        world = World(**{"accumulate" if while_up else "load_model": PENDING})
+        world.launcher.left = set(range(1, lives + 1)) if left else set()
+        world.restore(None, 1)
+        while not world.failed and world.group.life < lives:
+            await asyncio.sleep(70)
+            world.accumulate("never")
+            await settle()
+            world.launcher.lives[-1][1].die()
+            await settle()
+            if while_up:
+                world.restore(None, 1)
+        if left:
+            assert not world.failed
+            return
+        (error,) = world.failed
+        assert isinstance(error, LearnerError)
+        assert len(world.launcher.lives) == STUCK_MAX + 1
+        assert "host memory" in str(error)
+        assert "log of 1" in str(error)
+
+    played(scene())
+
+
+def stuck_after(ends: Iterable[tuple[int, bool]], stay: Callable[[int], bool] = lambda _: True) -> int | None:
+    """The life after which to give up. ``ends``: calls answered, and whether a rank failed, of each life."""
+    failures = Failures()
+    for life, (answered, failed) in enumerate(ends):
+        failures.ended(life, answered=answered, raised=False, failed=failed)
+        if failures.suspects and failures.judge([life for life in failures.suspects if stay(life)]):
+            return life
+    return None
+
+
+def test_only_lives_that_get_no_further_and_whose_nodes_stay_are_counted() -> None:
+    assert stuck_after([(7, True)] * 50) == STUCK_MAX + 1, "the first got further than any before"
+    assert stuck_after([(0, False)] * 50) is None, "ended on purpose"
+    assert stuck_after([(n, True) for n in range(50)]) is None
+    assert stuck_after([(7, True)] * 50, lambda life: life % 2 == 0) == 2 * STUCK_MAX + 1
+    assert stuck_after([(7, True)] * 50, lambda life: life < STUCK_MAX) is None
+    further = [(n // STUCK_MAX, True) for n in range(50)]
+    assert stuck_after(further) is None, "it gets further before there are too many"
 
 
 def test_losses_in_a_row_slow_restarts_down_until_a_checkpoint() -> None:

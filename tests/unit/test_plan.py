@@ -16,9 +16,17 @@ from spotlight.cli.main import app
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
+from spotlight.data.datasets import load_prompts
 from spotlight.dry_run.fitting_sizes import GPU_GIB
 from spotlight.dry_run.memory_plan import Estimate, peak_bytes, published_parts, weight_copies, worker_parts
-from spotlight.dry_run.model_plan import ModelSizes, NotHere, bind_targets, lora_parameters, read_sizes
+from spotlight.dry_run.model_plan import (
+    ModelSizes,
+    NotHere,
+    TransformerSizes,
+    bind_targets,
+    lora_parameters,
+    read_sizes,
+)
 from spotlight.dry_run.reward_plan import reward_places
 from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
 from spotlight.models.families.qwen_image import QwenImage
@@ -430,20 +438,43 @@ def test_decoding_is_bounded_by_pixels_and_planned_so(
     assert planned(most).bytes == decoded * planned(1).bytes
 
 
+@pytest.mark.parametrize("driver", ["inline", "ray"])
 def test_a_run_that_does_not_fit_on_the_disk_is_refused(
-    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str
 ) -> None:
     model, learner = {"path": str(pipeline)}, {"lora": {"targets": ["to_q"]}}
-    tight = config(model=model, learner=learner, runs_dir=str(tmp_path), name="tight")
-    needed = sum(part.bytes for part in make_plan(tight).disk if part.part in {"checkpoints", "export"})
+    fleet = {"driver": driver}
+    tight = config(model=model, learner=learner, fleet=fleet, runs_dir=str(tmp_path), name="tight")
+    prompts, checked = load_prompts(tight), {"checkpoints", "export", "text embeddings"}
+    needed = sum(part.bytes for part in make_plan(tight).disk if part.part in checked)
     free = int(needed) - 1
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2 * free + 1, free=free))
     with pytest.raises(StoreError, match="Free some space"):
-        require_disk(tight)
-    checkpoint = tmp_path / "tight" / "checkpoints" / "000001" / "weights"
-    checkpoint.parent.mkdir(parents=True)
-    checkpoint.write_bytes(b"there")
-    require_disk(tight)
+        require_disk(tight, prompts)
+    there = tmp_path / "tight" / ("in-flight/blobs-1" if driver == "ray" else "checkpoints/000001") / "file"
+    there.parent.mkdir(parents=True)
+    there.write_bytes(b"there")
+    require_disk(tight, prompts)
+
+
+def test_the_width_of_texts_is_that_of_what_takes_them_not_of_a_block() -> None:
+    linears = {
+        "txt_in": (3072, 3584),
+        "img_in": (3072, 64),
+        "transformer_blocks.0.txt_mlp.net.2": (3072, 12288),
+    }
+    assert TransformerSizes(Path(), 0, linears).text_width == 3584
+    assert TransformerSizes(Path(), 0, {"cap_embedder.1": (3840, 2560)}).text_width == 2560
+
+
+def test_on_ray_the_disk_holds_the_embeddings_of_the_prompts_that_are_used(pipeline: Path) -> None:
+    inline, short, long = (
+        plan_of(pipeline, fleet={"driver": driver}, iterations=iterations)
+        for driver, iterations in (("inline", 1), ("ray", 1), ("ray", 3))
+    )
+    assert "text embeddings" not in [each.part for each in inline.disk]
+    few, many = (part(plan.disk, "text embeddings").bytes for plan in (short, long))
+    assert 0 < few < many <= part(long.memory, "text embeddings").bytes
 
 
 def test_sizes_that_fit_grow_with_memory(pipeline: Path) -> None:

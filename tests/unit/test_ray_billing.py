@@ -5,15 +5,23 @@ from __future__ import annotations
 import copy
 import math
 import random
+import sqlite3
 from collections import Counter, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.simulation.check import CheckedSimulation
 from tests.simulation.swarm import draw_trial
 
 from spotlight.cluster.billing import Billing, Spent, slots_of
+from spotlight.cluster.cluster_accounts import BILL_S_MAX, FLUSH_S, ClusterAccounts
+from spotlight.runtime.observer import Silent
+from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
+from spotlight.scheduler.records import CommitRejected
 from spotlight.scheduler.types import (
     Lease,
     LeaseId,
@@ -31,6 +39,7 @@ from spotlight.scheduler.types import (
     WorkerId,
 )
 from spotlight.simulation.virtual_workers import Receipt
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 
 
 class Billed(CheckedSimulation):
@@ -159,6 +168,62 @@ class Hand:
 
 def progressed(lease: int, epoch: int = 1, steps: int = 1) -> ev.LeaseProgressed:
     return ev.LeaseProgressed(A, LeaseId(lease), epoch, steps)
+
+
+def idle_node(name: str, slots: int) -> Node:
+    return Node(NodeId(name), NodeKind.SPOT, slots, "cpu", 0.0, False, False)
+
+
+def opened(ledger: SqliteLedger, clock: Callable[[], float]) -> tuple[ClusterAccounts, RunRecorder]:
+    ledger.begin_attempt(pid=1, host="h", workers={}, now_s=0.0)
+    parts: Any = (None, ledger, None, None, None, {}, {}, None, None, 1, 16.0, 0.0, 0.0)
+    return ClusterAccounts(clock, Silent()), RunRecorder(*parts)
+
+
+@pytest.mark.parametrize(("slots", "bill_s"), [(8, FLUSH_S), (200, 20.0), (1000, BILL_S_MAX)])
+def test_a_large_cluster_is_billed_more_rarely_and_its_records_written_as_often(
+    tmp_path: Path, slots: int, bill_s: float
+) -> None:
+    """Every 5 s, bills of 1,000 idle slots were 17 million rows a day."""
+    now_s, minutes, nothing = 0.0, 10, RolloutId("left")
+    with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
+        accounts, book = opened(ledger, lambda: now_s)
+        accounts.observe(ev.NodeJoined(idle_node("spot-0", slots)), (), now_s, book)
+        bills_s, records_s, written = [], [], 0
+        while now_s < minutes * 60:
+            before = (accounts.written_s, ledger.position())
+            book.write(written := written + 1, CommitRejected(nothing, "late"))
+            next_s = accounts.write_due(book)
+            bills_s += [now_s] * (accounts.written_s != before[0])
+            records_s += [now_s] * (ledger.position() != before[1])
+            assert next_s > now_s
+            now_s = next_s
+        accounts.finish(book)
+        billed_s = sum(ledger.gpu_seconds_by_phase().values())
+    assert bills_s == [n * bill_s for n in range(1, int(minutes * 60 / bill_s))]
+    assert records_s == [n * FLUSH_S for n in range(1, int(minutes * 60 / FLUSH_S))]
+    assert billed_s == pytest.approx(minutes * 60 * slots)
+    rows = sqlite3.connect(tmp_path / "ledger.sqlite").execute("SELECT COUNT(*) FROM gpu_seconds").fetchone()
+    assert rows == (minutes * 60 / bill_s * slots,)
+
+
+def test_a_node_that_is_lost_is_billed_alone(tmp_path: Path) -> None:
+    now_s = 0.0
+    with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
+        accounts, book = opened(ledger, lambda: now_s)
+        for name in ("spot-0", "spot-1"):
+            accounts.observe(ev.NodeJoined(idle_node(name, 2)), (), now_s, book)
+        now_s = 3.0
+        accounts.observe(ev.NodeLost(NodeId("spot-0")), (), now_s, book)
+        billed = "SELECT worker, seconds FROM gpu_seconds ORDER BY id"
+        reader = sqlite3.connect(tmp_path / "ledger.sqlite")
+        assert reader.execute(billed).fetchall() == [("spot-0/0", 3.0), ("spot-0/1", 3.0)]
+        now_s = 5.0
+        accounts.write_due(book)
+        assert reader.execute(billed).fetchall()[2:] == [("spot-1/0", 5.0), ("spot-1/1", 5.0)]
+        assert accounts.take_seconds() == {Phase.IDLE: 16.0}
+        assert book.wall_s == 5.0
+        reader.close()
 
 
 def test_prices_are_those_of_a_slot() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,14 @@ from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
+from spotlight.data import datasets
 from spotlight.data.datasets import evenly_spaced, load_prompts, read_prompts
 from spotlight.data.prompt_files import PromptFileError, parse_prompts
+from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.testbed import TRAIN_PROMPTS
 
+MANY_ITERATIONS = ["iterations=1000000", "learner.decay_iterations=1000000"]
 TAGS = {"single_object", "two_object", "counting", "colors", "position", "color_attr"}
 
 
@@ -41,6 +45,19 @@ def test_the_used_prompts_are_those_of_every_iteration_and_all_held_out_ones() -
     used = prompts.used(config)
     assert len({prompt.id for prompt in used}) == len(used)
     assert len(used) == len(prompts.test) + 2 * config.rollout.prompts_per_iteration
+
+
+def test_a_run_of_many_iterations_is_not_drawn_beyond_its_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, drawn = load_config(None, MANY_ITERATIONS), list[int]()
+
+    def draw(prompts: Sequence[Prompt], seed: int, iteration: int, count: int) -> list[Prompt]:
+        drawn.append(iteration)
+        return prompts_of_iteration(prompts, seed, iteration, count)
+
+    monkeypatch.setattr(datasets, "prompts_of_iteration", draw)
+    prompts = load_prompts(config)
+    assert len(prompts.used(config)) == len({each.id for each in (*prompts.train, *prompts.test)})
+    assert len(drawn) == -(-len(prompts.train) // config.rollout.prompts_per_iteration)
 
 
 def test_held_out_prompts_that_are_trained_on_are_counted() -> None:

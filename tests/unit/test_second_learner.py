@@ -11,7 +11,7 @@ import pytest
 from fake_learner import PENDING, START, World, pending
 from virtual_time import played, settle
 
-from spotlight.cluster.learner.learner_group import RankHandle
+from spotlight.cluster.learner.life import RankHandle
 from spotlight.cluster.learner_driver import LearnerDriver
 from spotlight.scheduler import events as ev
 

@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import sqlite3
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from store_history import GROUP_SIZE, SCRATCH, WORKER, history, write
 
+from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler.types import Phase
 from spotlight.store import checkpoints
 from spotlight.store.checkpoints import CheckpointStore
@@ -207,6 +210,23 @@ def test_a_killed_attempt_is_billed_until_it_was_last_seen(tmp_path: Path) -> No
     assert [bill.ended for bill in report.attempts] == [Ending.STOPPED, Ending.KILLED, Ending.FINISHED]
     assert report.attempts[1].billed_s == report.attempts[1].accounted_s == 4.0
     assert report.gpu_seconds_by_phase[Phase.LOST] == 1.0
+
+
+def test_a_time_of_day_that_is_set_meanwhile_changes_no_bill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path, ending=Ending.STOPPED)
+    with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
+        ledger.begin_attempt(pid=2, host="h", workers={WORKER: 1.0}, now_s=5000.0)
+        parts: Any = (None, ledger, None, None, None, {WORKER: 1.0}, {}, None, None, 1, 16.0, 0.0, 5000.0)
+        recorder = RunRecorder(*parts)
+        for time_of_day_s in (5060.0, 5120.0 + 3600.0):
+            monkeypatch.setattr(time, "time", lambda now_s=time_of_day_s: now_s)
+            recorder.spend({Phase.ROLLOUT: 40.0, Phase.IDLE: 20.0})
+        ledger.end_attempt(Ending.FINISHED)
+    report = audit(tmp_path, LIMITS)
+    assert report.ok, report.violations
+    assert report.attempts[1].billed_s == report.attempts[1].accounted_s == recorder.wall_s == 120.0
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:

@@ -287,6 +287,23 @@ def test_lost_seconds_keep_what_they_were_spent_on(tmp_path: Path) -> None:
     connection.close()
 
 
+def test_closing_a_killed_attempt_reads_its_bills_once_however_many_workers(tmp_path: Path) -> None:
+    """Counted in statements of SQLite's machine: a scan of the bills for each worker took 40 s of a day's."""
+    bills, few, many = 2000, 10, 200
+    effort = {}
+    for count in (few, many):
+        with SqliteLedger(tmp_path / f"{count}.sqlite") as ledger:
+            workers = [WorkerId(f"worker-{number}") for number in range(count)]
+            ledger.begin_attempt(pid=1, host="h", workers=dict.fromkeys(workers, 1.0), now_s=0.0)
+            ledger.spend([GpuSpend(workers[n % count], Phase.IDLE, 1.0, 1.0) for n in range(bills)], 300.0)
+            steps = []
+            ledger._connection.set_progress_handler(lambda counted=steps: counted.append(1), 100)
+            ledger.begin_attempt(pid=2, host="h", workers={}, now_s=400.0)
+            assert sum(ledger.gpu_seconds_by_phase().values()) == pytest.approx(300.0 * count)
+            effort[count] = len(steps)
+    assert effort[many] < 3 * effort[few], effort
+
+
 def test_seconds_of_an_unknown_worker_are_refused(ledger: SqliteLedger) -> None:
     with pytest.raises(LedgerError, match="begin_attempt"):
         ledger.spend([], 1.0)

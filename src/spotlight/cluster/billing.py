@@ -180,10 +180,15 @@ class Billing:
 
     def take(self, now: float) -> list[Spent]:
         """Return the seconds settled since the last call."""
-        taken, self._gone = self._gone, []
+        taken = self.take_gone()
         for name, slot in self._slots.items():
             slot.close(now)
             taken += _spent(name, slot)
+        return taken
+
+    def take_gone(self) -> list[Spent]:
+        """Return the seconds of slots that are no longer there, which all are settled."""
+        taken, self._gone = self._gone, []
         return taken
 
     def finish(self, now: float) -> list[Spent]:

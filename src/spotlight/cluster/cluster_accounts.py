@@ -19,6 +19,13 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Node, NodeId, Phase, WorkerId
 from spotlight.store.ledger.sqlite_ledger import GpuSpend
 
+FLUSH_S = 5.0
+"""Most time until records are in the ledger; bills of a small cluster are written as often."""
+BILL_S_MAX = 60.0
+"""Most time between two bills: what a killed head can leave unaccounted."""
+SLOTS_BILLED_A_SECOND = 10.0
+"""Larger clusters are billed more rarely than every :data:`FLUSH_S`: a bill is a row or two of every slot."""
+
 
 @dataclass(slots=True)
 class ClusterAccounts:
@@ -32,13 +39,14 @@ class ClusterAccounts:
     observer: Observer
     billing: Billing = field(default_factory=Billing)
     written_s: float = 0.0
+    _flushed_s: float = 0.0
     _epoch_s: float = 0.0
     _billed_as: dict[WorkerId, WorkerId] = field(default_factory=dict)
     _joined: dict[NodeId, int] = field(default_factory=dict)
     _seconds: defaultdict[Phase, float] = field(default_factory=lambda: defaultdict(float))
 
     def __post_init__(self) -> None:
-        self.written_s = self.clock()
+        self.written_s = self._flushed_s = self.clock()
         # One clock for all billing: totals of two clocks would not add up.
         self._epoch_s = time.time() - self.written_s
 
@@ -61,13 +69,20 @@ class ClusterAccounts:
         for node in begun:
             self._start_billing(node.id, now, book)
 
+    def write_due(self, book: RunRecorder) -> float:
+        """Write records, and seconds, if it is time to; returns when to call again, on ``clock``."""
+        bill_s = min(max(FLUSH_S, len(self._billed_as) / SLOTS_BILLED_A_SECOND), BILL_S_MAX)
+        if (now := self.clock()) >= self.written_s + bill_s:
+            self.write(book)
+        elif now >= self._flushed_s + FLUSH_S:
+            book.flush()
+            self._flushed_s = now
+        return min(self.written_s + bill_s, self._flushed_s + FLUSH_S)
+
     def write(self, book: RunRecorder) -> None:
         """Write all seconds settled since the last call."""
         now = self.clock()
-        spends = self.billing.take(now)
-        self._spend(book, spends, now)
-        for spent in spends:
-            self._seconds[spent.phase] += spent.seconds
+        self._spend(book, self.billing.take(now), now)
         self.observer.billed(book.ledger.cost_usd())
 
     def finish(self, book: RunRecorder) -> None:
@@ -81,12 +96,17 @@ class ClusterAccounts:
         return taken
 
     def _spend(self, book: RunRecorder, spends: Iterable[Spent], now: float) -> None:
-        elapsed_s, self.written_s = now - self.written_s, now
+        elapsed_s, self.written_s, self._flushed_s = now - self.written_s, now, now
+        self._bill(book, spends, elapsed_s)
+
+    def _bill(self, book: RunRecorder, spends: Iterable[Spent], elapsed_s: float) -> None:
         rows = [
             GpuSpend(self._billed_as[spent.slot], spent.phase, spent.seconds, spent.price_usd_h)
             for spent in spends
         ]
-        book.bill(rows, elapsed_s, self._epoch_s + now)
+        for row in rows:
+            self._seconds[row.phase] += row.seconds
+        book.bill(rows, elapsed_s, self._epoch_s + self.written_s)
 
     def _start_billing(self, node: NodeId, now: float, book: RunRecorder) -> None:
         times = self._joined[node] = self._joined.get(node, 0) + 1
@@ -98,5 +118,6 @@ class ClusterAccounts:
     def _stop_billing(self, node: NodeId, now: float, book: RunRecorder) -> None:
         slots = [slot for slot in self._billed_as if slot.rpartition("/")[0] == node]
         if slots:
-            self.write(book)
+            # Not those of all slots: on a large cluster nodes are lost more often than bills are due.
+            self._bill(book, self.billing.take_gone(), 0.0)
             book.ledger.stop_billing([self._billed_as.pop(slot) for slot in slots], self._epoch_s + now)

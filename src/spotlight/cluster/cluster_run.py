@@ -57,8 +57,6 @@ from spotlight.store.run_directory import RunDirectory
 from spotlight.store.sinks import check_sinks
 from spotlight.training.sharding import Ranks
 
-BLOB_STORE_FOLDER = "in-flight"
-
 
 def train_on_cluster(
     config: RunConfig, observer: Observer, spent_s: float = 0.0, *, profiled_steps: int = 0
@@ -86,7 +84,7 @@ def train_on_cluster(
         rewards = _start_rewards(config, prompts, stack, starter)
         for note in prompts.notes(config):
             observer.note(note)
-        require_disk(config)
+        require_disk(config, prompts)
         directory = stack.enter_context(
             RunDirectory.open(
                 config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys
@@ -219,9 +217,7 @@ async def _drive(materials: Materials, room: AttemptRoom) -> RunResult:
 
 @contextmanager
 def _blob_store(config: RunConfig, directory: RunDirectory, node: str) -> Iterator[Any]:
-    actor = start_blob_store(
-        directory.path / BLOB_STORE_FOLDER, int(config.fleet.store_gb * 2**30), node=node
-    )
+    actor = start_blob_store(directory.in_flight, int(config.fleet.store_gb * 2**30), node=node)
     try:
         yield actor
     finally:

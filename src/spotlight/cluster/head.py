@@ -51,9 +51,6 @@ from spotlight.training.batching.feed import IterationLog
 from spotlight.worker.interfaces import FollowLease
 from spotlight.worker.reports import RolloutSpeed
 
-ACCOUNT_S = 5.0
-"""Most time that a killed head leaves unaccounted."""
-
 
 @dataclass(frozen=True, slots=True)
 class HeadParts:
@@ -138,14 +135,12 @@ class Head:
     async def _next_event(self) -> tuple[ev.Event, str] | None:
         """The oldest event, or the controller's timer; None: look again."""
         accounts, inbox, wake_s = self.parts.accounts, self.parts.inbox, self.parts.controller.wake_s
+        due_s = accounts.write_due(self.parts.recorder)
         now = accounts.clock()
-        if now - accounts.written_s >= ACCOUNT_S:
-            accounts.write(self.parts.recorder)
         if (told := inbox.take()) is not None:
             return told
         if wake_s is not None and wake_s <= now:
             return ev.TimePassed(), ""
-        due_s = accounts.written_s + ACCOUNT_S
         await inbox.wait((due_s if wake_s is None else min(due_s, wake_s)) - now)
         return None
 

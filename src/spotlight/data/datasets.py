@@ -51,11 +51,13 @@ class Prompts:
         met = dict.fromkeys(prompt.id for prompt in self.test)
         count, seed = config.rollout.prompts_per_iteration, config.run_seed
         spare = config.exploration.spare_prompts if config.exploration else 0
+        by_id = {prompt.id: prompt for prompt in (*self.train, *self.test)}
         for iteration in range(config.iterations):
+            if len(met) == len(by_id):
+                break
             planned = prompts_of_iteration(self.train, seed, iteration, count)
             spares = spares_of_iteration(self.train, seed, iteration, planned, spare) if spare else []
             met |= dict.fromkeys(prompt.id for prompt in (*planned, *spares))
-        by_id = {prompt.id: prompt for prompt in (*self.train, *self.test)}
         return [by_id[prompt] for prompt in met]
 
 

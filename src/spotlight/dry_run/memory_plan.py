@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.media_size import media_size
-from spotlight.dry_run.model_plan import ModelSizes, bind_targets
+from spotlight.dry_run.model_plan import ModelSizes, NotHere, TransformerSizes, bind_targets
 from spotlight.rollout.limits import decode_batch
 from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight.training.timesteps import largest_pass
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 When = Literal["always", "set-up", "rollout", "training", "host"]
 _LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores per sample
+_BILL_BYTES = 60  # measured: 58
 _MERGED = "merged adapters"
 _ADAPTERS = ("trained adapters", "copies of the adapters")
 _ADAM, _OF_WORKER = "Adam", " (worker)"
@@ -76,13 +77,12 @@ def host_parts(
         prompts: all of the run's.
         evaluated: pictures of an evaluation; 0: there is none.
     """
-    size = 2 if config.model.dtype == "bfloat16" else 4
-    widest = max(inputs for _, inputs in model.linears.values())
-    embeddings = Estimate(
-        "text embeddings",
-        min(EMBEDDINGS_BYTES, float(size) * prompts * text_tokens * widest),
-        f"{size} B x prompts x text tokens x widest input, at most {EMBEDDINGS_BYTES >> 30} GiB a node",
-        "host",
+    every = _embeddings(config, model, prompts * text_tokens)
+    embeddings = replace(
+        every,
+        bytes=min(EMBEDDINGS_BYTES, every.bytes),
+        formula=f"{every.formula}, at most {EMBEDDINGS_BYTES >> 30} GiB a node",
+        when="host",
     )
     if not evaluated:
         return (embeddings,)
@@ -91,6 +91,25 @@ def host_parts(
         "pictures of an evaluation", 3.0 * evaluated * pixels, f"3 B x {evaluated} x pixels", "host"
     )
     return pictures, embeddings
+
+
+def _embeddings(config: RunConfig, model: TransformerSizes, tokens: int) -> Estimate:
+    size = 2 if config.model.dtype == "bfloat16" else 4
+    formula = f"{size} B x text tokens of the prompts x {model.text_width} (width)"
+    return Estimate("text embeddings", float(size) * tokens * model.text_width, formula)
+
+
+def stored_parts(config: RunConfig, model: TransformerSizes | NotHere, tokens: int) -> list[Estimate]:
+    """Disk for what Ray's blob store holds for the whole run, all of which it may move there.
+
+    Empty without workers of their own, or if the model is not here.
+
+    Args:
+        tokens: of all prompts that the run uses, without their reference pictures.
+    """
+    if config.fleet.driver != "ray" or isinstance(model, NotHere):
+        return []
+    return [_embeddings(config, model, tokens)]
 
 
 def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tuple[Estimate, ...]:
@@ -304,4 +323,7 @@ def disk_parts(config: RunConfig, trained: int | None, evaluations: int, images:
             "ledger", rollouts * float(_LEDGER_BYTES_PER_ROLLOUT), f"{_LEDGER_BYTES_PER_ROLLOUT} B x rollouts"
         )
     )
+    if config.fleet.driver == "ray":
+        formula = f"{_BILL_BYTES} B x 2 phases x 10 slots a second: of up to 600 slots"
+        parts.append(Estimate("ledger's bills, a day", _BILL_BYTES * 2 * 10 * 86_400.0, formula))
     return tuple(parts)

@@ -12,7 +12,7 @@ from statistics import median
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
 from spotlight.dry_run.fitting_sizes import FittingSize, fitting_sizes
-from spotlight.dry_run.memory_plan import Estimate, disk_parts, host_parts, memory_parts
+from spotlight.dry_run.memory_plan import Estimate, disk_parts, host_parts, memory_parts, stored_parts
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import (
     ModelSizes,
@@ -137,7 +137,10 @@ def make_plan(config: RunConfig) -> RunPlan:
         parameters_trained=trained,
         memory=memory,
         fitting=fitting,
-        disk=disk_parts(config, trained, evaluations, images),
+        disk=(
+            *disk_parts(config, trained, evaluations, images),
+            *stored_parts(config, model, stored_tokens(config, prompts)),
+        ),
         rewards=reward_places(config),
         seconds_per_iteration=_measured_seconds(config),
     )
@@ -190,6 +193,18 @@ def text_tokens(config: RunConfig, prompts: Prompts) -> int:
     shown = max(len(prompt.references) for prompt in every)
     text = family.planned_text_tokens(words, config.model.max_text_tokens)
     return text + shown * family.reference_tokens
+
+
+def stored_tokens(config: RunConfig, prompts: Prompts) -> int:
+    """Estimated tokens of all prompts that the run uses; of reference pictures there are more."""
+    family, most = family_of(config), config.model.max_text_tokens
+    train, test = (
+        sum(family.planned_text_tokens(len(prompt.text.split()), most) for prompt in some)
+        for some in (prompts.train, prompts.test)
+    )
+    spare = config.exploration.spare_prompts if config.exploration else 0
+    drawn = config.iterations * (config.rollout.prompts_per_iteration + spare)
+    return round(train * min(1.0, drawn / len(prompts.train))) + test
 
 
 def parameters_trained(config: RunConfig, model: TransformerSizes) -> int:

@@ -98,7 +98,9 @@ def open_attempt(
     """
     with ExitStack() as stack:
         # Fail before an attempt is begun, so that none is left to close.
-        recorder, newest = _open_recorder(stack, config, directory, prompts, ranks, workers, scored_by)
+        recorder, newest = _open_recorder(
+            stack, config, directory, prompts, ranks, workers, scored_by, began_s
+        )
         kept = newest.header.ledger_position if newest else 0
         number = recorder.ledger.begin_attempt(
             pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=began_s
@@ -136,6 +138,7 @@ def _open_recorder(
     ranks: Ranks,
     workers: Mapping[WorkerId, float],
     scored_by: Mapping[str, str],
+    began_s: float,
 ) -> tuple[RunRecorder, Checkpoint | None]:
     ledger = stack.enter_context(SqliteLedger(directory.ledger))
     checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
@@ -164,6 +167,7 @@ def _open_recorder(
         grid_images=config.evaluation.grid[1],
         fps=config.rollout.fps,
         before_s=ledger.worked_s(),
+        began_s=began_s,
     )
     return recorder, newest
 

@@ -9,9 +9,10 @@ from contextlib import closing
 
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
-from spotlight.dry_run.memory_plan import checkpoint_parts
+from spotlight.data.datasets import Prompts
+from spotlight.dry_run.memory_plan import checkpoint_parts, stored_parts
 from spotlight.dry_run.model_plan import NotHere, read_transformer
-from spotlight.dry_run.run_plan import parameters_trained
+from spotlight.dry_run.run_plan import parameters_trained, stored_tokens
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths, check_run_directory
@@ -40,16 +41,19 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
     return summary if summary.iterations >= config.iterations else None
 
 
-def require_disk(config: RunConfig) -> None:
+def require_disk(config: RunConfig, prompts: Prompts) -> None:
     """Check the run directory's disk; files already there are credited.
 
     Raises:
-        StoreError: checkpoints and export do not fit.
+        StoreError: checkpoints, export, and on Ray the prompts' embeddings do not fit.
     """
     paths = RunPaths(config.runs_dir / config.name)
     model = read_transformer(config)
     trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
     # Images and ledger are small, and could only be estimated.
-    needed = sum(part.bytes for part in checkpoint_parts(config, trained))
-    there = sum(file.stat().st_size for file in paths.checkpoints.rglob("*") if file.is_file())
+    parts = checkpoint_parts(config, trained) + stored_parts(config, model, stored_tokens(config, prompts))
+    needed = sum(part.bytes for part in parts)
+    # What a killed run has stored is deleted when the next begins.
+    kept = [file for folder in (paths.checkpoints, paths.in_flight) for file in folder.rglob("*")]
+    there = sum(file.stat().st_size for file in kept if file.is_file())
     require_free_bytes(paths.path, max(0, int(needed) - there))

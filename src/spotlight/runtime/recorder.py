@@ -76,6 +76,7 @@ class RunRecorder:
     Attributes:
         workers: USD per hour of each.
         before_s: seconds of work in earlier attempts.
+        began_s: start of this one, in seconds since the epoch.
         grid_images: images per prompt shown.
         fps: of videos.
     """
@@ -92,6 +93,7 @@ class RunRecorder:
     grid_images: int
     fps: float
     before_s: float
+    began_s: float
     _records: list[tuple[int, Record]] = field(default_factory=list)
     _granted: list[GrantedLease] = field(default_factory=list)
     _spent_s: float = 0.0
@@ -116,7 +118,9 @@ class RunRecorder:
             for worker, price in self.workers.items()
             for phase, spent in seconds.items()
         ]
-        self.bill(spends, sum(seconds.values()), time.time())
+        elapsed_s = sum(seconds.values())
+        # Not the time of day, which may be set meanwhile: what is billed would not be what was accounted for.
+        self.bill(spends, elapsed_s, self.began_s + self._spent_s + elapsed_s)
 
     def bill(self, spends: Sequence[GpuSpend], elapsed_s: float, now_s: float) -> None:
         """Bill GPU-seconds of workers that come and go, up to ``now_s`` since the epoch.

@@ -95,7 +95,7 @@ def train(
                 clock,
                 PassiveRecorder(ranks, _by_id(materials), config.evaluation.strict),
             )
-        require_disk(config)
+        require_disk(config, materials.prompts)
         directory = stack.enter_context(
             RunDirectory.open(
                 config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys

@@ -66,6 +66,7 @@ class RunPaths:
         self.checkpoints = path / "checkpoints"
         self.attempts = path / "attempts"
         self.profile = path / "profile"
+        self.in_flight = path / "in-flight"
         self.summary = path / "summary.json"
         self.lock = path / "lock"
 

@@ -46,7 +46,7 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
         _print(console, what, _fitting(config, plan))
     total = size(sum(part.bytes for part in plan.disk))
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
-    _print(console, f"Disk at the end, estimated: {total}{known}", _estimates(plan.disk))
+    _print(console, f"Disk, estimated: {total}{known}", _estimates(plan.disk))
     if sent := published_parts(config, plan.parameters_trained):
         title = "Weights sent to workers, through Ray's object store: one on a node, on the head one per node"
         _print(console, title, _estimates(tuple(sent)))

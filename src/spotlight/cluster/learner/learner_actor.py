@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -29,8 +29,8 @@ import torch
 import spotlight
 from spotlight.cluster.blobs.blob_server import NEGATIVE
 from spotlight.cluster.blobs.blob_store import BlobAddress
-from spotlight.cluster.learner.learner_group import RankHandle
 from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankPlace
+from spotlight.cluster.learner.life import RankHandle
 from spotlight.cluster.learner.spare_workers import SpareProcess, Spares, SpareWorkers
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.cluster.remote_calls import cause_of
@@ -213,12 +213,12 @@ class RankActor:
     actor: Any
 
     def call(self, method: str, *args: object) -> Awaitable[Any]:
-        """See :class:`spotlight.cluster.learner.learner_group.RankHandle`."""
+        """See :class:`spotlight.cluster.learner.life.RankHandle`."""
         answer: Awaitable[Any] = self.actor.do.remote(method, args)
         return answer
 
     def gone(self) -> Awaitable[Any]:
-        """See :class:`spotlight.cluster.learner.learner_group.RankHandle`."""
+        """See :class:`spotlight.cluster.learner.life.RankHandle`."""
         end: Awaitable[Any] = self.actor.alive.options(concurrency_group="watch").remote()
         return end
 
@@ -279,6 +279,14 @@ class RayLauncher:
     async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._end, ranks, suspects)
+
+    async def stayed(self, lives: Sequence[int]) -> Collection[int]:
+        """See :class:`spotlight.cluster.learner.learner_group.Launcher`. RayLostError: no answer."""
+        from spotlight.cluster.nodes.node_membership import list_nodes
+
+        rows = await asyncio.get_running_loop().run_in_executor(self._thread, list_nodes)
+        there = {row["NodeID"] for row in rows if row["Alive"]}
+        return [life for life in lives if self._at[life].keys() <= there]
 
     def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`. Loopback if all are on one node."""

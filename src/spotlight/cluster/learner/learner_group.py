@@ -14,59 +14,26 @@ A *life* is one start of all ranks. Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Protocol
 
 from spotlight.cluster.blobs.blob_store import BlobAddress
-from spotlight.cluster.remote_calls import AbandonedError, Notify, wait_within
-from spotlight.config.errors import ConfigError
-from spotlight.models.model_errors import ModelError
-from spotlight.runtime.process import DeviceMemoryError
+from spotlight.cluster.learner.failures import RAISED_MAX, STUCK_MAX, Failures
+from spotlight.cluster.learner.life import FINAL, Answers, End, Life, RankHandle, described
+from spotlight.cluster.remote_calls import AbandonedError, Notify
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import MicroBatch, PolicyVersion, Prompt, PromptId, Rollout, RolloutId
-from spotlight.store.store_errors import StoreError
-from spotlight.training.learner_state import StateError
-from spotlight.training.settings import TrainingError
 from spotlight.weights.bundle import WeightsManifest
-from spotlight.weights.weight_errors import WeightsError
-
-Answers = list[Any]
-"""Return values of the ranks that were asked, by rank."""
-
-FINAL: tuple[type[Exception], ...] = (
-    *(ConfigError, ModelError, StoreError, StateError, TrainingError, WeightsError),
-    *(DeviceMemoryError, torch.OutOfMemoryError),
-)
-"""These end an inline run with a remedy too; a restart would only raise them again."""
 
 START_FAILED: tuple[type[Exception], ...] = (AbandonedError, *FINAL)
 """Errors that end a life during its start."""
 
-_RAISED_IN_A_ROW = 3
-"""After this many lives ended by unexpected errors with no checkpoint between, stop retrying."""
-
 
 class LearnerError(RuntimeError):
     """The learner keeps failing in the same way; the message holds what it raised."""
-
-
-class RankHandle(Protocol):
-    """The process of one rank."""
-
-    @property
-    def rank(self) -> int:
-        """Its rank."""
-
-    def call(self, method: str, *args: object) -> Awaitable[Any]:
-        """Start a call at once. The answer raises if the call does or the process dies."""
-
-    def gone(self) -> Awaitable[Any]:
-        """Completes (or raises) when the process is dead, never before."""
 
 
 class Launcher(Protocol):
@@ -81,6 +48,9 @@ class Launcher(Protocol):
 
     async def end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
         """Kill all processes; returns the last log lines of ``suspects``."""
+
+    async def stayed(self, lives: Sequence[int]) -> Collection[int]:
+        """Those of ``lives`` whose nodes are all still there."""
 
     def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
         """For each process, the address at which the others reach its machine."""
@@ -110,102 +80,6 @@ class Deadlines:
         return 0.0 if doublings < 0 else min(self.pause_s * 2.0 ** min(doublings, 30), self.pause_max_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """Why a life ended, through which ``ranks``. ``raised``: unexpected error; ``final``: one of FINAL."""
-
-    detail: str
-    ranks: Sequence[int] = ()
-    raised: bool = False
-    final: Exception | None = None
-
-
-class _Life:
-    """The processes of all ranks, from a start to the first failure of any."""
-
-    def __init__(self, number: int, suspect_s: float) -> None:
-        self.number, self._suspect_s = number, suspect_s
-        self.ranks: Sequence[RankHandle] = ()
-        self.up = False
-        self.over: asyncio.Future[_End] = asyncio.get_running_loop().create_future()
-        self._turn = asyncio.Lock()
-        self._deaths: list[asyncio.Future[Any]] = []
-
-    def end(self, end: _End) -> None:
-        if not self.over.done():
-            self.over.set_result(end)
-        for death in self._deaths:
-            death.cancel()
-
-    def begin(self, ranks: Sequence[RankHandle]) -> None:
-        self.ranks = ranks
-        for rank in ranks:
-            death = asyncio.ensure_future(rank.gone())
-            death.add_done_callback(lambda done, rank=rank.rank: self._died(rank, done))  # type: ignore[misc]
-            self._deaths.append(death)
-
-    async def ask(
-        self,
-        method: str,
-        *args: object,
-        deadline_s: float,
-        first_only: bool = False,
-        each: Sequence[tuple[object, ...]] | None = None,
-    ) -> Answers:
-        """Call all ranks, or rank 0 alone; ``each``: further arguments per rank.
-
-        Raises AbandonedError if the life is over, or one of :data:`FINAL`, which also ends it.
-        """
-        async with self._turn:
-            if self.over.done():
-                raise AbandonedError(method)
-            asked = self.ranks[:1] if first_only else self.ranks
-            calls: dict[asyncio.Future[Any], int] = {
-                asyncio.ensure_future(rank.call(method, *args, *(each[rank.rank] if each else ()))): rank.rank
-                for rank in asked
-            }
-            try:
-                await self._answered(calls, method, deadline_s)
-                return [call.result() for call in calls]
-            finally:
-                for call in calls:
-                    call.cancel()
-
-    async def _answered(
-        self, calls: Mapping[asyncio.Future[Any], int], method: str, deadline_s: float
-    ) -> None:
-        clock = asyncio.get_running_loop().time
-        due_s, waiting = clock() + deadline_s, set(calls)
-        suspicion: tuple[int, BaseException] | None = None
-        while waiting or suspicion:
-            done = await wait_within({*waiting, self.over}, due_s - clock())
-            if not done:
-                late = sorted(calls[call] for call in waiting)
-                self.end(
-                    _raised(*suspicion) if suspicion else _late(late, len(self.ranks), method, deadline_s)
-                )
-            if self.over.done():
-                raise AbandonedError(method)
-            for call in sorted(done, key=calls.__getitem__):
-                if (error := call.exception()) is None:
-                    continue
-                cause = getattr(error, "cause", error)  # Ray wraps what a process raised
-                if isinstance(cause, FINAL):
-                    self.end(_End(str(cause), final=cause))
-                    raise cause
-                if suspicion is None:
-                    # A collective fails first on the surviving ranks; the death that caused it shows later.
-                    suspicion, due_s = (calls[call], error), clock() + self._suspect_s
-            waiting -= done
-
-    def _died(self, rank: int, dead: asyncio.Future[Any]) -> None:
-        if dead.cancelled():
-            return
-        error = dead.exception()
-        what = "died" if self.up else "did not start"
-        self.end(_End(f"learner rank {rank} {what}" + (f": {_described(error)}" if error else ""), (rank,)))
-
-
 class LearnerGroup:
     """The learner, as the head sees it. Its coroutines belong to one event loop.
 
@@ -219,12 +93,11 @@ class LearnerGroup:
     ) -> None:
         self._launcher, self._prompts, self._note = launcher, prompts, note
         self._deadlines = deadlines or Deadlines()
-        self._life: _Life | None = None
-        self._second: tuple[_Life, asyncio.Task[None]] | None = None
+        self._life: Life | None = None
+        self._second: tuple[Life, asyncio.Task[None]] | None = None
         self._watches: set[asyncio.Task[None]] = set()
         self._lives = 0
-        self._lost_in_a_row = 0
-        self._raised_in_a_row = 0
+        self._failures = Failures()
 
     @property
     def is_up(self) -> bool:
@@ -263,7 +136,7 @@ class LearnerGroup:
 
         Raises:
             AbandonedError: :meth:`restore` or :meth:`stop` was called meanwhile.
-            LearnerError: it failed in the same way several times in a row.
+            LearnerError: it failed several times in a row without getting further.
             Exception: one of :data:`FINAL`.
         """
         second, self._second = self._second, None
@@ -278,7 +151,7 @@ class LearnerGroup:
                     await self._bury(second[0])
             life = self._begin_life()
             # Negative, hence no pause, for the first restart.
-            urgent = self._lost_in_a_row - 2 if attempt == 0 else attempt - 1
+            urgent = self._failures.lost - 2 if attempt == 0 else attempt - 1
             try:
                 await self._pause(life, self._deadlines.pause_before_s(urgent))
                 return await self._start(life, checkpoint, lineage)
@@ -298,13 +171,13 @@ class LearnerGroup:
         await asyncio.wait({life.over})
         detail = await self._bury(life)
         self._life = None
-        self._lost_in_a_row += 1
+        self._failures.lost += 1
         return detail
 
     def end(self, detail: str) -> None:
         """End the current life, whatever it does; :meth:`lost` returns as for any other loss."""
         if self._life is not None:
-            self._life.end(_End(detail))
+            self._life.end(End(detail))
 
     async def form_second(self) -> None:
         """Start all ranks once more, elsewhere, as far as they need no state; :meth:`restore` takes them.
@@ -313,7 +186,7 @@ class LearnerGroup:
         """
         await self._drop_second()
         self._lives += 1
-        life = _Life(self._lives, self._deadlines.suspect_s)
+        life = Life(self._lives, self._deadlines.suspect_s)
         beside = self._life.number if self.is_up and self._life is not None else None
         forming = asyncio.ensure_future(self._form(life, beside))
         self._second = life, forming
@@ -336,9 +209,9 @@ class LearnerGroup:
     def end_second(self, detail: str) -> None:
         """End the second learner, if there is one; its processes hold nothing any more soon after."""
         if self._second is not None:
-            self._second[0].end(_End(detail))
+            self._second[0].end(End(detail))
 
-    async def _watch_second(self, life: _Life, forming: asyncio.Task[None]) -> None:
+    async def _watch_second(self, life: Life, forming: asyncio.Task[None]) -> None:
         """End the other processes of one that loses any while it waits to be taken."""
         await asyncio.wait({life.over})
         if self._second == (life, forming):
@@ -347,7 +220,7 @@ class LearnerGroup:
     async def _drop_second(self) -> None:
         second, self._second = self._second, None
         if second is not None:
-            second[0].end(_End("another is formed"))
+            second[0].end(End("another is formed"))
             if not second[0].ranks:
                 second[1].cancel()  # it may wait for room
             await asyncio.wait({second[1]})
@@ -358,30 +231,30 @@ class LearnerGroup:
         await self._drop_second()
         life, self._life = self._life, None
         if life is not None:
-            life.end(_End("it was stopped"))
+            life.end(End("it was stopped"))
             await self._launcher.end(life.ranks, ())
 
-    def _begin_life(self) -> _Life:
+    def _begin_life(self) -> Life:
         self._lives += 1
-        self._life = _Life(self._lives, self._deadlines.suspect_s)
+        self._life = Life(self._lives, self._deadlines.suspect_s)
         return self._life
 
-    async def _pause(self, life: _Life, seconds: float) -> None:
+    async def _pause(self, life: Life, seconds: float) -> None:
         if seconds > 0:
             await asyncio.wait({life.over}, timeout=seconds)
         if life.over.done():
             raise AbandonedError("restore")
 
-    async def _start(self, life: _Life, checkpoint: Path | None, lineage: int) -> WeightsManifest:
+    async def _start(self, life: Life, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         await self._form(life)
         return await self._load(life, checkpoint, lineage)
 
-    async def _form(self, life: _Life, beside: int | None = None) -> None:
+    async def _form(self, life: Life, beside: int | None = None) -> None:
         wait = self._deadlines
         try:
             ranks = await self._launcher.start(life.number, beside)
         except Exception as error:
-            life.end(_End(f"learner ranks cannot be started: {_described(error)}"))
+            life.end(End(f"learner ranks cannot be started: {described(error)}"))
             raise AbandonedError("start") from error
         life.begin(ranks)
         await life.ask("begin", deadline_s=wait.start_s)
@@ -392,7 +265,7 @@ class LearnerGroup:
         await life.ask("load_model", self._prompts, deadline_s=wait.load_s)
         await life.ask("build", deadline_s=wait.load_s)
 
-    async def _load(self, life: _Life, checkpoint: Path | None, lineage: int) -> WeightsManifest:
+    async def _load(self, life: Life, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         wait = self._deadlines
         if checkpoint is not None:
             await life.ask("load", checkpoint, deadline_s=wait.load_s)
@@ -401,25 +274,35 @@ class LearnerGroup:
         life.up = True
         return manifest
 
-    async def _bury(self, life: _Life) -> str:
+    async def _bury(self, life: Life) -> str:
         end = life.over.result()
         if life is not self._life:
             await self._launcher.end(life.ranks, ())  # may have started after the life ended
             raise AbandonedError("life")
-        self._raised_in_a_row = self._raised_in_a_row + 1 if end.raised else 0
+        # A rank that is late while it starts may only wait for its resources.
+        failed = bool(end.ranks) and (life.up or end.died)
+        self._failures.ended(life.number, answered=life.answered, raised=end.raised, failed=failed)
         try:
             log = await self._launcher.end(life.ranks, end.ranks)
         except Exception as error:  # noqa: BLE001 - logs are optional
-            log = f"(no log: {_described(error)})"
+            log = f"(no log: {described(error)})"
+        suspects = self._failures.suspects
+        stuck = bool(suspects) and self._failures.judge(await self._launcher.stayed(suspects))
         if life is not self._life:
             raise AbandonedError("life")
         if end.final is not None:
             raise end.final
         detail = f"{end.detail}\n{log}" if log else end.detail
-        if self._raised_in_a_row >= _RAISED_IN_A_ROW:
+        goes_on = "Once the cause is removed, the same command goes on from the last checkpoint."
+        if self._failures.raised >= RAISED_MAX:
             raise LearnerError(
-                f"the learner failed {self._raised_in_a_row} times in a row: {detail}\n"
-                "Once the cause is removed, the same command goes on from the last checkpoint."
+                f"the learner failed {self._failures.raised} times in a row: {detail}\n{goes_on}"
+            )
+        if stuck:
+            raise LearnerError(
+                f"the learner failed more than {STUCK_MAX} times in a row and got no further, though its "
+                "nodes stayed. A rank that dies without an error of its own may lack host memory: look for "
+                f"the kernel's OOM killer in its node's log (dmesg). The last time: {detail}\n{goes_on}"
             )
         return detail
 
@@ -468,7 +351,7 @@ class LearnerGroup:
     async def save(self, directory: Path) -> None:
         """Write the learner's state to a directory on shared storage."""
         await self._ask("save", directory)
-        self._lost_in_a_row = self._raised_in_a_row = 0
+        self._failures = Failures()
 
     async def take_log(self) -> dict[str, float]:
         """Training metrics since the last call."""
@@ -489,20 +372,6 @@ class LearnerGroup:
         life = self._life
         if life is None or not life.up:
             raise AbandonedError(method)
-        return await life.ask(method, *args, deadline_s=self._deadlines.answer_s, first_only=first_only)
-
-
-def _late(ranks: Sequence[int], world: int, method: str, deadline_s: float) -> _End:
-    hint = " (are the resources that they ask for free?)" if method == "begin" else ""
-    which = ", ".join(map(str, ranks))
-    return _End(
-        f"learner ranks {which} of {world} did not answer {method} within {deadline_s:g} s{hint}", ranks
-    )
-
-
-def _raised(rank: int, error: BaseException) -> _End:
-    return _End(f"learner rank {rank} failed: {_described(error)}", (rank,), raised=True)
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".strip()
+        answers = await life.ask(method, *args, deadline_s=self._deadlines.answer_s, first_only=first_only)
+        life.answered += 1
+        return answers

@@ -1,8 +1,8 @@
 """What each worker did when: lanes of phases, and what hit its node, from the ledger's bills.
 
 The ledger bills a worker's seconds one after the other from when it joined, each to one phase. Their running
-sum is therefore the time of each; within one bill (on Ray, of 5 s) the order of phases is that in which they
-were booked.
+sum is therefore the time of each; within one bill (on Ray, of 5 to 60 s) the order of phases is that in
+which they were booked.
 """
 
 from __future__ import annotations
@@ -60,14 +60,11 @@ def lanes(run: RunFolder, last_s: float | None = None, page: int = 0) -> Json:
         first = min((lane.joined_at for lane in found.values()), default=0.0)
         start = first if last_s is None else max(first, end - last_s)
         shown = [lane for lane in found.values() if lane.left_at > start]
-        here = {(lane.attempt, lane.worker) for lane in shown[page * LANES_MAX : (page + 1) * LANES_MAX]}
-        bills = connection.execute("SELECT attempt, worker, phase, seconds FROM gpu_seconds ORDER BY id")
-        for attempt, worker, phase, seconds in bills:
-            if (attempt, worker) in here:
-                lane = found[attempt, worker]
-                if lane.clock + seconds > start:
-                    lane.stretches.append((max(lane.clock, start), lane.clock + seconds, phase))
-                lane.clock += seconds
+        for attempt, worker, phase, seconds in _bills(connection, _in_order(shown, page)):
+            lane = found[attempt, worker]
+            if lane.clock + seconds > start:
+                lane.stretches.append((max(lane.clock, start), lane.clock + seconds, phase))
+            lane.clock += seconds
         on_spot = spot_nodes(connection)
         events = connection.execute(
             "SELECT at, kind, subject, spot, detail FROM incidents WHERE at >= ? ORDER BY id DESC LIMIT ?",
@@ -135,6 +132,18 @@ def _known(connection: Connection) -> dict[tuple[int, str], _Lane]:
         (attempt, worker): _Lane(worker, attempt, price, joined, left, joined)
         for attempt, worker, price, joined, left in rows
     }
+
+
+def _bills(connection: Connection, lanes: list[tuple[int, str]]) -> Iterator[tuple[int, str, str, float]]:
+    """The bills of these lanes; the table also holds those of all other pages."""
+    if not lanes:
+        return iter(())
+    chosen = ", ".join("(?, ?)" for _ in lanes)
+    return connection.execute(
+        "SELECT attempt, worker, phase, seconds FROM gpu_seconds"
+        f" WHERE (attempt, worker) IN (VALUES {chosen}) ORDER BY id",
+        [part for lane in lanes for part in lane],
+    )
 
 
 def _in_order(shown: list[_Lane], page: int) -> list[tuple[int, str]]:

@@ -207,12 +207,15 @@ class SqliteLedger:
     def _close_dead_attempts(self) -> None:
         self._connection.execute(
             """
+            WITH spent AS MATERIALIZED (  -- one scan of the table, not one for each worker
+                SELECT attempt, worker, SUM(seconds) AS accounted FROM gpu_seconds
+                WHERE attempt IN (SELECT number FROM attempts WHERE ended IS NULL) GROUP BY attempt, worker)
             INSERT INTO gpu_seconds (attempt, worker, position, phase, was_phase, seconds, price_usd_h)
             SELECT attempt, worker, :position, 'lost', NULL, unaccounted, price_usd_h FROM (
-                SELECT known.attempt, worker, price_usd_h, COALESCE(left_at, seen_at) - joined_at - COALESCE((
-                    SELECT SUM(seconds) FROM gpu_seconds AS spent
-                    WHERE spent.attempt = known.attempt AND spent.worker = known.worker), 0) AS unaccounted
+                SELECT known.attempt, known.worker, price_usd_h,
+                    COALESCE(left_at, seen_at) - joined_at - COALESCE(accounted, 0) AS unaccounted
                 FROM attempt_workers AS known JOIN attempts ON attempts.number = known.attempt
+                LEFT JOIN spent ON spent.attempt = known.attempt AND spent.worker = known.worker
                 WHERE ended IS NULL)
             WHERE unaccounted > 0
             """,

@@ -1,0 +1,171 @@
+"""One life of the learner: the processes of all its ranks, from a start to the first failure of any."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from spotlight.cluster.remote_calls import AbandonedError, wait_within
+from spotlight.config.errors import ConfigError
+from spotlight.models.model_errors import ModelError
+from spotlight.runtime.process import DeviceMemoryError
+from spotlight.store.store_errors import StoreError
+from spotlight.training.learner_state import StateError
+from spotlight.training.settings import TrainingError
+from spotlight.weights.weight_errors import WeightsError
+
+Answers = list[Any]
+"""Return values of the ranks that were asked, by rank."""
+
+FINAL: tuple[type[Exception], ...] = (
+    *(ConfigError, ModelError, StoreError, StateError, TrainingError, WeightsError),
+    *(DeviceMemoryError, torch.OutOfMemoryError),
+)
+"""These end an inline run with a remedy too; a restart would only raise them again."""
+
+
+class RankHandle(Protocol):
+    """The process of one rank."""
+
+    @property
+    def rank(self) -> int:
+        """Its rank."""
+
+    def call(self, method: str, *args: object) -> Awaitable[Any]:
+        """Start a call at once. The answer raises if the call does or the process dies."""
+
+    def gone(self) -> Awaitable[Any]:
+        """Completes (or raises) when the process is dead, never before."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Why a life ended, through which ``ranks``.
+
+    Attributes:
+        died: the process of a rank is dead.
+        raised: a rank raised an unexpected error.
+        final: one of :data:`FINAL`.
+    """
+
+    detail: str
+    ranks: Sequence[int] = ()
+    died: bool = False
+    raised: bool = False
+    final: Exception | None = None
+
+
+class Life:
+    """The processes of all ranks.
+
+    Attributes:
+        up: they are ready for the head's calls.
+        answered: the number of those that were answered.
+        over: done once it ends.
+    """
+
+    def __init__(self, number: int, suspect_s: float) -> None:
+        self.number, self._suspect_s = number, suspect_s
+        self.ranks: Sequence[RankHandle] = ()
+        self.up, self.answered = False, 0
+        self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self._turn = asyncio.Lock()
+        self._deaths: list[asyncio.Future[Any]] = []
+
+    def end(self, end: End) -> None:
+        """End it, unless it is over."""
+        if not self.over.done():
+            self.over.set_result(end)
+        for death in self._deaths:
+            death.cancel()
+
+    def begin(self, ranks: Sequence[RankHandle]) -> None:
+        """Watch its processes."""
+        self.ranks = ranks
+        for rank in ranks:
+            death = asyncio.ensure_future(rank.gone())
+            death.add_done_callback(lambda done, rank=rank.rank: self._died(rank, done))  # type: ignore[misc]
+            self._deaths.append(death)
+
+    async def ask(
+        self,
+        method: str,
+        *args: object,
+        deadline_s: float,
+        first_only: bool = False,
+        each: Sequence[tuple[object, ...]] | None = None,
+    ) -> Answers:
+        """Call all ranks, or rank 0 alone; ``each``: further arguments per rank.
+
+        Raises AbandonedError if the life is over, or one of :data:`FINAL`, which also ends it.
+        """
+        async with self._turn:
+            if self.over.done():
+                raise AbandonedError(method)
+            asked = self.ranks[:1] if first_only else self.ranks
+            calls: dict[asyncio.Future[Any], int] = {
+                asyncio.ensure_future(rank.call(method, *args, *(each[rank.rank] if each else ()))): rank.rank
+                for rank in asked
+            }
+            try:
+                await self._answered(calls, method, deadline_s)
+                return [call.result() for call in calls]
+            finally:
+                for call in calls:
+                    call.cancel()
+
+    async def _answered(
+        self, calls: Mapping[asyncio.Future[Any], int], method: str, deadline_s: float
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        due_s, waiting = clock() + deadline_s, set(calls)
+        suspicion: tuple[int, BaseException] | None = None
+        while waiting or suspicion:
+            done = await wait_within({*waiting, self.over}, due_s - clock())
+            if not done:
+                late = sorted(calls[call] for call in waiting)
+                self.end(
+                    _raised(*suspicion) if suspicion else _late(late, len(self.ranks), method, deadline_s)
+                )
+            if self.over.done():
+                raise AbandonedError(method)
+            for call in sorted(done, key=calls.__getitem__):
+                if (error := call.exception()) is None:
+                    continue
+                cause = getattr(error, "cause", error)  # Ray wraps what a process raised
+                if isinstance(cause, FINAL):
+                    self.end(End(str(cause), final=cause))
+                    raise cause
+                if suspicion is None:
+                    # A collective fails first on the surviving ranks; the death that caused it shows later.
+                    suspicion, due_s = (calls[call], error), clock() + self._suspect_s
+            waiting -= done
+
+    def _died(self, rank: int, dead: asyncio.Future[Any]) -> None:
+        if dead.cancelled():
+            return
+        error = dead.exception()
+        what = "died" if self.up else "did not start"
+        detail = f"learner rank {rank} {what}" + (f": {described(error)}" if error else "")
+        self.end(End(detail, (rank,), died=True))
+
+
+def _late(ranks: Sequence[int], world: int, method: str, deadline_s: float) -> End:
+    hint = " (are the resources that they ask for free?)" if method == "begin" else ""
+    which = ", ".join(map(str, ranks))
+    return End(
+        f"learner ranks {which} of {world} did not answer {method} within {deadline_s:g} s{hint}", ranks
+    )
+
+
+def _raised(rank: int, error: BaseException) -> End:
+    return End(f"learner rank {rank} failed: {described(error)}", (rank,), raised=True)
+
+
+def described(error: BaseException) -> str:
+    """Its type and message."""
+    return f"{type(error).__name__}: {error}".strip()
