@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 from spotlight.cli.main import app
 from spotlight.cli.runs.smoke import smoke_overrides
 from spotlight.config.load import load_config
+from spotlight.config.preset import preset_names
+from spotlight.config.schema import RunConfig
 from spotlight.rewards.reward_registry import parse
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.testbed import TESTBEDS
@@ -80,6 +82,40 @@ def test_tiny_writes_a_pipeline_that_diffusers_loads(tmp_path: Path) -> None:
     )
     assert isinstance(nowhere.exception, SystemExit)
     assert "cannot write a small pipeline" in " ".join(nowhere.output.split())
+
+
+def smoked(given: list[str]) -> RunConfig:
+    """The configuration that a smoke run has."""
+    return load_config(None, [*given, *smoke_overrides(load_config(None, given))])
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_a_preset_has_a_smoke_run(preset: str, tmp_path: Path) -> None:
+    smoked([f"like={preset}", f"cache_dir={tmp_path}"])
+
+
+def test_whatever_the_micro_batch_the_fewer_samples_divide(tmp_path: Path) -> None:
+    given = [f"cache_dir={tmp_path}", "rollout.prompts_per_iteration=35", "rollout.group_size=24"]
+    for most in range(1, 9):
+        config = smoked([*given, f"learner.micro_batch_size={most}"])
+        fitting = max(size for size in (1, 2, 4, 8) if size <= most)
+        assert config.learner.micro_batch_size == fitting
+    for algorithm, trained in (("{name: dgpo}", 24), ("{name: diffusion-dpo, train_samples: 2}", 2)):
+        for groups in (1, 5, 7, 35):
+            micro = f"learner.micro_batch_size={groups * trained}"
+            config = smoked([*given, f"algorithm={algorithm}", micro])
+            group = config.algorithm.train_samples or config.rollout.group_size
+            assert config.learner.micro_batch_size in (group, groups * trained)
+
+
+def test_explored_prompts_divide_among_updates(tmp_path: Path) -> None:
+    explores = [
+        "exploration={sampled_prompts: 5}",
+        "learner.updates_per_batch=2",
+        "learner.micro_batch_size=48",
+    ]
+    config = smoked([f"cache_dir={tmp_path}", *explores])
+    assert config.rollout.prompts_per_iteration == 6
 
 
 def test_gpus_that_are_not_here_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,6 +105,17 @@ def test_neighbours_share_what_is_learnt() -> None:
     assert (beside.mean, beside.plays, further.plays) == (1.0, 0.5, 0.25)
 
 
+@pytest.mark.parametrize(("sharing", "tries"), [(0.0, 9), (0.3, 2)])
+def test_arms_near_one_that_was_played_need_no_try(sharing: float, tries: int) -> None:
+    """What ``docs/howto/explore-seeds.md`` tells of the default: one and two steps away."""
+    bandit = DiscountedUCB(arm_grid((8, 16, 32), (4, 8, 10)), sharing=sharing)
+    tried = 0
+    while None in {estimate.mean for estimate in bandit.estimates().values()}:
+        bandit.learn(bandit.choose(bandit.arms, bandit.estimates()), 1.0)
+        tried += 1
+    assert tried == tries
+
+
 @given(
     plays=st.lists(st.tuples(st.sampled_from(ARMS), st.floats(-5, 5)), max_size=30), cut=st.integers(0, 30)
 )

@@ -118,6 +118,19 @@ def test_seconds_of_what_was_not_played_follow_from_what_was(rest_s: float, keep
     assert again.of(None, PROMPTS, WORKERS) == seconds.of(None, PROMPTS, WORKERS)
 
 
+def test_a_window_that_opens_before_there_are_workers_tells_no_seconds() -> None:
+    """As a run's first: neither what workers deliver nor how long previews take is known by it."""
+    world, seconds, first, second = World(WORTH, 60.0), seconds_of(), Arm(64, 10), Arm(16, 10)
+    for arm, opens_s, workers in ((first, 900.0, 0), (second, world.window_s(second), WORKERS)):
+        seen = WindowSeen(arm, opens_s, opens_s, workers, PROMPTS * arm.seeds_per_prompt)
+        assert seconds.of(None, PROMPTS, WORKERS) is None
+        seconds.forecast.observe(seen)
+        seconds.windowed(seen)
+        seconds.rested(arm, world.seconds(arm) - world.window_s(arm))
+    for each in (None, first, second):
+        assert seconds.of(each, PROMPTS, WORKERS) == pytest.approx(world.seconds(each))
+
+
 def test_decisions_and_seconds_survive_a_restart() -> None:
     world, plan = World(WORTH, 300.0), planner()
     for turn in range(12):
@@ -161,3 +174,16 @@ def test_in_a_run_previews_are_as_many_as_training_is_slow() -> None:
 
     assert per_s(quick) > per_s(greedy)
     assert "per_s" in quick.reports[-1]["decision"]["arms"]["8x10"]
+
+
+def test_in_a_run_costs_that_are_far_off_are_not_compared() -> None:
+    """The profiled step takes 50 times as long as a real one: that is known when two windows have ended."""
+    section = ExplorationConfig(
+        planner=PlannerConfig(seed_counts=(8, 16), step_counts=(10,), costs=PreviewCostsConfig(step_s=20.0))
+    )
+    run = ran(section, iterations=6, keeps_previews=True)
+    told = [report["decision"].get("random_per_s") for report in run.reports]
+    assert run.reports[0]["window"]["workers"] == 0
+    assert told[:2] == [None, None]
+    random_s = ran(None, iterations=6).now / 6
+    assert [1 / per_s for per_s in told[2:]] == pytest.approx([random_s] * 4, rel=0.5)

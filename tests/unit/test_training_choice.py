@@ -64,11 +64,31 @@ def test_of_two_one_is_the_best_and_one_the_worst(rewards: dict[int, float]) -> 
 
 
 @given(REWARDS, st.integers(2, 10))
-def test_the_farthest_are_no_nearer_to_the_mean_than_the_rest(rewards: dict[int, float], count: int) -> None:
+def test_the_farthest_lie_on_both_sides_of_the_mean_and_no_nearer_than_the_rest(
+    rewards: dict[int, float], count: int
+) -> None:
     chosen = choose_seeds(rewards, count, "farthest", 0)
     mean = sum(rewards.values()) / len(rewards)
-    least = min(abs(rewards[seed] - mean) for seed in chosen)
-    assert all(abs(rewards[seed] - mean) <= least + 1e-9 for seed in set(rewards) - chosen)
+    above = {seed: reward - mean for seed, reward in rewards.items()}
+    least = sorted(abs(above[seed]) for seed in chosen)[1]  # the nearest may be there for its side
+    assert all(abs(above[seed]) <= least + 1e-9 for seed in set(rewards) - chosen)
+    for sign in (-1, 1):
+        there = any(sign * value > 1e-9 for value in above.values())
+        assert not there or any(sign * above[seed] > 0 for seed in chosen), "a side of the mean is missing"
+
+
+@given(REWARDS, st.integers(2, 10), st.sampled_from(sorted({*get_args(TrainPolicy)} - {"random"})))
+def test_of_rewards_that_differ_some_are_chosen_that_do(
+    rewards: dict[int, float], count: int, policy: TrainPolicy
+) -> None:
+    chosen = {rewards[seed] for seed in choose_seeds(rewards, count, policy, 0)}
+    assert (len(chosen) > 1) == (len({*rewards.values()}) > 1)
+
+
+def test_the_farthest_of_yes_and_no_are_not_all_no() -> None:
+    rewards = {seed: float(seed < 20) for seed in range(32)}
+    chosen = choose_seeds(rewards, 8, "farthest", 0)
+    assert sorted(rewards[seed] for seed in chosen) == [0.0] * 7 + [1.0]
 
 
 def test_a_random_choice_ignores_rewards_and_depends_on_its_seed() -> None:

@@ -164,7 +164,7 @@ class ReportChoice:
 
     Attributes:
         not_chosen: left out by ``algorithm.train_samples``.
-        silent: left out because all rewards of their group are equal.
+        silent: left out because all chosen rewards of their group are equal.
     """
 
     iteration: int

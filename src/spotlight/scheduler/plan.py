@@ -74,7 +74,7 @@ class TrainingChoice:
         samples: of each group; None: all.
         policy: how they are chosen.
         over: samples whose spread scales the advantages.
-        silent_groups: what becomes of groups whose rewards are all equal.
+        silent_groups: what becomes of groups whose chosen rewards are all equal.
     """
 
     samples: int | None = None

@@ -84,7 +84,7 @@ class DropReason(StrEnum):
     NOT_CHOSEN = "not_chosen"
     """Scored; others of its group are trained."""
     SILENT_GROUP = "silent_group"
-    """Scored; all rewards of its group are equal."""
+    """Scored; all chosen rewards of its group are equal."""
     UNEVEN_BATCH = "uneven_batch"
     STALE = "stale"
     EXPLORATION_OVER = "exploration_over"

@@ -97,14 +97,22 @@ def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
 
     evaluation, exploration = config.evaluation, config.exploration
     per_prompt = 2 if any(compares_groups(reward.name) for reward in config.rewards) else 1
-    prompts, group = 2 * config.learner.updates_per_batch, _GROUP
+    updates, prompts, group = config.learner.updates_per_batch, 2, _GROUP
     if exploration is not None:
-        prompts, group = max(prompts, exploration.sampled_prompts), max(group, exploration.drawn_seeds)
+        prompts = max(prompts, math.ceil(exploration.sampled_prompts / updates))
+        group = max(group, exploration.drawn_seeds)
+    prompts = min(prompts * updates, config.rollout.prompts_per_iteration)
     if config.pipeline.axis == "generation":
         group = max(group, 2 * config.pipeline.slice_size)
-    fewer = min(group, config.rollout.group_size)
-    if (config.algorithm.train_samples or 0) >= fewer:
-        yield "algorithm.train_samples", max(2, fewer // 2)
+    group = trained = min(group, config.rollout.group_size)
+    if config.algorithm.train_samples is not None:
+        trained = config.algorithm.train_samples
+        if trained >= group:
+            trained = max(2, group // 2)
+            yield "algorithm.train_samples", trained
+    micro = _micro_batch(config, prompts * trained // updates, trained)
+    if micro != config.learner.micro_batch_size:
+        yield "learner.micro_batch_size", micro
     for key, found, most in (
         ("rollout.prompts_per_iteration", config.rollout.prompts_per_iteration, prompts),
         ("rollout.group_size", config.rollout.group_size, group),
@@ -115,6 +123,16 @@ def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
     ):
         if found > most:
             yield key, most
+
+
+def _micro_batch(config: RunConfig, update_samples: int, trained: int) -> int:
+    """The largest that divides an update, and cuts no group that is compared, up to the recipe's."""
+    most = config.learner.micro_batch_size
+    if most >= update_samples:
+        return most
+    step = trained if config.algorithm.compares_groups else 1
+    sizes = (size for size in range(step, most + 1, step) if update_samples % size == 0)
+    return max(sizes, default=step)
 
 
 def _size(config: RunConfig, family: type[ModelFamily], folder: Path) -> Iterator[tuple[str, object]]:

@@ -225,7 +225,7 @@ def _about_learning(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunF
     if silent > SILENT_SHARE_MAX:
         yield RunFinding(
             "silent_groups",
-            f"In {silent:.0%} of the newest groups all rewards are equal: they teach nothing.",
+            f"In {silent:.0%} of the newest groups all chosen rewards are equal: they teach nothing.",
             "Harder or easier prompts, a finer reward, or a larger rollout.group_size.",
             serious=True,
         )

@@ -4,7 +4,8 @@
 
 n(a) is the discounted number of plays, n their sum, mean(a) the discounted mean. B is the standard deviation
 of all remembered rewards, so ``alpha`` is dimensionless. With ``sharing``, a play of arm b counts as
-``sharing ** distance(a, b)`` plays of a: fewer plays are needed, at the cost of bias.
+``sharing ** distance(a, b)`` plays of a: fewer plays are needed, as not every arm of a grid has to be tried,
+at the cost of bias.
 
 Deterministic; ties go to the arm first in ``arms``.
 """
@@ -45,7 +46,7 @@ def arm_grid(seed_counts: Sequence[int], step_counts: Sequence[int]) -> tuple[Ar
 
 
 _UNTRIED = 0.05
-"""Arms with less evidence than this, in plays, count as untried."""
+"""Arms with less evidence than this, in plays, shared ones included, count as untried."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,6 +75,11 @@ class Forecast:
     _window_s: DecayedMean = field(default_factory=DecayedMean)
     _yield: DecayedMean = field(default_factory=DecayedMean)
 
+    @property
+    def corrects_costs(self) -> bool:
+        """Whether a yield was measured. The profiled costs alone may be off by any factor."""
+        return self._yield.mean is not None
+
     def capacity(self, workers: int) -> Capacity:
         """Capacity of a window that opens now."""
         window_s = self._window_s.mean if self._window_s.weight else self.costs.window_s
@@ -133,9 +138,9 @@ class IterationSeconds:
     _rest: dict[bool, DecayedMean] = field(default_factory=dict)
 
     def of(self, arm: Arm | None, prompts: int, workers: int) -> float | None:
-        """Seconds of an iteration with ``arm``, or with random seeds; None: nothing was measured yet."""
+        """Seconds of an iteration with ``arm``, or with random seeds; None: not enough was measured yet."""
         speed = workers * self.forecast.capacity(workers).yields
-        if not self._rest or speed <= 0:
+        if not self._rest or not self.forecast.corrects_costs or speed <= 0:
             return None
         kept = self._kept(arm)
         if kept in self._rest:
@@ -152,8 +157,9 @@ class IterationSeconds:
         return rest_s + self._work_s(arm.steps, prompts * arm.seeds_per_prompt, speed) + costs.reward_s
 
     def windowed(self, seen: WindowSeen) -> None:
-        """Learn from a window that was waited for."""
-        self._learn(self._windows.setdefault(seen.arm, DecayedMean()), seen.open_s)
+        """Learn from a window that was waited for; not if it waited for workers, as a run's first may."""
+        if seen.workers > 0:
+            self._learn(self._windows.setdefault(seen.arm, DecayedMean()), seen.open_s)
 
     def rested(self, arm: Arm | None, rest_s: float) -> None:
         """Learn from the rest of an iteration, after the window of ``arm``."""

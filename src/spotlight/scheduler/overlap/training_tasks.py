@@ -61,7 +61,7 @@ Answer: TypeAlias = ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerSteppe
 _NOT_CHOSEN = DropReason.NOT_CHOSEN
 _WHY = {
     _NOT_CHOSEN: "others of its group are trained",
-    DropReason.SILENT_GROUP: "all rewards of its group are equal",
+    DropReason.SILENT_GROUP: "all chosen rewards of its group are equal",
 }
 
 
