@@ -89,8 +89,9 @@ class AlgorithmSection(Section):
     the total reward. Unused without ``train_samples``.
     """
     silent_groups: SilentGroups = "train"
-    """Groups whose chosen rewards are all equal, so whose advantages are 0: ``train`` them, ``skip`` them (the
-    mean loss is over the others, as in flow_grpo), or count them ``as_zero`` in that mean without training them.
+    """Groups whose chosen rewards are all equal, so whose advantages are 0: ``train`` them, ``skip`` them
+    (the mean loss is over the others, as in flow_grpo), or count them ``as_zero`` in that mean without
+    training them.
     """
 
     @property
