@@ -272,11 +272,11 @@ def _prices(prepared: Prepared, now: datetime) -> Iterator[str]:
 
 def _trace(prepared: Prepared) -> Iterator[str]:
     numbers, trace = statistics(prepared.trace), prepared.trace
-    asked = prepared.file.cluster.spot.nodes
+    asked, rate = prepared.file.cluster.spot.nodes, numbers.preemptions_per_node_h
+    preempted = "" if math.isnan(rate) else f", {rate:.2f} preemptions per node-hour"  # NaN: no node came
     yield (
-        f"{trace.source}: of {asked} nodes asked for {numbers.nodes_mean:.1f} there on average, "
-        f"{numbers.preemptions_per_node_h:.2f} preemptions per node-hour, over {trace.horizon_s / 3600:,.0f} "
-        "hours"
+        f"{trace.source}: of {asked} nodes asked for {numbers.nodes_mean:.1f} there on average{preempted}, "
+        f"over {trace.horizon_s / 3600:,.0f} hours"
     )
     if numbers.noticed:
         yield f"notices {numbers.notice_lead_mean_s:.0f} s ahead on average"
