@@ -195,8 +195,8 @@ def _unlike_targets(runs: Sequence[StrategyRuns]) -> Iterator[str]:
         told = "; ".join(f"{', '.join(alike)} {number}" for number, alike in names.items())
         yield (
             f"strategies with random seeds have different iterations to target ({told}), which decides their "
-            "time and cost to target as much as the cluster: state iterations_to_target of each alike, unless "
-            "they were measured to differ."
+            "time and cost to target as much as the cluster does: state iterations_to_target of each alike, "
+            "unless they were measured to differ."
         )
 
 
