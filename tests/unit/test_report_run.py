@@ -232,6 +232,8 @@ def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> No
             assert content.startswith(b"\x89PNG")
     assert "| strict | 0.487 ± 0.020 | 0.781 ± 0.020 | +0.294 = 10.4 x its noise of 0.028 |" in text
     assert "| counting |" in text
+    assert "`strict`: the share of pictures" in text
+    assert "`graded`: the mean total reward" in text
     assert loading_snippet(run.config, (run.paths.path / "lora").resolve()) in text
     assert dump_config(run.config).rstrip() in text
     assert "Survived 1 interruption" in text
