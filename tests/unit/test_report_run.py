@@ -254,6 +254,7 @@ def test_commands_read_the_run(run: RunRecord, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(run.paths.path.parent)
     runner = CliRunner()
     table = runner.invoke(app, ["runs", "."]).output
+    assert "diffusion-nft" in runner.invoke(app, ["runs", "."], env={"COLUMNS": "100"}).output
     assert "demo" in table
     assert "2/2" in table
     assert "finished" in table
