@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from pydantic import ValidationInfo
+
     from spotlight.cluster.scaling.node_provider import NodeProviderKind
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from spotlight.store.metrics import SinkFactory
 
 T = TypeVar("T")
+
+ANY_NAME = "any_name"
+"""Of a validation's context: lets names through whose package is not installed."""
 
 
 class RegistryError(ValueError):
@@ -68,8 +73,8 @@ class Registry(Generic[T]):
                 return entry.value
             case []:
                 close = difflib.get_close_matches(name, list(self), n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise RegistryError(f"{self.key} is {name!r}; expected {self.expected()}.{hint}")
+                hint = f"Did you mean {close[0]!r}?" if close else absent_remedy(name)
+                raise RegistryError(f"{self.key} is {name!r}; expected {self.expected()}. {hint}")
             case several:
                 raise RegistryError(
                     f"{self.key} is {name!r}, which {' and '.join(map(_origin, several))} register in the "
@@ -89,7 +94,7 @@ class Registry(Generic[T]):
                 f"importing that raised {type(error).__name__}: {error}. Repair that package or uninstall it."
             ) from error
 
-    def known(self, *besides: str, without: tuple[str, ...] = ()) -> Callable[[str], str]:
+    def known(self, *besides: str, without: tuple[str, ...] = ()) -> Callable[[str, ValidationInfo], str]:
         """A validator for a field that takes these names; its ValueError lists them.
 
         Args:
@@ -97,10 +102,10 @@ class Registry(Generic[T]):
             without: names that have keys of their own.
         """
 
-        def check(name: str) -> str:
+        def check(name: str, info: ValidationInfo) -> str:
             if name in without:
                 raise ValueError(f"no {name!r} here, which has a key of its own")
-            if name not in besides and name not in self:
+            if name not in besides and name not in self and not (info.context or {}).get(ANY_NAME):
                 raise ValueError(self.expected(*besides))
             return name
 
@@ -118,6 +123,11 @@ class Registry(Generic[T]):
         for entry in entry_points(group=self.group):
             added.setdefault(entry.name, []).append(entry)
         return added
+
+
+def absent_remedy(name: object) -> str:
+    """What to do about a name that no registry has."""
+    return f"Install the package that adds {name!r}, or change the value."
 
 
 def resolve(place: str) -> Any:

@@ -39,8 +39,11 @@ def assert_told(result: Result, *said: str) -> None:
         (["absent.yaml"], ["absent.yaml", "No such file"]),
         (["name=a", "other.yaml"], ["'other.yaml'", "key=value"]),
         (["model.path=absent/dir/here"], ["absent/dir/here does not exist"]),
-        (["model.path=my models/qwen"], ["model directory my models/qwen does not exist"]),
-        (["data.train=absent.txt"], ["data.train", "absent.txt"]),
+        (
+            ["model.path=my models/qwen"],
+            ["my models/qwen does not exist (relative to the current"],
+        ),
+        (["data.train=absent.txt"], ["data.train: found absent.txt (relative to the current directory /"]),
         (["model.max_text_tokens=1025"], ["model.max_text_tokens", "1025", "less than or equal to 1024"]),
         (["learner.mode=full", "model.dtype=bfloat16"], ["model.dtype: found 'bfloat16'", "'float32'"]),
         (["evaluation.prompts=999"], ["evaluation.prompts: found 999", "at most"]),

@@ -171,10 +171,10 @@ ALL_SPOT = (
 
 def test_a_plan_without_reserved_nodes_is_explained(tmp_path: Path) -> None:
     figures = tmp_path / "plan.json"
-    result = call(
-        "plan", "paper-512", *SMALL, *ALL_SPOT, "--jobs", "1", "--deadline-h", "9", "--json", str(figures)
-    )
+    words = ("plan", "paper-512", *SMALL, *ALL_SPOT, "--jobs", "1", "--deadline-h", "9")
+    result = call(*words, "--json", str(figures), "--launch", str(tmp_path / "launch"))
     assert result.exit_code == 0, result.output
+    assert "qwen-image-nft.yaml (--config) trains 300 iterations; the plan is for 3 " in flat(result.output)
     content = json.loads(figures.read_text())
     assert content["answer"]["strategy"] == "all_spot"
     first, *_, last = content["levers"]
@@ -230,7 +230,7 @@ def test_planning_says_when_nothing_meets_the_goal() -> None:
         ),
         (
             ("plan", "paper-512", "--deadline-h", "1", "--launch", "new", "--config", "absent.yaml"),
-            ("absent.yaml", "No such file"),
+            ("--config: found absent.yaml", "the root of Spotlight's repository"),
         ),
         (
             ("plan", "paper-512", "--deadline-h", "5", "plan.gpu_types=[L4]"),

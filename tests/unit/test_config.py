@@ -227,7 +227,7 @@ def test_a_resumed_run_may_capture_its_forwards(tmp_path: Path) -> None:
         ("learner.learning_rate=fast", "learner.learning_rate", "'fast'", "a valid number", "default"),
         ("learner.betas=[0.9]", "learner.betas.1", "nothing", "a value", "Add"),
         ("name=../up", "name", "'../up'", "pattern", "the default, 'demo'"),
-        ("algorithm.name=7", "algorithm.name", "'7'", "'flow-grpo'", "Change"),
+        ("algorithm.name=7", "algorithm.name", "'7'", "'flow-grpo'", "change"),
         ("rollout=3", "rollout", "3", "an object", "Change"),
     ],
 )  # fmt: skip

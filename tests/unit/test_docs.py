@@ -19,6 +19,7 @@ from spotlight.cli.main import app
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, dump_config, load_config
 from spotlight.config.preset import with_preset
+from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight.config.tree import merge, parse_yaml
 from spotlight.planning.scenarios.scenario_load import build_scenario, load_scenario, scenario_names
 
@@ -251,6 +252,12 @@ def test_the_reference_names_every_key_and_every_option() -> None:
 def test_pictures_are_sound() -> None:
     for picture in (ROOT / "docs" / "img").glob("*.svg"):
         ElementTree.parse(picture)
+
+
+def test_the_table_of_keys_that_a_resume_may_change_is_complete() -> None:
+    text = (ROOT / "docs/howto/resume-and-audit.md").read_text()
+    (table,) = re.findall(r"^\| for \| keys \|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert sorted(re.findall(r"`([^`]+)`", table)) == sorted(RESUMABLE_KEYS)
 
 
 def test_the_table_of_families_is_the_registrys() -> None:

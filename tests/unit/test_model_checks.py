@@ -170,7 +170,7 @@ def test_references_are_planned_with_the_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["my models/qwen", "models/a--b", "models/a..b", "a/b/c"])
 def test_a_missing_directory_that_can_be_no_hub_id_is_named(path: str) -> None:
-    with pytest.raises(ModelError, match=f"model directory {path} does not exist: give the path"):
+    with pytest.raises(ModelError, match=f"model directory {path} does not exist .*: give the path"):
         planned_files(config("qwen-image", path))
 
 

@@ -222,6 +222,14 @@ def test_an_old_source_is_not_its_own_remedy_and_no_price_is_of_the_future() -> 
     assert any(", 0 d old" in line for note in notes_of(prep, [], before) for line in note.lines)
 
 
+def test_a_rate_of_preemptions_is_told_only_where_spot_nodes_come() -> None:
+    told = []
+    for nodes in (4, 0):
+        prep = prepare(load_scenario("paper-512", [f"cluster.spot.nodes={nodes}"]), ("reserved_only",), NOW)
+        told.append(" ".join(line for note in notes_of(prep, [], NOW) for line in note.lines))
+    assert ["preemptions per node-hour" in text for text in told] == [True, False]
+
+
 def test_nothing_is_promised_where_too_few_previews_were_made() -> None:
     many = ("exploration.seeds_per_prompt=400", "exploration.steps=20")
     found = outcome("disaggregated+exploration", *many)

@@ -449,7 +449,9 @@ def test_commands_that_only_the_user_knows_are_placeholders_that_start_nothing(t
 def test_what_no_answer_could_be_launched_with_is_told_before_the_search(tmp_path: Path) -> None:
     file = small("workload.prompts=32")
     require_launch(tmp_path / "new", file, CONFIG)
-    with pytest.raises(ConfigError, match="No such file"):
+    with pytest.raises(
+        ConfigError, match=r"--config: found absent\.yaml, .*the root of Spotlight's repository"
+    ):
         require_launch(tmp_path, file, "absent.yaml")
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "in"):
@@ -459,6 +461,24 @@ def test_what_no_answer_could_be_launched_with_is_told_before_the_search(tmp_pat
     tree.write_text(Path(CONFIG).read_text().replace("evaluation:\n", "evaluation:\n  grid_images: 4\n"))
     with pytest.raises(ConfigError, match=r"evaluation\.grid_images"):
         require_launch(tmp_path, fewer, str(tree))
+
+
+@pytest.mark.parametrize(
+    ("example", "keys"),
+    [
+        ("sd35-medium-ocr", ["model.family", "rollout.true_cfg_scale"]),
+        ("qwen-image-ocr-lora", ["rollout.true_cfg_scale"]),
+    ],
+)
+def test_a_run_of_another_model_or_with_guidance_that_was_not_planned_is_refused(
+    example: str, keys: list[str], tmp_path: Path
+) -> None:
+    config = str(ROOT / f"examples/{example}.yaml")
+    with pytest.raises(ConfigError, match=r"workload\.guidance=true") as raised:
+        require_launch(tmp_path, small("workload.prompts=32"), config)
+    assert [problem.key for problem in raised.value.problems] == keys
+    with pytest.raises(ConfigError, match=r"true_cfg_scale: found 1; expected above 1"):
+        require_launch(tmp_path, small("workload.prompts=32", "workload.guidance=true"), CONFIG)
 
 
 @pytest.mark.parametrize(("nodes", "gpus", "most"), [(0, 8, 4), (1, 64, 32), (1, None, 2)])

@@ -6,6 +6,7 @@ import ast
 import io
 import json
 import math
+import shutil
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.config.load import build_config, dump_config
+from spotlight.config.errors import ConfigError
+from spotlight.config.load import build_config, dump_config, load_dump
 from spotlight.report import wording
 from spotlight.report.final_screen import print_final_screen
 from spotlight.report.loading import loading_snippet
@@ -51,7 +53,7 @@ from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
-from spotlight.store.run_directory import RunDirectory
+from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.store.store_errors import StoreError
 
 WORKER = WorkerId("rank-0")
@@ -230,6 +232,8 @@ def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> No
             assert content.startswith(b"\x89PNG")
     assert "| strict | 0.487 ± 0.020 | 0.781 ± 0.020 | +0.294 = 10.4 x its noise of 0.028 |" in text
     assert "| counting |" in text
+    assert "`strict`: the share of pictures" in text
+    assert "`graded`: the mean total reward" in text
     assert loading_snippet(run.config, (run.paths.path / "lora").resolve()) in text
     assert dump_config(run.config).rstrip() in text
     assert "Survived 1 interruption" in text
@@ -250,6 +254,7 @@ def test_commands_read_the_run(run: RunRecord, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(run.paths.path.parent)
     runner = CliRunner()
     table = runner.invoke(app, ["runs", "."]).output
+    assert "diffusion-nft" in runner.invoke(app, ["runs", "."], env={"COLUMNS": "100"}).output
     assert "demo" in table
     assert "2/2" in table
     assert "finished" in table
@@ -273,6 +278,33 @@ def test_runs_lists_the_unreadable_and_the_absent(tmp_path: Path) -> None:
     (tmp_path / "odd" / "config.yaml").write_text("nmae: odd\n")
     assert "unreadable" in CliRunner().invoke(app, ["runs", str(tmp_path)]).output
     assert "No runs in" in CliRunner().invoke(app, ["runs", str(tmp_path / "none")]).output
+
+
+def test_what_a_run_recorded_is_read_without_the_packages_that_added_its_names(
+    run: RunRecord, tmp_path: Path
+) -> None:
+    directory = tmp_path / "copies" / "demo"
+    shutil.copytree(run.paths.path, directory)
+    own = {
+        "algorithm": {"name": "rwr", "temperature": 0.5, "train_samples": 3},
+        "model": run.config.model.model_dump(mode="json") | {"family": "absent"},
+        "metrics": {"sinks": {"lines": {"file": "rows"}}},
+    }
+    tree = run.config.model_dump(mode="json") | own
+    RunPaths(directory).config.write_text(yaml.safe_dump(tree))
+    found = read_run(directory).config
+    assert (found.algorithm.name, found.algorithm.train_samples, found.model.family) == ("rwr", 3, "absent")
+    assert "temperature: 0.5" in dump_config(found)
+    listed = CliRunner().invoke(app, ["runs", str(directory.parent)]).output
+    assert "2/2" in listed
+    assert "unreadable" not in listed
+    recounted = CliRunner().invoke(app, ["audit", str(directory)])
+    assert recounted.exit_code == 1  # as in the test above
+    assert "VIOLATED" in recounted.output
+    with pytest.raises(ConfigError) as raised:
+        load_dump(RunPaths(directory).config)
+    for name in ("rwr", "absent", "lines"):
+        assert f"Install the package that adds '{name}', or change the value." in str(raised.value)
 
 
 def test_an_attempt_without_an_end_is_running_while_its_process_lives(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
 from spotlight.data import datasets
-from spotlight.data.datasets import evenly_spaced, load_prompts, read_prompts
+from spotlight.data.datasets import evenly_spaced, load_held_out, load_prompts, read_prompts
 from spotlight.data.prompt_files import PromptFileError, parse_prompts
 from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import Prompt, PromptId
@@ -92,6 +92,13 @@ def test_more_held_out_prompts_than_there_are_is_an_error() -> None:
     assert (problem.key, problem.found) == ("evaluation.prompts", str(there + 1))
     assert problem.expected.startswith(f"at most {there}, ")
     assert "data.tags=['counting']" in problem.expected
+
+
+def test_held_out_prompts_are_read_without_those_to_train_on() -> None:
+    config = load_config(None, ["data.train=/no/such/prompts.txt", "evaluation.prompts=12"])
+    assert len(load_held_out(config)) == 12
+    with pytest.raises(ConfigError, match=r"data\.train: found /no/such/prompts\.txt; expected"):
+        load_prompts(config)
 
 
 def test_a_tag_that_no_prompt_has_is_told_with_its_key() -> None:

@@ -44,6 +44,7 @@ def test_another_configuration_is_refused_by_key_and_value(tmp_path: Path) -> No
         "device: '(absent)' in the run, 'cpu' now",
         "rollout.steps: 8 in the run, 9 now",
         "rollout.sizes: [32, 48] in the run, [32] now",
+        "Of a resumed run only these may change: iterations.",
         "another name",
         f"delete {tmp_path / 'demo'}",
     ):

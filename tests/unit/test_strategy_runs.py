@@ -19,6 +19,7 @@ from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_ta
 from spotlight.planning.pages.comparison_summary import between, hours, notes_of, table_of, usd
 from spotlight.planning.pages.plan_page import answer_text, lines_of
 from spotlight.planning.scenarios.prepare import Prepared, at_starts, prepare
+from spotlight.planning.scenarios.scenario_file import Target
 from spotlight.planning.scenarios.scenario_load import load_scenario
 from spotlight.planning.search import EvaluatedCandidate, Goal, SearchResult, pareto, search
 from spotlight.planning.strategy_runs import StrategyRuns, grouped, range_of, tasks_from_starts
@@ -132,6 +133,16 @@ def test_the_table_and_notes_tell_percentiles_and_starts() -> None:
     text = " ".join(line for note in notes_of(prepared(), three_starts(), NOW) for line in note.lines)
     assert "seeds 0 to 2" in text
     assert "spotlight: 109 (71 to 160), derived" in text
+
+
+@pytest.mark.parametrize(("value", "warned"), [(200, False), (240, True)])
+def test_other_iterations_for_seeds_of_the_same_kind_are_warned_of(value: int, warned: bool) -> None:
+    alone, exploring = three_starts()
+    target = Target(value=value, source="assumed: for a test")
+    named = [replace(one, strategy="spot_rollout_only", target=target) for one in alone.outcomes]
+    like = StrategyRuns(tuple(named))
+    told = [line for note in notes_of(prepared(), [alone, exploring, like], NOW) for line in note.lines]
+    assert any("(reserved_only 200; spot_rollout_only 240)" in line for line in told) is warned
 
 
 def test_what_holds_for_some_starts_is_told_of_these() -> None:

@@ -20,7 +20,7 @@ from spotlight.config.preset import with_preset
 from spotlight.config.schema import RUN_NAME, RunConfig
 from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.config.tree import merge, parse_yaml, read_tree, yaml_trouble
-from spotlight.registry import ALGORITHMS
+from spotlight.registry import ALGORITHMS, ANY_NAME, absent_remedy
 
 EMBEDDED = Path(__file__).with_name("demo.yaml")
 """What ``spotlight train`` runs without a file."""
@@ -55,12 +55,16 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     return build_config(with_preset(tree), f"{source} with {' '.join(others)}" if others else source)
 
 
-def load_dump(path: Path) -> RunConfig:
+def load_dump(path: Path, *, installed: bool = True) -> RunConfig:
     """Read a run's own ``config.yaml``, whose ``like`` is only a label. Raises :class:`ConfigError`.
 
     Settings that do not go together are let through: an older version may have trained with them.
+
+    Args:
+        installed: names that a package adds must be of one that is installed; not needed to read what a run
+            recorded.
     """
-    return _parsed(read_tree(path), str(path))
+    return _parsed(read_tree(path), str(path), any_name=not installed)
 
 
 def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
@@ -71,13 +75,13 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     return config
 
 
-def _parsed(tree: Mapping[str, Any], source: str) -> RunConfig:
+def _parsed(tree: Mapping[str, Any], source: str, *, any_name: bool = False) -> RunConfig:
     """Validate each key by itself."""
     try:
         # Through JSON: strict mode then accepts lists as tuples and strings as paths, but `steps: "8"` and
         # `steps: yes` are errors, not 8 and 1.
         text = json.dumps(merge(_defaults_for(tree), tree), default=str)
-        return RunConfig.model_validate_json(text, strict=True)
+        return RunConfig.model_validate_json(text, strict=True, context={ANY_NAME: any_name})
     except ValidationError as error:
         raise ConfigError(source, _explain_all(error.errors(), _algorithm_of(tree))) from None
 
@@ -211,14 +215,14 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
         return Problem(key, "nothing", "a value", "Add the key.")
     if detail["type"] in {"union_tag_invalid", "union_tag_not_found"}:
         context = detail.get("ctx", {})
-        tag, expected = (
-            context.get("tag", "nothing"),
-            str(context.get("expected_tags", "an algorithm's name")),
-        )
-        return Problem(f"{key}.name", repr(tag), expected, _nearest(tag, expected) or "Change the value.")
+        expected = str(context.get("expected_tags", "an algorithm's name"))
+        tag = context.get("tag")
+        remedy = "Change the value." if tag is None else _nearest(tag, expected) or absent_remedy(tag)
+        return Problem(f"{key}.name", repr(tag or "nothing"), expected, remedy)
     expected = re.sub(r"^(Input should be |Value error, |\w+ should (have|match) )", "", detail["msg"])
-    remedy = _nearest(detail["input"], expected) or _default_of(parts, algorithm)
-    return Problem(key, repr(detail["input"]), expected, remedy)
+    named = "entry points" in expected
+    other = absent_remedy(detail["input"]) if named else _default_of(parts, algorithm)
+    return Problem(key, repr(detail["input"]), expected, _nearest(detail["input"], expected) or other)
 
 
 def _nearest(found: object, expected: str) -> str | None:

@@ -68,9 +68,15 @@ def load_prompts(config: RunConfig) -> Prompts:
         ConfigError: unreadable file, or too few held-out prompts.
         PromptFileError: malformed lines, by number, or an unknown tag.
     """
-    tags, wanted = config.data.tags, config.evaluation.prompts
-    train, test = config.data.train, config.data.test
-    trained = read_prompts("data.train", TESTBEDS[train].train if train in TESTBEDS else Path(train), tags)
+    train = config.data.train
+    path = TESTBEDS[train].train if train in TESTBEDS else Path(train)
+    trained = read_prompts("data.train", path, config.data.tags)
+    return Prompts(tuple(trained), load_held_out(config))
+
+
+def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
+    """Read the held-out prompts alone. Raises as :func:`load_prompts`."""
+    tags, wanted, test = config.data.tags, config.evaluation.prompts, config.data.test
     held_out = read_prompts("data.test", TESTBEDS[test].test if test in TESTBEDS else Path(test), tags)
     if wanted is not None and wanted > len(held_out):
         problem = Problem(
@@ -80,7 +86,7 @@ def load_prompts(config: RunConfig) -> Prompts:
             "Lower it, or leave the key out to take them all.",
         )  # fmt: skip
         raise ConfigError("the configuration", [problem])
-    return Prompts(tuple(trained), evenly_spaced(held_out, wanted))
+    return evenly_spaced(held_out, wanted)
 
 
 def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt, ...]:
@@ -97,7 +103,9 @@ def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        problem = Problem(key, str(path), "a readable text file of prompts (.txt or .jsonl)", f"{error}.")
+        here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
+        expected = "a readable text file of prompts (.txt or .jsonl)"
+        problem = Problem(key, f"{path}{here}", expected, f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
     prompts = with_found_references(parse_prompts(text, str(path)), str(path))
     with under("data"):

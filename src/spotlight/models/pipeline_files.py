@@ -158,9 +158,11 @@ def _local(root: Path, revision: str | None) -> PipelineFiles | None:
 
 def _from_hub(name: str, revision: str | None, components: Mapping[str, PipelineComponent]) -> PipelineFiles:
     if not is_hub_id(name):
+        absolute = Path(name).expanduser().is_absolute()
+        here = "" if absolute else f" (relative to the current directory {Path.cwd()})"
         raise ModelError(
-            f"model directory {name} does not exist: give the path of a diffusers pipeline directory (the "
-            "one with model_index.json) or a hub id such as Qwen/Qwen-Image"
+            f"model directory {name} does not exist{here}: give the path of a diffusers pipeline directory "
+            "(the one with model_index.json) or a hub id such as Qwen/Qwen-Image"
         )
     root = _download(name, revision, hub_patterns(components))
     return PipelineFiles(root, name, root.name)

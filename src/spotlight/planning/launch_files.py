@@ -10,14 +10,17 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import load_config
 from spotlight.config.preset import with_preset
-from spotlight.config.tree import read_tree
+from spotlight.config.schema import RunConfig
+from spotlight.config.tree import merge, read_tree
 from spotlight.planning.candidates import Candidate, Machine, file_of, shape_of
 from spotlight.planning.output_files import require_folder, write_file
 from spotlight.planning.scenarios.pricing import Pricing
+from spotlight.planning.scenarios.profile import load_profile
 from spotlight.planning.scenarios.scenario_file import ScenarioFile
 from spotlight.planning.scenarios.strategies import PipelinePart, Strategy, strategy_named
 
@@ -54,10 +57,12 @@ class LaunchFiles:
 
     Attributes:
         to_replace: placeholders in the files, which stand for what only the user can know.
+        iterations: that the run they start trains.
     """
 
     paths: tuple[Path, ...]
     to_replace: tuple[str, ...]
+    iterations: int
 
 
 def launch_files(
@@ -98,9 +103,14 @@ def require_launch(folder: Path, file: ScenarioFile, config: str) -> None:
     """What can be known to be wrong before there is an answer.
 
     Raises:
-        ConfigError: as :func:`write_launch_files`, if it is the same whatever the answer is.
+        ConfigError: as :func:`write_launch_files`, if it is the same whatever the answer is; or the run is of
+            another model, or has guidance where the scenario has none or none where it has.
     """
     read_templates()
+    if not Path(config).is_file():
+        remedy = "Run it in the root of Spotlight's repository, or name the run's own with --config."
+        found, expected = f"{config}, which is no file in {Path.cwd()}", "the run's configuration"
+        raise ConfigError("the command line", [Problem("--config", found, expected, remedy)])
     try:
         words = " ".join(workload_settings(file, _held_out(config))).split()
         load_config(Path(config), [*_RAY, "fleet.learner_ranks=1", *words])
@@ -108,7 +118,33 @@ def require_launch(folder: Path, file: ScenarioFile, config: str) -> None:
         # Those of the fleet are the answer's.
         if problems := [one for one in error.problems if not one.key.startswith("fleet.")]:
             raise ConfigError(error.source, problems) from None
+    if problems := list(_other_work(file, _tree(config))):
+        raise ConfigError(config, problems)
     _require_folder(folder)
+
+
+def _tree(config: str) -> dict[str, Any]:
+    """The run's configuration on top of the defaults."""
+    return merge(RunConfig().model_dump(mode="json"), with_preset(read_tree(Path(config))))
+
+
+def _other_work(file: ScenarioFile, run: Mapping[str, Any]) -> Iterator[Problem]:
+    """What the run would do that the scenario does not, and that no setting of a launch changes."""
+    profile, family = load_profile(file.workload.profile), run["model"]["family"]
+    if profile.family not in (None, family):
+        remedy = "Name another with --config, or plan with the model's own profile (workload.profile)."
+        expected = f"{profile.family!r}, of which the plan's profile {file.workload.profile} is"
+        yield Problem("model.family", repr(family), expected, remedy)
+    scale = run["rollout"]["true_cfg_scale"]
+    if (scale > 1) is not file.workload.guidance:
+        expected = "above 1" if file.workload.guidance else "1"
+        remedy = f"Or plan with workload.guidance={str(scale > 1).lower()}."
+        yield Problem(
+            "rollout.true_cfg_scale",
+            f"{scale:g}",
+            f"{expected}, because the plan's workload.guidance is {str(file.workload.guidance).lower()}",
+            remedy,
+        )
 
 
 def write_launch_files(
@@ -125,7 +161,8 @@ def write_launch_files(
     _require_folder(folder)
     for name, text in made.items():
         write_file(folder / name, text)
-    return LaunchFiles(tuple(folder / name for name in made), placeholders_in(settings))
+    paths = tuple(folder / name for name in made)
+    return LaunchFiles(paths, placeholders_in(settings), _tree(config)["iterations"])
 
 
 def _require_folder(folder: Path) -> None:

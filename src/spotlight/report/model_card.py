@@ -19,7 +19,7 @@ from spotlight.registry import FAMILIES
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import base_model, loading_snippet
-from spotlight.report.record import RunRecord
+from spotlight.report.record import GRADED, STRICT, RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
 from spotlight.store.files import write_atomically
@@ -34,6 +34,12 @@ _CHARTS = (
     ("loss", "train/loss", "Loss", "loss"),
     ("grad-norm", "train/grad_norm", "Gradient norm before clipping", "norm"),
 )
+
+
+_CURVES = {
+    GRADED: "the mean total reward, which training maximises",
+    STRICT: "the share of pictures that pass the rewards' verdict of 1 or 0",
+}
 
 
 def write_card(run: RunRecord) -> Path:
@@ -160,7 +166,9 @@ def _scores(run: RunRecord) -> str:
             f"| {label} | {score(before.mean, before.stderr)} "
             f"| {score(after.mean, after.stderr)} | {change.margin:+.3f} {in_noise(change)} |"
         )
+    told = " ".join(f"`{name}`: {_CURVES[name]}." for name in run.curves)
     note = (
+        f"{told} "
         f"Means over {run.config.evaluation.images_per_prompt} pictures a prompt, the same prompts and seeds "
         f"before and after, {run.config.evaluation.steps} ODE steps; ± is one standard error. The noise of a "
         "margin is that of two independent evaluations."

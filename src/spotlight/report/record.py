@@ -124,7 +124,7 @@ def read_run(directory: Path) -> RunRecord:
     weights = (directory / "lora", directory / "merged")
     return RunRecord(
         paths=paths,
-        config=load_dump(paths.config),
+        config=load_dump(paths.config, installed=False),
         history=read_history(directory),
         validations=tuple(_validation(row) for row in rows if f"{VALIDATION}{GRADED}" in row.values),
         rows=tuple(row for row in rows if f"{VALIDATION}{GRADED}" not in row.values),

@@ -160,7 +160,7 @@ class TrainedRun:
         """
         config = self.config
         if prompts_file is None:
-            prompts: Sequence[Prompt] = build.load_prompts(config).test
+            prompts: Sequence[Prompt] = build.load_held_out(config)
         else:
             prompts = build.read_prompts("--prompts", prompts_file)
         count = images_per_prompt or config.evaluation.images_per_prompt

@@ -283,6 +283,8 @@ def _require_same_configuration(
     ]
     if len(differing) > _SHOWN_DIFFERENCES:
         lines.append(f"  and {len(differing) - _SHOWN_DIFFERENCES} more")
+    if may_differ:
+        lines.append(f"Of a resumed run only these may change: {', '.join(sorted(may_differ))}.")
     raise OtherConfigurationError(
         f"{paths.path}: this run was started with another configuration:\n" + "\n".join(lines) + "\n"
         f"Start a run of another name, delete {paths.path} to start it again, or undo the change."

@@ -28,11 +28,10 @@ from spotlight.cli.planning.simulate_command import (
 )
 
 if TYPE_CHECKING:
-    from spotlight.planning.candidates import Candidate
     from spotlight.planning.explanation.plan_explanation import PlanExplanation
     from spotlight.planning.scenarios.prepare import Prepared
     from spotlight.planning.scenarios.scenario_file import ScenarioFile
-    from spotlight.planning.search import SearchResult
+    from spotlight.planning.search import EvaluatedCandidate, SearchResult
 
 
 ScenarioArgument: TypeAlias = Annotated[
@@ -118,7 +117,7 @@ def plan(
         files.write(None)
         _print_written(as_json, page)
         if launch is not None and found.answer is not None:
-            _launch(launch, file, found.answer.candidate, prepared, config)
+            _launch(launch, file, found.answer, prepared, config)
         # Last, because the answer is worth having without: it may take long, or fail.
         if found.answer is not None and (as_json or page):
             with Bar(None) as bar:
@@ -152,11 +151,17 @@ class _AnswerFiles:
             write_file(self.page, plan_page(self.file, self.found, explained, self.prepared, self.now))
 
 
-def _launch(folder: Path, file: ScenarioFile, answer: Candidate, prepared: Prepared, config: str) -> None:
+def _launch(
+    folder: Path, file: ScenarioFile, answer: EvaluatedCandidate, prepared: Prepared, config: str
+) -> None:
     from spotlight.planning.launch_files import write_launch_files
 
-    written = write_launch_files(folder, file, answer, prepared.pricing, config)
+    written = write_launch_files(folder, file, answer.candidate, prepared.pricing, config)
     _print_written(*written.paths)
+    target = answer.outcome.target
+    if target is not None and written.iterations != target.iterations:
+        told = f"{config} (--config) trains {written.iterations} iterations; the plan is for"
+        Console(highlight=False).print(f"{told} {target.iterations}", style="yellow", soft_wrap=True)
     first = f"Replace {' and '.join(written.to_replace)} in them. " if written.to_replace else ""
     Console(highlight=False).print(f"{first}Start it: bash {folder / 'start.sh'}", soft_wrap=True)
 

@@ -41,7 +41,7 @@ def audit(
 
     directory = find_run(run)
     with errors_without_traceback(EXIT_NOT_STARTED):
-        config = load_dump(RunPaths(directory).config)
+        config = load_dump(RunPaths(directory).config, installed=False)
         limits = AuditLimits.configured(
             group_size=config.rollout.group_size,
             updates_per_batch=config.learner.updates_per_batch,

@@ -16,13 +16,15 @@ from spotlight.cli.run_argument import RUNS
 if TYPE_CHECKING:
     from spotlight.report.record import RunRecord
 
+_WIDE = 100
+"""Columns of a terminal from which on there is room for the algorithm."""
 _STYLES = {"finished": "green", "running": "cyan", "failed": "red", "killed": "yellow", "stopped": "yellow"}
 
 
 def runs(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Parent of the run directories.")] = RUNS,
 ) -> None:
-    """List the runs with progress, last validation, cost and state.
+    """List the runs with progress, last validation, cost and state; on wide terminals also the algorithm.
 
     [bold]Examples[/bold]
 
@@ -40,9 +42,12 @@ def runs(
     table = Table(box=None, pad_edge=False)
     for name in ("name", "iteration", "strict", "graded", "time", "cost", "state"):
         table.add_column(name, justify="left" if name in {"name", "state"} else "right")
+    if console.width >= _WIDE:
+        table.add_column("algorithm")
     for path in found:
         try:
-            table.add_row(*_row(read_run(path)))
+            run = read_run(path)
+            table.add_row(*_row(run), *([run.config.algorithm.name] if console.width >= _WIDE else []))
         except Exception as error:
             if not isinstance(error, ours()):
                 raise

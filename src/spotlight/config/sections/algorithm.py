@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny
+from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny, ValidationInfo
 from pydantic_core import PydanticKnownError
 
 from spotlight.config.errors import Problem
 from spotlight.config.section import Section
-from spotlight.registry import ALGORITHMS
+from spotlight.registry import ALGORITHMS, ANY_NAME
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -471,12 +471,18 @@ class AWMConfig(ForwardProcessSection):
         return self.reference_weight > 0
 
 
-def _choose(value: object) -> AlgorithmSection:
+class AbsentAlgorithmConfig(AlgorithmSection, extra="allow"):
+    """What a run recorded of an algorithm whose package is not installed."""
+
+
+def _choose(value: object, info: ValidationInfo) -> AlgorithmSection:
     if isinstance(value, AlgorithmSection):
         return value
     name = value.get("name") if isinstance(value, Mapping) else None
     if name is None:
         raise PydanticKnownError("union_tag_not_found", {"discriminator": "'name'"})
+    if isinstance(name, str) and name not in ALGORITHMS and (info.context or {}).get(ANY_NAME):
+        return AbsentAlgorithmConfig.model_validate_json(json.dumps(value), strict=True)
     if not isinstance(name, str) or name not in ALGORITHMS:
         context = {"discriminator": "'name'", "tag": str(name), "expected_tags": ALGORITHMS.expected()}
         raise PydanticKnownError("union_tag_invalid", context)

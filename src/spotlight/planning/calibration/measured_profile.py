@@ -42,6 +42,7 @@ def measured_yaml(runs: Sequence[RunTimes]) -> str:
     first, told = runs[0].config, _labels(runs)
     tree = {
         "name": f"{first.model.path}, measured",
+        "family": first.model.family,
         "heads": _figure(
             math.lcm(*(_degree(run.config) for run in runs)), told, "its sequence-parallel degree", "derived"
         ),

@@ -15,7 +15,7 @@ from spotlight.planning.scenarios.prepare import Prepared, bytes_of_both
 from spotlight.planning.scenarios.pricing import PriceTag, crossing_of
 from spotlight.planning.scenarios.profile import NamedFigure, assumptions
 from spotlight.planning.scenarios.scenario_file import Target
-from spotlight.planning.scenarios.strategies import SpotPlaces, strategy_named
+from spotlight.planning.scenarios.strategies import PipelinePart, SpotPlaces, strategy_named
 from spotlight.planning.strategy_runs import FigureRange, StrategyRuns
 from spotlight.scheduler.types import Filler, NodeKind, Phase
 
@@ -142,6 +142,7 @@ def notes_of(prepared: Prepared, runs: Sequence[StrategyRuns], now: datetime) ->
     warnings = (
         *warnings_of(runs),
         *filter(None, [prepared.pricing.caveat]),
+        *_unlike_targets(runs),
         *_far_away(prepared, runs),
         *_old_prices(prepared, now),
         *_too_short(prepared, runs),
@@ -181,6 +182,22 @@ def warnings_of(runs: Sequence[StrategyRuns]) -> Iterator[str]:
                 "divide by its learner GPUs: make prompts x group_size (or train_samples) a multiple of "
                 "their number."
             )
+
+
+def _unlike_targets(runs: Sequence[StrategyRuns]) -> Iterator[str]:
+    """Strategies that learn alike, because their seeds are random, with different iterations to target."""
+    names: dict[str, list[str]] = {}
+    for one in runs:
+        strategy, target = strategy_named(one.strategy), one.first.target
+        if target is not None and strategy.explore is None and PipelinePart.TCSS not in strategy.parts:
+            names.setdefault(_iterations(target), []).append(one.strategy)
+    if len(names) > 1:
+        told = "; ".join(f"{', '.join(alike)} {number}" for number, alike in names.items())
+        yield (
+            f"strategies with random seeds have different iterations to target ({told}), which decides their "
+            "time and cost to target as much as the cluster does: state iterations_to_target of each alike, "
+            "unless they were measured to differ."
+        )
 
 
 def _far_away(prepared: Prepared, runs: Sequence[StrategyRuns]) -> Iterator[str]:
@@ -272,11 +289,11 @@ def _prices(prepared: Prepared, now: datetime) -> Iterator[str]:
 
 def _trace(prepared: Prepared) -> Iterator[str]:
     numbers, trace = statistics(prepared.trace), prepared.trace
-    asked = prepared.file.cluster.spot.nodes
+    asked, rate = prepared.file.cluster.spot.nodes, numbers.preemptions_per_node_h
+    preempted = "" if math.isnan(rate) else f", {rate:.2f} preemptions per node-hour"  # NaN: no node came
     yield (
-        f"{trace.source}: of {asked} nodes asked for {numbers.nodes_mean:.1f} there on average, "
-        f"{numbers.preemptions_per_node_h:.2f} preemptions per node-hour, over {trace.horizon_s / 3600:,.0f} "
-        "hours"
+        f"{trace.source}: of {asked} nodes asked for {numbers.nodes_mean:.1f} there on average{preempted}, "
+        f"over {trace.horizon_s / 3600:,.0f} hours"
     )
     if numbers.noticed:
         yield f"notices {numbers.notice_lead_mean_s:.0f} s ahead on average"

@@ -161,6 +161,8 @@ class Profile(_ProfileSection):
 
     name: str
     """Model and variant."""
+    family: str | None = None
+    """``model.family`` of the runs that it is of; null: any."""
     heads: Figure
     """Attention heads; SP degrees divide them."""
     frames: PositiveInt = 1

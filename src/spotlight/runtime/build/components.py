@@ -18,6 +18,7 @@ from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.data.datasets import Prompts as Prompts
+from spotlight.data.datasets import load_held_out as load_held_out
 from spotlight.data.datasets import load_prompts as load_prompts
 from spotlight.data.datasets import read_prompts as read_prompts
 from spotlight.data.media_size import media_size
