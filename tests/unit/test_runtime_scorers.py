@@ -16,7 +16,7 @@ from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config
 from spotlight.data.datasets import Prompts
 from spotlight.data.prompt_files import PromptFileError, parse_prompts
-from spotlight.rewards.reward import RewardSetupError
+from spotlight.rewards.reward import CODE, RewardSetupError
 from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Silent
@@ -30,6 +30,16 @@ from spotlight.training.sharding import Ranks
 NO_PROMPTS = Prompts((), ())
 
 
+class Notes(Silent):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
 def prompts(*texts: str) -> Prompts:
     """To train on; one to test on."""
     return Prompts(
@@ -39,14 +49,15 @@ def prompts(*texts: str) -> Prompts:
 
 def go_on(
     root: Path, scored_by: Mapping[str, str], *, save: bool = False, given: Prompts = NO_PROMPTS
-) -> None:
-    """One attempt, which writes a history if there is none, and maybe a checkpoint."""
+) -> list[str]:
+    """One attempt, which writes a history if there is none, and maybe a checkpoint. Returns its notes."""
+    notes = Notes()
     config = load_config(None, [f"runs_dir={root}", "name=run"])
     with (
         RunDirectory.open(root, "run", dump_config(config)) as directory,
         open_attempt(
             config, directory, given, Ranks(), workers={}, began_s=time.time(), scored_by=scored_by,
-            observer=Silent(), account=lambda recorder: None,
+            observer=notes, account=lambda recorder: None,
         ) as attempt,
     ):  # fmt: skip
         ledger = attempt.recorder.ledger
@@ -60,6 +71,7 @@ def go_on(
             attempt.recorder.metrics.write(MetricsRow(1, 1, 1.0, {"validation/graded": 0.9}))
             (directory.images / "iteration-000001.png").touch()
         attempt.result = RunResult(directory.path, None, None, stopped=True)
+    return notes.texts
 
 
 def contents(root: Path) -> dict[Path, bytes]:
@@ -91,6 +103,14 @@ def test_another_scorer_may_score_where_no_score_of_the_first_is_kept(tmp_path: 
     go_on(tmp_path, {"geneval": "detector b"}, save=True)
     with pytest.raises(RewardSetupError, match="was scored by 'detector b'"):
         go_on(tmp_path, {"geneval": "detector a"})
+
+
+def test_a_run_goes_on_with_other_code_of_a_reward_and_says_so(tmp_path: Path) -> None:
+    first, other = ({"mine": f"{CODE}mine.py@{digest}"} for digest in ("1f", "2e"))
+    go_on(tmp_path, first, save=True)
+    (note,) = go_on(tmp_path, other, save=True)[1:]
+    assert "the code of reward 'mine' changed" in note
+    assert audit(tmp_path / "run", AuditLimits()).scorers == {"mine": (first["mine"], other["mine"])}
 
 
 def test_a_run_resumed_with_other_prompts_is_refused_and_goes_on_with_the_first(tmp_path: Path) -> None:

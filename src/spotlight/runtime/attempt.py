@@ -24,7 +24,7 @@ from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
 from spotlight.data.prompt_files import PromptFileError
-from spotlight.rewards.reward import RewardSetupError
+from spotlight.rewards.reward import RewardSetupError, same_scorer
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler.types import PromptId, WorkerId
@@ -112,6 +112,12 @@ def open_attempt(
         with _closing(attempt, account):
             stack.enter_context(_attempt_log(directory.attempt_log(number)))
             _say_where(newest, observer, number)
+            for reward, code in recorder.ledger.scorers_at(kept).items():
+                if scored_by.get(reward) != code:  # other than code was refused
+                    observer.note(
+                        f"the code of reward {reward!r} changed since the checkpoint: its scores may not be "
+                        "comparable with those before"
+                    )
             undone = recorder.ledger.rollback(kept, number)
             recorder.ledger.record_scorers(scored_by)
             if not recorder.ledger.prompts_at(kept):
@@ -143,7 +149,7 @@ def _require_same_prompts(
 
 def _require_same_scorers(before: Mapping[str, str], now: Mapping[str, str], directory: RunDirectory) -> None:
     for reward, scorer in before.items():
-        if now.get(reward) != scorer:
+        if not same_scorer(scorer, now.get(reward, "")):
             found = f"by {now[reward]!r}" if reward in now else "by what it does not tell"
             raise RewardSetupError(
                 f"{directory.path}: reward {reward!r} was scored by {scorer!r} up to the checkpoint, and "
