@@ -116,7 +116,7 @@ def test_rows_and_timesteps_must_match() -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda terms: {"per_sample": terms.per_sample[:, None].expand(-1, 16)}, r"per_sample of shape \[3, 16\]"),
+        (lambda terms: {"per_sample": terms.per_sample.expand(16, -1).T}, r"per_sample of shape \[3, 16\]"),
         (lambda terms: {"per_sample": terms.per_sample[:1]}, r"per_sample of shape \[1\]; expected \[3\]"),
         (lambda terms: {"per_sample": terms.per_sample.mean()}, r"per_sample of shape \[\]"),
         (lambda terms: {"per_sample": terms.per_sample.detach()}, "per_sample without gradient"),

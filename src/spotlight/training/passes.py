@@ -237,16 +237,14 @@ class TrainingPasses:
 
 def _require_fitting(terms: LossTerms, rows: int, algorithm: str) -> None:
     """Sums of wrongly shaped terms would be taken without an error."""
-    by_row = {"per_sample": terms.per_sample} | {
-        f"metrics[{name!r}]": terms.metrics[name] for name in terms.metrics
-    }
+    metrics = {f"metrics[{name!r}]": value for name, value in terms.metrics.items()}
+    by_row = {"per_sample": terms.per_sample, **metrics}
     if terms.kept_step is not None:
         by_row["kept_step"] = terms.kept_step
     for name, value in by_row.items():
-        found = (
-            f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"type {type(value).__name__!r}"
-        )
-        if found != f"shape {[rows]}":
+        shape = getattr(value, "shape", None)
+        if shape != (rows,):
+            found = f"type {type(value).__name__!r}" if shape is None else f"shape {list(shape)}"
             raise TrainingError(
                 f"algorithm {algorithm!r}: its loss returned a {name} of {found}; expected [{rows}], a value "
                 "for each row of the batch. Average over the other dimensions, and leave out no row."
