@@ -162,8 +162,8 @@ class RunProgress:
             self.facts.was_silent = True
             self.note(
                 f"in each group of iteration {iteration + 1} all rewards are equal: nothing is learnt from "
-                "them. Look at what `spotlight score` gives for pictures that should differ; if that differs, the "
-                "prompts are too hard or too easy, or the reward too coarse"
+                "them. Look at what `spotlight score` gives for pictures that should differ; if that "
+                "differs, the prompts are too hard or too easy, or the reward too coarse"
             )
         self.facts.take_iteration(iteration, row)
 
