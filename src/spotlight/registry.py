@@ -46,10 +46,11 @@ class Registry(Generic[T]):
         key: the configuration key that takes these names.
         group: the entry points' group.
         built_in: name -> ``module:attribute``.
+        base: ``module:attribute`` of the class that these are subclasses of; None: they are no classes.
     """
 
-    def __init__(self, key: str, group: str, built_in: Mapping[str, str]) -> None:
-        self.key, self.group, self.built_in = key, group, built_in
+    def __init__(self, key: str, group: str, built_in: Mapping[str, str], base: str | None = None) -> None:
+        self.key, self.group, self.built_in, self.base = key, group, built_in, base
 
     def __iter__(self) -> Iterator[str]:
         """All names, built-in ones first."""
@@ -87,12 +88,26 @@ class Registry(Generic[T]):
         if name in self.built_in:
             return cast(T, resolve(place))
         try:
-            return cast(T, resolve(place))
+            found = resolve(place)
         except Exception as error:
-            raise RegistryError(
-                f"{self.key} is {name!r}, which {_origin(self._added[name][0])} registers as {place!r}; "
-                f"importing that raised {type(error).__name__}: {error}. Repair that package or uninstall it."
-            ) from error
+            raised = f"importing that raised {type(error).__name__}: {error}"
+            raise RegistryError(self._misfit(name, raised)) from error
+        if (trouble := self._trouble(name, found)) is not None:
+            raise RegistryError(self._misfit(name, trouble))
+        return cast(T, found)
+
+    def _trouble(self, name: str, found: object) -> str | None:
+        """Why what a package registered cannot be used."""
+        if self.base is None or (isinstance(found, type) and issubclass(found, resolve(self.base))):
+            return None
+        what = f"the class {found.__name__!r}" if isinstance(found, type) else f"a {type(found).__name__}"
+        return f"that is {what}; expected a subclass of {self.base}"
+
+    def _misfit(self, name: str, trouble: str) -> str:
+        return (
+            f"{self.key} is {name!r}, which {_origin(self._added[name][0])} registers as "
+            f"{self.locate(name)!r}; {trouble}. Repair that package or uninstall it."
+        )
 
     def known(self, *besides: str, without: tuple[str, ...] = ()) -> Callable[[str, ValidationInfo], str]:
         """A validator for a field that takes these names; its ValueError lists them.
@@ -130,6 +145,19 @@ def absent_remedy(name: object) -> str:
     return f"Install the package that adds {name!r}, or change the value."
 
 
+class _Algorithms(Registry["type[AlgorithmSection]"]):
+    def _trouble(self, name: str, found: Any) -> str | None:
+        if (trouble := super()._trouble(name, found)) is not None:
+            return trouble
+        field = found.model_fields.get("name")
+        if field is None or field.default != name:
+            own = "none" if field is None else repr(field.default)
+            return f"the default of that section's `name` is {own}; expected {name!r}, as the entry point's"
+        if not isinstance(getattr(found, "implementation", None), str):
+            return "that section has no `implementation`; expected the 'module:attribute' of its Algorithm"
+        return None
+
+
 def resolve(place: str) -> Any:
     """Import ``module:attribute``. Raises ImportError or AttributeError."""
     module, _, attribute = place.partition(":")
@@ -157,10 +185,11 @@ FAMILIES: Registry[type[ModelFamily]] = Registry(
         "wan": "spotlight.models.families.wan:Wan",
         "hunyuan-video": "spotlight.models.families.hunyuan_video:HunyuanVideo",
     },
+    base="spotlight.models.family:ModelFamily",
 )
 """Model families: a subclass of :class:`~spotlight.models.family.ModelFamily`."""
 
-ALGORITHMS: Registry[type[AlgorithmSection]] = Registry(
+ALGORITHMS: Registry[type[AlgorithmSection]] = _Algorithms(
     "algorithm.name",
     "spotlight.algorithms",
     {
@@ -174,6 +203,7 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = Registry(
         "dgpo": "spotlight.config.sections.newer_algorithms:DGPOConfig",
         "diffusion-dpo": "spotlight.config.sections.newer_algorithms:DiffusionDPOConfig",
     },
+    base="spotlight.config.sections.algorithm:AlgorithmSection",
 )
 """Algorithms: the configuration section, which names the class that computes the loss."""
 

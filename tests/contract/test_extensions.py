@@ -6,13 +6,17 @@ import json
 import multiprocessing
 import os
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from spotlight.algorithms import build_algorithm
 from spotlight.cli.main import app
-from spotlight.registry import CLOUDS, FAMILIES, Registry, RegistryError
+from spotlight.diffusion.samplers import ODE
+from spotlight.registry import ALGORITHMS, CLOUDS, FAMILIES, Registry, RegistryError
 from spotlight.store.metrics import read_metrics
 
 MODULE = '''
@@ -213,6 +217,56 @@ def test_mistakes_in_what_a_package_adds_are_named(installed: Path, command: str
     status, _, errors = ran(installed, command)
     assert status == 2
     assert said in errors
+
+
+MISFITS = """
+from typing import Literal
+from spotlight.config.sections.algorithm import AlgorithmSection
+
+class Other(AlgorithmSection):
+    name: Literal["other"] = "other"
+    implementation = "misfits:nowhere"
+
+class Bare(AlgorithmSection):
+    name: Literal["bare"] = "bare"
+
+def function(): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("registry", "name", "place", "said"),
+    [
+        (ALGORITHMS, "mine", "Other", "section's `name` is 'other'; expected 'mine', as the entry point's"),
+        (ALGORITHMS, "bare", "Bare", "no `implementation`; expected the 'module:attribute'"),
+        (ALGORITHMS, "mine", "function", "that is a function; expected a subclass of .*:AlgorithmSection"),
+        (FAMILIES, "mine", "Other", "that is the class 'Other'; expected a subclass of .*:ModelFamily"),
+    ],
+)
+def test_what_does_not_fit_its_registry_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, registry: Registry[Any], name: str, place: str, said: str
+) -> None:
+    (tmp_path / "misfits.py").write_text(MISFITS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "misfits", raising=False)
+    entry = EntryPoint(name, f"misfits:{place}", registry.group)
+    monkeypatch.setitem(registry.__dict__, "_added", {name: [entry]})
+    with pytest.raises(RegistryError, match=f"an unknown package registers as 'misfits:{place}'; .*{said}"):
+        registry.load(name)
+
+
+def test_an_implementation_that_cannot_be_imported_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "misfits.py").write_text(MISFITS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "misfits", raising=False)
+    entry = EntryPoint("other", "misfits:Other", ALGORITHMS.group)
+    monkeypatch.setitem(ALGORITHMS.__dict__, "_added", {"other": [entry]})
+    with pytest.raises(
+        RegistryError, match=r"'misfits:Other' names the implementation 'misfits:nowhere'; imp"
+    ):
+        build_algorithm(ALGORITHMS.load("other")(), ODE())
 
 
 def test_unknown_names_are_errors_that_name_key_value_and_known_names() -> None:

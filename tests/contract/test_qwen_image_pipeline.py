@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -193,3 +194,23 @@ def test_bfloat16_transformer_predicts_float32(
     assert rough.dtype == torch.float32
     error = (rough - exact).norm() / exact.norm()
     assert 1e-4 < error < 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(lambda v: v[:, :1], r"a tensor of shape \[2, 1, \d+\]"), (lambda v: (v,), "a tuple")],
+)
+def test_a_velocity_in_another_shape_than_the_latents_is_an_error(
+    family: QwenImage,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[torch.Tensor], object],
+    found: str,
+) -> None:
+    predict, size = family.predict, SIZES[0]
+    monkeypatch.setattr(family, "predict", lambda *given: change(predict(*given)))
+    latents = torch.randn(2, *family.latent_shape(size))
+    with pytest.raises(ModelError, match=rf"QwenImage: its predict returned {found}; expected .*\[2, "):
+        family.velocity(
+            family.transformer, latents, torch.tensor([0.5, 0.9]), family.collate(family.encode(PROMPTS)),
+            None, size,
+        )  # fmt: skip

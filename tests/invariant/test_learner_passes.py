@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from spotlight.diffusion.samplers import CPS, ODE, FlowSDE
 from spotlight.registry import ALGORITHMS
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak
 from spotlight.training.learner import Learner, TrainingSample
+from spotlight.training.settings import TrainingError
 from spotlight.training.timesteps import cut_timesteps
 
 NAMES = ("flow-grpo", "flow-grpo-fast", "grpo-guard", "diffusion-nft", "awm")
@@ -109,6 +111,29 @@ def test_rows_and_timesteps_must_match() -> None:
     algo = build_algorithm(AWMConfig(), ODE())
     with pytest.raises(ValueError, match="2 training timesteps for a batch of 6 rows; expected 6"):
         algo.loss(TinyPolicy(), rollout(TinyPolicy(), ODE()), [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda terms: {"per_sample": terms.per_sample.expand(16, -1).T}, r"per_sample of shape \[3, 16\]"),
+        (lambda terms: {"per_sample": terms.per_sample[:1]}, r"per_sample of shape \[1\]; expected \[3\]"),
+        (lambda terms: {"per_sample": terms.per_sample.mean()}, r"per_sample of shape \[\]"),
+        (lambda terms: {"per_sample": terms.per_sample.detach()}, "per_sample without gradient"),
+        (lambda terms: {"metrics": {"kl": torch.ones(())}}, r"metrics\['kl'\] of shape \[\]"),
+        (lambda terms: {"metrics": {"kl": 1.0}}, r"metrics\['kl'\] of type 'float'"),
+    ],
+)  # fmt: skip
+def test_a_loss_that_is_not_one_value_a_row_is_an_error(
+    world: World, change: Callable[[LossTerms], dict[str, Any]], said: str
+) -> None:
+    learner = make_learner(world, algorithm("awm"), timesteps_per_pass=1)
+    samples, sound = roll_out(world, learner), learner.algorithm.loss
+    learner.passes._algorithm = SimpleNamespace(
+        name="mine", loss=lambda *given: (terms := sound(*given), replace(terms, **change(terms)))[1]
+    )  # type: ignore[assignment]
+    with pytest.raises(TrainingError, match=f"'mine': its loss returned a {said}"):
+        train_batch(learner, samples, 3)
 
 
 # -- through the learner -------------------------------------------------------------------------------

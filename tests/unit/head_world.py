@@ -411,14 +411,13 @@ def world(root: Path, *overrides: str) -> Iterator[World]:
     """A head about to run, within an attempt of its own; its result is what the head says at the end."""
     config = load_config(None, [f"runs_dir={root}", "name=run", *SETTINGS, *overrides])
     prompts = build.load_prompts(config)
-    by_id = {prompt.id: prompt for prompt in (*prompts.train, *prompts.test)}
     notes = Notes()
     accounts = ClusterAccounts(time.monotonic, notes)
     with (
         RunDirectory.open(root, "run", dump_config(config), RESUMABLE_KEYS) as directory,
         open_attempt(
-            config, directory, by_id, Ranks(), workers={}, began_s=time.time(), scored_by={}, observer=notes,
-            account=accounts.finish,
+            config, directory, prompts, Ranks(), workers={}, began_s=time.time(), scored_by={},
+            observer=notes, account=accounts.finish,
         ) as attempt,
     ):  # fmt: skip
         it = World(attempt, directory.path, config, accounts)

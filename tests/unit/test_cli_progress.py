@@ -72,6 +72,28 @@ def test_the_rate_is_that_of_the_present_stretch_of_work(clock: Clock) -> None:
     assert math.isnan(known.rate)
 
 
+@pytest.mark.parametrize(
+    "silent",
+    [
+        {"advantage/silent_groups_share": 1.0},
+        {"choice/trained": 0.0, "choice/not_chosen": 0.0, "choice/silent": 8.0},
+    ],
+)
+def test_the_first_iteration_without_any_contrast_is_told_once(
+    clock: Clock, silent: dict[str, float]
+) -> None:
+    console = Console(file=io.StringIO(), width=40)
+    plain = PlainProgress(facts(clock), console)
+    plain.iterated(
+        0, ROW | {"advantage/silent_groups_share": 0.9, "choice/trained": 4.0, "choice/silent": 4.0}
+    )
+    assert "equal" not in screen(console)
+    for iteration in (1, 2):
+        plain.iterated(iteration, ROW | silent)
+    assert screen(console).count("in each group of iteration 2 all rewards are equal") == 1
+    assert screen(console).count("are equal") == 1
+
+
 def test_plain_lines_say_an_event_each(clock: Clock) -> None:
     console = Console(file=io.StringIO(), width=40)
     plain = PlainProgress(facts(clock), console)

@@ -211,6 +211,7 @@ def test_a_resumed_run_may_capture_its_forwards(tmp_path: Path) -> None:
         ("algorithm.advantge=1", "algorithm.advantge", "an unknown key", "advantage", "'advantage'"),
         ("algorithm.advantage.clipp=1", "algorithm.advantage.clipp", "an unknown key", "clip", "'clip'"),
         ("learner.ema={cap: .5, evry: 2}", "learner.ema.evry", "an unknown key", "every", "'every'"),
+        ("learning_rate=1e-4", "learning_rate", "an unknown key", "section", "'learner.learning_rate'?"),
         ("xyzzy=1", "xyzzy", "an unknown key", "run_seed", "Remove it"),
         ("rewards=[{name: shapes, wieght: 2}]", "rewards.0.wieght", "an unknown key", "weight", "'weight'"),
         ("rewards=[{weight: 2}]", "rewards.0.name", "nothing", "a value", "Add the key"),

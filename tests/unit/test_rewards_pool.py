@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import subprocess
 import sys
@@ -106,7 +107,11 @@ class TestCheck:
             (sample,) = ask(pool, "a SALE")
             assert isinstance(sample, ScoredSample)
             told = {name: score.scored_by for name, score in sample.scores.items()}
-            assert told == {"gray": "", "reward_of_quotes": "a reader of SALE"}
+            code = Path("faulty.py").read_bytes()
+            assert told == {
+                "gray": f"code of faulty.py@{hashlib.sha256(code).hexdigest()}",
+                "reward_of_quotes": "a reader of SALE",
+            }
             with pytest.raises(RewardInputError, match="prompt 'OPEN' lacks 'SALE'"):
                 pool.check(["a SALE", "OPEN"], [{}, {}])
 

@@ -1,10 +1,12 @@
-"""A resumed run is scored by what scored it before; where rewards run on this machine."""
+"""A resumed run has the prompts and the scorers that it had before; where rewards run on this machine."""
 
 from __future__ import annotations
 
 import re
+import sqlite3
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from store_history import history, write
 
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config
-from spotlight.rewards.reward import RewardSetupError
+from spotlight.data.datasets import Prompts
+from spotlight.data.prompt_files import PromptFileError, parse_prompts
+from spotlight.rewards.reward import CODE, RewardSetupError
 from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Silent
@@ -23,15 +27,37 @@ from spotlight.store.metrics import MetricsRow
 from spotlight.store.run_directory import RunDirectory
 from spotlight.training.sharding import Ranks
 
+NO_PROMPTS = Prompts((), ())
 
-def go_on(root: Path, scored_by: Mapping[str, str], *, save: bool = False) -> None:
-    """One attempt, which writes a history if there is none, and maybe a checkpoint."""
+
+class Notes(Silent):
+    """Keeps what was said."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
+
+
+def prompts(*texts: str) -> Prompts:
+    """To train on; one to test on."""
+    return Prompts(
+        tuple(parse_prompts("\n".join(texts), "train.txt")), tuple(parse_prompts("a cat", "test.txt"))
+    )
+
+
+def go_on(
+    root: Path, scored_by: Mapping[str, str], *, save: bool = False, given: Prompts = NO_PROMPTS
+) -> list[str]:
+    """One attempt, which writes a history if there is none, and maybe a checkpoint. Returns its notes."""
+    notes = Notes()
     config = load_config(None, [f"runs_dir={root}", "name=run"])
     with (
         RunDirectory.open(root, "run", dump_config(config)) as directory,
         open_attempt(
-            config, directory, {}, Ranks(), workers={}, began_s=time.time(), scored_by=scored_by,
-            observer=Silent(), account=lambda recorder: None,
+            config, directory, given, Ranks(), workers={}, began_s=time.time(), scored_by=scored_by,
+            observer=notes, account=lambda recorder: None,
         ) as attempt,
     ):  # fmt: skip
         ledger = attempt.recorder.ledger
@@ -45,6 +71,7 @@ def go_on(root: Path, scored_by: Mapping[str, str], *, save: bool = False) -> No
             attempt.recorder.metrics.write(MetricsRow(1, 1, 1.0, {"validation/graded": 0.9}))
             (directory.images / "iteration-000001.png").touch()
         attempt.result = RunResult(directory.path, None, None, stopped=True)
+    return notes.texts
 
 
 def contents(root: Path) -> dict[Path, bytes]:
@@ -76,6 +103,38 @@ def test_another_scorer_may_score_where_no_score_of_the_first_is_kept(tmp_path: 
     go_on(tmp_path, {"geneval": "detector b"}, save=True)
     with pytest.raises(RewardSetupError, match="was scored by 'detector b'"):
         go_on(tmp_path, {"geneval": "detector a"})
+
+
+def test_a_run_goes_on_with_other_code_of_a_reward_and_says_so(tmp_path: Path) -> None:
+    first, other = ({"mine": f"{CODE}mine.py@{digest}"} for digest in ("1f", "2e"))
+    go_on(tmp_path, first, save=True)
+    (note,) = go_on(tmp_path, other, save=True)[1:]
+    assert "the code of reward 'mine' changed" in note
+    assert audit(tmp_path / "run", AuditLimits()).scorers == {"mine": (first["mine"], other["mine"])}
+
+
+def test_a_run_resumed_with_other_prompts_is_refused_and_goes_on_with_the_first(tmp_path: Path) -> None:
+    go_on(tmp_path, {}, given=prompts("to be replaced"))  # no checkpoint: all is undone
+    first = prompts("a red circle", "two blue squares", "a star")
+    go_on(tmp_path, {}, save=True, given=first)
+    for texts, found in (
+        (("a red circle", "a star", "a moon", "a sun"), r"2 added, 1 removed \(4 now\)"),
+        (("a star", "a red circle", "two blue squares"), r"the same in another order \(3 now\)"),
+    ):
+        before = contents(tmp_path)
+        said = rf"data\.train \(.*\) holds other prompts .*: {found}; expected the same 3\. Put back the file"
+        with pytest.raises(PromptFileError, match=said):
+            go_on(tmp_path, {}, given=prompts(*texts))
+        assert contents(tmp_path) == before
+    go_on(tmp_path, {}, given=first)
+    assert audit(tmp_path / "run", AuditLimits()).violations == ()
+
+
+def test_a_run_of_an_older_version_takes_the_prompts_that_it_is_resumed_with(tmp_path: Path) -> None:
+    go_on(tmp_path, {}, save=True, given=prompts("a"))
+    with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as connection:
+        connection.executescript("DROP TABLE prompt_files; PRAGMA user_version = 11")
+    go_on(tmp_path, {}, given=prompts("b"))
 
 
 def test_a_gpu_that_there_is_not_is_said_before_a_model_is_read(tmp_path: Path) -> None:

@@ -275,6 +275,7 @@ ADDED = {
     7: "DROP TABLE kept_previews",
     8: "DROP TABLE kept_previews",
     9: "",
+    11: "",
 }
 
 
@@ -285,7 +286,9 @@ def test_a_ledger_of_a_version_before_is_read_as_it_is_and_upgraded_to_be_writte
     with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
     with closing(sqlite3.connect(run / "ledger.sqlite")) as connection:
-        connection.executescript(f"{ADDED[version]}; PRAGMA user_version = {version};")
+        connection.executescript(
+            f"DROP TABLE prompt_files; {ADDED[version]}; PRAGMA user_version = {version};"
+        )
     before = read_history(run)
     assert before.filled_s == {}
     assert audit(run, AuditLimits()).scorers == {}

@@ -11,7 +11,7 @@ from typing import cast
 from spotlight.algorithms.base import Algorithm, LossTerms, Policy, Slot, TrainBatch
 from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.diffusion.samplers import Sampler
-from spotlight.registry import resolve
+from spotlight.registry import ALGORITHMS, RegistryError, resolve
 
 __all__ = [
     "Algorithm",
@@ -24,5 +24,21 @@ __all__ = [
 
 
 def build_algorithm(config: AlgorithmSection, sampler: Sampler) -> Algorithm:
-    """The algorithm that ``config`` names. Raises ValueError for an unsuitable sampler."""
-    return cast(Algorithm, resolve(config.implementation)(config, sampler))
+    """The algorithm that ``config`` names.
+
+    Raises:
+        ValueError: an unsuitable sampler.
+        RegistryError: the section of another package names an implementation that cannot be imported.
+    """
+    name = type(config).model_fields["name"].default
+    try:
+        made_by = resolve(config.implementation)
+    except Exception as error:
+        if name in ALGORITHMS.built_in:
+            raise
+        raise RegistryError(
+            f"algorithm.name is {name!r}, whose section {ALGORITHMS.locate(name)!r} names the implementation "
+            f"{config.implementation!r}; importing that raised {type(error).__name__}: {error}. Expected the "
+            "'module:attribute' of its Algorithm: repair that package or uninstall it."
+        ) from error
+    return cast(Algorithm, made_by(config, sampler))

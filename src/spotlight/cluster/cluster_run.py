@@ -98,7 +98,7 @@ def train_on_cluster(
         with open_attempt(
             config,
             directory,
-            materials.by_id,
+            prompts,
             Ranks(),
             workers={},
             began_s=began_s,

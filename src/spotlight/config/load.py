@@ -26,6 +26,7 @@ EMBEDDED = Path(__file__).with_name("demo.yaml")
 """What ``spotlight train`` runs without a file."""
 
 
+_OWNERS_MAX = 3
 _ALGORITHM = "algorithm.name"
 
 
@@ -208,6 +209,9 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
     key = ".".join(parts) or "CONFIG"
     if detail["type"] == "extra_forbidden":
         known = list(_fields_at(parts[:-1], algorithm))
+        if len(parts) == 1 and (owners := _sections_with(key, algorithm)):
+            meant = " or ".join(repr(f"{owner}.{key}") for owner in owners)
+            return Problem(key, "an unknown key", "the key of its section", f"Did you mean {meant}?")
         close = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.6)
         remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
         return Problem(key, "an unknown key", f"one of {', '.join(sorted(known))}", remedy)
@@ -256,6 +260,12 @@ def _sections(annotation: object) -> Iterator[type[BaseModel]]:
 
 def _fields_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> set[str]:
     return {name for model in _sections_at(path, algorithm) for name in model.model_fields}
+
+
+def _sections_with(key: str, algorithm: type[AlgorithmSection] | None) -> list[str]:
+    """The sections that have this key, if they are few."""
+    found = [name for name in RunConfig.model_fields if key in _fields_at([name], algorithm)]
+    return found if len(found) <= _OWNERS_MAX else []
 
 
 def _sections_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> list[type[BaseModel]]:

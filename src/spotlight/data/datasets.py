@@ -11,7 +11,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.prompt_files import parse_prompts, with_found_references, with_tags
 from spotlight.data.section_names import under
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
-from spotlight.scheduler.types import Prompt
+from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.testbed import TESTBEDS
 
 
@@ -21,6 +21,19 @@ class Prompts:
 
     train: tuple[Prompt, ...]
     test: tuple[Prompt, ...]
+
+    @property
+    def by_id(self) -> dict[PromptId, Prompt]:
+        """All of them."""
+        return {prompt.id: prompt for prompt in (*self.train, *self.test)}
+
+    @property
+    def ids(self) -> dict[str, list[PromptId]]:
+        """Their ids in order, by the key that names their file."""
+        return {
+            "data.train": [prompt.id for prompt in self.train],
+            "data.test": [prompt.id for prompt in self.test],
+        }
 
     @property
     def shared(self) -> int:
@@ -51,7 +64,7 @@ class Prompts:
         met = dict.fromkeys(prompt.id for prompt in self.test)
         count, seed = config.rollout.prompts_per_iteration, config.run_seed
         spare = config.exploration.spare_prompts if config.exploration else 0
-        by_id = {prompt.id: prompt for prompt in (*self.train, *self.test)}
+        by_id = self.by_id
         for iteration in range(config.iterations):
             if len(met) == len(by_id):
                 break

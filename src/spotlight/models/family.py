@@ -37,7 +37,7 @@ from spotlight.models.family_facts import Dimensions, FamilyTraits
 from spotlight.models.kernels.attention import explaining_masks
 from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
-from spotlight.models.model_errors import storing
+from spotlight.models.model_errors import shaped_as, storing
 from spotlight.models.pipeline_files import (
     PipelineFiles,
     is_denoiser,
@@ -350,7 +350,7 @@ class ModelFamily(FamilyTraits, ABC):
             def forward(given: ConditionBatch, name: str) -> Tensor:
                 texts = given.at(rows)
                 with guidance_pass(part, name), explaining_masks():
-                    velocity = self.predict(part, *inputs, texts, embedded, size)
+                    velocity = shaped_as(inputs[0], self.predict(part, *inputs, texts, embedded, size), self)
                 if log is not None:
                     log.note(size, texts, part)
                 return velocity.float()

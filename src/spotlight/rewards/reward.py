@@ -22,6 +22,8 @@ its signature names. It may load models, and returns what scores, to stand in ev
     def scored_by(**params):
         return "facebook/mask2former-swin-small-coco-instance@0f3c..."
 
+Without it, the code of a reward that is not built in stands there: ``code of my_rewards.py@<SHA-256>``.
+
 If their signatures name them, both hooks also get ``deadline_s``, the time limit per call of the reward (the
 function: as ``call_deadline_s``), and the function and the hooks ``run_directory``, that of the run (text;
 not given by commands without a run).
@@ -48,6 +50,15 @@ Image = NDArray[np.uint8]
 """uint8 [height, width, 3], sRGB; of a video [frames, height, width, 3]."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+CODE = "code of "
+"""How what scores begins where a reward's module does not tell it."""
+
+
+def same_scorer(before: str, now: str) -> bool:
+    """Whether scores may stand next to each other; of code nobody can tell, so that another version may."""
+    return before == now or before.startswith(CODE)
 
 
 def takes_videos(function: Function) -> Function:

@@ -7,6 +7,7 @@ inside the reward's own process (``rewards/pool/reward_worker.py``).
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import inspect
 import sys
@@ -19,7 +20,7 @@ from typing import Any, TypeAlias, cast
 
 from spotlight.registry import REWARDS
 from spotlight.rewards.frames import FrameRule, OverFrames
-from spotlight.rewards.reward import RewardFunction, RewardSetupError, RewardTraits
+from spotlight.rewards.reward import CODE, RewardFunction, RewardSetupError, RewardTraits
 from spotlight.rewards.reward_facts import RewardFacts
 
 Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
@@ -43,7 +44,7 @@ class LoadedReward:
 
     Attributes:
         check: the module's ``check``, or None.
-        scored_by: the module's ``scored_by``, or None.
+        scored_by: the module's ``scored_by``; else tells the code, of a built-in reward None.
     """
 
     function: RewardFunction
@@ -101,6 +102,8 @@ def load(
     for_hooks = given if call_deadline_s is None else {**given, "deadline_s": call_deadline_s}
     check = _hook(name_or_path, module, "check(prompts, metadata)", params, for_hooks)
     scored_by = _hook(name_or_path, module, "scored_by()", params, for_hooks)
+    if scored_by is None and name_or_path not in REWARDS.built_in:
+        scored_by = partial(_code_of, module)
     for_function = given if call_deadline_s is None else {**given, "call_deadline_s": call_deadline_s}
     bound = cast(RewardFunction, partial(function, **{**_named_in(function, for_function), **params}))
     traits: RewardTraits = getattr(function, "traits", RewardTraits())
@@ -268,6 +271,12 @@ def _is_own_function(module: ModuleType, value: object) -> bool:
         and value.__module__ == module.__name__
         and not value.__name__.startswith("_")
     )
+
+
+def _code_of(module: ModuleType) -> str:
+    """Empty if it has no file of its own, as within an archive."""
+    path = Path(_file_of(module))
+    return f"{CODE}{path.name}@{hashlib.sha256(path.read_bytes()).hexdigest()}" if path.is_file() else ""
 
 
 def _file_of(module: ModuleType) -> str:

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,12 @@ from types import FrameType
 import spotlight
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
-from spotlight.rewards.reward import RewardSetupError
+from spotlight.data.datasets import Prompts
+from spotlight.data.prompt_files import PromptFileError
+from spotlight.rewards.reward import RewardSetupError, same_scorer
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
-from spotlight.scheduler.types import Prompt, PromptId, WorkerId
+from spotlight.scheduler.types import PromptId, WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
 from spotlight.store.ledger.ledger_schema import Ending
@@ -76,7 +78,7 @@ class Attempt:
 def open_attempt(
     config: RunConfig,
     directory: RunDirectory,
-    prompts: Mapping[PromptId, Prompt],
+    prompts: Prompts,
     ranks: Ranks,
     *,
     workers: Mapping[WorkerId, float],
@@ -94,6 +96,7 @@ def open_attempt(
         account: called at the end, to bill the time since the last billing.
 
     Raises:
+        PromptFileError: other prompts than before.
         RewardSetupError: another model than before would score.
     """
     with ExitStack() as stack:
@@ -109,8 +112,16 @@ def open_attempt(
         with _closing(attempt, account):
             stack.enter_context(_attempt_log(directory.attempt_log(number)))
             _say_where(newest, observer, number)
+            for reward, code in recorder.ledger.scorers_at(kept).items():
+                if scored_by.get(reward) != code:  # other than code was refused
+                    observer.note(
+                        f"the code of reward {reward!r} changed since the checkpoint: its scores may not be "
+                        "comparable with those before"
+                    )
             undone = recorder.ledger.rollback(kept, number)
             recorder.ledger.record_scorers(scored_by)
+            if not recorder.ledger.prompts_at(kept):
+                recorder.ledger.record_prompts(prompts.ids)
             if undone:
                 observer.note(
                     f"{undone} ledger records after the checkpoint are undone and will be made again"
@@ -119,9 +130,26 @@ def open_attempt(
             assert attempt.result is not None, "an attempt that does not fail has a result"
 
 
+def _require_same_prompts(
+    before: Mapping[str, Sequence[PromptId]], now: Prompts, config: RunConfig, directory: RunDirectory
+) -> None:
+    files = {"data.train": config.data.train, "data.test": config.data.test}
+    for key, ids in now.ids.items():
+        old = before.get(key, ids)
+        if ids == old:
+            continue
+        added, removed = len(set(ids) - set(old)), len(set(old) - set(ids))
+        found = f"{added} added, {removed} removed" if added or removed else "the same in another order"
+        raise PromptFileError(
+            f"{directory.path}: {key} ({files[key]}) holds other prompts than up to the checkpoint: {found} "
+            f"({len(ids)} now); expected the same {len(old)}. Put back the file that the run began with, or "
+            "start a run of another name."
+        )
+
+
 def _require_same_scorers(before: Mapping[str, str], now: Mapping[str, str], directory: RunDirectory) -> None:
     for reward, scorer in before.items():
-        if now.get(reward) != scorer:
+        if not same_scorer(scorer, now.get(reward, "")):
             found = f"by {now[reward]!r}" if reward in now else "by what it does not tell"
             raise RewardSetupError(
                 f"{directory.path}: reward {reward!r} was scored by {scorer!r} up to the checkpoint, and "
@@ -134,7 +162,7 @@ def _open_recorder(
     stack: ExitStack,
     config: RunConfig,
     directory: RunDirectory,
-    prompts: Mapping[PromptId, Prompt],
+    prompts: Prompts,
     ranks: Ranks,
     workers: Mapping[WorkerId, float],
     scored_by: Mapping[str, str],
@@ -145,6 +173,7 @@ def _open_recorder(
     newest = checkpoints.newest_valid()
     resume_at, kept = (newest.header.iteration, newest.header.ledger_position) if newest else (0, 0)
     # Before the curves and pictures after the checkpoint are removed: a run that is refused keeps them.
+    _require_same_prompts(ledger.prompts_at(kept), prompts, config, directory)
     _require_same_scorers(ledger.scorers_at(kept), scored_by, directory)
     metrics = stack.enter_context(
         MetricsWriter(
@@ -161,7 +190,7 @@ def _open_recorder(
         metrics=metrics,
         ranks=ranks,
         workers=workers,
-        prompts=prompts,
+        prompts=prompts.by_id,
         header=CheckpointHeader(0, 0, config_digest(config), spotlight.__version__),
         strict=config.evaluation.strict,
         grid_images=config.evaluation.grid[1],

@@ -36,7 +36,7 @@ from spotlight.runtime.preflight import finished_summary, require_disk
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, PassiveRecorder, Recorder, RunRecorder
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.types import Phase, Prompt, PromptId, WorkerId
+from spotlight.scheduler.types import Phase, WorkerId
 from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.store.sinks import check_sinks
@@ -93,7 +93,7 @@ def train(
                 materials,
                 observer,
                 clock,
-                PassiveRecorder(ranks, _by_id(materials), config.evaluation.strict),
+                PassiveRecorder(ranks, materials.prompts.by_id, config.evaluation.strict),
             )
         require_disk(config, materials.prompts)
         directory = stack.enter_context(
@@ -143,7 +143,7 @@ def _as_main(
     with open_attempt(
         config,
         directory,
-        _by_id(materials),
+        materials.prompts,
         ranks,
         workers={WorkerId(f"rank-{rank}"): config.fleet.price_usd_h for rank in range(ranks.world)},
         began_s=time.time() - clock.elapsed_s,
@@ -218,8 +218,3 @@ def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
     materials.learning.learner.load(Path(where) / LEARNER_FOLDER)
     snapshot = json.loads((Path(where) / CONTROLLER_FILE).read_text())
     return Controller.restore(plan, materials.prompts.train, materials.prompts.test, snapshot)
-
-
-def _by_id(materials: _Materials) -> dict[PromptId, Prompt]:
-    prompts = materials.prompts
-    return {prompt.id: prompt for prompt in (*prompts.train, *prompts.test)}

@@ -22,6 +22,7 @@ from torch import Tensor
 from spotlight.algorithms.base import Algorithm, LossTerms, TrainBatch
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak, release
 from spotlight.training.policy import MicroBatchPolicy
+from spotlight.training.settings import TrainingError
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import UpdateMeter
 from spotlight.training.timesteps import MARGIN, PassMemory, Shape, Trial, cut_timesteps, largest_pass
@@ -160,6 +161,7 @@ class TrainingPasses:
 
     def _backward(self, bound: Bound, timesteps: range, scale: float) -> LossTerms:
         terms = self._algorithm.loss(*bound.rows(timesteps))
+        _require_fitting(terms, bound.samples * len(timesteps), self._algorithm.name)
         (terms.per_sample.sum() * scale).backward()  # type: ignore[no-untyped-call]
         return terms
 
@@ -231,6 +233,27 @@ class TrainingPasses:
         """Minimum over all ranks."""
         told = torch.tensor(value, dtype=torch.int64, device=self._device)
         return int(self._ranks.all_reduce(told, dist.ReduceOp.MIN))
+
+
+def _require_fitting(terms: LossTerms, rows: int, algorithm: str) -> None:
+    """Sums of wrongly shaped terms would be taken without an error."""
+    metrics = {f"metrics[{name!r}]": value for name, value in terms.metrics.items()}
+    by_row = {"per_sample": terms.per_sample, **metrics}
+    if terms.kept_step is not None:
+        by_row["kept_step"] = terms.kept_step
+    for name, value in by_row.items():
+        shape = getattr(value, "shape", None)
+        if shape != (rows,):
+            found = f"type {type(value).__name__!r}" if shape is None else f"shape {list(shape)}"
+            raise TrainingError(
+                f"algorithm {algorithm!r}: its loss returned a {name} of {found}; expected [{rows}], a value "
+                "for each row of the batch. Average over the other dimensions, and leave out no row."
+            )
+    if not terms.per_sample.requires_grad:
+        raise TrainingError(
+            f"algorithm {algorithm!r}: its loss returned a per_sample without gradient; expected one that "
+            "depends on policy.velocity(...). Remove a detach() or no_grad() on the way."
+        )
 
 
 def _sum(gradient: Tensor | None, held: Tensor | None) -> Tensor | None:

@@ -44,6 +44,7 @@ class Facts:
         work_since, work_from: time and units of the phase's first report; ``work_at``: time of the latest.
         first, last: this attempt's validations.
         clip_range: of ratios that rounding reaches; None without any.
+        was_silent: in some iteration all rewards of each group were equal.
     """
 
     total: int
@@ -61,6 +62,7 @@ class Facts:
     last: Mapping[str, float] = field(default_factory=dict)
     row: Mapping[str, float] = field(default_factory=dict)
     billed_usd: float | None = None
+    was_silent: bool = False
 
     @property
     def elapsed_s(self) -> float:
@@ -112,6 +114,12 @@ class Facts:
         self.first, self.last = self.first or row, row
 
 
+def _is_silent(row: Mapping[str, float]) -> bool:
+    """Whether an iteration taught nothing; where silent groups are left out, nothing was trained at all."""
+    left_out = row.get("choice/silent", 0) > 0 and row.get("choice/trained") == 0
+    return left_out or row.get("advantage/silent_groups_share", 0) > 0.999
+
+
 class RunProgress:
     """An ``Observer`` of the run; base of both displays. Use as a context manager."""
 
@@ -150,6 +158,13 @@ class RunProgress:
         self.worked = True
         if self.facts.begun is None and (note := replay_noise_note(row, self.facts.clip_range)):
             self.note(note)
+        if not self.facts.was_silent and _is_silent(row):
+            self.facts.was_silent = True
+            self.note(
+                f"in each group of iteration {iteration + 1} all rewards are equal: nothing is learnt from "
+                "them. Look at what `spotlight score` gives for pictures that should differ; if that "
+                "differs, the prompts are too hard or too easy, or the reward too coarse"
+            )
         self.facts.take_iteration(iteration, row)
 
 

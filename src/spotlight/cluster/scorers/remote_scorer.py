@@ -48,7 +48,7 @@ from spotlight.rewards.pool.reward_process import (
     RewardProcess,
     setup_error,
 )
-from spotlight.rewards.reward import RewardSetupError, RewardTraits
+from spotlight.rewards.reward import RewardSetupError, RewardTraits, same_scorer
 from spotlight.scheduler.types import NodeKind
 
 _NODES_S = 5.0
@@ -361,7 +361,7 @@ class RemoteScorer:
                 .remote(replace(self._order, gpu=place.gpu))
             )
         scored_by, traits = self._call("start", self._start_deadline_s + _ACTOR_START_S)
-        if self.scored_by not in (None, scored_by):
+        if self.scored_by is not None and not same_scorer(self.scored_by, scored_by):
             self._drop()
             raise RewardSetupError(
                 f"reward {self._reward.curve!r} was scored by {self.scored_by!r}, and on node {node.name!r} "

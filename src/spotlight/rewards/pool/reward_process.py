@@ -26,7 +26,7 @@ from spotlight.config.sections.rewards import RewardConfig
 from spotlight.rewards.frames import FrameRule
 from spotlight.rewards.pool import channel
 from spotlight.rewards.pool.channel import Done, Failed, Load, Reply, Request, Values
-from spotlight.rewards.reward import RewardSetupError, RewardTraits
+from spotlight.rewards.reward import RewardSetupError, RewardTraits, same_scorer
 
 _GRACE_S = 1.0
 """On top of the deadline: time to send the images, and for the process to report where it hangs."""
@@ -194,7 +194,7 @@ class RewardProcess:
             self._end()
             raise RewardSetupError(reply.message)
         assert isinstance(reply, Done), reply
-        if self.scored_by not in (None, reply.scored_by):
+        if self.scored_by is not None and not same_scorer(self.scored_by, reply.scored_by):
             self._end()
             raise RewardSetupError(
                 f"reward {self._reward.curve!r} was scored by {self.scored_by!r}, and after a restart would "

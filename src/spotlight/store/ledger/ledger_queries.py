@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
+from spotlight.scheduler.types import DropReason, Filler, Phase, PromptId, Purpose
 from spotlight.store.ledger.ledger_schema import (
     APPLICATION_ID,
     RECORD_TABLES,
@@ -228,6 +228,14 @@ def scorers_at(connection: sqlite3.Connection, position: int) -> dict[str, str]:
         "SELECT reward, scored_by FROM scorers WHERE position < ? ORDER BY id", (position,)
     )
     return dict(rows.fetchall())
+
+
+def prompts_at(connection: sqlite3.Connection, position: int) -> dict[str, list[PromptId]]:
+    """The prompts that the records up to ``position`` were made with, by key and in the file's order."""
+    rows = connection.execute(
+        "SELECT key, prompts FROM prompt_files WHERE position < ? ORDER BY id", (position,)
+    )
+    return {key: json.loads(prompts) for key, prompts in rows}
 
 
 def has_table(connection: sqlite3.Connection, name: str) -> bool:

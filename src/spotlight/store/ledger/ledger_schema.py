@@ -11,9 +11,9 @@ controller record that made it. Constraints enforce the accounting:
 - only previews stop early;
 - a preview is kept as the sample of at most one rollout (``kept_previews``, part of the sample's record).
 
-The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds, scorers, leases)
-record how the work went rather than what was decided. Their rows are unnumbered and, except filled seconds,
-survive a rollback.
+The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds, scorers, leases,
+prompt files) record how the work went rather than what was decided. Their rows are unnumbered and, except
+filled seconds, survive a rollback.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 12
 UPGRADABLE_VERSION = 2
-"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``, ``scorers``, ``leases``
-and ``kept_previews``, and ``outcomes`` refuses samples left out by choice and previews that stopped early.
+"""Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``, ``scorers``, ``leases``,
+``kept_previews`` and ``prompt_files``, and ``outcomes`` refuses samples left out by choice and previews that
+stopped early.
 """
 APPLICATION_ID = 0x53504F54
 """Identifies the file as a Spotlight ledger (``SPOT``), so that another database is refused."""
@@ -305,6 +306,19 @@ CREATE TABLE kept_previews (
 ) STRICT, WITHOUT ROWID;
 """
 
+_PROMPT_FILES = """
+-- The prompts of a file that the configuration names as key: a JSON list of ids in the file's order. Written
+-- by the first attempt, and by each that keeps no record of one before.
+CREATE TABLE prompt_files (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    position INTEGER NOT NULL CHECK (position >= 0),
+    key TEXT NOT NULL,
+    prompts TEXT NOT NULL CHECK (json_valid(prompts)),
+    UNIQUE (attempt, key)
+) STRICT;
+"""
+
 INDEXES = """
 CREATE INDEX IF NOT EXISTS gpu_seconds_by_position ON gpu_seconds (position);
 CREATE INDEX IF NOT EXISTS leases_by_number ON leases (attempt, lease);
@@ -330,6 +344,7 @@ SCHEMA = "\n".join(
         _SCORERS,
         _LEASES,
         _KEPT,
+        _PROMPT_FILES,
         _INSERT_ONLY,
         f"PRAGMA application_id = {APPLICATION_ID};",
         f"PRAGMA user_version = {SCHEMA_VERSION};",
@@ -362,6 +377,7 @@ _ADDED = {
     9: _KEPT,
     10: _OUTCOMES_AGAIN,
     11: _INCIDENTS_AGAIN,
+    12: _PROMPT_FILES,
 }
 """What each version added."""
 

@@ -35,7 +35,7 @@ from spotlight.scheduler.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.scheduler.types import Filler, Lease, Phase, RolloutId, WorkerId
+from spotlight.scheduler.types import Filler, Lease, Phase, PromptId, RolloutId, WorkerId
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import (
     INDEXES,
@@ -301,6 +301,19 @@ class SqliteLedger:
     def scorers_at(self, position: int) -> dict[str, str]:
         """What gave the newest scores up to ``position``, by reward; rewards that do not tell are absent."""
         return queries.scorers_at(self._connection, position)
+
+    def record_prompts(self, prompts: Mapping[str, Sequence[PromptId]]) -> None:
+        """Record the prompts of the run's files, by key. Call it after the rollback."""
+        attempt = self._current_attempt()
+        with self._transaction(f"the prompts of attempt {attempt}"):
+            self._connection.executemany(
+                "INSERT INTO prompt_files (attempt, position, key, prompts) VALUES (?, ?, ?, ?)",
+                [(attempt, self._position, key, json.dumps(ids)) for key, ids in prompts.items()],
+            )
+
+    def prompts_at(self, position: int) -> dict[str, list[PromptId]]:
+        """The prompts that the records up to ``position`` were made with, by key; none of an older run."""
+        return queries.prompts_at(self._connection, position)
 
     def end_attempt(self, ending: Ending, now_s: float = 0.0) -> None:
         """Stop billing at the last entry or ``now_s``, whichever is later; all seconds need a phase."""
