@@ -82,7 +82,7 @@ def test_a_gpu_that_there_is_not_is_said_before_a_model_is_read(tmp_path: Path) 
     config = load_config(
         None,
         [f"runs_dir={tmp_path}", "device=cpu", f"model.path={tmp_path / 'no-model'}",
-         "rewards=[{name: shapes, device: cuda, replicas: 99}]"],
+         "data.train=testbed", "data.test=testbed", "rewards=[{name: shapes, device: cuda, replicas: 99}]"],
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"rewards\[0\]\.device: found 'cuda' for 99 processes"):
         train(config, Silent())

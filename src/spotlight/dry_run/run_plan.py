@@ -107,9 +107,9 @@ def make_plan(config: RunConfig) -> RunPlan:
         ModelError: unusable model directory, LoRA target without match; see :func:`require_supported`.
     """
     require_names(config.rewards)
+    require_model(config)
     prompts = load_prompts(config)
     require_prompts(config, prompts)
-    require_model(config)
     model = read_sizes(config)
     trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
