@@ -23,8 +23,7 @@ from spotlight.dry_run.model_plan import (
     lora_parameters,
     read_sizes,
 )
-from spotlight.dry_run.reward_plan import RewardPlace, reward_places
-from spotlight.rewards.results import require_names
+from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, reward_places
 from spotlight.store.metrics import read_metrics
 
 
@@ -103,10 +102,10 @@ def make_plan(config: RunConfig) -> RunPlan:
     Raises:
         ConfigError: unreadable prompt file, or too few held-out prompts; see :func:`require_supported`.
         PromptFileError: missing or malformed prompts.
-        RewardSetupError: a reward's name is unknown or reserved; imports nothing.
+        RewardSetupError: see :func:`require_rewards`.
         ModelError: unusable model directory, LoRA target without match; see :func:`require_supported`.
     """
-    require_names(config.rewards)
+    require_rewards(config)
     require_model(config)
     prompts = load_prompts(config)
     require_prompts(config, prompts)
