@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -385,25 +384,6 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
 def test_a_reward_that_is_none_is_found_by_planning() -> None:
     with pytest.raises(RewardSetupError, match="Did you mean 'shapes'"):
         make_plan(config(rewards=[{"name": "shape"}]))
-
-
-def test_a_reward_of_ones_own_is_resolved_and_its_params_compared_but_not_called(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_planned_rewards.py").write_text(
-        "def redness(images, prompts, metadata, gain=1): raise AssertionError\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [*sys.path])
-    name = "my_planned_rewards:redness"
-    make_plan(config(rewards=[{"name": name, "params": {"gain": 2}}]))
-    for wrong, told in (
-        ({"name": name.removesuffix("s")}, "has no 'rednes'; the functions it defines are: redness"),
-        ({"name": f"un{name}"}, "there is no module 'unmy_planned_rewards'"),
-        ({"name": name, "params": {"gian": 2}}, "unexpected params 'gian'; it accepts gain"),
-    ):
-        with pytest.raises(RewardSetupError, match=told):
-            make_plan(config(rewards=[wrong]))
 
 
 def test_the_plan_says_where_each_reward_runs(tmp_path: Path) -> None:
