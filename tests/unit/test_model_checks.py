@@ -162,6 +162,11 @@ def test_reference_pictures_are_for_families_that_edit(
         require_references(config(family, "nobody/unpublished"), references, "a cat")
 
 
+def test_a_published_model_of_another_family_is_told_with_its_own() -> None:
+    with pytest.raises(ModelError, match=r"is a StableDiffusion3Pipeline; .*Set model\.family=sd3,"):
+        require_model(config("qwen-image", "stabilityai/stable-diffusion-3.5-medium"))
+
+
 def test_references_are_planned_with_the_text(tmp_path: Path) -> None:
     (tmp_path / "cat.png").touch()
     (tmp_path / "a.jsonl").write_text('{"prompt": "a b c", "references": ["cat.png", "cat.png"]}')
