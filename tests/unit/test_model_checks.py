@@ -167,6 +167,15 @@ def test_a_published_model_of_another_family_is_told_with_its_own() -> None:
         require_model(config("qwen-image", "stabilityai/stable-diffusion-3.5-medium"))
 
 
+def test_flow_grpo_fast_without_a_window_is_noted() -> None:
+    fast = {"algorithm": {"name": "flow-grpo-fast"}, "rollout": {"sampler": "flow-sde"}}
+    (note,) = make_plan(build_config(fast, "the test")).notes
+    assert "set rollout.sde_window={kind: random, size: 2, high: 5}" in note
+    window = {"kind": "random", "size": 2, "high": 5}
+    fast["rollout"]["sde_window"] = window  # type: ignore[assignment]
+    assert make_plan(build_config(fast, "the test")).notes == ()
+
+
 def test_references_are_planned_with_the_text(tmp_path: Path) -> None:
     (tmp_path / "cat.png").touch()
     (tmp_path / "a.jsonl").write_text('{"prompt": "a b c", "references": ["cat.png", "cat.png"]}')

@@ -72,7 +72,7 @@ class RunPlan:
         optimizer_steps, evaluations: of the whole run.
         evaluation_images: per evaluation.
         train_prompts: after ``data.tags``.
-        notes: warnings about ranks and prompts.
+        notes: warnings about ranks, settings and prompts.
         model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory`` and ``fitting``
             are empty, and ``disk`` lacks checkpoints.
         seconds_per_iteration: median measured in this run's directory; None before.
@@ -135,7 +135,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         evaluation_images=images,
         train_prompts=len(prompts.train),
         test_prompts=len(prompts.test),
-        notes=(*notes, *prompts.notes(config)),
+        notes=(*notes, *config.every_note(), *prompts.notes(config)),
         model=model,
         parameters_trained=trained,
         memory=memory,

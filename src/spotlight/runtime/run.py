@@ -86,7 +86,7 @@ def train(
             profiler = StepProfiler(folder, _TRACED, profiled_steps, observer.note)
             stack.callback(profiler.close)
             materials.around = profiler.step
-        for note in materials.prompts.notes(config):
+        for note in (*config.every_note(), *materials.prompts.notes(config)):
             observer.note(note)
         if not ranks.is_main:
             return _drive(
