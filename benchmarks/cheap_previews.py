@@ -381,6 +381,7 @@ def main(
     for name in sampler:
         with tempfile.TemporaryDirectory() as cache:
             overrides = [*SAMPLERS[name], f"rollout.steps={steps}", f"cache_dir={cache}"]
+            overrides += ["data.train=testbed", "data.test=testbed"]
             config = load_config(None, [*overrides, f"model.path={pipeline}", "device=cpu", "exploration={}"])
             model = prepare_model(config, device)
             train = build.load_prompts(config).train

@@ -39,6 +39,8 @@ TINY = (
     "learner.epsilon=1e-6",
     "learner.micro_batch_size=2",
     "rewards=[{name: jpeg_size}]",
+    "data.train=testbed",
+    "data.test=testbed",
 )
 ALGORITHMS = {
     "nft": ("algorithm.name=diffusion-nft", "algorithm.train_timesteps=2", "learner.ema.every=1"),

@@ -23,7 +23,10 @@ STEPS, SAMPLES, TEXT_TOKENS = 5, 8, 8
 
 def config(pipeline: Path, **sections: object) -> RunConfig:
     rollout = {"prompts_per_iteration": 2, "group_size": 4, "steps": STEPS, **sections.pop("rollout", {})}  # type: ignore[dict-item]
-    return build_config({"model": {"path": str(pipeline)}, "rollout": rollout, **sections}, "the test")
+    data = {"train": "testbed", "test": "testbed"}
+    return build_config(
+        {"model": {"path": str(pipeline)}, "data": data, "rollout": rollout, **sections}, "the test"
+    )
 
 
 def slots(settings: RunConfig) -> WeightSlots:

@@ -60,7 +60,7 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "another pipeline": (
         lambda d: edit(d / "model_index.json", _class_name="FluxPipeline"),
-        r"describes a FluxPipeline; expected a QwenImagePipeline",
+        r"describes a FluxPipeline; expected a QwenImagePipeline\. Set model\.family=flux,",
     ),
     "index cut": (lambda d: cut(d / "vae" / "config.json"), r"vae/config\.json is not JSON"),
     "component missing": (

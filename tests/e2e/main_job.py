@@ -41,6 +41,8 @@ from spotlight.store.run_directory import RunPaths
 TINY = (
     "device=cpu",
     "data.tags=[]",
+    "data.train=testbed",
+    "data.test=testbed",
     "iterations=4",
     "rollout.height=16",
     "rollout.width=16",

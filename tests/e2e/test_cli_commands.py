@@ -23,6 +23,7 @@ from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
 from spotlight.cli.runs.generate import slug
+from spotlight.data.datasets import load_prompts
 from spotlight.report.loading import loading_snippet
 from spotlight.report.record import read_run
 from spotlight.store.run_directory import RunPaths
@@ -54,7 +55,9 @@ def test_train_ends_with_scores_cost_places_and_loading_lines(trained: tuple[Pat
     assert "iteration 2/2" in output
     assert "= 0.0 x its noise" in output or "x its noise of" in output
     assert "Samples 12 issued = 12 trained" in output
-    assert loading_snippet(read_run(run).config, (run / "lora").resolve()) in output
+    record = read_run(run)
+    assert record.example_prompt == load_prompts(record.config).test[0].text
+    assert loading_snippet(record.config, (run / "lora").resolve(), prompt=record.example_prompt) in output
     assert (run / "card" / "README.md").is_file()
 
 

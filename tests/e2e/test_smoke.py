@@ -132,6 +132,9 @@ def test_gpus_that_are_not_here_are_replaced(tmp_path: Path, monkeypatch: pytest
         config = load_config(EXAMPLES / FIRST, [*asked, *replaced])
         assert config.rewards[0].device == ("cpu" if device == "cuda" else device)
         assert config.model.attention is None
+    assert not {"data.train=testbed", "data.test=testbed"} & set(replaced)
+    preset = load_config(None, ["like=awm-sd3", f"cache_dir={tmp_path}"])
+    assert {"data.train=testbed", "data.test=testbed"} <= set(smoke_overrides(preset))
     comparing = "rewards=[{name: vote, params: {ask_name: true}}]"
     replaced = smoke_overrides(load_config(EXAMPLES / FIRST, [*given, comparing]))
     config = load_config(EXAMPLES / FIRST, [*given, comparing, *replaced])

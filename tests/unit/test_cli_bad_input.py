@@ -64,10 +64,10 @@ def test_malformed_prompts_are_named_by_line(here: Path) -> None:
 def test_a_target_that_matches_nothing_and_a_size_that_does_not_suit(
     here: Path, random_pipeline: Path
 ) -> None:
-    model = f"model.path={random_pipeline}"
-    targets = invoke("train", "--dry-run", model, "learner.lora.targets=[to_kk]")
+    model = (f"model.path={random_pipeline}", "data.train=testbed", "data.test=testbed")
+    targets = invoke("train", "--dry-run", *model, "learner.lora.targets=[to_kk]")
     assert_told(targets, "learner.lora.targets: 'to_kk' matches no linear layer", "attn.to_k")
-    assert_told(invoke("train", "--dry-run", model, "rollout.height=34"), "rollout.height is 34", "32 or 36")
+    assert_told(invoke("train", "--dry-run", *model, "rollout.height=34"), "rollout.height is 34", "32 or 36")
 
 
 def test_a_picture_of_nothing(here: Path) -> None:

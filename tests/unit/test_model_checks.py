@@ -1,8 +1,9 @@
-"""What a model cannot do is refused from its configuration files, before it is downloaded or loaded."""
+"""What a model, ranks or rewards cannot do is refused before anything is downloaded or loaded."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +16,12 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import load_prompts
 from spotlight.dry_run.model_checks import require_model, require_references, require_supported
 from spotlight.dry_run.model_plan import NotHere, planned_files, read_transformer
-from spotlight.dry_run.run_plan import text_tokens
+from spotlight.dry_run.run_plan import make_plan, text_tokens
 from spotlight.models.families.qwen_image_21 import QwenImage21
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
+from spotlight.rewards.reward import RewardSetupError
 
 A14B = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
 KLEIN = "black-forest-labs/FLUX.2-klein-4B"
@@ -160,6 +162,20 @@ def test_reference_pictures_are_for_families_that_edit(
         require_references(config(family, "nobody/unpublished"), references, "a cat")
 
 
+def test_a_published_model_of_another_family_is_told_with_its_own() -> None:
+    with pytest.raises(ModelError, match=r"is a StableDiffusion3Pipeline; .*Set model\.family=sd3,"):
+        require_model(config("qwen-image", "stabilityai/stable-diffusion-3.5-medium"))
+
+
+def test_flow_grpo_fast_without_a_window_is_noted() -> None:
+    fast = {"algorithm": {"name": "flow-grpo-fast"}, "rollout": {"sampler": "flow-sde"}}
+    (note,) = make_plan(build_config(fast, "the test")).notes
+    assert "set rollout.sde_window={kind: random, size: 2, high: 5}" in note
+    window = {"kind": "random", "size": 2, "high": 5}
+    fast["rollout"]["sde_window"] = window  # type: ignore[assignment]
+    assert make_plan(build_config(fast, "the test")).notes == ()
+
+
 def test_references_are_planned_with_the_text(tmp_path: Path) -> None:
     (tmp_path / "cat.png").touch()
     (tmp_path / "a.jsonl").write_text('{"prompt": "a b c", "references": ["cat.png", "cat.png"]}')
@@ -202,3 +218,34 @@ def test_a_model_without_its_second_transformer_counts_as_not_downloaded(hub_cac
 
 def _numbers(side: int) -> np.ndarray:
     return np.zeros((side, side), np.float32)
+
+
+def test_what_does_not_fit_the_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    split = build_config({"algorithm": {"name": "dgpo"}, "learner": {"micro_batch_size": 8}}, "the test")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (note, *_) = make_plan(split).notes
+    assert note.startswith("In one process: learner.micro_batch_size: found 8; expected a multiple of ")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    make_plan(split)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="this configuration on 1 ranks"):
+        make_plan(split)
+
+
+def test_a_reward_of_ones_own_is_resolved_and_its_params_compared_but_not_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_planned_rewards.py").write_text(
+        "def redness(images, prompts, metadata, gain=1): raise AssertionError\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    name = "my_planned_rewards:redness"
+    make_plan(build_config({"rewards": [{"name": name, "params": {"gain": 2}}]}, "the test"))
+    for wrong, told in (
+        ({"name": name.removesuffix("s")}, "has no 'rednes'; the functions it defines are: redness"),
+        ({"name": f"un{name}"}, "there is no module 'unmy_planned_rewards'"),
+        ({"name": name, "params": {"gian": 2}}, "unexpected params 'gian'; it accepts gain"),
+    ):
+        with pytest.raises(RewardSetupError, match=told):
+            make_plan(build_config({"rewards": [wrong]}, "the test"))

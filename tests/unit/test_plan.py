@@ -40,10 +40,11 @@ from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 
 WIDTH, LAYERS = 8, 3
 ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "steps": 5}
+PROMPTS = {"train": "testbed", "test": "testbed"}
 
 
 def config(**sections: object) -> RunConfig:
-    return build_config({"rollout": ROLLOUT, **sections}, "the test")
+    return build_config({"rollout": ROLLOUT, "data": PROMPTS, **sections}, "the test")
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def plan_of(directory: Path, **sections: object) -> RunPlan:
     rollout = {**ROLLOUT, "height": 64, "width": 64}
     learner = {"lora": {"targets": ["to_q"], "rank": 4}}
     merged = {"rollout": rollout, "learner": learner, "model": {"path": str(directory)}, **sections}
-    return make_plan(build_config(merged, "the test"))
+    return make_plan(build_config({"data": PROMPTS, **merged}, "the test"))
 
 
 def part(parts: tuple[Estimate, ...], name: str) -> Estimate:
@@ -356,6 +357,8 @@ def test_the_dry_run_prints_the_configuration_and_the_plan_and_touches_nothing(
     monkeypatch.chdir(tmp_path)
     arguments = [
         f"model.path={pipeline}",
+        "data.train=testbed",
+        "data.test=testbed",
         "learner.lora.targets=[to_q]",
         "rollout.height=64",
         "rollout.width=64",

@@ -72,7 +72,7 @@ class TestReading:
         st.lists(
             st.text(
                 st.characters(
-                    min_codepoint=32, blacklist_categories=["Cs"], blacklist_characters="\ufffd\ufeff{"
+                    min_codepoint=32, blacklist_categories=["Cs"], blacklist_characters="\ufffd\ufeff{["
                 )
             ),
             unique_by=str.strip,
@@ -120,6 +120,24 @@ class TestTags:
 
 
 class TestBadFiles:
+    def test_a_table_or_a_json_document(self) -> None:
+        for source in ("a.csv", "a.tsv", "a.JSON"):
+            assert failure("prompt,tag\na,b", source=source).startswith(
+                f"{source} ends with {source[1:].lower()}; expected a .txt file, one prompt a line"
+            )
+        for text in (
+            '[{"prompt": "a"}]',
+            '["a", "b"]',
+            '[\n{"prompt": "a"}\n]',
+            '{\n"prompt": "a"\n}',
+            '{"a": [',
+        ):
+            for source in ("a.txt", "a"):
+                if source == "a.txt" or text.startswith("["):
+                    assert "begins like a JSON document" in failure(text, source=source)
+        (prompt,) = parse_prompts("[oil on canvas] a cat", "a.txt")
+        assert prompt.text == "[oil on canvas] a cat"
+
     @pytest.mark.parametrize("text", ["", "\n \n\t\n", "\ufeff"])
     def test_a_file_without_prompts(self, text: str) -> None:
         assert (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config.errors import ConfigError
-from spotlight.config.load import load_config
+from spotlight.config.load import dump_config, load_config, read_config
 from spotlight.data import datasets
 from spotlight.data.datasets import evenly_spaced, load_held_out, load_prompts, read_prompts
 from spotlight.data.prompt_files import PromptFileError, parse_prompts
@@ -126,3 +126,19 @@ def test_reference_pictures_are_found_from_the_prompts_file(tmp_path: Path) -> N
 def test_references_are_a_list_of_paths(references: str) -> None:
     with pytest.raises(PromptFileError, match=r"'references' is .*; expected a list of paths"):
         parse_prompts(f'{{"prompt": "a", "references": {references}}}', "edits.jsonl")
+
+
+def test_prompts_that_nobody_set_are_the_testbeds_only_with_the_testbed(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("a cat\na dog\n")
+    train, other = f"data.train={tmp_path / 'train.txt'}", "model.path=Qwen/Qwen-Image"
+    assert load_prompts(load_config(None, [train, "data.tags=[]"])).test
+    for settings, named in (
+        ([], r"data\.train: found nothing.*data\.test: found nothing"),
+        ([train], r"data\.test: "),
+    ):
+        with pytest.raises(ConfigError, match=rf"(?s){named}.*Set data\.test=FILE"):
+            load_prompts(load_config(None, [other, *settings]))
+    chosen = load_config(None, [other, train, "data.test=testbed", "data.tags=[]"])
+    assert load_prompts(chosen) == load_prompts(read_config(dump_config(chosen), "a dump"))
+    with pytest.raises(ConfigError, match=r"data\.train: found nothing"):
+        load_prompts(load_config(None, ["like=flow_grpo-qwen-fast"]))

@@ -16,7 +16,7 @@ from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config
 from spotlight.data.datasets import Prompts
 from spotlight.data.prompt_files import PromptFileError, parse_prompts
-from spotlight.rewards.reward import CODE, RewardSetupError
+from spotlight.rewards.reward import CODE, RewardInputError, RewardSetupError
 from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Silent
@@ -145,6 +145,27 @@ def test_a_gpu_that_there_is_not_is_said_before_a_model_is_read(tmp_path: Path) 
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"rewards\[0\]\.device: found 'cuda' for 99 processes"):
         train(config, Silent())
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "told"),
+    [
+        (
+            "rewards=[{name: shapes, device: cuda, replicas: 99}]",
+            ConfigError,
+            r"rewards\[0\]\.device: found 'cuda' for 99 processes",
+        ),
+        ("rewards=[{name: 'spotlight.rewards.jpeg:jpeg_sice'}]", RewardSetupError, "has no 'jpeg_sice'"),
+        ("rewards=[{name: jpeg_size, params: {gian: 2}}]", RewardSetupError, "unexpected params 'gian'"),
+        ("rewards=[{name: ocr}]", RewardInputError, "quot"),
+    ],
+)
+def test_mistakes_in_rewards_are_said_before_a_model_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, error: type[Exception], told: str
+) -> None:
+    monkeypatch.setattr("spotlight.runtime.build.components.load_family", None)
+    with pytest.raises(error, match=told):
+        train(load_config(None, [f"runs_dir={tmp_path}", "device=cpu", settings]), Silent())
 
 
 def test_under_torchrun_a_reward_finds_the_gpu_of_its_rank_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,8 @@ def tiny(
 
       spotlight tiny flux tiny-flux
 
-      spotlight train model.family=flux model.path=tiny-flux iterations=1
+      spotlight train model.family=flux model.path=tiny-flux \\
+        data.train=testbed data.test=testbed iterations=1
     """
     if directory.exists():
         raise failure(f"DIR: {directory} exists; expected a directory to be made. Name another one.")

@@ -82,7 +82,7 @@ def train_on_cluster(
         site = stack.enter_context(_joined(config, observer)) if placed_by_ray(config) else None
         starter = None if site is None else _starter(config, site, observer)
         rewards = _start_rewards(config, prompts, stack, starter)
-        for note in prompts.notes(config):
+        for note in (*config.every_note(), *prompts.notes(config)):
             observer.note(note)
         require_disk(config, prompts)
         directory = stack.enter_context(

@@ -81,7 +81,10 @@ def _parsed(tree: Mapping[str, Any], source: str, *, any_name: bool = False) -> 
     try:
         # Through JSON: strict mode then accepts lists as tuples and strings as paths, but `steps: "8"` and
         # `steps: yes` are errors, not 8 and 1.
-        text = json.dumps(merge(_defaults_for(tree), tree), default=str)
+        defaults = _defaults_for(tree)
+        for key in ("train", "test"):  # stay unset where nobody set them: see load_prompts
+            del defaults["data"][key]
+        text = json.dumps(merge(defaults, tree), default=str)
         return RunConfig.model_validate_json(text, strict=True, context={ANY_NAME: any_name})
     except ValidationError as error:
         raise ConfigError(source, _explain_all(error.errors(), _algorithm_of(tree))) from None

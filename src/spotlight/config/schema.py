@@ -86,6 +86,12 @@ class RunConfig(Section):
                 yield from section.problems(self)
         yield from self.algorithm.common_problems(self)
 
+    def every_note(self) -> Iterator[str]:
+        """What is valid, but may not be what was meant; told when a run is planned and begins."""
+        for name in type(self).model_fields:
+            if isinstance(section := getattr(self, name), Section):
+                yield from section.notes(self)
+
     def rank_problems(self, ranks: int, per_node: tuple[int, ...]) -> Iterator[Problem]:
         """What does not fit the ranks there are; see :meth:`LearnerConfig.rank_problems`."""
         chosen = self.algorithm.train_samples

@@ -27,3 +27,7 @@ class Section(BaseModel):
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Conflicts within this section or with others of ``run``; none unless overridden."""
         yield from ()
+
+    def notes(self, run: RunConfig) -> Iterator[str]:
+        """What is valid, but may not be what was meant; nothing unless overridden."""
+        yield from ()

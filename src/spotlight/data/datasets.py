@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,9 +78,12 @@ def load_prompts(config: RunConfig) -> Prompts:
     """Read the prompt files.
 
     Raises:
-        ConfigError: unreadable file, or too few held-out prompts.
+        ConfigError: an unset file with a model other than the testbeds, an unreadable one, or too few
+            held-out prompts.
         PromptFileError: malformed lines, by number, or an unknown tag.
     """
+    if problems := list(_unset_files(config)):
+        raise ConfigError("the configuration", problems)
     train = config.data.train
     path = TESTBEDS[train].train if train in TESTBEDS else Path(train)
     trained = read_prompts("data.train", path, config.data.tags)
@@ -100,6 +103,22 @@ def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
         )  # fmt: skip
         raise ConfigError("the configuration", [problem])
     return evenly_spaced(held_out, wanted)
+
+
+def unset_keys(config: RunConfig) -> list[str]:
+    """Which of ``data.train`` and ``data.test`` nobody set, and so are the testbed's."""
+    return [f"data.{name}" for name in ("train", "test") if name not in config.data.model_fields_set]
+
+
+def _unset_files(config: RunConfig) -> Iterator[Problem]:
+    if config.model.path in TESTBEDS:
+        return
+    for key in unset_keys(config):
+        yield Problem(
+            key, "nothing", f"a file of prompts for model.path={config.model.path}",
+            f"Set {key}=FILE (.txt: one prompt a line; .jsonl: one object a line), or {key}=testbed for the "
+            "coloured shapes of the testbed.",
+        )  # fmt: skip
 
 
 def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt, ...]:

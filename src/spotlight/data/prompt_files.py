@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ PromptFormat: TypeAlias = Literal["auto", "txt", "jsonl"]
 _PROBLEMS_SHOWN_MAX = 10
 _ID_BYTES = 8
 
+_FORMATS = "a .txt file, one prompt a line, or a .jsonl file, one JSON object a line"
+_JSON_DOCUMENT = re.compile(r'\[\s*("|\{|$)|\{\s*("[^}]*)?$')
+"""First line of an array, or of an object over several lines."""
 _RECORD = '{"prompt": "two red circles", ...}'
 _OBJECT = '{"class": "circle", "count": 2}'
 
@@ -58,7 +62,8 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
             begins with ``{``.
 
     Raises:
-        PromptFileError: no prompts, malformed lines (up to ten are listed), or a duplicate.
+        PromptFileError: no prompts, a table or a JSON document, malformed lines (up to ten are listed), or a
+            duplicate.
     """
     lines = [
         _Line(number, line.strip())
@@ -70,6 +75,8 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
             f"{source} holds no prompts; expected one prompt a line, or one JSON object a line"
         )
     jsonl = _is_jsonl(lines[0].text, source, format)
+    if not jsonl:
+        _require_lines(lines[0].text, source, format)
     problems: list[str] = []
     prompts: list[tuple[int, Prompt]] = []
     for line in lines:
@@ -139,6 +146,17 @@ def _is_jsonl(first_line: str, source: str, format: PromptFormat) -> bool:
         ending = PurePath(source).suffix.lower()
         return ending == ".jsonl" or (ending != ".txt" and first_line.startswith("{"))
     return format == "jsonl"
+
+
+def _require_lines(first_line: str, source: str, format: PromptFormat) -> None:
+    """Refuse other formats, of which every line would be a prompt."""
+    ending = PurePath(source).suffix.lower()
+    if format == "auto" and ending in (".csv", ".tsv", ".json"):
+        raise PromptFileError(f"{source} ends with {ending}; expected {_FORMATS}. Convert it")
+    if _JSON_DOCUMENT.match(first_line):
+        raise PromptFileError(
+            f"{source} begins like a JSON document ({_short(first_line)}); expected {_FORMATS}. Convert it"
+        )
 
 
 def _from_text(line: str) -> Prompt:

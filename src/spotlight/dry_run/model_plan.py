@@ -152,6 +152,7 @@ def _locate(config: RunConfig, besides: Sequence[str]) -> PipelineFiles | NotHer
     model, family = config.model, family_of(config)
     path = pipeline_directory(model.path)
     if not Path(path).expanduser().exists() and is_hub_id(path):
+        _require_family(path, family)
         cached = _cached(path, model.revision)
         if cached is None or not _complete(cached, family, besides):
             return NotHere(path, _download_command(path, model.revision))
@@ -159,6 +160,18 @@ def _locate(config: RunConfig, besides: Sequence[str]) -> PipelineFiles | NotHer
     return locate(
         path, revision=model.revision, pipeline_class=family.pipeline_class, components=family.components
     )
+
+
+def _require_family(hub_id: str, family: type[ModelFamily]) -> None:
+    if hub_id in family.published:
+        return
+    for name in FAMILIES.built_in:
+        other = FAMILIES.load(name)
+        if hub_id in other.published:
+            raise ModelError(
+                f"model.path={hub_id} is a {other.pipeline_class}; expected a {family.pipeline_class}. "
+                f"Set model.family={name}, or name another model.path"
+            )
 
 
 def _download_command(hub_id: str, revision: str | None) -> str:

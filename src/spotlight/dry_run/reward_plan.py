@@ -15,8 +15,9 @@ from urllib.parse import urlsplit
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.registry import REWARDS, resolve
+from spotlight.rewards.results import require_names
 from spotlight.rewards.reward import RewardTraits
-from spotlight.rewards.reward_registry import facts_of
+from spotlight.rewards.reward_registry import facts_of, load
 
 _CHECKPOINTS = (".bin", ".pt", ".pth")
 _HEADER_MAX_BYTES = 100_000_000
@@ -45,8 +46,19 @@ class RewardPlace:
     missing: tuple[str, ...]
 
 
+def require_rewards(config: RunConfig) -> None:
+    """Import the rewards and compare their params with their functions, none of which is called.
+
+    Raises:
+        RewardSetupError: as :func:`spotlight.rewards.reward_registry.load`, or a reserved name.
+    """
+    require_names(config.rewards)
+    for reward in config.rewards:
+        load(reward.name, reward.params)
+
+
 def reward_places(config: RunConfig) -> tuple[RewardPlace, ...]:
-    """One per configured reward. Built-in rewards are imported, others are not."""
+    """One per configured reward."""
     return tuple(_place_of(config, reward) for reward in config.rewards)
 
 

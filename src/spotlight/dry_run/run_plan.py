@@ -5,10 +5,12 @@ Nothing is loaded: sizes come from headers (``model_plan.py``), counts from arit
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from spotlight.config.errors import ConfigError
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
 from spotlight.dry_run.fitting_sizes import FittingSize, fitting_sizes
@@ -23,8 +25,7 @@ from spotlight.dry_run.model_plan import (
     lora_parameters,
     read_sizes,
 )
-from spotlight.dry_run.reward_plan import RewardPlace, reward_places
-from spotlight.rewards.results import require_names
+from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, reward_places
 from spotlight.store.metrics import read_metrics
 
 
@@ -71,7 +72,7 @@ class RunPlan:
         optimizer_steps, evaluations: of the whole run.
         evaluation_images: per evaluation.
         train_prompts: after ``data.tags``.
-        notes: warnings about the prompts.
+        notes: warnings about ranks, settings and prompts.
         model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory`` and ``fitting``
             are empty, and ``disk`` lacks checkpoints.
         seconds_per_iteration: median measured in this run's directory; None before.
@@ -101,15 +102,17 @@ def make_plan(config: RunConfig) -> RunPlan:
     """Plan a run.
 
     Raises:
-        ConfigError: unreadable prompt file, or too few held-out prompts; see :func:`require_supported`.
+        ConfigError: unreadable or unset prompt file, too few held-out prompts, or what does not fit the ranks
+            of ``torchrun`` that there are; see :func:`require_supported`.
         PromptFileError: missing or malformed prompts.
-        RewardSetupError: a reward's name is unknown or reserved; imports nothing.
+        RewardSetupError: see :func:`require_rewards`.
         ModelError: unusable model directory, LoRA target without match; see :func:`require_supported`.
     """
-    require_names(config.rewards)
+    notes = _rank_notes(config)
+    require_rewards(config)
+    require_model(config)
     prompts = load_prompts(config)
     require_prompts(config, prompts)
-    require_model(config)
     model = read_sizes(config)
     trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
@@ -132,7 +135,7 @@ def make_plan(config: RunConfig) -> RunPlan:
         evaluation_images=images,
         train_prompts=len(prompts.train),
         test_prompts=len(prompts.test),
-        notes=prompts.notes(config),
+        notes=(*notes, *config.every_note(), *prompts.notes(config)),
         model=model,
         parameters_trained=trained,
         memory=memory,
@@ -144,6 +147,18 @@ def make_plan(config: RunConfig) -> RunPlan:
         rewards=reward_places(config),
         seconds_per_iteration=_measured_seconds(config),
     )
+
+
+def _rank_notes(config: RunConfig) -> list[str]:
+    """What does not fit one process, where ``torchrun`` may start several; raises where it has."""
+    if config.fleet.driver != "inline":
+        return []
+    started = os.environ.get("WORLD_SIZE")
+    ranks = int(started or 1)
+    problems = list(config.rank_problems(ranks, ()))
+    if problems and started:
+        raise ConfigError(f"this configuration on {ranks} ranks", problems)
+    return [f"In one process: {each} Other numbers of ranks under torchrun may do." for each in problems]
 
 
 def forwards_per_velocity(config: RunConfig) -> int:

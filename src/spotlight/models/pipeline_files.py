@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from spotlight.models.model_errors import ModelError
+from spotlight.registry import FAMILIES, RegistryError
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -137,10 +139,19 @@ def locate(
     index = read_json(index_path)
     found_class = index.get("_class_name")
     if found_class != pipeline_class:
-        raise ModelError(f"{index_path} describes a {found_class}; expected a {pipeline_class}")
+        remedy = _family_remedy(found_class)
+        raise ModelError(f"{index_path} describes a {found_class}; expected a {pipeline_class}. {remedy}")
     for name, component in components.items():
         _check_component(files, name, component)
     return files
+
+
+def _family_remedy(pipeline_class: object) -> str:
+    for name in FAMILIES:
+        with suppress(RegistryError):  # a broken package is told where its family is asked for
+            if FAMILIES.load(name).pipeline_class == pipeline_class:
+                return f"Set model.family={name}, or name another model.path"
+    return f"Name another model.path: the families are {', '.join(FAMILIES)}"
 
 
 def _local(root: Path, revision: str | None) -> PipelineFiles | None:

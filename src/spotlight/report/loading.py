@@ -34,7 +34,7 @@ def loading_snippet(
 
     Args:
         weights: the LoRA's file or folder, or a merged pipeline's folder.
-        prompt: default: the testbed's example, or that of any model.
+        prompt: of the picture; None, as of a run that made none: the testbed's example, or that of any model.
         merged: default: true for a full fine-tune.
         dtype: of the merged files; default: ``model.dtype``.
     """

@@ -68,7 +68,7 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
     if pictures:
         sections += ["## Gallery", *(f"![{_alt(name)}]({name})" for name in pictures)]
     if run.weights is not None:
-        snippet = loading_snippet(run.config, run.weights.resolve())
+        snippet = loading_snippet(run.config, run.weights.resolve(), prompt=run.example_prompt)
         where = "the LoRA" if run.config.learner.mode == "lora" else "the model"
         hint = f"Once {where} is on a hub, its id takes the place of the path."
         sections += ["## Use", f"```python\n{snippet}\n```\n\n{hint}"]

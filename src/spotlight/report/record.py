@@ -75,6 +75,7 @@ class RunRecord:
     Attributes:
         rows: of trained iterations.
         weights: folder of the LoRA or merged pipeline; None before export.
+        example_prompt: the first held-out prompt; see :func:`queries.example_prompt`.
     """
 
     paths: RunPaths
@@ -84,6 +85,7 @@ class RunRecord:
     rows: tuple[MetricsRow, ...]
     seconds_by_phase: Mapping[Phase, float]
     weights: Path | None
+    example_prompt: str | None
 
     @property
     def curves(self) -> tuple[str, ...]:
@@ -121,6 +123,7 @@ def read_run(directory: Path) -> RunRecord:
     rows = read_metrics(directory)
     with closing(queries.open_readonly(paths.ledger)) as connection:
         seconds = queries.gpu_seconds_by_phase(connection)
+        prompt = queries.example_prompt(connection)
     weights = (directory / "lora", directory / "merged")
     return RunRecord(
         paths=paths,
@@ -130,6 +133,7 @@ def read_run(directory: Path) -> RunRecord:
         rows=tuple(row for row in rows if f"{VALIDATION}{GRADED}" not in row.values),
         seconds_by_phase=seconds,
         weights=next((folder for folder in weights if folder.is_dir()), None),
+        example_prompt=prompt,
     )
 
 

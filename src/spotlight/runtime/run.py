@@ -20,7 +20,7 @@ import torch
 from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
-from spotlight.dry_run.model_checks import require_prompts
+from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.runtime.attempt import RunResult as RunResult
@@ -86,7 +86,7 @@ def train(
             profiler = StepProfiler(folder, _TRACED, profiled_steps, observer.note)
             stack.callback(profiler.close)
             materials.around = profiler.step
-        for note in materials.prompts.notes(config):
+        for note in (*config.every_note(), *materials.prompts.notes(config)):
             observer.note(note)
         if not ranks.is_main:
             return _drive(
@@ -111,13 +111,14 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
     if problems := list(config.rank_problems(ranks.world, ranks.per_node)):
         raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
     check_sinks(config.metrics.chosen)
+    require_model(config)
     prompts = build.load_prompts(config)
     require_prompts(config, prompts)
-    starter = build.local_starter(config)  # too few GPUs: said before a large model is read
-    model = prepare_model(config, device, ranks)
-    rewards = stack.enter_context(build.make_reward_pool(config, starter=starter))
+    # The rewards' mistakes are the user's, and told before a large model is downloaded and read.
+    rewards = stack.enter_context(build.make_reward_pool(config))
     used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
+    model = prepare_model(config, device, ranks)
     conditions = fill_embeddings(config, model, used, ranks)
     learning = assemble(config, model, conditions, ranks)
     engine = build.make_engine(config, model.family, learning.negative)

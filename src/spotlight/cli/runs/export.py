@@ -68,6 +68,7 @@ def export(
     silence_loading_bars()
     with errors_without_traceback():
         from spotlight.report.loading import loading_snippet
+        from spotlight.report.record import read_run
         from spotlight.runtime.inference import TrainedRun
 
         trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))
@@ -80,10 +81,11 @@ def export(
             lost = trained.export_merged(target, chosen)
         else:
             trained.export_lora(target)
+        prompt = read_run(directory).example_prompt
     typer.echo(f"{target} (iteration {trained.iteration}, {trained.weights} weights)\n")
     if lost is not None:
         typer.echo(f"{_told(lost, lora=not full)}\n")
-    typer.echo(loading_snippet(trained.config, target.resolve(), merged=merged, dtype=chosen))
+    typer.echo(loading_snippet(trained.config, target.resolve(), prompt=prompt, merged=merged, dtype=chosen))
 
 
 def _told(lost: LostUpdate, *, lora: bool) -> str:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spotlight.data.datasets import unset_keys
+
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
     from spotlight.models.family import ModelFamily
@@ -56,6 +58,8 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
     for key in ("revision", "transformer", "lora"):
         if getattr(config.model, key) is not None:
             yield f"model.{key}", "null"
+    if len(unset := unset_keys(config)) == 2:  # as in a preset; one of two is left to be refused
+        yield from ((key, "testbed") for key in unset)
     if config.device == "cuda" and not _cuda():
         yield "device", "cpu"
     if config.model.attention is not None and not _has_attention(config.model.attention):

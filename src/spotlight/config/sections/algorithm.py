@@ -313,6 +313,14 @@ class FlowGRPOFastConfig(FlowGRPOConfig):
     clip_range: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """Ratio clip."""
 
+    def notes(self, run: RunConfig) -> Iterator[str]:
+        """Without an SDE window it is not the fast one."""
+        if run.rollout.sde_window.kind == "all":
+            yield (
+                "algorithm.name=flow-grpo-fast is flow-grpo while all steps are stochastic: for few of them "
+                "set rollout.sde_window={kind: random, size: 2, high: 5}."
+            )
+
 
 class ForwardProcessSection(AlgorithmSection):
     """What the algorithms have in common that noise final latents again; any ODE sampler."""

@@ -139,7 +139,7 @@ class DataConfig(Section):
 
     train: str = "testbed"
     """File of training prompts (.txt: one per line; .jsonl: GenEval metadata); ``testbed`` and
-    ``testbed-video``: built in.
+    ``testbed-video``: built in. Must be set, like ``test``, for a model other than these.
     """
     test: str = "testbed"
     """File of held-out prompts for evaluation, in the same formats."""

@@ -136,6 +136,16 @@ def position(connection: sqlite3.Connection) -> int:
     return _integer(connection, f"SELECT COALESCE(MAX(seq), 0) FROM ({newest})")
 
 
+def example_prompt(connection: sqlite3.Connection) -> str | None:
+    """Text of the first held-out prompt; of the first prompt, if none was evaluated; None before any."""
+    first = "SELECT prompt FROM rollouts {} ORDER BY seq LIMIT 1"
+    evaluated = first.format(f"WHERE purpose = '{Purpose.EVAL}'")
+    found = connection.execute(
+        f"SELECT text FROM prompts WHERE id = COALESCE(({evaluated}), ({first.format('')}))"
+    ).fetchone()
+    return None if found is None else str(found[0])
+
+
 def counts(connection: sqlite3.Connection) -> LedgerCounts:
     """Count everything, in one snapshot."""
     with consistent_reading(connection):
