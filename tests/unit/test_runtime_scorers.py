@@ -137,16 +137,6 @@ def test_a_run_of_an_older_version_takes_the_prompts_that_it_is_resumed_with(tmp
     go_on(tmp_path, {}, given=prompts("b"))
 
 
-def test_a_gpu_that_there_is_not_is_said_before_a_model_is_read(tmp_path: Path) -> None:
-    config = load_config(
-        None,
-        [f"runs_dir={tmp_path}", "device=cpu", f"model.path={tmp_path / 'no-model'}",
-         "rewards=[{name: shapes, device: cuda, replicas: 99}]"],
-    )  # fmt: skip
-    with pytest.raises(ConfigError, match=r"rewards\[0\]\.device: found 'cuda' for 99 processes"):
-        train(config, Silent())
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "told"),
     [
