@@ -32,8 +32,10 @@ $(STAMP): requirements.lock pyproject.toml $(TESSERACT)
 	$(if $(TESSERACT),sh $(TESSERACT) || true)
 	@touch $@
 
-demo: env ## Train the embedded default on emulated spot nodes that vanish; leaves runs/demo with pictures and LoRA
-	$(BIN)/spotlight train fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2
+# Of each group of 32 pictures 8 are trained: of all that was compared, the least time to what all 16 of 16 reach.
+demo: env ## Train the tiny Qwen-Image on emulated spot nodes that vanish; leaves runs/demo with pictures and LoRA
+	$(BIN)/spotlight train rollout.group_size=32 algorithm.train_samples=8 learner.micro_batch_size=48 \
+		fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2
 
 demo-video: env ## The same with the tiny Wan, whose shapes must move as asked; leaves runs/testbed-video with videos
 	$(BIN)/spotlight train examples/testbed-video.yaml fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2
