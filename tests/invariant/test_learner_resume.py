@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import resource
 import time
@@ -155,6 +156,24 @@ def test_a_file_size_limit_is_named_and_leaves_nothing(kind: str, tmp_path: Path
         if kind == "sharded":
             dist.destroy_process_group()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fails_one_rank_alone_is_not_the_users_to_free(tmp_path: Path) -> None:
+    """As of a mount on a machine that is being shut down: another machine may write it."""
+
+    def state(_: str) -> dict[str, torch.Tensor]:
+        raise AssertionError("not reached: the folder comes first")
+
+    slots: Any = SimpleNamespace(slots=(), state=state, trainable_parameters=dict)
+    gone = OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    class Gone(type(tmp_path)):  # type: ignore[misc]
+        def mkdir(self, *_: object, **__: object) -> None:
+            raise gone
+
+    with pytest.raises(OSError, match="not connected") as caught:
+        save(Gone(tmp_path / "learner"), slots, SimpleNamespace(state={}), Counters(1, 1), Ranks())
+    assert caught.value is gone
 
 
 def test_a_state_of_something_else_is_refused_and_nothing_changes(world: World, tmp_path: Path) -> None:

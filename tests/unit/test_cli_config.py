@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from spotlight.cli.config_command import documented_yaml, split_arguments
 from spotlight.cli.main import app
 from spotlight.config.load import dump_config, load_config
+from spotlight.data.datasets import keys_to_set
 
 OVERRIDES: tuple[list[str], ...] = (
     [],
@@ -50,3 +51,12 @@ def test_the_first_argument_without_an_equals_sign_is_the_file() -> None:
     assert split_arguments([]) == (None, [])
     assert split_arguments(["a=1", "b=2"]) == (None, ["a=1", "b=2"])
     assert split_arguments(["x.yaml", "a=1"]) == (Path("x.yaml"), ["a=1"])
+
+
+def test_prompts_that_have_to_be_set_are_not_set_by_printing(tmp_path: Path) -> None:
+    path = tmp_path / "printed.yaml"
+    path.write_text(CliRunner().invoke(app, ["config", "like=awm-sd3", "data.test=mine.txt"]).output)
+    printed = load_config(path)
+    assert keys_to_set(printed) == ["data.train"]
+    assert printed.data.test == "mine.txt"
+    assert "\n  # train: FILE\n" in path.read_text()

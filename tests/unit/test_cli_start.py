@@ -52,10 +52,15 @@ def run_python(program: str) -> str:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings GNU OpenMP on Linux only")
-@pytest.mark.parametrize(("own", "found"), [(None, "1000"), ("5", "5")])
-def test_threads_of_torch_wait_asleep_unless_the_environment_says_how(own: str | None, found: str) -> None:
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000")],
+)
+def test_threads_of_torch_wait_asleep_unless_the_environment_says_how(
+    own: dict[str, str], found: str
+) -> None:
     kept = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    environment = kept | {"OMP_DISPLAY_ENV": "VERBOSE"} | ({} if own is None else {"GOMP_SPINCOUNT": own})
+    environment = kept | {"OMP_DISPLAY_ENV": "VERBOSE"} | own
     program = "from spotlight.cli.main import app; app(['version'], standalone_mode=False); import torch"
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment

@@ -215,6 +215,28 @@ def test_a_rank_killed_at_the_same_point_every_time_ends_the_run_if_its_nodes_st
     played(scene())
 
 
+def test_lives_that_each_get_further_after_a_checkpoint_go_on() -> None:
+    async def scene() -> None:
+        world = World(accumulate=None)
+        world.restore(None, 1)
+        await settle()
+        for number in range(100):
+            world.accumulate(str(number))
+            await settle()
+        await world.group.save(Path("checkpoint"))
+        for calls in range(1, 2 * STUCK_MAX):
+            world.launcher.lives[-1][1].die()
+            await settle()
+            world.restore(None, 1)
+            await asyncio.sleep(70)
+            for number in range(calls):
+                world.accumulate(f"{calls}.{number}")
+                await settle()
+        assert not world.failed
+
+    played(scene())
+
+
 def stuck_after(ends: Iterable[tuple[int, bool]], stay: Callable[[int], bool] = lambda _: True) -> int | None:
     """The life after which to give up. ``ends``: calls answered, and whether a rank failed, of each life."""
     failures = Failures()

@@ -129,14 +129,16 @@ class TestBadFiles:
             '[{"prompt": "a"}]',
             '["a", "b"]',
             '[\n{"prompt": "a"}\n]',
+            '["a",\n"b"]',
             '{\n"prompt": "a"\n}',
             '{"a": [',
         ):
             for source in ("a.txt", "a"):
                 if source == "a.txt" or text.startswith("["):
                     assert "begins like a JSON document" in failure(text, source=source)
-        (prompt,) = parse_prompts("[oil on canvas] a cat", "a.txt")
-        assert prompt.text == "[oil on canvas] a cat"
+        for text in ("[oil on canvas] a cat", '["a cat"] on a sofa', '["red", "blue"] flag'):
+            (prompt,) = parse_prompts(text, "a.txt")
+            assert prompt.text == text
 
     @pytest.mark.parametrize("text", ["", "\n \n\t\n", "\ufeff"])
     def test_a_file_without_prompts(self, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 import typing
@@ -52,7 +53,18 @@ def config(
     with errors_without_traceback():
         path, overrides = split_arguments(arguments or [])
         resolved = load_config(path, [*([f"like={like}"] if like else []), *overrides])
-        typer.echo(_differences(resolved) if diff else documented_yaml(resolved), nl=False)
+        typer.echo(_differences(resolved) if diff else _printed(resolved), nl=False)
+
+
+def _printed(config: RunConfig) -> str:
+    """Its YAML; prompts that have to be set, and are not, are comments."""
+    from spotlight.data.datasets import keys_to_set
+
+    text = documented_yaml(config)
+    for key in keys_to_set(config):
+        name = key.rpartition(".")[2]
+        text = re.sub(rf"^  {name}: .*$", f"  # {name}: FILE", text, count=1, flags=re.MULTILINE)
+    return text
 
 
 def _differences(config: RunConfig) -> str:

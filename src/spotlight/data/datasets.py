@@ -110,10 +110,13 @@ def unset_keys(config: RunConfig) -> list[str]:
     return [f"data.{name}" for name in ("train", "test") if name not in config.data.model_fields_set]
 
 
+def keys_to_set(config: RunConfig) -> list[str]:
+    """Those of :func:`unset_keys` that have to be set: all, for other models than the testbeds."""
+    return [] if config.model.path in TESTBEDS else unset_keys(config)
+
+
 def _unset_files(config: RunConfig) -> Iterator[Problem]:
-    if config.model.path in TESTBEDS:
-        return
-    for key in unset_keys(config):
+    for key in keys_to_set(config):
         yield Problem(
             key, "nothing", f"a file of prompts for model.path={config.model.path}",
             f"Set {key}=FILE (.txt: one prompt a line; .jsonl: one object a line), or {key}=testbed for the "

@@ -24,7 +24,7 @@ _PROBLEMS_SHOWN_MAX = 10
 _ID_BYTES = 8
 
 _FORMATS = "a .txt file, one prompt a line, or a .jsonl file, one JSON object a line"
-_JSON_DOCUMENT = re.compile(r'\[\s*("|\{|$)|\{\s*("[^}]*)?$')
+_JSON_DOCUMENT = re.compile(r'\[\s*(\{|$|"[^"]*"\s*,?\s*$|".*"\s*\]\s*$)|\{\s*("[^}]*)?$')
 """First line of an array, or of an object over several lines."""
 _RECORD = '{"prompt": "two red circles", ...}'
 _OBJECT = '{"class": "circle", "count": 2}'

@@ -132,8 +132,11 @@ def _other_work(file: ScenarioFile, run: Mapping[str, Any]) -> Iterator[Problem]
     """What the run would do that the scenario does not, and that no setting of a launch changes."""
     profile, family = load_profile(file.workload.profile), run["model"]["family"]
     if profile.family not in (None, family):
-        remedy = "Name another with --config, or plan with the model's own profile (workload.profile)."
-        expected = f"{profile.family!r}, of which the plan's profile {file.workload.profile} is"
+        remedy = (
+            "Name another with --config, or plan with the model's own profile (workload.profile; one without "
+            "`family` fits any)."
+        )
+        expected = f"{profile.family!r}, the family of the plan's profile {file.workload.profile}"
         yield Problem("model.family", repr(family), expected, remedy)
     scale = run["rollout"]["true_cfg_scale"]
     if (scale > 1) is not file.workload.guidance:

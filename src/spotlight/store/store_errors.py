@@ -53,6 +53,11 @@ def storage_error(what: str, path: Path, error: BaseException) -> StoreError:
     return StoreError(f"{what}: {path}: {cause}. Nothing committed before was lost; {remedy}.")
 
 
+def needs_user(error: BaseException, path: Path) -> bool:
+    """Whether a failed write to ``path`` would fail again elsewhere: no space, or no permission."""
+    return is_out_of_space(error, path) or _is_refused(error)
+
+
 def is_out_of_space(error: BaseException, path: Path) -> bool:
     """Whether ``error`` is due to a full disk, quota or file-size limit on ``path``'s file system.
 

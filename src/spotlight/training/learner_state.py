@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from spotlight.models.slots import Slot, WeightSlots
-from spotlight.store.store_errors import storage_error
+from spotlight.store.store_errors import needs_user, storage_error
 from spotlight.training.sharding import Ranks
 
 T = TypeVar("T")
@@ -93,7 +93,8 @@ def _writing(directory: Path) -> Iterator[None]:
     except (OSError, SafetensorError, CheckpointException) as error:
         cause = _cause(error)
         # torch writes files with C++, which raises RuntimeError alone; its subclasses are of other parts.
-        if isinstance(cause, (OSError, SafetensorError)) or type(cause) is RuntimeError:
+        written = isinstance(cause, (OSError, SafetensorError)) or type(cause) is RuntimeError
+        if written and needs_user(cause, directory):
             raise storage_error("cannot write the learner's state", directory, cause) from error
         raise cause from None
 

@@ -14,6 +14,7 @@ A *life* is one start of all ranks. Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -274,6 +275,13 @@ class LearnerGroup:
         life.up = True
         return manifest
 
+    async def _stayed(self, lives: Sequence[int]) -> Collection[int]:
+        try:
+            return await self._launcher.stayed(lives)
+        except Exception as error:  # noqa: BLE001 - without the list of nodes nobody is given up
+            logging.getLogger(__name__).warning("Ray does not tell which nodes stayed: %s", described(error))
+            return ()
+
     async def _bury(self, life: Life) -> str:
         end = life.over.result()
         if life is not self._life:
@@ -287,7 +295,7 @@ class LearnerGroup:
         except Exception as error:  # noqa: BLE001 - logs are optional
             log = f"(no log: {described(error)})"
         suspects = self._failures.suspects
-        stuck = bool(suspects) and self._failures.judge(await self._launcher.stayed(suspects))
+        stuck = bool(suspects) and self._failures.judge(await self._stayed(suspects))
         if life is not self._life:
             raise AbandonedError("life")
         if end.final is not None:
@@ -352,6 +360,8 @@ class LearnerGroup:
         """Write the learner's state to a directory on shared storage."""
         await self._ask("save", directory)
         self._failures = Failures()
+        if self._life is not None:
+            self._life.answered = 0  # later lives begin here, too
 
     async def take_log(self) -> dict[str, float]:
         """Training metrics since the last call."""

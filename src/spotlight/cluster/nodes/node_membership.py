@@ -62,7 +62,7 @@ class Listener(Protocol):
         ...
 
     def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
-        """A joined node will be preempted in ``remaining_s``; Ray has been told."""
+        """A joined node will be preempted in ``remaining_s``; Ray is being told."""
         ...
 
     def notice_cancelled(self, node: RayNode, detail: str) -> None:
@@ -369,8 +369,8 @@ class NodeMembership:
     def _pass_on(self, node: RayNode, message: Message) -> None:
         match message.update:
             case NoticeUpdate.NOTICED:
-                self._listener.noticed(node, message.remaining_s, message.detail)
                 self._helpers.submit(drain_node, node.ray_id, message.remaining_s, message.detail)
+                self._listener.noticed(node, message.remaining_s, message.detail)
             case NoticeUpdate.CANCELLED:
                 self._listener.notice_cancelled(node, message.detail)
             case NoticeUpdate.REBALANCE:

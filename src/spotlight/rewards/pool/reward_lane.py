@@ -19,9 +19,10 @@ from spotlight.rewards.pool.reward_process import PoolClosedError, ProcessLost, 
 from spotlight.rewards.pool.scoring import Outcome, SharedSample, score_batch
 from spotlight.rewards.pool.waiting import SampleGroup, WaitingSamples
 from spotlight.rewards.results import SampleResult, combine
-from spotlight.rewards.reward import RewardInputError, RewardSetupError, RewardTraits
+from spotlight.rewards.reward import CODE, RewardInputError, RewardSetupError, RewardTraits
 
 _CLOSED = "the reward pool is closed"
+_WEIGHTS_CHANGED = "Its weights changed while they were read: start again."
 _PROCESSES_MAX = 64
 """Without ``replicas``, where other machines have more cores than this one."""
 
@@ -118,9 +119,10 @@ class RewardLane:
         scorers = sorted({str(each.scored_by) for each in self.processes})
         if len(scorers) > 1:
             several = " in one process and ".join(map(repr, scorers))
+            by_code = any(scorer.startswith(CODE) for scorer in scorers)
             raise RewardSetupError(
-                f"reward {self.reward.curve!r} is scored by {several} in another; expected the same. Its "
-                "weights changed while they were read: start again."
+                f"reward {self.reward.curve!r} is scored by {several} in another; expected the same. "
+                + ("Give every node the same file." if by_code else _WEIGHTS_CHANGED)
             )
 
     def check(self, request: CheckPrompts) -> Future[None]:
