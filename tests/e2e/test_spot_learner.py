@@ -19,7 +19,7 @@ from spotlight.store.run_summary import read_summary
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
-ITERATIONS = 16
+ITERATIONS = 28
 ALL_SPOT = (
     *("fleet.learner_placement=spot", f"iterations={ITERATIONS}"),
     # Time enough, on any machine, to form a second learner and to move when the first has nothing unsaved.
