@@ -122,7 +122,7 @@ def test_weights_come_from_a_peer_with_a_gpu(
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_lender_on_a_gpu_that_is_killed_is_lost_and_the_newcomer_lives_on(home: Path) -> None:
+def test_a_lender_on_a_gpu_that_is_killed_is_lost_and_the_new_worker_lives_on(home: Path) -> None:
     peer = Peer(home, "cuda", pause_s=0.05)
     targets = weights("cuda", 2)
     real = peers._Transfer.take

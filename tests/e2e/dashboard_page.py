@@ -1,38 +1,16 @@
-"""The dashboard served, and a page of a real browser that watches it."""
+"""A page of a real browser that watches the dashboard."""
 
 from __future__ import annotations
 
 import shutil
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-import uvicorn
-
-from spotlight.dashboard.dashboard_app import dashboard_app
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-
-
-@contextmanager
-def served(place: Path, port: int = 0, token: str = "") -> Iterator[str]:
-    listening = socket.create_server(("127.0.0.1", port))
-    app = dashboard_app([place], token)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
-    app.state.ends = lambda: server.should_exit
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 @contextmanager

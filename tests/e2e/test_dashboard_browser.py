@@ -17,10 +17,10 @@ from zoneinfo import ZoneInfo
 
 import httpx2
 import pytest
-from dashboard_page import CHROMIUM, open_view, served, watched
+from dashboard_page import CHROMIUM, open_view, watched
 from main_job import Job
 from ray_job import running
-from tests.unit.dashboard_run import HOSTILE, LONG, PROMPTS, RIGHT_TO_LEFT, make_run
+from tests.unit.dashboard_run import HOSTILE, LONG, PROMPTS, RIGHT_TO_LEFT, make_run, served
 from tests.unit.store_history import SCRATCH
 
 from spotlight.dashboard.run_folders import RunFolder

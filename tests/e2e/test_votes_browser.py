@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from dashboard_page import CHROMIUM, open_view, served, watched
+from dashboard_page import CHROMIUM, open_view, watched
 from main_job import NFT, At, Ended, Job, clean_audit, run_process
 from PIL import Image as PILImage
-from tests.unit.dashboard_run import HOSTILE
+from tests.unit.dashboard_run import HOSTILE, served
 
 from spotlight.store.ballots import Ballot, BallotBox, picture_name
 

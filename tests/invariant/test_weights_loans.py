@@ -98,7 +98,7 @@ def test_a_lender_lost_in_the_middle_is_told_in_time(home: Path, bucket: int, ho
         assert torch.equal(target, torch.arange(NUMBERS, dtype=torch.float32))
 
 
-def test_a_newcomer_that_is_killed_does_not_harm_its_server(home: Path) -> None:
+def test_a_new_worker_that_is_killed_does_not_harm_its_server(home: Path) -> None:
     served = ServedWeights({"m.w": torch.arange(NUMBERS, dtype=torch.float32)}, 1, "base")
 
     def new_worker(say: Say) -> str:
@@ -124,7 +124,7 @@ def test_a_newcomer_that_is_killed_does_not_harm_its_server(home: Path) -> None:
                 assert torch.equal(target, torch.arange(NUMBERS, dtype=torch.float32))
 
 
-def test_a_newcomers_model_is_its_peers_while_the_peer_denoises(
+def test_a_new_workers_model_is_its_peers_while_the_peer_denoises(
     random_pipeline: Path, home: Path, tmp_path: Path
 ) -> None:
     """A worker runs rollouts on merged weights without a pause; what it serves is the base under them."""

@@ -1,18 +1,23 @@
-"""Run directories for the dashboard's tests, made by the writers that a run uses."""
+"""Run directories as a run writes them, and the dashboard served, for its tests."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
+import socket
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import uvicorn
 from starlette.testclient import TestClient
 
+from spotlight.dashboard.dashboard_app import dashboard_app
 from spotlight.scheduler.records import (
     REWARD,
     CommitRejected,
@@ -231,3 +236,19 @@ def ask(client: TestClient, what: str, run: str = "wild", **query: object) -> An
     answer = client.get(f"/api/runs/{run}/{what}", params={key: str(value) for key, value in query.items()})
     assert answer.status_code == 200, answer.text
     return json.loads(answer.text, parse_constant=pytest.fail)
+
+
+@contextmanager
+def served(place: Path, port: int = 0, token: str = "") -> Iterator[str]:
+    """The address of a real server on the loopback."""
+    listening = socket.create_server(("127.0.0.1", port))
+    app = dashboard_app([place], token)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+    app.state.ends = lambda: server.should_exit
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

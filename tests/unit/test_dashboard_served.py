@@ -17,9 +17,8 @@ import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,7 +27,6 @@ from urllib.parse import quote
 import httpx2
 import numpy as np
 import pytest
-import uvicorn
 from fastapi import Request
 from PIL import Image
 from starlette.testclient import TestClient
@@ -41,6 +39,7 @@ from tests.unit.dashboard_run import (
     START_S,
     ask,
     make_run,
+    served,
 )
 from typer.testing import CliRunner
 
@@ -298,22 +297,6 @@ def test_the_report_has_pictures_of_real_sizes(empty_place: Path) -> None:
 
 
 # -- as commands --
-
-
-@contextmanager
-def served(place: Path) -> Iterator[str]:
-    """A real server on the loopback."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    app = dashboard_app([place])
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
-    app.state.ends = lambda: server.should_exit
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def test_changes_of_a_live_run_are_told(empty_place: Path) -> None:

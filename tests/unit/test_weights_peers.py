@@ -197,7 +197,7 @@ def test_a_stranger_at_the_socket_is_told_as_such(tmp_path: Path, answer: bytes,
     assert says in str(caught.value)
 
 
-def test_a_newcomer_that_hangs_or_babbles_does_not_keep_the_next_from_being_served(home: Path) -> None:
+def test_a_new_worker_that_hangs_or_babbles_does_not_keep_the_next_from_being_served(home: Path) -> None:
     with WeightServer(
         home, "w0", ServedWeights(weights(1), 3, "base"), bucket_bytes=4096, stall_s=0.15
     ) as server:

@@ -7,7 +7,7 @@ Of a sample, with n noise levels t_j and noises e_j that all samples of its grou
 
 with A or, softly clipped, η tanh(A/η). ``old`` are the weights before the batch: in its first update r is 1
 and every level's gradient is that of -A exp(s_j - sg s_j), so that levels may be in different passes. Later
-updates evaluate all levels of a sample in one pass. The paper's optional KL penalty is not implemented.
+updates evaluate all levels of a sample in one pass. Without the paper's optional KL penalty.
 """
 
 from __future__ import annotations

@@ -122,8 +122,7 @@ def plan(
         if found.answer is not None and (as_json or page):
             with Bar(None) as bar:
                 files.write(explain(file, found.answer, now, jobs=jobs, progress=bar.done))
-            names = " and ".join(str(path) for path in (as_json, page) if path)
-            Console(highlight=False).print(f"Added what explains the answer to {names}", soft_wrap=True)
+            _print_written(as_json, page, done="Added what explains the answer to")
     if found.answer is None:
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
 
@@ -171,9 +170,9 @@ def _options(**given: object) -> list[str]:
     return [word for name, value in given.items() if value is not None for word in (f"--{name}", f"{value}")]
 
 
-def _print_written(*paths: Path | None) -> None:
+def _print_written(*paths: Path | None, done: str = "Wrote") -> None:
     for path in filter(None, paths):
-        Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
+        Console(highlight=False).print(f"{done} {path}", soft_wrap=True)
 
 
 def _print(

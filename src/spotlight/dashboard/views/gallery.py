@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from pathlib import Path
 
 from spotlight.dashboard.figures import Json, finite
 from spotlight.dashboard.run_folders import RunFolder
-from spotlight.store.images import read_tile_notes
+from spotlight.store.images import drawn_iterations, read_tile_notes
 from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.picture_names import tile_path
 from spotlight.store.store_errors import LedgerError
 
 _CAPTION_MAX = 20_000
-_TILE = re.compile(r"([0-9]{6,9})-([0-9]{3,9})\.png")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +28,15 @@ class _ScoredPicture:
 
 def gallery(run: RunFolder) -> Json:
     """The evaluations that have pictures, ascending."""
-    names = (_TILE.fullmatch(path.name) for path in (run.paths.images / "tiles").glob("*.png"))
-    return {"iterations": sorted({int(name[1]) for name in names if name})}
+    return {"iterations": drawn_iterations(run.paths)}
 
 
 def pictures(run: RunFolder, iteration: int) -> Json:
     """One evaluation's pictures in the grid's order, with scores, seed and tag of the sample where known."""
     notes = [
-        (int(name[2]), note)
+        (int(note.path.stem.rpartition("-")[2]), note)
         for note in read_tile_notes(run.paths, iteration)
-        if (name := _TILE.fullmatch(note.path.name)) and run.readable(note.path)
+        if run.readable(note.path)
     ]
     rollouts = _evaluated(run, iteration)
     found: list[Json] = []
@@ -67,7 +65,7 @@ def pictures(run: RunFolder, iteration: int) -> Json:
 
 def picture_file(run: RunFolder, iteration: int, index: int) -> Path | None:
     """The file of one picture, of those within the run's directory."""
-    return run.readable(run.paths.images / "tiles" / f"{iteration:06d}-{index:03d}.png")
+    return run.readable(tile_path(run.paths, iteration, index))
 
 
 def _evaluated(run: RunFolder, iteration: int) -> dict[str, list[_ScoredPicture]]:
