@@ -40,6 +40,7 @@ VOTED_RUN = (
     "rewards=[{name: vote, deadline_s: 200, retries: 0}]",
 )
 GROUPS = 2 * 2 + 2  # of two iterations, and two evaluations
+BALLOTS = "found => found.map(each => each.dataset.ballot)"
 BRIGHTNESS = """images => images.every(image => image.naturalWidth) && images.map(image => {
   const canvas = document.createElement("canvas");
   [canvas.width, canvas.height] = [image.naturalWidth, image.naturalHeight];
@@ -138,7 +139,8 @@ def vote_on_the_page(
         open_view(page, address, "votes", run="voted")
         while len(voted) < at_most and not run.done():
             ballot = page.locator(".ballot").first
-            name = ballot.get_attribute("data-ballot") if ballot.count() else None
+            # At once: a ballot that is gone when it is asked for its name would be waited for.
+            name = next(iter(page.locator(".ballot").evaluate_all(BALLOTS)), None)
             if name is None or name in voted:
                 page.wait_for_timeout(100)
                 continue
