@@ -127,7 +127,7 @@ def end(find: Callable[[], Sequence[Process]], timeout_s: float = 10.0) -> list[
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class InjectedFault:
     """Something done to the run.
 
     Attributes:
@@ -164,7 +164,7 @@ DISRUPTIVE = frozenset({TargetKind.LEARNER, TargetKind.HEAD, TargetKind.HEAD_NOD
 STOP_SHARE = 0.25
 LONG_SHARE = 0.6
 DOUBLE_SHARE = 0.15
-"""How often a disruptive deed does not wait for the run to have recovered from the one before."""
+"""How often a disruptive fault does not wait for the run to have recovered from the one before."""
 
 
 @dataclass(slots=True)
@@ -173,14 +173,14 @@ class ProcessFaultInjector:
 
     Attributes:
         logs: of the learner's ranks, which name their processes: some were workers before.
-        deeds: all that were done, the trace's among them.
+        faults: all so far, the trace's among them.
     """
 
     mark: str
     seed: int
     began_s: float
     logs: Path
-    deeds: list[Deed] = field(default_factory=list)
+    faults: list[InjectedFault] = field(default_factory=list)
     _draw: random.Random = field(init=False)
     _asleep: list[tuple[float, Sequence[Process]]] = field(default_factory=list)
     _nodes: set[int | None] = field(default_factory=set)
@@ -192,14 +192,14 @@ class ProcessFaultInjector:
     @property
     def kills(self) -> int:
         """Kills so far, the trace's included."""
-        return sum(deed.stopped_s is None for deed in self.deeds)
+        return sum(fault.stopped_s is None for fault in self.faults)
 
     def act(self, head: int, recovered: bool) -> TargetKind | None:
         """Kill or stop something. Returns the kind if that was a kill.
 
         Args:
             head: process id of the head.
-            recovered: whether the run made progress since the last disruptive deed.
+            recovered: whether the run made progress since the last disruptive fault.
         """
         stops = self._draw.random() < STOP_SHARE
         victims = self._victims(head)
@@ -242,13 +242,13 @@ class ProcessFaultInjector:
         self._asleep.clear()
 
     def head_is_gone(self) -> None:
-        """Its nodes go with it, and are nobody's deed. What is stopped wakes: it could not end by itself."""
+        """Its nodes go with it and are not counted. What is stopped wakes: it could not end by itself."""
         self._nodes.clear()
         self._touched.clear()
         self.wake_all()
 
     def _victims(self, head: int) -> dict[TargetKind, list[list[Process]]]:
-        """Whom one deed would hit, by kind."""
+        """Whom one fault would hit, by kind."""
         found: dict[TargetKind, list[list[Process]]] = {}
         nodes: dict[int, list[Process]] = {}
         everything, ranks = processes_of(self.mark), learner_processes(self.logs)
@@ -298,10 +298,10 @@ class ProcessFaultInjector:
     def _note(
         self, kind: TargetKind, what: str, stopped_s: float | None = None, by: str = "injector"
     ) -> None:
-        deed = Deed(round(time.monotonic() - self.began_s, 2), kind, what, stopped_s, by)
-        self.deeds.append(deed)
+        fault = InjectedFault(round(time.monotonic() - self.began_s, 2), kind, what, stopped_s, by)
+        self.faults.append(fault)
         done = "killed" if stopped_s is None else f"stopped for {stopped_s:.1f} s:"
-        print(f"{deed.at_s:7.1f} s  {by} {done} {kind.value} ({what})", flush=True)
+        print(f"{fault.at_s:7.1f} s  {by} {done} {kind.value} ({what})", flush=True)
 
 
 def _send_all(processes: Sequence[Process], number: signal.Signals) -> None:
@@ -322,9 +322,9 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def tally(deeds: Sequence[Deed]) -> Iterator[tuple[str, int, int, int]]:
+def tally(faults: Sequence[InjectedFault]) -> Iterator[tuple[str, int, int, int]]:
     """Of each kind: its name, kills by the injector, kills by the trace, stops."""
     for kind in TargetKind:
-        own = [deed for deed in deeds if deed.kind is kind]
-        killed = [deed.by for deed in own if deed.stopped_s is None]
+        own = [fault for fault in faults if fault.kind is kind]
+        killed = [fault.by for fault in own if fault.stopped_s is None]
         yield kind.value, killed.count("injector"), killed.count("trace"), len(own) - len(killed)

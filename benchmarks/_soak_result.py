@@ -48,7 +48,7 @@ def collect(soak: Soak) -> dict[str, Any]:
         "killed": soak.injector.kills,
         "done": {
             name: {"killed": own, "killed by the trace": trace, "stopped": stopped}
-            for name, own, trace, stopped in tally(soak.injector.deeds)
+            for name, own, trace, stopped in tally(soak.injector.faults)
         },
         "heads": len(soak.heads),
         "steps": {
@@ -61,7 +61,7 @@ def collect(soak: Soak) -> dict[str, Any]:
         "stopping_s": round(soak.stopping_s, 1),
         "ledger": ledger,
         "violations": soak.violations,
-        "deeds": [asdict(deed) for deed in soak.injector.deeds],
+        "faults": [asdict(fault) for fault in soak.injector.faults],
     }
 
 
@@ -132,14 +132,14 @@ def _recoveries(run: Path) -> dict[str, int]:
 def show(result: dict[str, Any]) -> None:
     """Print tables."""
     console = wide_console()
-    deeds = Table(
+    faults = Table(
         title=f"{result['killed']} kills in {result['took_s'] / 60:.1f} minutes, seed {result['seed']}"
     )
     for column in ("", "killed", "killed by the trace", "stopped"):
-        deeds.add_column(column, justify="right" if column else "left")
+        faults.add_column(column, justify="right" if column else "left")
     for name, counts in result["done"].items():
-        deeds.add_row(name, *(str(number) for number in counts.values()))
-    console.print(deeds)
+        faults.add_row(name, *(str(number) for number in counts.values()))
+    console.print(faults)
     steps, ledger = result["steps"], result["ledger"]
     facts = Table(show_header=False, title="What came of it")
     facts.add_row("heads", str(result["heads"]))

@@ -77,12 +77,12 @@ class Case:
 
     Attributes:
         megabytes: of one state's latents; None is the testbed's own.
-        parcel_bytes: of one state, packed.
+        packed_bytes: of one state, packed.
     """
 
     megabytes: float | None
     states: list[RolloutState]
-    parcel_bytes: int
+    packed_bytes: int
     pack_s: list[float] = field(default_factory=list)
     deliver_s: list[float] = field(default_factory=list)
 
@@ -220,7 +220,7 @@ def row(case: Case, steps_s: dict[int, list[float]]) -> dict[str, Any]:
     return {
         "state": "testbed" if case.megabytes is None else f"{case.megabytes:g} MB",
         "megabytes": case.megabytes,
-        "parcel_bytes": case.parcel_bytes,
+        "packed_bytes": case.packed_bytes,
         "batch": batch,
         "pack_ms": _spread_ms(case.pack_s),
         "deliver_ms": _spread_ms(case.deliver_s),

@@ -97,14 +97,15 @@ def measure_pools(sizes: Sizes, seed: int) -> Tree:
 def measure_curve(sizes: Sizes, condition: str, seed: int) -> Tree:
     """Validations and exploration's own metrics of a run."""
     with laboratory(sizes.config(seed, sizes.iterations)) as lab:
-        book = lab.train(CONDITIONS[condition])
+        recorder = lab.train(CONDITIONS[condition])
     explored = [
-        {name: value for name, value in row.items() if name.startswith("exploration/")} for row in book.rows
+        {name: value for name, value in row.items() if name.startswith("exploration/")}
+        for row in recorder.rows
     ]
     return {
-        "validation": {str(at): row for at, row in book.validations.items()},
+        "validation": {str(at): row for at, row in recorder.validations.items()},
         "exploration": explored,
-        "grad_norm": [row.get("train/grad_norm") for row in book.rows],
+        "grad_norm": [row.get("train/grad_norm") for row in recorder.rows],
     }
 
 

@@ -81,13 +81,13 @@ def measure_run(sizes: LearningSizes, task: str, case: str, rate: float, seed: i
     torch.set_num_threads(1)
     started_s = cpu_s()
     with laboratory(sizes.config(task, CASES[case], rate, seed)) as lab:
-        book = lab.train(CASES[case].explores, now_s=cpu_s)
-    phases = [{k: v for k, v in row.items() if k.startswith("seconds/")} for row in book.rows]
+        recorder = lab.train(CASES[case].explores, now_s=cpu_s)
+    phases = [{k: v for k, v in row.items() if k.startswith("seconds/")} for row in recorder.rows]
     return {
-        "strict": {str(at): row["strict"] for at, row in book.validations.items()},
-        "graded": {str(at): row["graded"] for at, row in book.validations.items()},
+        "strict": {str(at): row["strict"] for at, row in recorder.validations.items()},
+        "graded": {str(at): row["graded"] for at, row in recorder.validations.items()},
         "iteration_cpu_s": [sum(row.values()) - row.get(_EVALUATION, 0.0) for row in phases],
-        "grad_norm": [row.get("train/grad_norm") for row in book.rows],
+        "grad_norm": [row.get("train/grad_norm") for row in recorder.rows],
         "cpu_s": cpu_s() - started_s,
     }
 

@@ -245,7 +245,7 @@ class Soak:
         guard.sweep(_base())
 
     def _pause_s(self, ending_s: float) -> float:
-        """Until the next deed: soon enough that as many are killed as asked for."""
+        """Until the next fault: soon enough that as many are killed as asked for."""
         left_s = max(0.0, ending_s - time.monotonic())
         mean_s = 0.6 * left_s / max(1, self.kills - self.injector.kills)
         return min(self._pace.expovariate(1 / max(mean_s, 0.1)), 3 * mean_s)

@@ -75,7 +75,7 @@ PLACE = "SELECT detail FROM incidents WHERE kind = 'learner_placed' ORDER BY id 
 
 
 class Mode(StrEnum):
-    """What befalls the learner's node."""
+    """What happens to the learner's node."""
 
     UNDISTURBED = "undisturbed"
     NOTICED = "with notice"

@@ -299,7 +299,7 @@ def plain_diffusion_nft(plain: Plain, batches: Sequence[PlainBatch], samples: in
     return norm
 
 
-def draw_anew(batch: TrainBatch, step: int) -> tuple[Tensor, Tensor]:
+def draw_again(batch: TrainBatch, step: int) -> tuple[Tensor, Tensor]:
     """As one would by hand: torch's generator, a stratified noise level."""
     x0 = batch.final
     t = (step + torch.rand(x0.shape[0], device=x0.device)) / TIMESTEPS
@@ -339,7 +339,7 @@ def measure(
     if abs(norms[0] / norms[1] - 1) > 1e-3:
         raise SystemExit("the two loops do not train the same: nothing is compared")
     seconds = take_turns(
-        {"plain": lambda: by_hand(draw_anew), "ours": lambda: ours(learner, samples, micro_batch)},
+        {"plain": lambda: by_hand(draw_again), "ours": lambda: ours(learner, samples, micro_batch)},
         rounds,
         family.device,
         clock,

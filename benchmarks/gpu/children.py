@@ -137,7 +137,7 @@ def roll_out_and_commit(where: Place, pipe: Connection) -> None:
 
 
 def resume_and_compare(where: Place, pipe: Connection) -> None:
-    """Continue from the newest commit, then run anew without interruption: values that differ."""
+    """Continue from the newest commit, then run again without interruption: values that differ."""
     lab = where.lab()
     family, shape = lab.fresh(lab.scale.few_layers), lab.scale.small
     engine = lab.engine(family, shape)

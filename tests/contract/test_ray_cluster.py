@@ -31,7 +31,7 @@ from spotlight.cluster.local import guard
 from spotlight.cluster.local import local_cluster as local
 from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError, local_cluster
 from spotlight.cluster.local.market import LocalMachines, Market
-from spotlight.cluster.local.market_book import Fate
+from spotlight.cluster.local.market_record import Fate
 from spotlight.cluster.local.node_processes import NodeProcesses, NodeRequest
 from spotlight.cluster.nodes import drain
 from spotlight.cluster.nodes.connection import connected
@@ -430,11 +430,11 @@ def test_a_trace_is_played(cluster: LocalCluster, heard: Heard) -> None:
         heard.wait("noticed", "m1", 60.0)
         heard.wait("lost", "m1")
         assert market.wait(10)
-    fates = {(deed.kind, deed.node): deed.fate for deed in market.book.deeds}
+    fates = {(outcome.kind, outcome.node): outcome.fate for outcome in market.record.outcomes}
     assert fates[(remove, "m1")] is fates[(notice, "m1")] is fates[(add, "m1")] is Fate.DONE
     assert fates[(remove, "m2")] is Fate.SKIPPED, "it was taken before its turn to come up"
-    print("\n", market.book.summary(), [round(late, 2) for late in market.book.lateness_s(remove)])
-    assert all(late < 1.0 for late in market.book.lateness_s(remove))
+    print("\n", market.record.summary(), [round(late, 2) for late in market.record.lateness_s(remove)])
+    assert all(late < 1.0 for late in market.record.lateness_s(remove))
     assert [node.name for node in cluster.nodes()] == [cluster.first.name]
 
 

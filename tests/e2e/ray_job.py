@@ -1,4 +1,4 @@
-"""A run on a local Ray in a process of its own, watched through its ledger, and what befalls it.
+"""A run on a local Ray in a process of its own, watched through its ledger, and what happens to it.
 
 Nodes are announced and killed from here, as soon as the ledger says that they work: a busy machine makes
 everything late, never another test.
@@ -72,7 +72,7 @@ class Running:
         """Processes of its Ray that live."""
         return guard.marked(f"{self.owner}.0/")
 
-    # -- what befalls it -------------------------------------------------------------------------------
+    # -- what happens to it -------------------------------------------------------------------------------
 
     def notice(self, node: int) -> None:
         """Announce the end of the ``node``-th node that was added, as Kubernetes does."""

@@ -194,7 +194,7 @@ def test_a_commits_cost_is_told_as_a_share_of_steps(
     )
     testbed, made = json.loads(path.read_text())["rows"]
     assert (testbed["state"], made["state"]) == ("testbed", "0.1 MB")
-    assert 0.1e6 < made["parcel_bytes"] < 0.103e6
+    assert 0.1e6 < made["packed_bytes"] < 0.103e6
     for row in (testbed, made):
         assert {part: len(taken) for part, taken in row["seconds"].items()} == {"pack": 2, "deliver": 2}
         pack_ms, deliver_ms = row["pack_ms"]["median"], row["deliver_ms"]["median"]
@@ -309,7 +309,7 @@ def test_a_run_under_fire_keeps_its_promises(tmp_path: Path) -> None:
     assert result["ledger"]["audit"] == 0
     assert result["killed"] >= 3
     assert result["steps"]["made"] > 1
-    killed = [deed for deed in result["deeds"] if deed["stopped_s"] is None]
+    killed = [fault for fault in result["faults"] if fault["stopped_s"] is None]
     assert len(killed) == result["killed"]
 
 

@@ -186,7 +186,7 @@ def change(place: Path, statement: str, run: str = "wild") -> None:
 SEEN = "UPDATE attempts SET seen_at = seen_at + 1"
 
 
-def test_the_arrow_keys_go_on_along_a_lane_that_is_drawn_anew(browser: Browser, own_place: Path) -> None:
+def test_the_arrow_keys_go_on_along_a_lane_that_is_redrawn(browser: Browser, own_place: Path) -> None:
     with served(own_place) as address, watched(browser) as page:
         open_view(page, address, "cluster")
         page.wait_for_selector("#connection:text-is('live')")
@@ -221,7 +221,7 @@ def test_what_a_reader_opened_and_focused_stays_when_the_run_writes(
         with page.expect_response("**/evaluation?*"):
             change(own_place, SEEN)
         page.wait_for_timeout(200)
-        assert picture.evaluate("picture => picture.isConnected")  # nothing to draw anew
+        assert picture.evaluate("picture => picture.isConnected")  # nothing to draw again
         change(own_place, "UPDATE rewards SET value = 0.5 WHERE name = 'strict'")
         page.wait_for_function("picture => !picture.isConnected", arg=picture)
         assert page.locator(".picture details").nth(1).evaluate("details => details.open")

@@ -138,7 +138,7 @@ def test_previews_that_are_rollouts_are_not_made_again_and_nothing_else_changes(
 @pytest.mark.slow  # two processes
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_previews_that_stop_early_are_shared_by_two_ranks(job: Job, algorithm: str) -> None:
-    """What goes on from a rung is dealt anew, so that some of it was begun by the other rank."""
+    """What goes on from a rung is dealt again, so that some of it was begun by the other rank."""
     settings = (
         *(*ALGORITHMS[algorithm], *SHORT, "rollout.steps=5", "rollout.group_size=4", "rollout.batch_size=4"),
         "learner.learning_rate=0.001",

@@ -82,7 +82,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Mishap:
-    """What befalls a worker within a step, before the attention of a block: kill, stop or raise."""
+    """What happens to a worker within a step, before the attention of a block: kill, stop or raise."""
 
     kind: str
     step: int
@@ -146,7 +146,7 @@ class Worker:
 
     def denoise(self, steps: int = STEPS, mishap: Mishap | None = None) -> tuple[str, float]:
         """Take part in up to ``steps`` steps; (why the group was lost, when), if it was."""
-        with self._befallen(mishap):
+        with self._injected(mishap):
             try:
                 if self.membership.leads:
                     self._lead(steps)
@@ -210,13 +210,13 @@ class Worker:
         return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
 
     @contextmanager
-    def _befallen(self, mishap: Mishap | None) -> Iterator[None]:
+    def _injected(self, mishap: Mishap | None) -> Iterator[None]:
         if mishap is None:
             yield
             return
         calls = 0
 
-        def befall(module: nn.Module, args: object) -> None:
+        def inject(module: nn.Module, args: object) -> None:
             nonlocal calls
             calls += 1
             if calls == (mishap.step + 1) * mishap.forwards:
@@ -225,7 +225,7 @@ class Worker:
                 os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[mishap.kind])
 
         handles = [
-            sequence_parallel_modules(part)[mishap.block].register_forward_pre_hook(befall)
+            sequence_parallel_modules(part)[mishap.block].register_forward_pre_hook(inject)
             for part in denoisers(self.family.transformer).values()
         ]
         try:

@@ -110,10 +110,10 @@ class Head:
                 self.feed(event)
             if self.now >= self.taken_s:
                 self.taken_s = math.inf
-                self.befall(ev.NodeLost(SPOT.id))
+                self.inject(ev.NodeLost(SPOT.id))
             for due in [count for count in mischief if len(self.scored) >= count]:
-                if (befalls := mischief.pop(due)) is not None:
-                    self.befall(befalls)
+                if (fault := mischief.pop(due)) is not None:
+                    self.inject(fault)
         for process in self.processes.values():
             process.loop.tell(Leave())
         for process in [*self.processes.values(), *self.ended]:
@@ -131,7 +131,7 @@ class Head:
             return 1
         return (self.draw.random() >= self.losing) + (self.draw.random() < self.losing)
 
-    def befall(self, event: ev.Event) -> None:
+    def inject(self, event: ev.Event) -> None:
         if isinstance(event, ev.NodeLost):
             for worker in list(self.processes):
                 self.kill(worker)

@@ -48,7 +48,7 @@ _processes = multiprocessing.get_context("forkserver")
 
 @dataclass(frozen=True)
 class Mishap:
-    """What befalls a worker in its ``step``-th step from now, before the attention of a block."""
+    """What happens to a worker in its ``step``-th step from now, before the attention of a block."""
 
     kind: str
     step: int
@@ -96,7 +96,7 @@ class PipeHome:
             raise HeadLostError("the test is over") from error
 
 
-def befall(transformer: nn.Module, mishap: Mishap) -> None:
+def inject(transformer: nn.Module, mishap: Mishap) -> None:
     calls = 0
 
     def count(module: nn.Module, args: object) -> None:
@@ -160,7 +160,7 @@ def serve(
             except (EOFError, OSError):
                 os._exit(0)
             if isinstance(told, Mishap):
-                befall(body.family.transformer, told)
+                inject(body.family.transformer, told)
             elif isinstance(told, Room):
                 limit_memory(body, told)
             elif isinstance(told, NoRoom):

@@ -68,7 +68,7 @@ class Kubernetes:
         self.version += 1
 
     def lose(self, name: str) -> None:
-        """A node is preempted, and its pod is not made anew yet."""
+        """A node is preempted, and its pod is not made again yet."""
         del self.pods[name]
 
     def cluster(self) -> Any:

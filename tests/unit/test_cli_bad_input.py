@@ -1,4 +1,4 @@
-"""What a person can mend is told in words, exit status 2 and no traceback, before anything is touched."""
+"""What a person can correct is told in words, exit status 2 and no traceback, before anything is touched."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_curves_follow_the_file_also_when_a_resume_replaces_it(empty_place: Path
         assert ask(client, "curve", run="run", name="train/loss")["points"] == 3
 
 
-def test_curves_of_a_file_with_its_predecessors_number_are_read_anew(empty_place: Path) -> None:
+def test_curves_of_a_file_with_its_predecessors_number_are_read_again(empty_place: Path) -> None:
     paths = make_run(empty_place / "run", 1)
 
     def row(iteration: int, loss: float) -> bytes:
@@ -338,7 +338,7 @@ def test_an_answer_is_computed_once_per_state_and_replaces_the_one_before(
     assert len(asked) == len(set(asked)) == 3
     assert len(answers._kept) == 1
     run.paths.metrics.write_text("more")
-    monkeypatch.setattr(answers_module, "_QUICK_S", 0.0)  # slow, so that it is not made anew at once
+    monkeypatch.setattr(answers_module, "_QUICK_S", 0.0)  # slow, so that it is not made again at once
     assert answers.answer(run, "money", {}) == {"state": run.signature()}
     run.paths.metrics.write_text("still more")
     assert answers.answer(run, "money", {}) == {"state": asked[-1]}

@@ -136,7 +136,7 @@ def test_a_window_cut_off_leaves_some_prompts_whole_instead_of_all_short() -> No
     }
 
 
-def test_seeds_are_made_anew_and_previews_are_never_trained() -> None:
+def test_seeds_are_made_again_and_previews_are_never_trained() -> None:
     run = ran(CRITICAL)
     trained = {one.id: one for one in run.issued if one.id in run.ended(SampleTrained)}
     assert {one.purpose for one in trained.values()} == {Purpose.TRAIN}

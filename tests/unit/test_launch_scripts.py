@@ -167,7 +167,7 @@ def test_announce_end_tells_the_agent_and_waits(
     session = tmp_path / "session_latest"
     session.mkdir()
     told = tmp_path / "told"
-    bystander = subprocess.Popen(["sleep", "60"])
+    unrelated = subprocess.Popen(["sleep", "60"])
     # Ray names its processes like this.
     process = subprocess.Popen(
         ["ray::NodeAgent", "-c", AGENT, str(told), agent],
@@ -177,7 +177,7 @@ def test_announce_end_tells_the_agent_and_waits(
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         (session / "spotlight_agent_aa.pid").write_text(f"{process.pid}\n")
-        (session / "spotlight_agent_bb.pid").write_text(f"{bystander.pid}\n")  # a number used again
+        (session / "spotlight_agent_bb.pid").write_text(f"{unrelated.pid}\n")  # a number used again
         (session / "spotlight_agent_cc.pid").write_text("garbage\n")
         began = time.monotonic()
         subprocess.run([LAUNCH / "announce-end.sh", str(seconds), tmp_path], check=True)
@@ -187,9 +187,9 @@ def test_announce_end_tells_the_agent_and_waits(
             process.wait(timeout=5)
         else:
             assert process.poll() is None
-        assert bystander.poll() is None
+        assert unrelated.poll() is None
     finally:
-        for child in (process, bystander):
+        for child in (process, unrelated):
             child.kill()
             child.wait()
 

@@ -172,7 +172,7 @@ def test_gcp_a_change_between_two_questions_is_not_missed() -> None:
         assert len(ask(source).pending) == 1
 
 
-def test_gcp_a_server_that_hangs_longer_than_asked_is_left_and_asked_anew() -> None:
+def test_gcp_a_server_that_hangs_longer_than_asked_is_left_and_asked_again() -> None:
     with metadata("gcp") as fake:
         source = GcpNotices(MetadataServer(fake.url), answer_s=5.0, hang_s=0)
         ask(source)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 from head_world import Method, answered
-from test_parcels import finished
+from test_serialization import finished
 
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob

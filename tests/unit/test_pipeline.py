@@ -253,7 +253,7 @@ def begun_early() -> tuple[Room, ef.GrantLease, Callable[[], None]]:
     return room, early, learn_all
 
 
-def test_early_work_whose_holder_is_lost_starts_anew_with_the_new_weights() -> None:
+def test_early_work_whose_holder_is_lost_starts_over_with_the_new_weights() -> None:
     room, early, learn_all = begun_early()
     assert {rollout.iteration for rollout in early.rollouts} == {1}
     learn_all()
@@ -267,7 +267,7 @@ def test_early_work_whose_holder_is_lost_starts_anew_with_the_new_weights() -> N
     assert room.controller.queue.waiting == 4
 
 
-def test_what_older_weights_began_is_begun_anew_by_the_new() -> None:
+def test_what_older_weights_began_is_begun_again_by_the_new() -> None:
     room, early, learn_all = begun_early()
     room.feed(ev.NodeLost(NodeId("t")))
     queue, begun = room.controller.queue, {rollout.id for rollout in early.rollouts}

@@ -85,7 +85,7 @@ def test_progress_renews_the_whole_lease() -> None:
     assert queue.expire(18.0) == [lease]
 
 
-def test_a_failed_rollout_starts_anew_and_is_given_up_in_the_end() -> None:
+def test_a_failed_rollout_starts_over_and_is_given_up_in_the_end() -> None:
     queue = PullQueue(10.0)
     queue.add([make_rollout(0)])
     queue.admit(WORKER)

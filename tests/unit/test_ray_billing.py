@@ -187,18 +187,18 @@ def test_a_large_cluster_is_billed_more_rarely_and_its_records_written_as_often(
     """Every 5 s, bills of 1,000 idle slots were 17 million rows a day."""
     now_s, minutes, nothing = 0.0, 10, RolloutId("left")
     with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
-        accounts, book = opened(ledger, lambda: now_s)
-        accounts.observe(ev.NodeJoined(idle_node("spot-0", slots)), (), now_s, book)
+        accounts, recorder = opened(ledger, lambda: now_s)
+        accounts.observe(ev.NodeJoined(idle_node("spot-0", slots)), (), now_s, recorder)
         bills_s, records_s, written = [], [], 0
         while now_s < minutes * 60:
             before = (accounts.written_s, ledger.position())
-            book.write(written := written + 1, CommitRejected(nothing, "late"))
-            next_s = accounts.write_due(book)
+            recorder.write(written := written + 1, CommitRejected(nothing, "late"))
+            next_s = accounts.write_due(recorder)
             bills_s += [now_s] * (accounts.written_s != before[0])
             records_s += [now_s] * (ledger.position() != before[1])
             assert next_s > now_s
             now_s = next_s
-        accounts.finish(book)
+        accounts.finish(recorder)
         billed_s = sum(ledger.gpu_seconds_by_phase().values())
     assert bills_s == [n * bill_s for n in range(1, int(minutes * 60 / bill_s))]
     assert records_s == [n * FLUSH_S for n in range(1, int(minutes * 60 / FLUSH_S))]
@@ -210,19 +210,19 @@ def test_a_large_cluster_is_billed_more_rarely_and_its_records_written_as_often(
 def test_a_node_that_is_lost_is_billed_alone(tmp_path: Path) -> None:
     now_s = 0.0
     with SqliteLedger(tmp_path / "ledger.sqlite") as ledger:
-        accounts, book = opened(ledger, lambda: now_s)
+        accounts, recorder = opened(ledger, lambda: now_s)
         for name in ("spot-0", "spot-1"):
-            accounts.observe(ev.NodeJoined(idle_node(name, 2)), (), now_s, book)
+            accounts.observe(ev.NodeJoined(idle_node(name, 2)), (), now_s, recorder)
         now_s = 3.0
-        accounts.observe(ev.NodeLost(NodeId("spot-0")), (), now_s, book)
+        accounts.observe(ev.NodeLost(NodeId("spot-0")), (), now_s, recorder)
         billed = "SELECT worker, seconds FROM gpu_seconds ORDER BY id"
         reader = sqlite3.connect(tmp_path / "ledger.sqlite")
         assert reader.execute(billed).fetchall() == [("spot-0/0", 3.0), ("spot-0/1", 3.0)]
         now_s = 5.0
-        accounts.write_due(book)
+        accounts.write_due(recorder)
         assert reader.execute(billed).fetchall()[2:] == [("spot-1/0", 5.0), ("spot-1/1", 5.0)]
         assert accounts.take_seconds() == {Phase.IDLE: 16.0}
-        assert book.wall_s == 5.0
+        assert recorder.wall_s == 5.0
         reader.close()
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.cluster.local.market import MachineError, Market
-from spotlight.cluster.local.market_book import Book, Fate, Order, timed
+from spotlight.cluster.local.market_record import Fate, MarketRecord, Order, timed
 from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 
 ADD, NOTICE, REMOVE = TraceEventKind
@@ -21,7 +21,7 @@ def event(time_s: float, kind: TraceEventKind, node: str = "a", gpus: int = 1) -
     return TraceEvent(time_s, kind, node, gpus)
 
 
-# -- the book -----------------------------------------------------------------------------------------------
+# -- the record ---------------------------------------------------------------------------------------------
 
 steps = st.lists(
     st.one_of(
@@ -35,26 +35,26 @@ steps = st.lists(
 
 @given(steps)
 def test_machines_are_never_double_and_never_taken_for_another(script: list[tuple[object, object]]) -> None:
-    book, up, queue, coming = Book(), set[str](), list[str](), list[str]()
+    record, up, queue, coming = MarketRecord(), set[str](), list[str](), list[str]()
 
     def obey(order: tuple[Order, int] | None, node: str) -> None:
         if order is None:
             return
         what, index = order
-        assert book.deeds[index].node == node
+        assert record.outcomes[index].node == node
         if what is Order.ADD:
             queue.append(node)
         elif what is Order.NOTICE:
             assert node in up
-            book.noticed(index, 1.0)
+            record.noticed(index, 1.0)
         else:
             assert node in up, "only what is up is killed"
             up.remove(node)
-            book.killed(index, 1.0)
+            record.killed(index, 1.0)
 
     for step, value in script:
         if step == "turn":
-            if queue and not coming and book.starts(name := queue.pop(0)):
+            if queue and not coming and record.starts(name := queue.pop(0)):
                 coming.append(name)
         elif step == "up":
             if coming:
@@ -62,30 +62,30 @@ def test_machines_are_never_double_and_never_taken_for_another(script: list[tupl
                 assert name not in up
                 if value:
                     up.add(name)
-                obey(book.added(name, 1.0, "" if value else "no room"), name)
+                obey(record.added(name, 1.0, "" if value else "no room"), name)
         else:
             assert isinstance(step, TraceEventKind)
-            obey(book.due(event(0.0, step, str(value))), str(value))
-        assert set(book.up()) <= up
-    book.close()
-    assert all(deed.fate is not Fate.PENDING for deed in book.deeds)
-    assert sum(book.summary().values()) == len(book.deeds)
-    added = sum(deed.kind is ADD and deed.fate is Fate.DONE for deed in book.deeds)
-    removed = sum(deed.kind is REMOVE and deed.fate is Fate.DONE for deed in book.deeds)
+            obey(record.due(event(0.0, step, str(value))), str(value))
+        assert set(record.up()) <= up
+    record.close()
+    assert all(outcome.fate is not Fate.PENDING for outcome in record.outcomes)
+    assert sum(record.summary().values()) == len(record.outcomes)
+    added = sum(outcome.kind is ADD and outcome.fate is Fate.DONE for outcome in record.outcomes)
+    removed = sum(outcome.kind is REMOVE and outcome.fate is Fate.DONE for outcome in record.outcomes)
     assert added - removed == len(up)
 
 
 def test_a_node_removed_while_it_comes_up_is_killed_when_it_is() -> None:
-    book = Book()
-    assert book.due(event(0, ADD)) == (Order.ADD, 0)
-    assert book.starts("a")
-    assert book.due(event(1, NOTICE)) is None
-    assert book.due(event(2, REMOVE)) is None
-    assert book.added("a", 3.0) == (Order.KILL, 2)
-    book.killed(2, 3.1)
-    assert [deed.fate for deed in book.deeds] == [Fate.DONE, Fate.SKIPPED, Fate.DONE]
-    assert list(book.lateness_s(REMOVE)) == [pytest.approx(1.1)]
-    assert book.due(event(4, ADD)) == (Order.ADD, 3)
+    record = MarketRecord()
+    assert record.due(event(0, ADD)) == (Order.ADD, 0)
+    assert record.starts("a")
+    assert record.due(event(1, NOTICE)) is None
+    assert record.due(event(2, REMOVE)) is None
+    assert record.added("a", 3.0) == (Order.KILL, 2)
+    record.killed(2, 3.1)
+    assert [outcome.fate for outcome in record.outcomes] == [Fate.DONE, Fate.SKIPPED, Fate.DONE]
+    assert list(record.lateness_s(REMOVE)) == [pytest.approx(1.1)]
+    assert record.due(event(4, ADD)) == (Order.ADD, 3)
 
 
 # -- the trace as it is played ------------------------------------------------------------------------------
@@ -161,13 +161,15 @@ def test_a_slow_start_delays_no_removal_of_another() -> None:
         ("add", "quick"), ("notice", "quick"), ("kill", "quick"),
         ("add", "slow"), ("kill", "slow"), ("add", "late"),
     ]  # fmt: skip
-    quick = next(deed for deed in market.book.deeds if (deed.kind, deed.node) == (REMOVE, "quick"))
+    quick = next(
+        outcome for outcome in market.record.outcomes if (outcome.kind, outcome.node) == (REMOVE, "quick")
+    )
     assert quick.actual_s is not None
     assert quick.actual_s - quick.planned_s < 0.15
-    assert market.book.summary() == {
+    assert market.record.summary() == {
         "add done": 3, "add failed": 1, "notice done": 1, "remove done": 2, "remove skipped": 1,
     }  # fmt: skip
-    assert market.book.up() == ["late"]
+    assert market.record.up() == ["late"]
 
 
 def test_a_market_that_is_closed_early_does_nothing_more() -> None:
@@ -175,4 +177,4 @@ def test_a_market_that_is_closed_early_does_nothing_more() -> None:
     with Market(Trace((event(0, ADD), event(60, REMOVE)), 60, "x"), machines) as market:
         assert not market.wait(0.1)
     assert machines.done == [("add", "a")]
-    assert len(market.book.deeds) == 1
+    assert len(market.record.outcomes) == 1

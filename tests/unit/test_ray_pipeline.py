@@ -96,7 +96,7 @@ def test_gpus_of_the_learner_alone_make_and_train_everything(tmp_path: Path) -> 
     assert set(made) == {("b/0", False)}, "they begin nothing that no optimizer step waits for"
 
 
-def test_a_learner_that_is_lost_makes_early_rollouts_anew(tmp_path: Path) -> None:
+def test_a_learner_that_is_lost_makes_early_rollouts_again(tmp_path: Path) -> None:
     with world(tmp_path, *OVERLAP, EARLY, GAP) as it:
         it.join(RESERVED, SPOT)
         hold_training(it)

@@ -378,7 +378,7 @@ def test_an_order_for_a_node_that_is_gone_already_starts_nothing() -> None:
     assert room.take() == []
 
 
-def test_a_distrusted_process_is_ended_and_started_anew() -> None:
+def test_a_distrusted_process_is_ended_and_restarted() -> None:
     room = Room()
     handle = room.up()
     room.take()

@@ -134,6 +134,6 @@ def test_samples_not_trained_scale_advantages_and_move_no_mean(
     for group, whole in zip(chosen, everything, strict=True):
         own = found[start : start + len(group)]
         start += len(group)
-        # The whole group's advantages, centred anew.
+        # The whole group's advantages, centred again.
         mean = sum(whole[: len(group)]) / len(group)
         assert own == pytest.approx([value - mean for value in whole[: len(group)]], rel=1e-6, abs=1e-6)

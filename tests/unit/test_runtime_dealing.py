@@ -75,25 +75,25 @@ def test_neighbours_are_an_even_partition(items: int, world: int, block: int) ->
 
 @settings(deadline=None, max_examples=200)
 @given(held())
-def test_micro_batches_put_together_anew_move_no_more_than_the_update_needs(
+def test_micro_batches_put_together_again_move_no_more_than_the_update_needs(
     case: tuple[list[MicroBatch], dict[RolloutId, int], int],
 ) -> None:
     batches, holder, world = case
     batches = [dataclasses.replace(batch, update=batch.update // 2) for batch in batches]  # several of each
-    anew = regrouped(batches, holder, world)
-    assert [(b.update, len(b.rollouts), b.update_samples) for b in anew] == [
+    redone = regrouped(batches, holder, world)
+    assert [(b.update, len(b.rollouts), b.update_samples) for b in redone] == [
         (b.update, len(b.rollouts), b.update_samples) for b in batches
     ]
     surplus = 0
     for update in {batch.update for batch in batches}:
         before = [name for batch in batches if batch.update == update for name in batch.rollouts]
-        after = [name for batch in anew if batch.update == update for name in batch.rollouts]
+        after = [name for batch in redone if batch.update == update for name in batch.rollouts]
         assert sorted(before) == sorted(after)
         share = len(before) // world
         surplus += sum(max(0, sum(holder[n] == r for n in before) - share) for r in range(world))
-    assert len(even_moves(anew, holder, world)) == surplus
+    assert len(even_moves(redone, holder, world)) == surplus
     if not even_moves(batches, holder, world):
-        assert [set(batch.rollouts) for batch in anew] == [set(batch.rollouts) for batch in batches]
+        assert [set(batch.rollouts) for batch in redone] == [set(batch.rollouts) for batch in batches]
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3))

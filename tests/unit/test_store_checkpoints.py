@@ -140,7 +140,7 @@ def test_missing_and_cut_files_are_detected_and_the_damaged_one_is_replaced(
     assert found(tmp_path) == 2
 
 
-def test_when_all_are_damaged_it_says_so_rather_than_start_anew(tmp_path: Path) -> None:
+def test_when_all_are_damaged_it_says_so_rather_than_start_over(tmp_path: Path) -> None:
     for iteration in (1, 2):
         save(CheckpointStore(tmp_path, keep=2), iteration)
     for path in tmp_path.rglob("state.json"):

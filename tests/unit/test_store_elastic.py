@@ -54,7 +54,7 @@ def spend(ledger: SqliteLedger, worker: str, seconds: float, now_s: float, price
 )
 @settings(max_examples=40)
 def test_bills_add_up_whoever_comes_and_goes(lives: list[tuple[int, int]], late_s: int, killed: bool) -> None:
-    """Each worker is hired at its first second and dismissed after its last; a killed head tells neither."""
+    """Each worker is billed from its first second to after its last; a killed head tells neither."""
     end_s = TOLD_S + late_s
     with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
         run = make(Path(name))
@@ -113,7 +113,7 @@ def test_seconds_that_were_not_told_are_found(run: Path) -> None:
     assert [violation.check for violation in audit(run, AuditLimits()).violations] == ["billing"]
 
 
-def test_a_worker_is_hired_once_and_paid_only_if_hired(run: Path) -> None:
+def test_a_worker_starts_being_billed_once_and_is_billed_only_then(run: Path) -> None:
     with SqliteLedger(run / "ledger.sqlite") as ledger:
         with pytest.raises(LedgerError, match="begin_attempt first"):
             ledger.start_billing({WorkerId("w"): 1.0}, T0)

@@ -97,7 +97,7 @@ def test_no_metrics_yet_are_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
 
 
-def test_tensorboard_reads_the_curves_and_purges_what_is_made_anew(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_curves_and_purges_what_is_made_again(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     paths.images.mkdir()
     for resume_at, loss in ((0, 1.0), (2, 2.0)):

@@ -118,7 +118,7 @@ def test_few_versions_are_kept_and_what_is_mapped_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied"])
-def test_a_damaged_file_is_fetched_anew(
+def test_a_damaged_file_is_fetched_again(
     cache: NodeCache, damage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     manifest, data = version(1)

@@ -50,7 +50,9 @@ class ClusterAccounts:
         # One clock for all billing: totals of two clocks would not add up.
         self._epoch_s = time.time() - self.written_s
 
-    def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float, book: RunRecorder) -> None:
+    def observe(
+        self, event: ev.Event, effects: Sequence[ef.Effect], now: float, recorder: RunRecorder
+    ) -> None:
         """Account for one controller event and its effects."""
         ended: tuple[NodeId, ...] = ()
         begun: tuple[Node, ...] = ()
@@ -64,60 +66,62 @@ class ClusterAccounts:
         # A name that stays may have other slots: the old ones are closed before the new ones are there.
         for node_id in ended:
             self.billing.observe(ev.NodeLost(node_id), (), now)
-            self._stop_billing(node_id, now, book)
+            self._stop_billing(node_id, now, recorder)
         self.billing.observe(event, effects, now)
         for node in begun:
-            self._start_billing(node.id, now, book)
+            self._start_billing(node.id, now, recorder)
 
-    def write_due(self, book: RunRecorder) -> float:
+    def write_due(self, recorder: RunRecorder) -> float:
         """Write records, and seconds, if it is time to; returns when to call again, on ``clock``."""
         bill_s = min(max(FLUSH_S, len(self._billed_as) / SLOTS_BILLED_A_SECOND), BILL_S_MAX)
         if (now := self.clock()) >= self.written_s + bill_s:
-            self.write(book)
+            self.write(recorder)
         elif now >= self._flushed_s + FLUSH_S:
-            book.flush()
+            recorder.flush()
             self._flushed_s = now
         return min(self.written_s + bill_s, self._flushed_s + FLUSH_S)
 
-    def write(self, book: RunRecorder) -> None:
+    def write(self, recorder: RunRecorder) -> None:
         """Write all seconds settled since the last call."""
         now = self.clock()
-        self._spend(book, self.billing.take(now), now)
-        self.observer.billed(book.ledger.cost_usd())
+        self._spend(recorder, self.billing.take(now), now)
+        self.observer.billed(recorder.ledger.cost_usd())
 
-    def finish(self, book: RunRecorder) -> None:
+    def finish(self, recorder: RunRecorder) -> None:
         """Close the attempt's accounts: seconds still at risk are lost."""
         now = self.clock()
-        self._spend(book, self.billing.finish(now), now)
+        self._spend(recorder, self.billing.finish(now), now)
 
     def take_seconds(self) -> dict[Phase, float]:
         """GPU-seconds by phase written since the last call."""
         taken, self._seconds = dict(self._seconds), defaultdict(float)
         return taken
 
-    def _spend(self, book: RunRecorder, spends: Iterable[Spent], now: float) -> None:
+    def _spend(self, recorder: RunRecorder, spends: Iterable[Spent], now: float) -> None:
         elapsed_s, self.written_s, self._flushed_s = now - self.written_s, now, now
-        self._bill(book, spends, elapsed_s)
+        self._bill(recorder, spends, elapsed_s)
 
-    def _bill(self, book: RunRecorder, spends: Iterable[Spent], elapsed_s: float) -> None:
+    def _bill(self, recorder: RunRecorder, spends: Iterable[Spent], elapsed_s: float) -> None:
         rows = [
             GpuSpend(self._billed_as[spent.slot], spent.phase, spent.seconds, spent.price_usd_h)
             for spent in spends
         ]
         for row in rows:
             self._seconds[row.phase] += row.seconds
-        book.bill(rows, elapsed_s, self._epoch_s + self.written_s)
+        recorder.bill(rows, elapsed_s, self._epoch_s + self.written_s)
 
-    def _start_billing(self, node: NodeId, now: float, book: RunRecorder) -> None:
+    def _start_billing(self, node: NodeId, now: float, recorder: RunRecorder) -> None:
         times = self._joined[node] = self._joined.get(node, 0) + 1
         prices = self.billing.price_of(node)
         names = {slot: WorkerId(f"{slot}#{times}") if times > 1 else slot for slot in prices}
         self._billed_as |= names
-        book.ledger.start_billing({names[slot]: price for slot, price in prices.items()}, self._epoch_s + now)
+        recorder.ledger.start_billing(
+            {names[slot]: price for slot, price in prices.items()}, self._epoch_s + now
+        )
 
-    def _stop_billing(self, node: NodeId, now: float, book: RunRecorder) -> None:
+    def _stop_billing(self, node: NodeId, now: float, recorder: RunRecorder) -> None:
         slots = [slot for slot in self._billed_as if slot.rpartition("/")[0] == node]
         if slots:
             # Not those of all slots: on a large cluster nodes are lost more often than bills are due.
-            self._bill(book, self.billing.take_gone(), 0.0)
-            book.ledger.stop_billing([self._billed_as.pop(slot) for slot in slots], self._epoch_s + now)
+            self._bill(recorder, self.billing.take_gone(), 0.0)
+            recorder.ledger.stop_billing([self._billed_as.pop(slot) for slot in slots], self._epoch_s + now)

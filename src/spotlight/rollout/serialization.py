@@ -21,7 +21,7 @@ from torch import Tensor
 from spotlight.models.condition import Condition
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, SampleTensors, from_tensors
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class SerializationError(ValueError):
@@ -85,27 +85,28 @@ def unpack_condition(data: bytes) -> Condition:
 
 
 def _pack(
-    parcel: str, name: str, tensors: Mapping[str, Tensor], content: Mapping[str, object] | None = None
+    kind: str, name: str, tensors: Mapping[str, Tensor], content: Mapping[str, object] | None = None
 ) -> bytes:
-    about = {"format": _FORMAT, "parcel": parcel, "name": name, "content": content or {}}
+    about = {"format": _FORMAT, "kind": kind, "name": name, "content": content or {}}
     plain = {key: _plain(tensor) for key, tensor in tensors.items()}
     # One metadata entry: safetensors orders several arbitrarily, and equal rollouts must give equal bytes.
     header = json.dumps({"checksum": _checksum(about, plain), **about})
     return safetensors.torch.save(plain, {"header": header})
 
 
-def _unpack(parcel: str, data: bytes) -> tuple[Mapping[str, object], dict[str, Tensor]]:
+def _unpack(kind: str, data: bytes) -> tuple[Mapping[str, object], dict[str, Tensor]]:
     try:
         tensors = safetensors.torch.load(data)
         about = _header(data)
         checksum = about.pop("checksum")
     except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
-        _refuse(parcel, data, f"it cannot be read ({type(error).__name__}: {error})")
+        _refuse(kind, data, f"it cannot be read ({type(error).__name__}: {error})")
     found = _checksum(about, tensors)
     if found != checksum:
-        _refuse(parcel, data, f"its checksum is {found}, expected {checksum}")
-    if (about["parcel"], about["format"]) != (parcel, _FORMAT):
-        _refuse(parcel, data, f"it is a {about['parcel']!r} of format {about['format']}; expected {_FORMAT}")
+        _refuse(kind, data, f"its checksum is {found}, expected {checksum}")
+    found_kind, found_format = about.get("kind"), about.get("format")
+    if (found_kind, found_format) != (kind, _FORMAT):
+        _refuse(kind, data, f"it is a {found_kind!r} of format {found_format}; expected {_FORMAT}")
     return about["content"], tensors
 
 
@@ -131,13 +132,13 @@ def _header(data: bytes) -> dict[str, Any]:
     return header
 
 
-def _refuse(parcel: str, data: bytes, why: str) -> NoReturn:
+def _refuse(kind: str, data: bytes, why: str) -> NoReturn:
     try:
         about = _header(data)
-        claim = f", said to be the {about['parcel']} of {about['name']!r}"
+        claim = f", said to be the {about['kind']} of {about['name']!r}"
     except (ValueError, LookupError, TypeError):
         claim = ""
     raise SerializationError(
-        f"{parcel} parcel ({len(data)} bytes{claim}): {why}. "
+        f"serialized {kind} ({len(data)} bytes{claim}): {why}. "
         "It was damaged on its way, or made by another version of the package: fetch it again, or make it new"
     )

@@ -206,7 +206,7 @@ class Simulation:
             self.feed(ev.TimePassed())
 
     def _settle(self, event: ev.Event, receipt: Receipt, effects: list[ef.Effect]) -> None:
-        """Book and store work that the controller accepted; everything else stays LOST."""
+        """Bill and store work that the controller accepted; everything else stays LOST."""
         match event:
             case ev.LeaseCompleted():
                 scored = (e.rollouts for e in effects if isinstance(e, ef.ScoreSamples))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spotlight.cluster.local.market_book import timed
+from spotlight.cluster.local.market_record import timed
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.fleet import FleetConfig

@@ -1,7 +1,7 @@
 """Plays a spot trace on real machines in real time: notices and SIGKILLs on the second.
 
 One thread follows the trace, notifies and kills; another starts machines one at a time, so a slow start
-delays only other starts. The book records what happened when.
+delays only other starts. :class:`MarketRecord` says what happened when.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError
-from spotlight.cluster.local.market_book import Book, Order
+from spotlight.cluster.local.market_record import MarketRecord, Order
 from spotlight.fleet.traces.trace import Trace
 from spotlight.scheduler.types import NodeKind
 
@@ -70,12 +70,12 @@ class Market:
     """Plays a trace for the length of a ``with`` block; nodes up at its end stay.
 
     Args:
-        trace: in real seconds from the start of the block (``market_book.timed``).
+        trace: in real seconds from the start of the block (``market_record.timed``).
     """
 
     def __init__(self, trace: Trace, machines: Machines, clock: Callable[[], float] = time.monotonic) -> None:
         self._trace, self._machines, self._clock = trace, machines, clock
-        self._book = Book()
+        self._record = MarketRecord()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[tuple[str, int] | None] = queue.SimpleQueue()
         self._over = threading.Event()
@@ -97,12 +97,12 @@ class Market:
         for thread in self._threads:
             thread.join()
         with self._lock:
-            self._book.close()
+            self._record.close()
 
     @property
-    def book(self) -> Book:
+    def record(self) -> MarketRecord:
         """The record, complete once the block has ended."""
-        return self._book
+        return self._record
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait for the end of the trace; False on timeout."""
@@ -117,7 +117,7 @@ class Market:
             if self._over.wait(max(0.0, event.time_s - self._now_s())):
                 return
             with self._lock:
-                order = self._book.due(event)
+                order = self._record.due(event)
             if order is not None:
                 self._obey(order, event.node, event.gpus)
 
@@ -125,12 +125,12 @@ class Market:
         while (item := self._queue.get()) is not None and not self._over.is_set():
             name, slots = item
             with self._lock:
-                wanted = self._book.starts(name)
+                wanted = self._record.starts(name)
             if not wanted:
                 continue
             error = self._try(lambda name=name, slots=slots: self._machines.add(name, slots))  # type: ignore[misc]
             with self._lock:
-                order = self._book.added(name, self._now_s(), error)
+                order = self._record.added(name, self._now_s(), error)
             if order is not None:
                 self._obey(order, name, slots)
 
@@ -142,11 +142,11 @@ class Market:
             case Order.NOTICE:
                 error = self._try(lambda: self._machines.notice(name))
                 with self._lock:
-                    self._book.noticed(index, self._now_s(), error)
+                    self._record.noticed(index, self._now_s(), error)
             case Order.KILL:
                 error = self._try(lambda: self._machines.kill(name))
                 with self._lock:
-                    self._book.killed(index, self._now_s(), error)
+                    self._record.killed(index, self._now_s(), error)
 
     def _try(self, action: Callable[[], None]) -> str:
         try:

@@ -64,7 +64,7 @@ function show() {
   update();
 }
 
-/** Fill the view anew, never twice at once; a view that was left does not hold up the next. */
+/** Fill the view again, never twice at once; a view that was left does not hold up the next. */
 async function update() {
   if (!refresh || busy === refresh) { due = true; return; }
   const mine = refresh;
@@ -135,7 +135,7 @@ function follow() {
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   document.getElementById("theme").textContent = theme === "dark" ? "☀ Light" : "☾ Dark";
-  try { localStorage.setItem("spotlight-theme", theme); } catch { /* a browser without storage: asked anew next time */ }
+  try { localStorage.setItem("spotlight-theme", theme); } catch { /* a browser without storage: asked again next time */ }
 }
 function firstTheme() {
   try { if (localStorage.getItem("spotlight-theme")) return localStorage.getItem("spotlight-theme"); } catch { /* as above */ }

@@ -44,7 +44,7 @@ class _State(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
+class EventOutcome:
     """A trace event and its outcome.
 
     Attributes:
@@ -83,18 +83,18 @@ def timed(trace: Trace, speed: float, notice_s: float | None) -> Trace:
 
 
 @dataclass(slots=True)
-class Book:
+class MarketRecord:
     """Follows one trace. Not thread-safe."""
 
-    deeds: list[Deed] = field(default_factory=list)
+    outcomes: list[EventOutcome] = field(default_factory=list)
     _states: dict[str, _State] = field(default_factory=dict)
     _adding: dict[str, int] = field(default_factory=dict)
     _removing: dict[str, int] = field(default_factory=dict)
 
     def due(self, event: TraceEvent) -> tuple[Order, int] | None:
         """An event falls due. Returns what to do and the index of its record; None: nothing to do."""
-        index = len(self.deeds)
-        self.deeds.append(Deed(event.kind, event.node, event.gpus, event.time_s))
+        index = len(self.outcomes)
+        self.outcomes.append(EventOutcome(event.kind, event.node, event.gpus, event.time_s))
         state = self._states.get(event.node)
         match event.kind:
             case TraceEventKind.ADD:
@@ -136,13 +136,13 @@ class Book:
 
     def killed(self, index: int, now_s: float, error: str = "") -> None:
         """Record that a node was killed or refused to die; it is dropped either way."""
-        self._states.pop(self.deeds[index].node, None)
+        self._states.pop(self.outcomes[index].node, None)
         self._settle(index, Fate.FAILED if error else Fate.DONE, None if error else now_s, error)
 
     def close(self) -> None:
         """Skip whatever was not done."""
-        for index, deed in enumerate(self.deeds):
-            if deed.fate is Fate.PENDING:
+        for index, outcome in enumerate(self.outcomes):
+            if outcome.fate is Fate.PENDING:
                 self._skip(index, "the market closed")
 
     def up(self) -> list[str]:
@@ -151,14 +151,14 @@ class Book:
 
     def summary(self) -> dict[str, int]:
         """Counts such as ``remove done``."""
-        counts = Counter(f"{deed.kind.value} {deed.fate.value}" for deed in self.deeds)
+        counts = Counter(f"{outcome.kind.value} {outcome.fate.value}" for outcome in self.outcomes)
         return dict(sorted(counts.items()))
 
     def lateness_s(self, kind: TraceEventKind) -> Iterator[float]:
         """Delay in seconds of each completed event of a kind."""
-        for deed in self.deeds:
-            if deed.kind is kind and deed.actual_s is not None:
-                yield deed.actual_s - deed.planned_s
+        for outcome in self.outcomes:
+            if outcome.kind is kind and outcome.actual_s is not None:
+                yield outcome.actual_s - outcome.planned_s
 
     def _removal(self, node: str, state: _State | None, index: int) -> tuple[Order, int] | None:
         match state:
@@ -179,7 +179,7 @@ class Book:
         return None
 
     def _settle(self, index: int, fate: Fate, actual_s: float | None, detail: str = "") -> None:
-        self.deeds[index] = replace(self.deeds[index], fate=fate, actual_s=actual_s, detail=detail)
+        self.outcomes[index] = replace(self.outcomes[index], fate=fate, actual_s=actual_s, detail=detail)
 
 
 def _absent(state: _State | None) -> str:

@@ -18,7 +18,7 @@ from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
 from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
-from spotlight.rollout import serialization as parcels
+from spotlight.rollout import serialization
 from spotlight.rollout.serialization import SerializationError
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, SampleTensors
 from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
@@ -76,7 +76,7 @@ def finished(seed: int = 0, *, trajectory: bool = True, name: str = "r3") -> Fin
 @settings(max_examples=60)
 @given(states())
 def test_a_state_comes_back_bit_by_bit(state: RolloutState) -> None:
-    back = parcels.unpack_state(parcels.pack_state(state), state.recipe)
+    back = serialization.unpack_state(serialization.pack_state(state), state.recipe)
     for field in ("rollout", "recipe", "step", "window"):
         assert getattr(back, field) == getattr(state, field)
     for field in ("latents", "sigmas"):
@@ -84,22 +84,22 @@ def test_a_state_comes_back_bit_by_bit(state: RolloutState) -> None:
     assert bits(back.condition["embeds"]) == bits(state.condition["embeds"])
     for field in ("kept", "log_probs"):
         assert [bits(t) for t in getattr(back, field)] == [bits(t) for t in getattr(state, field)]
-    assert parcels.pack_state(back) == parcels.pack_state(state)
+    assert serialization.pack_state(back) == serialization.pack_state(state)
 
 
 @settings(max_examples=20)
 @given(st.integers(0, 2**31), st.booleans())
 def test_samples_images_and_conditions_come_back_bit_by_bit(seed: int, trajectory: bool) -> None:
     made = finished(seed, trajectory=trajectory)
-    back = parcels.unpack_sample(parcels.pack_sample(made))
+    back = serialization.unpack_sample(serialization.pack_sample(made))
     for name in ("final", "sigmas", "latents", "log_probs"):
         found, expected = getattr(back, name), getattr(made.tensors, name)
         assert (found is None) is (expected is None)
         assert found is None or bits(found) == bits(expected)
-    image = parcels.unpack_image(parcels.pack_image(made))
+    image = serialization.unpack_image(serialization.pack_image(made))
     assert (image.dtype, image.tolist()) == (np.uint8, made.image.tolist())
     condition = Condition({"embeds": noise((3, 4), seed, torch.bfloat16)})
-    assert bits(parcels.unpack_condition(parcels.pack_condition(condition))["embeds"]) == bits(
+    assert bits(serialization.unpack_condition(serialization.pack_condition(condition))["embeds"]) == bits(
         condition["embeds"]
     )
 
@@ -109,16 +109,16 @@ def test_views_and_shared_memory_are_packed_as_what_they_show() -> None:
     assert made.tensors.latents is not None
     last = made.tensors.latents[-1]
     shared = dataclasses.replace(made, tensors=dataclasses.replace(made.tensors, final=last))
-    back = parcels.unpack_sample(parcels.pack_sample(shared))
+    back = serialization.unpack_sample(serialization.pack_sample(shared))
     assert back.latents is not None
     assert bits(back.final) == bits(back.latents[-1])
     mirrored = dataclasses.replace(made, image=made.image[:, ::-1].copy()[:2])
-    assert parcels.unpack_image(parcels.pack_image(mirrored)).tolist() == mirrored.image.tolist()
+    assert serialization.unpack_image(serialization.pack_image(mirrored)).tolist() == mirrored.image.tolist()
 
 
 def test_every_altered_byte_is_seen() -> None:
-    """Each byte in turn: an error that names the parcel, or (blanks of the format) the same numbers."""
-    data = parcels.pack_sample(finished())
+    """Each byte in turn: an error that names the kind, or (blanks of the format) the same numbers."""
+    data = serialization.pack_sample(finished())
     expected = [bits(t) for t in safetensors.torch.load(data).values()]
     named = unnoticed = 0
     for at in range(len(data)):
@@ -126,9 +126,9 @@ def test_every_altered_byte_is_seen() -> None:
             altered = bytearray(data)
             altered[at] ^= flip
             try:
-                final, kept = parcels.unpack_sample(bytes(altered))
+                final, kept = serialization.unpack_sample(bytes(altered))
             except SerializationError as error:
-                named += str(error).startswith(f"sample parcel ({len(data)} bytes")
+                named += str(error).startswith(f"serialized sample ({len(data)} bytes")
             else:
                 unnoticed += 1
                 assert kept is not None
@@ -139,37 +139,37 @@ def test_every_altered_byte_is_seen() -> None:
 
 
 def test_every_cut_is_seen() -> None:
-    data = parcels.pack_sample(finished())
+    data = serialization.pack_sample(finished())
     for end in range(len(data)):
-        with pytest.raises(SerializationError, match=rf"sample parcel \({end} bytes.*cannot be read"):
-            parcels.unpack_sample(data[:end])
+        with pytest.raises(SerializationError, match=rf"serialized sample \({end} bytes.*cannot be read"):
+            serialization.unpack_sample(data[:end])
     with pytest.raises(SerializationError, match="cannot be read"):
-        parcels.unpack_sample(data + b"x")
+        serialization.unpack_sample(data + b"x")
 
 
-def test_the_error_says_which_parcel_it_is() -> None:
-    data = bytearray(parcels.pack_image(finished(name="it-3.r7")))
+def test_the_error_says_which_kind_it_is() -> None:
+    data = bytearray(serialization.pack_image(finished(name="it-3.r7")))
     data[-1] ^= 1
     with pytest.raises(SerializationError, match=r"the image of 'it-3.r7'\): its checksum is .*, expected"):
-        parcels.unpack_image(bytes(data))
+        serialization.unpack_image(bytes(data))
 
 
-def test_another_kind_of_parcel_is_refused() -> None:
+def test_another_kind_is_refused() -> None:
     made = finished()
-    with pytest.raises(SerializationError, match=r"state parcel .* it is a 'sample' of format 1"):
-        parcels.unpack_state(parcels.pack_sample(made), TRAIN)
-    with pytest.raises(SerializationError, match=r"sample parcel .* it is a 'image'"):
-        parcels.unpack_sample(parcels.pack_image(made))
+    with pytest.raises(SerializationError, match=r"serialized state .* it is a 'sample' of format 2"):
+        serialization.unpack_state(serialization.pack_sample(made), TRAIN)
+    with pytest.raises(SerializationError, match=r"serialized sample .* it is a 'image'"):
+        serialization.unpack_sample(serialization.pack_image(made))
     with pytest.raises(SerializationError, match="cannot be read"):
-        parcels.unpack_condition(safetensors.torch.save({"embeds": torch.ones(2)}))
+        serialization.unpack_condition(safetensors.torch.save({"embeds": torch.ones(2)}))
 
 
 def test_the_header_is_json_that_others_can_read() -> None:
-    data = parcels.pack_sample(finished())
+    data = serialization.pack_sample(finished())
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(json.loads(data[8:end])["__metadata__"]["header"])
     assert re.fullmatch("[0-9a-f]{8}", header.pop("checksum"))
-    assert header == {"format": 1, "parcel": "sample", "name": "r3", "content": {}}
+    assert header == {"format": 2, "kind": "sample", "name": "r3", "content": {}}
 
 
 def test_a_state_of_another_recipe_is_refused() -> None:
@@ -178,4 +178,6 @@ def test_a_state_of_another_recipe_is_refused() -> None:
         latents=torch.ones(2, 4), sigmas=torch.linspace(1, 0, 5), window=range(0),
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"guidance_scale 3\.5, but this worker's recipe has 1.0"):
-        parcels.unpack_state(parcels.pack_state(state), dataclasses.replace(EVAL, guidance_scale=1.0))
+        serialization.unpack_state(
+            serialization.pack_state(state), dataclasses.replace(EVAL, guidance_scale=1.0)
+        )
