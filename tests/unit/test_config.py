@@ -21,6 +21,7 @@ from spotlight.config.load import (
 )
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.config.section import Section
+from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.learner_section import divisors_near
 from spotlight.config.sections.rewards import RewardConfig
 from spotlight.config.tree import parse_yaml
@@ -127,6 +128,22 @@ def test_every_algorithm_can_be_chosen_by_name(section: type[Section]) -> None:
     # The tag of the union is no part of a key.
     (problem,) = problems_of(f"algorithm={{name: {name}, advantage: {{clip: -1}}}}")
     assert problem.key == "algorithm.advantage.clip"
+
+
+def test_another_algorithm_keeps_a_files_keys_on_groups(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "algorithm: {name: diffusion-nft, beta: 0.3, train_samples: 6, train_policy: top_and_bottom,"
+        " silent_groups: skip, advantage: {clip: 3.0}}\n"
+        "rollout: {group_size: 12}\nlearner: {micro_batch_size: 6}\n"
+    )
+    kept = load_config(file, ["algorithm.name=awm"]).algorithm
+    groups = {"train_samples": 6, "train_policy": "top_and_bottom", "silent_groups": "skip"}
+    assert kept == type(kept)(advantage=AdvantageConfig(clip=3.0), **groups)
+    whole = load_config(file, ["algorithm={name: awm}"]).algorithm
+    assert whole == type(whole)()
+    more = load_config(file, ["algorithm.train_samples=4", "algorithm.name=awm"]).algorithm
+    assert (more.train_samples, more.silent_groups) == (4, "skip")
 
 
 def load_or_problems(overrides: list[str]) -> RunConfig | ConfigError:

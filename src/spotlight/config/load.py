@@ -18,7 +18,7 @@ from pydantic_core import ErrorDetails
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.preset import with_preset
 from spotlight.config.schema import RUN_NAME, RunConfig
-from spotlight.config.sections.algorithm import AlgorithmSection
+from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
 from spotlight.config.tree import merge, parse_yaml, read_tree, yaml_trouble
 from spotlight.registry import ALGORITHMS, ANY_NAME, absent_remedy
 
@@ -43,7 +43,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """
     preset = any(text.startswith("like=") for text in overrides)
     tree = {} if path is None and preset else read_tree(path or EMBEDDED)
-    # Apply a change of algorithm first: its fields start from its own defaults, not the file's.
+    # Apply a change of algorithm first: all its keys but those of groups start from its own defaults.
     for override in sorted(overrides, key=lambda text: not text.startswith((f"{_ALGORITHM}=", "algorithm="))):
         apply_override(tree, override)
     named = f"like: {tree['like']}" if tree.get("like") is not None else ""
@@ -186,7 +186,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         node = child
     current = node.get(leaf)
     if key == _ALGORITHM and current != value:
-        tree["algorithm"] = {"name": value}
+        tree["algorithm"] = {"name": value} | {key: node[key] for key in KEYS_OF_GROUPS if key in node}
     elif isinstance(value, dict) and isinstance(current, dict) and not _is_another(key, current, value):
         node[leaf] = current | value
     else:

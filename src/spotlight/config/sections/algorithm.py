@@ -63,6 +63,10 @@ class AdvantageConfig(Section):
             )  # fmt: skip
 
 
+KEYS_OF_GROUPS = ("advantage", "train_samples", "train_policy", "silent_groups")
+"""Keys that mean the same with every algorithm, and stay when another is chosen."""
+
+
 class AlgorithmSection(Section):
     """An RL algorithm's settings, and its requirements on rollouts and memory.
 
