@@ -90,15 +90,15 @@ def gains(
     draw = random.Random(0)
     resampled = [ratios(draw.choices(seeds, k=len(seeds)))[1] for _ in range(resamples)]
     costs, here = ratios(seeds)
-    told: dict[str, Tree] = {}
+    gains: dict[str, Tree] = {}
     for axis, value in here.items():
         known = [each for found in resampled if (each := found[axis]) is not None]
-        told[axis] = {"cost": finite(costs[axis]), "ratio": None if value is None else finite(value)}
+        gains[axis] = {"cost": finite(costs[axis]), "ratio": None if value is None else finite(value)}
         for ends, level in (("", _LEVEL), ("_all", 1 - (1 - _LEVEL) / max(1, compared))):
             low, high = quantiles(known, level)
-            told[axis] |= {f"low{ends}": finite(low), f"high{ends}": finite(high)}
-        told[axis]["undecided"] = 1 - len(known) / resamples
-    return told
+            gains[axis] |= {f"low{ends}": finite(low), f"high{ends}": finite(high)}
+        gains[axis]["undecided"] = 1 - len(known) / resamples
+    return gains
 
 
 def quantiles(values: Sequence[float], level: float) -> tuple[float, float]:

@@ -346,10 +346,10 @@ def show_ray(runs: Sequence[RayRun]) -> None:
     for row in summarise(runs):
         table.add_row(
             str(row["mode"]),
-            _told(row["samples_per_s"], row["samples_per_s_stderr"], 2),
-            _told(row["ratio"], row["ratio_stderr"], 3),
-            _told(row["ceiling"], None, 2),
-            _told(row["validation"], row["validation_stderr"], 3),
+            _with_error(row["samples_per_s"], row["samples_per_s_stderr"], 2),
+            _with_error(row["ratio"], row["ratio_stderr"], 3),
+            _with_error(row["ceiling"], None, 2),
+            _with_error(row["validation"], row["validation_stderr"], 3),
             "" if row["outside"] is None else f"{row['outside']} of {row['validations']}",
             str(row["learns_as"]),
             f"{row['idle_share']:.0%}",
@@ -360,7 +360,7 @@ def show_ray(runs: Sequence[RayRun]) -> None:
     Console().print(table)
 
 
-def _told(mean: object, error: object, digits: int) -> str:
+def _with_error(mean: object, error: object, digits: int) -> str:
     if not isinstance(mean, float):
         return ""
     return f"{mean:.{digits}f}" + (f" ± {error:.{digits}f}" if isinstance(error, float) else "")

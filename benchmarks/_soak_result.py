@@ -149,7 +149,7 @@ def show(result: dict[str, Any]) -> None:
         spread = f"{statistics.median(waited):.1f} s ({min(waited):.1f} to {max(waited):.1f} s)"
         facts.add_row(f"next step after {name}", f"{spread}, {len(waited)} times")
     for name, value in ledger.items():
-        facts.add_row(name.replace("_", " "), _told(value))
+        facts.add_row(name.replace("_", " "), _text(value))
     console.print(facts)
     for violation in result["violations"]:
         console.print(f"VIOLATED {violation}", style="red", markup=False)
@@ -157,12 +157,12 @@ def show(result: dict[str, Any]) -> None:
         console.print("no promise was broken", style="green")
 
 
-def _told(value: object) -> str:
+def _text(value: object) -> str:
     match value:
         case dict():
-            return ", ".join(f"{key} {_told(item)}" for key, item in value.items()) or "none"
+            return ", ".join(f"{key} {_text(item)}" for key, item in value.items()) or "none"
         case list():
-            return ", ".join(_told(item) for item in value)
+            return ", ".join(_text(item) for item in value)
         case float():
             return f"{value:.4g}" if abs(value) < 1 else f"{value:.1f}"
     return str(value)

@@ -363,14 +363,14 @@ def main(
         console.print(timed)
     if json is not None:
         names = ("model", "kind", "variant", "masked", "backward")
-        told = {
+        result = {
             "work": asdict(work),
             "machine": machine(torch.device("cpu")),
             "blocks": [{**dict(zip(names, case, strict=False)), **asdict(case[-1])} for case in cases],
             "host_seconds": seconds,
         }
         json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(told, indent=1))
+        json.write_text(jsonlib.dumps(result, indent=1))
 
 
 def _table(cases: list[Case], work: Work) -> Table:

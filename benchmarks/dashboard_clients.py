@@ -84,9 +84,9 @@ def main(
         clock: ratio([getattr(on, clock) for _, on in pairs], [getattr(off, clock) for off, _ in pairs])
         for clock in ("wall_s", "cpu_s")
     }
-    _tell(done, ratios, clients)
+    _print(done, ratios, clients)
     if json is not None:
-        told = {
+        result = {
             "clients": clients,
             "pinned": pin,
             "machine": machine(torch.device("cpu")),
@@ -94,7 +94,7 @@ def main(
             "ratios": {clock: [each.low, each.median, each.high] for clock, each in ratios.items()},
         }
         json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(told, indent=1))
+        json.write_text(jsonlib.dumps(result, indent=1))
 
 
 @contextmanager
@@ -176,7 +176,7 @@ def _wait_for_rows(place: Path, run: subprocess.Popen[bytes], rows: int) -> None
         time.sleep(0.1)
 
 
-def _tell(blocks: Sequence[Block], ratios: dict[str, Ratio], clients: int) -> None:
+def _print(blocks: Sequence[Block], ratios: dict[str, Ratio], clients: int) -> None:
     console = wide_console()
     for watched in (False, True):
         mine = [block for block in blocks if block.watched == watched]

@@ -231,11 +231,11 @@ def rates_table(record: Record, task: str, cases: Sequence[str]) -> list[Tree]:
         heights = {rate: areas(curve) for rate, curve in curves.items()}
         best = best_rate(heights)
         scores = {f"at {at}": f"{score:.3f}" for at, score in curves[best].items()}
-        told = {
+        height_cells = {
             f"height {number}": f"{heights[rate]:.3f} at {rate:g}" for number, rate in enumerate(heights, 1)
         }
         spent_s = record.tree["tuned"][name_of(task, case, best, TUNING_SEED)]["cpu_s"]
-        rows.append({"case": case, "rate": f"{best:g}"} | scores | told | {"CPU s": f"{spent_s:.0f}"})
+        rows.append({"case": case, "rate": f"{best:g}"} | scores | height_cells | {"CPU s": f"{spent_s:.0f}"})
     return rows
 
 
@@ -317,12 +317,12 @@ def shown(figures: Tree) -> Iterator[tuple[str, list[Tree]]]:
     for name, found in figures["gains"].items():
         rows = []
         for case in curves:
-            cells = {axis: _told(each) for axis, each in found[case].items()}
+            cells = {axis: _text(each) for axis, each in found[case].items()}
             rows.append({"case": case} | cells)
         yield f"cost of {name} ({found['target']:.3f}), and how many times less (90 %)", rows
 
 
-def _told(gain: Tree) -> str:
+def _text(gain: Tree) -> str:
     if gain["cost"] is None:
         return "not reached"
     value, low, high = ("?" if gain[key] is None else f"{gain[key]:.2f}" for key in ("ratio", "low", "high"))

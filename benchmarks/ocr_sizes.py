@@ -44,8 +44,8 @@ def main(
             found, ms = scored(scenes, drawn, limit)
             change = found - full
             error = change.std(ddof=1) / np.sqrt(pictures)
-            told = f"{found.mean():.3f}  {change.mean():+.3f} ± {error:.3f}  {ms:6.0f}"
-            print(f"{share * side:5.0f} px  {limit:5}  {told}", flush=True)
+            figures = f"{found.mean():.3f}  {change.mean():+.3f} ± {error:.3f}  {ms:6.0f}"
+            print(f"{share * side:5.0f} px  {limit:5}  {figures}", flush=True)
 
 
 def scored(scenes: list[np.ndarray], words: np.ndarray, limit: int) -> tuple[np.ndarray, float]:

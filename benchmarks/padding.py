@@ -101,10 +101,10 @@ def main() -> None:
     wide_console().print(f"{arguments.config}, {arguments.ranks} ranks")
     wide_console().print(table)
     if arguments.json is not None:
-        told = {
+        phases = {
             phase: {name: asdict(found) for name, found in ways.items()} for phase, ways in measured.items()
         }
-        arguments.json.write_text(json.dumps({"ranks": arguments.ranks, **told}, indent=2) + "\n")
+        arguments.json.write_text(json.dumps({"ranks": arguments.ranks, **phases}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -171,9 +171,9 @@ def table_of(
         for deadline_h in deadlines_h:
             goal = Goal(deadline_h=deadline_h)
             best = min(found.items(), key=lambda item: goal.rank(item[1]))
-            told = f"best at {deadline_h:g} h" + ("" if goal.met_by(best[1]) else " (missed)")
+            choice = f"best at {deadline_h:g} h" + ("" if goal.met_by(best[1]) else " (missed)")
             exact = _exact(work, best[0], confirm_starts)
-            yield _row(work, place, told, shape_of(best[0]), best[1], exact)
+            yield _row(work, place, choice, shape_of(best[0]), best[1], exact)
         yield _goals(work, place, found, alone[place], confirm_starts)
 
 
@@ -260,9 +260,9 @@ def _factor(found: Factor | None, goal: float) -> str:
     """``4.1x (3.2-5.0x; exactly 4.0x) of 5x: ...``."""
     if found is None:
         return f"none, of {goal:g}x"
-    told = "" if math.isnan(found.exactly) else f"; exactly {found.exactly:.1f}x"
+    exactly = "" if math.isnan(found.exactly) else f"; exactly {found.exactly:.1f}x"
     least, most = found.ends
-    return f"{found.p50:.1f}x ({least:.1f}-{most:.1f}x{told}) of {goal:g}x: {found.cluster}"
+    return f"{found.p50:.1f}x ({least:.1f}-{most:.1f}x{exactly}) of {goal:g}x: {found.cluster}"
 
 
 def show(rows: Sequence[TableRow | GoalRow]) -> str:

@@ -76,10 +76,10 @@ class Publishing:
         manifest, data = self._timed(PARTS[0], lambda: self._packed(version))
         self._timed(PARTS[1], lambda: self.cache.get(manifest, lambda: data))
         mark = self.cache.directory / f"{manifest.digest}.hashed"
-        told = mark.read_text()
+        marked = mark.read_text()
         mark.unlink()
         self._timed(PARTS[2], lambda: self.cache.get(manifest, _never))
-        if mark.read_text() != told:
+        if mark.read_text() != marked:
             raise RuntimeError("the file was written again")
         bundle = self._timed(PARTS[3], lambda: self.cache.get(manifest, _never))
         dtype = torch.bfloat16

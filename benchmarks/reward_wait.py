@@ -74,7 +74,7 @@ def main(
         ]
     whole_s = timed[-1].wall_s - first.wall_s
     wait_s = sum(row.values["rewards/wait_s"] for row in timed)
-    told = {
+    figures = {
         "iteration_s": whole_s / len(timed),
         "reward_wait_s": wait_s / len(timed),
         "share": wait_s / whole_s,
@@ -82,7 +82,7 @@ def main(
         "reward_ms": reward_ms,
         "replicas": replicas,
     }
-    print(json.dumps(told))
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":

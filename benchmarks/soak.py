@@ -363,9 +363,9 @@ def spot_trace(
         ]
     added_s = {event.node: event.time_s for event in events if event.kind is TraceEventKind.ADD}
     for event in [event for event in events if event.kind is TraceEventKind.REMOVE]:
-        told_s = event.time_s - draw.uniform(*NOTICES_S)
-        if draw.random() < NOTICED_SHARE and told_s > added_s[event.node]:
-            events.append(TraceEvent(told_s, TraceEventKind.NOTICE, event.node, event.gpus))
+        noticed_s = event.time_s - draw.uniform(*NOTICES_S)
+        if draw.random() < NOTICED_SHARE and noticed_s > added_s[event.node]:
+            events.append(TraceEvent(noticed_s, TraceEventKind.NOTICE, event.node, event.gpus))
     events.sort(key=lambda event: event.time_s)
     return Trace(tuple(events), horizon_s, f"soak, seed {seed}")
 

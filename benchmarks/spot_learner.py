@@ -164,14 +164,14 @@ class LearnerHunt:
 
     def outcome(self) -> Outcome:
         """What came of the run, which is made if it was not before, with the same arguments."""
-        file, told = self.run.with_suffix(".json"), [*self.arguments, f"every {self.every_s:g} s"]
+        file, arguments = self.run.with_suffix(".json"), [*self.arguments, f"every {self.every_s:g} s"]
         with suppress(OSError, ValueError):
             before = json.loads(file.read_text())
-            if before["arguments"] == told:
+            if before["arguments"] == arguments:
                 return Outcome(**before["outcome"] | {"mode": Mode(before["outcome"]["mode"])})
         made = self._made()
         if not made.violations:
-            file.write_text(json.dumps({"arguments": told, "outcome": asdict(made)}, indent=2) + "\n")
+            file.write_text(json.dumps({"arguments": arguments, "outcome": asdict(made)}, indent=2) + "\n")
         return made
 
     def _made(self) -> Outcome:

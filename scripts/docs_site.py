@@ -111,10 +111,10 @@ def _section(
         yield from ("| key | type | default | meaning |", "|---|---|---|---|", *rows, "")
     for key, field, found, here, alternative in deeper:
         value = here if type(here) is found else None if _is_required(found) else found()
-        told = (key, repr(value if value is not None else found))
-        if told in shown:  # algorithms share sections
+        entry = (key, repr(value if value is not None else found))
+        if entry in shown:  # algorithms share sections
             continue
-        shown.add(told)
+        shown.add(entry)
         title = f"`{key}`" + (f", `name: {found.model_fields['name'].default}`" if alternative else "")
         yield from (f"{'#' * min(2 + prefix.count('.'), 4)} {title}", "")
         if not prefix or alternative or found.__doc__ != field.description:

@@ -16,7 +16,7 @@ PLACE = re.compile(
     r"(?<=<!-- stages: drawn by scripts/draw_stages.py -->\n).*?(?=<!-- end of stages -->)", re.DOTALL
 )
 _COMMON = 3
-"""A trigger that leads from so many stages to one is told in a sentence: arrows would hide the others."""
+"""A trigger that leads from so many stages to one is put in words: arrows would hide the others."""
 
 
 def draw() -> str:

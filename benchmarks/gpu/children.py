@@ -57,7 +57,7 @@ def place(lab: Lab) -> Place:
 
 
 class Child:
-    """A child process: ``work(place, pipe, *arguments)`` sends values. Its exception reaches :meth:`hear`."""
+    """A child process: ``work(place, pipe, *arguments)`` sends values; :meth:`receive` gets them."""
 
     def __init__(self, work: Callable[..., None], lab: Lab, *arguments: object) -> None:
         method = "spawn" if lab.device.type == "cuda" else "forkserver"
@@ -67,7 +67,7 @@ class Child:
         self.process.start()
         theirs.close()
 
-    def hear(self, timeout_s: float = _START_S) -> Any:
+    def receive(self, timeout_s: float = _START_S) -> Any:
         """The next value.
 
         Raises:
@@ -112,7 +112,7 @@ def _run(work: Callable[..., None], where: Place, pipe: Connection, *arguments: 
     die_with_parent()
     try:
         work(where, pipe, *arguments)
-    except Exception as error:  # noqa: BLE001 - it is told to the parent
+    except Exception as error:  # noqa: BLE001 - the parent raises it
         pipe.send(Raised(f"{type(error).__name__}: {str(error).strip()[:500]}"))
 
 

@@ -38,7 +38,7 @@ def sharded_gradients(lab: Lab) -> Outcome:
     """Gradients through FSDP2 on a mesh of one rank against those without."""
     lab.drop()
     with Child(children.gradients_on_a_mesh, lab) as child:
-        value, is_sharded = child.hear()
+        value, is_sharded = child.receive()
     if not is_sharded:
         raise RuntimeError("the parameters are not DTensors: nothing was sharded")
     return Outcome(value)
@@ -122,7 +122,7 @@ def _short_of_memory(
 def open_and_close(lab: Lab) -> Outcome:
     """Memory lost by opening and closing a group twenty times."""
     with Child(children.open_and_close, lab, CYCLES, 20.0) as child:
-        seconds, lost = child.hear()
+        seconds, lost = child.receive()
     return Outcome(
         lost / 2**20, {"first_s": seconds[0], "others_s": sorted(seconds[1:]), "cycles": len(seconds)}
     )
@@ -132,9 +132,9 @@ def missing_peer(lab: Lab) -> Outcome:
     """Seconds until a rank without its peer gives up, in units of the limit it was given."""
     limit_s, (store, address) = 5.0, rendezvous.serve()
     with Child(children.open_group, lab, address, 0, limit_s) as child:
-        child.hear()
+        child.receive()
         try:
-            name, message, seconds = child.hear(4 * limit_s)
+            name, message, seconds = child.receive(4 * limit_s)
         except TimeoutError:
             return Outcome(4.0, {"hangs": "killed after four times the limit"})
     del store
@@ -149,12 +149,12 @@ def killed_and_resumed(lab: Lab) -> Outcome:
         raise RuntimeError(f"{path} is left of an earlier row")
     lab.pipeline(lab.scale.few_layers)
     with Child(children.roll_out_and_commit, lab) as child:
-        while (step := child.hear()) < children.STEPS // 2:
+        while (step := child.receive()) < children.STEPS // 2:
             pass
         time.sleep(0.02)  # into the next step
         child.kill()
     with Child(children.resume_and_compare, lab) as child:
-        different, began = child.hear()
+        different, began = child.receive()
     if max(began) >= children.STEPS:
         raise RuntimeError("the rollouts were done before the process was killed")
     return Outcome(different, {"killed_after_step": step, "resumed_at": began})
@@ -172,7 +172,7 @@ def copied_model(lab: Lab) -> Outcome:
     lab.drop()
     family = lab.empty(layers)
     with Child(children.serve_weights, lab, layers, BUCKET_BYTES) as server:
-        size = server.hear()
+        size = server.receive()
         seconds = []
         for _ in range(2):  # the first time buckets are allocated and handles opened
             began = time.perf_counter()
@@ -196,7 +196,7 @@ def killed_source(lab: Lab) -> Outcome:
     family = lab.empty(layers)
     take, taken, killed = peers._Transfer.take, [0], [0.0]
     with Child(children.serve_weights, lab, layers, bucket) as server:
-        server.hear()
+        server.receive()
 
         def take_and_kill(self: peers._Transfer, rows: object, memory: Tensor) -> None:
             take(self, rows, memory)  # type: ignore[arg-type]
@@ -214,7 +214,7 @@ def killed_source(lab: Lab) -> Outcome:
                 raise RuntimeError(f"the copy ended as if nothing had happened, after {taken[0]} buckets")
     wait(lab.device)
     with Child(children.serve_weights, lab, layers, bucket) as server:
-        server.hear()
+        server.receive()
         _fetch(lab, family, stall_s)
         lab.velocity(family, family.transformer, lab.scale.exact)
     return Outcome(seconds, {"message": message[:300], "buckets_before": taken[0]})
@@ -230,7 +230,7 @@ def two_on_one(lab: Lab) -> Outcome:
         Child(children.roll_out_forever, lab, layers) as worker,
         learning(lab, family, slots, shape) as learner,
     ):
-        worker.hear()
+        worker.receive()
 
         def updates(over: Callable[[], bool]) -> float:
             done, began = 0, time.monotonic()
@@ -244,10 +244,10 @@ def two_on_one(lab: Lab) -> Outcome:
         ends = time.monotonic() + seconds
         train_alone = updates(lambda: time.monotonic() > ends)
         worker.pipe.send(seconds)
-        roll_alone = worker.hear()
+        roll_alone = worker.receive()
         worker.pipe.send(seconds)
         train_both = updates(worker.pipe.poll)
-        roll_both = worker.hear()
+        roll_both = worker.receive()
     shares = {"training": train_both / train_alone, "rollout": roll_both / roll_alone}
     return Outcome(
         sum(shares.values()),
@@ -287,12 +287,14 @@ def two_ranks_on_one(lab: Lab) -> Outcome:
     with ExitStack() as stack:
         ranks = [stack.enter_context(Child(children.open_group, lab, address, i, limit_s)) for i in range(2)]
         for rank in ranks:
-            rank.hear()
+            rank.receive()
         try:
-            told = [rank.hear(4 * limit_s) for rank in ranks]
+            answers = [rank.receive(4 * limit_s) for rank in ranks]
         except TimeoutError:
             return Outcome(4.0, {"hangs": "killed after four times the limit"})
     del store
-    if any(name == "opened" for name, _, _ in told):
-        raise RuntimeError(f"two ranks share one GPU: {told}")
-    return Outcome(max(seconds for _, _, seconds in told) / limit_s, {"errors": [row[:2] for row in told]})
+    if any(name == "opened" for name, _, _ in answers):
+        raise RuntimeError(f"two ranks share one GPU: {answers}")
+    return Outcome(
+        max(seconds for _, _, seconds in answers) / limit_s, {"errors": [row[:2] for row in answers]}
+    )

@@ -191,10 +191,10 @@ def line(result: Result) -> str:
     sign = ">=" if result.at_least else "<="
     limit = "-" if result.threshold is None else f"{sign} {result.threshold:.4g}"
     style = _STYLES[result.verdict]
-    told = escape(f"  {result.note}") if result.note else ""
+    note = escape(f"  {result.note}") if result.note else ""
     return (
         f"[{style}]{result.verdict.value}[/] {result.part} {result.name:<26} {value:>22}  {limit:<10} "
-        f"{result.seconds:6.1f} s  {escape(result.title)}{told}"
+        f"{result.seconds:6.1f} s  {escape(result.title)}{note}"
     )
 
 

@@ -35,7 +35,7 @@ class RowProcess:
         self.process.start()
         theirs.close()
 
-    def hear(self, timeout_s: float) -> dict[str, object] | None:
+    def receive(self, timeout_s: float) -> dict[str, object] | None:
         """The next message; None if none came in time.
 
         Raises:
@@ -107,12 +107,12 @@ def supervise(
 def _begun(process: RowProcess, report: Report) -> bool:
     """Whether the process is there to run rows: torch, diffusers and the device are."""
     try:
-        told = process.hear(START_S)
+        message = process.receive(START_S)
     except EOFError:
         return False
-    if told is not None:
-        report.machine = told["machine"]  # type: ignore[assignment]
-    return told is not None
+    if message is not None:
+        report.machine = message["machine"]  # type: ignore[assignment]
+    return message is not None
 
 
 def _run(process: RowProcess, row: Row, limit_s: float, tiny: bool) -> tuple[Result, bool]:
@@ -124,18 +124,18 @@ def _run(process: RowProcess, row: Row, limit_s: float, tiny: bool) -> tuple[Res
 
     try:
         process.ask(row)
-        told = process.hear(limit_s)
+        message = process.receive(limit_s)
     except (EOFError, OSError):
         process.process.join(5.0)
         return failed(f"its process ended with exit code {process.process.exitcode}")
-    if told is None:
+    if message is None:
         return failed(f"it did not end within {limit_s:.0f} s and was stopped")
-    seconds, note = time.monotonic() - began, str(told.get("note", ""))
-    if told["kind"] == "skip":
+    seconds, note = time.monotonic() - began, str(message.get("note", ""))
+    if message["kind"] == "skip":
         return result_of(row, Verdict.SKIP, seconds, tiny=tiny, note=note), False
-    if told["kind"] == "raised":
-        return result_of(row, Verdict.FAIL, seconds, tiny=tiny, note=note), bool(told["broken"])
-    outcome = told["outcome"]
+    if message["kind"] == "raised":
+        return result_of(row, Verdict.FAIL, seconds, tiny=tiny, note=note), bool(message["broken"])
+    outcome = message["outcome"]
     assert isinstance(outcome, Outcome)
     verdict = row.verdict(outcome.value, tiny=tiny)
-    return result_of(row, verdict, seconds, tiny=tiny, outcome=outcome), bool(told.get("broken"))
+    return result_of(row, verdict, seconds, tiny=tiny, outcome=outcome), bool(message.get("broken"))

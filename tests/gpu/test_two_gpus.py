@@ -45,10 +45,10 @@ def test_two_ranks_compute_what_one_computes_and_a_killed_one_is_noticed(
             stack.enter_context(Child(two_devices.denoise_together, lab, address, rank, LIMIT_S))
             for rank, lab in enumerate(labs)
         ]
-        assert all(rank.hear() < 1e-5 for rank in ranks)
+        assert all(rank.receive() < 1e-5 for rank in ranks)
         ranks[1].kill()
         ranks[0].pipe.send("go on")
-        lost_s, same_alone = ranks[0].hear(3 * LIMIT_S)
+        lost_s, same_alone = ranks[0].receive(3 * LIMIT_S)
         assert lost_s < 2 * LIMIT_S
         assert same_alone
     del store
@@ -74,7 +74,7 @@ def test_gradients_of_two_ranks_are_those_of_one_and_rollouts_keep_the_model(
                 stack.enter_context(Child(two_devices.train_together, lab, address, rank, world))
                 for rank, lab in enumerate(labs)
             ]
-            gradients, same = next(rank.hear() for rank in ranks)
+            gradients, same = next(rank.receive() for rank in ranks)
             assert same or world == 1
             found.append(gradients)
             for rank in ranks:
@@ -101,7 +101,7 @@ def test_weights_go_from_one_gpu_to_another(tmp_path_factory: pytest.TempPathFac
     layers = one.scale.few_layers
     one.pipeline(layers)
     with children.Child(children.serve_weights, one, layers, 2**20) as server:
-        server.hear()
+        server.receive()
         family = other.empty(layers)
         with filling(family.transformer) as targets:
             fetch_from_peer(home / "peers" / "w0.sock", children.DIGEST, targets, modules_of(targets))
