@@ -410,7 +410,7 @@ def test_a_dashboard_beside_a_run_that_fails_says_why(
     (tmp_path / "uvicorn.py").write_text("raise SystemExit('a broken installation')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    start_beside(tmp_path, "a run", stays=False, tell=told.put)
+    start_beside(tmp_path, "a run", stays=False, note=told.put)
     assert told.get(timeout=60).startswith("dashboard: http://127.0.0.1:")
     failure = told.get(timeout=60)
     assert "status 1; the run goes on" in failure

@@ -9,12 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.cluster.nodes.facts import Gpu, NodeFacts, gather, heard, incompatibility, parse_nvidia_smi
+from spotlight.cluster.nodes.facts import (
+    Gpu,
+    NodeFacts,
+    gather,
+    incompatibility,
+    parse_nvidia_smi,
+    read_facts,
+)
 from spotlight.cluster.nodes.listing import (
     RayNode,
     View,
     diff,
-    gpus_told,
+    gpus_text,
     mixed_gpus,
     place_learner,
     read_node,
@@ -253,7 +260,7 @@ def test_gpus_of_two_kinds_in_one_node_are_told() -> None:
         assert "'d'" in problem.key
         assert other.name in problem.found
         assert unlike(big, other)
-        assert gpus_told(facts) == f"H100 of 80 GiB and {other.name} of {other.memory_bytes >> 30} GiB"
+        assert gpus_text(facts) == f"H100 of 80 GiB and {other.name} of {other.memory_bytes >> 30} GiB"
         assert mixed_gpus(node("d", gpus=False), facts) is None
 
 
@@ -284,9 +291,9 @@ def test_what_does_not_matter_does_not_exclude_a_node() -> None:
 
 def test_facts_cross_versions() -> None:
     mine = replace(gather(), gpus=(Gpu("L4", 24 << 30),))
-    assert heard(mine.told()) == mine
-    assert heard({**mine.told(), "new": [1]}) == mine
-    old = heard({"spotlight": "0.1"})
+    assert read_facts(mine.as_json()) == mine
+    assert read_facts({**mine.as_json(), "new": [1]}) == mine
+    old = read_facts({"spotlight": "0.1"})
     assert (old.spotlight, old.torch, old.gpus, old.shm_free_bytes) == ("0.1", "unknown", (), 0)
 
 

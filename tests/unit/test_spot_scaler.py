@@ -25,7 +25,7 @@ from spotlight.scheduler.types import NodeKind, Phase
 
 @dataclass
 class Fleet:
-    """A provider, the nodes that it provides, and what the run is told of them."""
+    """A provider, the nodes that it provides, and what the scaler says of them."""
 
     nodes: list[RayNode] = field(default_factory=list)
     learner_on: str = ""
@@ -35,7 +35,7 @@ class Fleet:
     asked_for: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     closed: bool = False
     ends: dict[str, float] = field(default_factory=dict)
-    told: list[str] = field(default_factory=list)
+    decisions: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     takes_s: float = 0.0
     at_once: int = 100
@@ -89,8 +89,8 @@ class Fleet:
     def spent_usd(self) -> float:
         return 1.0
 
-    def decided(self, told: str) -> None:
-        self.told.append(told)
+    def decided(self, text: str) -> None:
+        self.decisions.append(text)
 
     def returned(self, node: RayNode) -> None:
         self.gone.append(node.name)
@@ -160,8 +160,8 @@ def test_what_is_decided_is_asked_for_and_told() -> None:
             yield False
 
     beside(scaler, steps())
-    assert fleet.told[0].startswith("4 spot nodes instead of 2: the rest (89 iterations) takes ")
-    assert "left" in fleet.told[0]
+    assert fleet.decisions[0].startswith("4 spot nodes instead of 2: the rest (89 iterations) takes ")
+    assert "left" in fleet.decisions[0]
     assert fleet.closed
 
 
@@ -248,7 +248,7 @@ def test_a_provider_that_fails_is_asked_again_and_told_once() -> None:
     scaler = scaler_of(fleet, wanted=3)
 
     async def steps() -> AsyncIterator[bool]:
-        while not fleet.told:
+        while not fleet.decisions:
             yield False
         fleet.fails = ""
         while len(fleet.nodes) < 3:
@@ -274,7 +274,7 @@ def test_a_provider_that_fails_is_asked_again_and_told_once() -> None:
             yield False
 
     beside(scaler, steps())
-    assert fleet.told == [
+    assert fleet.decisions == [
         "failed, tried again in 0.05 s: the API is down",
         "failed, tried again in 0.05 s: no quota",
     ]
@@ -364,7 +364,7 @@ def test_what_is_not_given_back_at_the_end_is_told() -> None:
         fleet.fails = "spot-1 may still cost money"
 
     beside(scaler, steps())
-    assert fleet.told == ["not all spot nodes are given back: spot-1 may still cost money"]
+    assert fleet.decisions == ["not all spot nodes are given back: spot-1 may still cost money"]
 
 
 def test_what_the_rest_takes_is_told_every_hour() -> None:
@@ -372,12 +372,14 @@ def test_what_the_rest_takes_is_told_every_hour() -> None:
     scaler = scaler_of(fleet, report_s=0.2)
 
     async def steps() -> AsyncIterator[bool]:
-        while len(fleet.told) < 3:
+        while len(fleet.decisions) < 3:
             yield False
 
     beside(scaler, steps())
-    assert all(told.startswith("2 spot nodes: the rest (90 iterations) takes ") for told in fleet.told[:3])
-    assert "out of reach; what comes nearest is 8 nodes" in fleet.told[0]
+    assert all(
+        text.startswith("2 spot nodes: the rest (90 iterations) takes ") for text in fleet.decisions[:3]
+    )
+    assert "out of reach; what comes nearest is 8 nodes" in fleet.decisions[0]
 
 
 def test_what_is_measured_is_read_again_from_the_metrics() -> None:

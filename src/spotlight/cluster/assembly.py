@@ -119,7 +119,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             conversations.start(nodes.on_demand.run())
         else:
             notes = NodeNotes(room.directory.path / ON_DEMAND_NOTES)
-            notes.tell("fleet.learner_placement=spot_then_on_demand", note)
+            notes.report("fleet.learner_placement=spot_then_on_demand", note)
         nodes.scaler = _scaler(config, room, nodes, controller, incidents)
         driver = LearnerDriver(
             controller,

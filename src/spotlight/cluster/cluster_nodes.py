@@ -18,7 +18,7 @@ from spotlight.cluster.nodes.listing import (
     SLOT,
     Part,
     RayNode,
-    gpus_told,
+    gpus_text,
     mixed_gpus,
     train_only,
     typed,
@@ -92,7 +92,7 @@ class ClusterNodes:
         self._by_index = self._fleet.ranks_roll_out or any(
             reward.device == "learner" for reward in config.rewards
         )
-        self._tell_learner_slots()
+        self._set_learner_slots()
         self._room = asyncio.Event()
         self._mixed: set[str] = set()
         self._rolling_out: set[NodeId] = set()
@@ -175,7 +175,7 @@ class ClusterNodes:
             self._put_event(ev.NodeReassigned(change.before, tuple(part.node for part in parts)))
             if not any(part.node.trains for part in parts):
                 self.no_place(change.node.ray_id)
-        self._tell_learner_slots()
+        self._set_learner_slots()
         if self.spares is not None:
             self.spares.prune()
         self._await_growth()
@@ -220,7 +220,7 @@ class ClusterNodes:
             return
         self._first_gpu = self._first_gpu or facts.gpus[0]
         if any(unlike(gpu, self._first_gpu) for gpu in facts.gpus):
-            self._note(f"{node.name} brings {gpus_told(facts)}: it takes what its memory holds")
+            self._note(f"{node.name} brings {gpus_text(facts)}: it takes what its memory holds")
 
     def _lose(self, node: RayNode) -> None:
         names = self._fleet.lose(node.ray_id)
@@ -254,7 +254,7 @@ class ClusterNodes:
                 places.cancel(node.ray_id)
             self._change_roles()
 
-    def _tell_learner_slots(self) -> None:
+    def _set_learner_slots(self) -> None:
         self._site.learner_slots.by_node = self._fleet.learner_slots
 
     def _put_for_all(self, node: RayNode, event: Callable[[NodeId], ev.Event]) -> None:

@@ -120,8 +120,8 @@ class Head:
         self.parts.conversations.start(self._receive_reports())
         self.parts.learner.begin(checkpoint)
         while not self._over:
-            if (told := await self._next_event()) is not None:
-                self._handle(*told)
+            if (entry := await self._next_event()) is not None:
+                self._handle(*entry)
                 await asyncio.sleep(0)  # invariant 4
         self.parts.accounts.write(self.parts.recorder)
         await self.parts.traces.finish()
@@ -137,8 +137,8 @@ class Head:
         accounts, inbox, wake_s = self.parts.accounts, self.parts.inbox, self.parts.controller.wake_s
         due_s = accounts.write_due(self.parts.recorder)
         now = accounts.clock()
-        if (told := inbox.take()) is not None:
-            return told
+        if (entry := inbox.take()) is not None:
+            return entry
         if wake_s is not None and wake_s <= now:
             return ev.TimePassed(), ""
         await inbox.wait((due_s if wake_s is None else min(due_s, wake_s)) - now)
@@ -151,11 +151,11 @@ class Head:
     async def _receive_reports(self) -> None:
         while True:
             for report in await self.parts.samples.store.take():
-                if isinstance(told := report.event, RolloutSpeed):
-                    work = Work(told.tokens, told.flops)
-                    self.log.worked("rollout", work, told.seconds, told.peak_flop_s)
+                if isinstance(event := report.event, RolloutSpeed):
+                    work = Work(event.tokens, event.flops)
+                    self.log.worked("rollout", work, event.seconds, event.peak_flop_s)
                 else:
-                    self.parts.inbox.put(told, report.mark)
+                    self.parts.inbox.put(event, report.mark)
 
     def _handle(self, event: ev.Event, weights_digest: str) -> None:
         parts, controller, now = self.parts, self.parts.controller, self.parts.accounts.clock()

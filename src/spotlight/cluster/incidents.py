@@ -63,14 +63,14 @@ class IncidentRecorder:
 
     def on_demand(self, decision: OnDemandStep | None, node: str, detail: str) -> None:
         """A node on demand is taken, left or given back for this reason; None: a command failed."""
-        told = detail if decision is None else f"{decision.value}: {detail}"
-        self._write(Incident.ON_DEMAND, node, False, told)
-        self.note(f"{node}: {told}")
+        text = detail if decision is None else f"{decision.value}: {detail}"
+        self._write(Incident.ON_DEMAND, node, False, text)
+        self.note(f"{node}: {text}")
 
-    def spot_target(self, told: str) -> None:
+    def spot_target(self, text: str) -> None:
         """Spot nodes are asked for to hold a goal, or the rest of the run is forecast; or that failed."""
-        self._write(Incident.SPOT_TARGET, "fleet", True, told)
-        self.note(told)
+        self._write(Incident.SPOT_TARGET, "fleet", True, text)
+        self.note(text)
 
     def node_returned(self, name: str, parts: Sequence[NodeId]) -> None:
         """A spot node is given back, after its end was announced; ``parts``: the controller's nodes on it."""

@@ -129,8 +129,7 @@ class LearnerDriver:
 
     def lost(self, detail: str) -> None:
         """Handle the loss of the learner; called once per life."""
-        told = self._begun and not self._committed and not self._exporting
-        if told:
+        if self._begun and not self._committed and not self._exporting:
             # Before nodes change their roles: a controller that does not know yet would lease those where
             # the learner starts next. After a save it may, for one event; the lease is then given to another.
             self.put_event(ev.LearnerLost(detail))

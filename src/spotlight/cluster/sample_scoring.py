@@ -104,8 +104,8 @@ class SampleScoring:
         """Request the scores of the groups that are complete by now."""
         if self._gate.holds_any:
             for group in self._gate.release(progress()):
-                told = SampleGroup(f"{group.name} {group.lineage}", group.size)
-                self.conversations.start(self._score(group.rollouts, group.lineage, told))
+                sample_group = SampleGroup(f"{group.name} {group.lineage}", group.size)
+                self.conversations.start(self._score(group.rollouts, group.lineage, sample_group))
 
     def forget(self, rollouts: Sequence[RolloutId]) -> None:
         """Request no scores of discarded samples."""
@@ -138,9 +138,11 @@ class SampleScoring:
         }
         while pending:
             done, _ = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            self._tell({pending.pop(each): each.result() for each in list(pending) if each in done}, lineage)
+            self._finish(
+                {pending.pop(each): each.result() for each in list(pending) if each in done}, lineage
+            )
 
-    def _tell(self, results: Mapping[Rollout, SampleResult], lineage: int) -> None:
+    def _finish(self, results: Mapping[Rollout, SampleResult], lineage: int) -> None:
         scores: dict[RolloutId, Mapping[str, float]] = {}
         for rollout, result in results.items():
             if isinstance(result, ScoredSample):

@@ -101,7 +101,7 @@ async def _watch(cloud: str, endpoint: str | None, sigterm_grace_s: float | None
     from spotlight.fleet.notices.sigterm import catching_sigterm
     from spotlight.fleet.notices.watcher import NoticeWatcher
 
-    def tell(notice: Notice) -> None:
+    def show(notice: Notice) -> None:
         if as_json:
             typer.echo(json.dumps(_record(notice)))
         else:
@@ -115,7 +115,7 @@ async def _watch(cloud: str, endpoint: str | None, sigterm_grace_s: float | None
             sources.append(await _cloud_source(cloud, endpoint, waits=True))
         found = ["no cloud yet" if source.name == NO_CLOUD else source.name for source in sources]
         typer.echo(f"Watching {' and '.join(found)}. Ctrl-C ends.", err=True)
-        await NoticeWatcher(sources, random.Random()).run(tell)
+        await NoticeWatcher(sources, random.Random()).run(show)
 
 
 async def _cloud_source(cloud: str, endpoint: str | None, *, waits: bool = False) -> NoticeSource:
@@ -146,14 +146,14 @@ def _print(notices: Sequence[Notice]) -> None:
     for notice in notices:
         match notice:
             case Noticed():
-                told, colour = f"this node goes in {_remaining_s(notice):.0f} s", "red"
+                words, colour = f"this node goes in {_remaining_s(notice):.0f} s", "red"
             case Cancelled():
-                told, colour = "cancelled: this node stays", "green"
+                words, colour = "cancelled: this node stays", "green"
             case _:
-                told, colour = "the cloud advises to move", "yellow"
+                words, colour = "the cloud advises to move", "yellow"
         stamp = typer.style(datetime.now(UTC).strftime("%H:%M:%SZ"), dim=True)
         # Not Rich, which exits inside the watch when its output pipe is closed.
-        typer.echo(f"{stamp}  {notice.source}: {typer.style(told, fg=colour, bold=True)} ({notice.detail})")
+        typer.echo(f"{stamp}  {notice.source}: {typer.style(words, fg=colour, bold=True)} ({notice.detail})")
 
 
 def _record(notice: Notice) -> dict[str, object]:

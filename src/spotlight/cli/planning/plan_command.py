@@ -159,8 +159,8 @@ def _launch(
     _print_written(*written.paths)
     target = answer.outcome.target
     if target is not None and written.iterations != target.iterations:
-        told = f"{config} (--config) trains {written.iterations} iterations; the plan is for"
-        Console(highlight=False).print(f"{told} {target.iterations}", style="yellow", soft_wrap=True)
+        note = f"{config} (--config) trains {written.iterations} iterations; the plan is for"
+        Console(highlight=False).print(f"{note} {target.iterations}", style="yellow", soft_wrap=True)
     first = f"Replace {' and '.join(written.to_replace)} in them. " if written.to_replace else ""
     Console(highlight=False).print(f"{first}Start it: bash {folder / 'start.sh'}", soft_wrap=True)
 
@@ -195,5 +195,5 @@ def _print(
     if found.answer is not None:
         best = found.answer.candidate
         words = [*given, "--strategy", best.strategy, *overrides_of(file, best)]
-        told = f"Simulate it: spotlight simulate {' '.join(map(shlex.quote, words))}"
-        console.print(Text(told, style="dim"), soft_wrap=True)
+        advice = f"Simulate it: spotlight simulate {' '.join(map(shlex.quote, words))}"
+        console.print(Text(advice, style="dim"), soft_wrap=True)

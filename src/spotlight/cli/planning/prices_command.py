@@ -129,8 +129,8 @@ def _print(quotes: Sequence[Quote], now: datetime, sources: Sequence[str]) -> No
         table.add_column(title, justify="right" if title in numeric else "left", overflow="fold")
     notes: dict[str, int] = {}
     for quote in quotes:
-        told = f"{quote.source}; {quote.caveat}" if quote.caveat else quote.source
-        note = notes.setdefault(told, len(notes) + 1)
+        source = f"{quote.source}; {quote.caveat}" if quote.caveat else quote.source
+        note = notes.setdefault(source, len(notes) + 1)
         table.add_row(
             quote.gpu,
             str(quote.gpus),
@@ -145,12 +145,12 @@ def _print(quotes: Sequence[Quote], now: datetime, sources: Sequence[str]) -> No
         )
     console.print(table)
     console.print()
-    for told, note in notes.items():
-        console.print(Text(f"[{note}] {told}"), soft_wrap=True)
+    for source, note in notes.items():
+        console.print(Text(f"[{note}] {source}"), soft_wrap=True)
     if old := sum(quote.age(now) > OLD for quote in quotes):
         newer = "skypilot" if "skypilot" not in sources else "azure or --source aws"
-        told = f"{old} of {len(quotes)} prices are older than {OLD.days} days: try --source {newer}."
-        console.print(Text(told, style="yellow"), soft_wrap=True)
+        advice = f"{old} of {len(quotes)} prices are older than {OLD.days} days: try --source {newer}."
+        console.print(Text(advice, style="yellow"), soft_wrap=True)
 
 
 def _usd(price: float | None) -> str:

@@ -94,7 +94,7 @@ def dashboard(
     if ends_with:
         threading.Thread(target=_end_after, args=(ends_with, server), daemon=True).start()
     else:
-        _tell(host, listening.getsockname()[1], bool(token))
+        _print_address(host, listening.getsockname()[1], bool(token))
         _start_alerts(app, webhook)
     server.run(sockets=[listening])
 
@@ -114,31 +114,31 @@ def _app(shown: Sequence[Path], token: str, limits: tuple[float | None, float | 
     return dashboard_app(shown, token, RunLimits(*limits))
 
 
-def start_beside(runs_dir: Path, run: str, *, stays: bool, tell: Callable[[str], None]) -> None:
+def start_beside(runs_dir: Path, run: str, *, stays: bool, note: Callable[[str], None]) -> None:
     """Start the dashboard beside this process, which it outlives only if it ``stays``.
 
     Args:
-        tell: told where it is, why there is none, and from a thread why it ended if it failed. Nothing of it
+        note: gets where it is, why there is none, and from a thread why it ended if it failed. Nothing of it
             can harm the run.
     """
     from importlib.util import find_spec
 
     if missing := [name for name in ("fastapi", "uvicorn", "plotly") if find_spec(name) is None]:
-        tell(f"no dashboard: the package {missing[0]!r} is missing. Install it: {_INSTALL}")
+        note(f"no dashboard: the package {missing[0]!r} is missing. Install it: {_INSTALL}")
         return
     try:
         listening = _listen_somewhere()
     except OSError as error:
-        tell(f"no dashboard: {error}")
+        note(f"no dashboard: {error}")
         return
-    tell(f"dashboard: http://127.0.0.1:{listening.getsockname()[1]}/#/{quote(run)}")
+    note(f"dashboard: http://127.0.0.1:{listening.getsockname()[1]}/#/{quote(run)}")
     ends = [] if stays else ["--ends-with", str(os.getpid())]
     command = [sys.executable, "-m", "spotlight.cli", "dashboard", str(runs_dir), *ends]
-    threading.Thread(target=_attend, args=(command, listening, tell), daemon=True).start()
+    threading.Thread(target=_attend, args=(command, listening, note), daemon=True).start()
 
 
-def _attend(command: Sequence[str], listening: socket.socket, tell: Callable[[str], None]) -> None:
-    """Run the dashboard, and tell if it fails."""
+def _attend(command: Sequence[str], listening: socket.socket, note: Callable[[str], None]) -> None:
+    """Run the dashboard, and note if it fails."""
     try:
         with TemporaryFile() as said:  # not a pipe, which would break when the dashboard outlives the run
             with listening:
@@ -154,9 +154,9 @@ def _attend(command: Sequence[str], listening: socket.socket, tell: Callable[[st
             if status != 0:
                 said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID_BYTES))
                 words = said.read().decode(errors="replace").strip()
-                tell(f"the dashboard ended with status {status}; the run goes on. {words}".rstrip())
+                note(f"the dashboard ended with status {status}; the run goes on. {words}".rstrip())
     except OSError as error:
-        tell(f"no dashboard: {error}")
+        note(f"no dashboard: {error}")
 
 
 def _place(text: Path) -> Path:
@@ -235,7 +235,7 @@ def _end_after(process: int, server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-def _tell(host: str, port: int, needs_token: bool) -> None:
+def _print_address(host: str, port: int, needs_token: bool) -> None:
     shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
     address = f"http://[{shown}]:{port}/" if ":" in shown else f"http://{shown}:{port}/"
     Console(highlight=False).print(

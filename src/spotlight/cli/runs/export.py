@@ -84,11 +84,11 @@ def export(
         prompt = read_run(directory).example_prompt
     typer.echo(f"{target} (iteration {trained.iteration}, {trained.weights} weights)\n")
     if lost is not None:
-        typer.echo(f"{_told(lost, lora=not full)}\n")
+        typer.echo(f"{_loss_note(lost, lora=not full)}\n")
     typer.echo(loading_snippet(trained.config, target.resolve(), prompt=prompt, merged=merged, dtype=chosen))
 
 
-def _told(lost: LostUpdate, *, lora: bool) -> str:
+def _loss_note(lost: LostUpdate, *, lora: bool) -> str:
     adapter = "; so does the LoRA, exported without --merged" if lora else ""
     return (
         f"bfloat16 loses {lost.overall:.1%} of the trained update (of {lost.tensor}: {lost.worst:.1%}, the "

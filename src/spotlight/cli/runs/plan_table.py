@@ -141,16 +141,16 @@ def _rewards(places: tuple[RewardPlace, ...]) -> Iterator[tuple[str, str, str]]:
         number = (
             "processes" if each.replicas is None else f"{each.replicas} process" + "es" * (each.replicas != 1)
         )
-        told = [each.place]
+        details = [each.place]
         if each.asks:
-            told.append(f"asks {each.asks}")
+            details.append(f"asks {each.asks}")
         if each.replicas is None:
-            told.append("as many as it declares")
+            details.append("as many as it declares")
         if each.weights_bytes:
-            told.append(f"{size(each.weights_bytes)} of weights each")
+            details.append(f"{size(each.weights_bytes)} of weights each")
         if each.missing:
-            told.append(f"memory unknown, not here yet: {', '.join(each.missing)}")
-        yield each.reward, number, "; ".join(told)
+            details.append(f"memory unknown, not here yet: {', '.join(each.missing)}")
+        yield each.reward, number, "; ".join(details)
 
 
 def _shared(config: RunConfig, plan: RunPlan, model: ModelSizes) -> Iterator[tuple[str, str, str]]:

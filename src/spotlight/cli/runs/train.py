@@ -165,7 +165,7 @@ def train(
     beside = (dashboard or keep_dashboard) and int(os.environ.get("RANK", "0")) == 0
     result = _run(config, plain, dashboard=beside, keep_dashboard=keep_dashboard, profile=profile or 0)
     if int(os.environ.get("RANK", "0")) == 0:
-        _tell(result)
+        _print_result(result)
     if result.error is not None:
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
     if result.stopped:
@@ -220,7 +220,7 @@ def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: boo
     try:
         with progress:
             if dashboard:
-                start_beside(config.runs_dir, config.name, stays=keep_dashboard, tell=progress.note)
+                start_beside(config.runs_dir, config.name, stays=keep_dashboard, note=progress.note)
             progress.note("loading the model, the rewards and the prompts")
             run = driver_of(config, profile)
             return run(config, progress, process_age_s())
@@ -261,7 +261,7 @@ def _point_to_log(config: RunConfig, progress: RunProgress) -> None:
         Console(stderr=True).print(f"The run failed; the traceback is also in {logs[-1]}.", soft_wrap=True)
 
 
-def _tell(result: RunResult) -> None:
+def _print_result(result: RunResult) -> None:
     from spotlight.cli.runs.progress import RunConsole
 
     console = RunConsole(highlight=False)

@@ -82,16 +82,16 @@ def prompts(
                 f"OUT: the prompts cannot be written to {out} ({type(error).__name__}: {error.strerror}); "
                 "expected a directory, or where one can be made. Name another."
             ) from error
-    _tell(paths, sets, tags)
+    _print_written(paths, sets, tags)
 
 
-def _tell(
+def _print_written(
     paths: Sequence[Path], sets: Sequence[Sequence[str]], tags: Sequence[Mapping[str, int]] | None
 ) -> None:
     console = Console(highlight=False)
     for index, (path, lines) in enumerate(zip(paths, sets, strict=True)):
-        told = f" ({', '.join(f'{tag} {n:,}' for tag, n in tags[index].items())})" if tags else ""
-        console.print(f"{path}: {len(lines):,} prompts{told}", soft_wrap=True)
+        by_tag = f" ({', '.join(f'{tag} {n:,}' for tag, n in tags[index].items())})" if tags else ""
+        console.print(f"{path}: {len(lines):,} prompts{by_tag}", soft_wrap=True)
     console.print(f"Use them: data.train={paths[0]} data.test={paths[1]}", soft_wrap=True)
 
 

@@ -110,8 +110,8 @@ def check(
 
         config = reward_of(reward, param, deadline_s)
         facts = facts_of(reward) if reward in REWARDS else None
-        told = " What is not here yet is downloaded." if may_download(config, facts) else ""
-        console.print(f"Loading {reward}.{told}", markup=False)
+        download = " What is not here yet is downloaded." if may_download(config, facts) else ""
+        console.print(f"Loading {reward}.{download}", markup=False)
         report = check_reward(config, facts, start_deadline_s=START_DEADLINE_S)
     if report.scored_by:
         console.print(f"scored by {report.scored_by}", markup=False, soft_wrap=True)

@@ -96,7 +96,7 @@ def score(
         _require_prompts(reward, reads, pictures)
         scored, scored_by = _score(config, pictures)
 
-        def tell(drawn: Path | None) -> None:
+        def show_scores(drawn: Path | None) -> None:
             if as_json:
                 typer.echo(json.dumps(_as_json(reward, scored_by, scored, drawn), indent=2))
             else:
@@ -105,9 +105,9 @@ def score(
         try:
             drawn = _draw(sheet, reward, scored, show)
         except StoreError:
-            tell(None)  # scoring may have taken long
+            show_scores(None)  # scoring may have taken long
             raise
-    tell(drawn)
+    show_scores(drawn)
     if any(_value(each) is None for each in scored):
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
 

@@ -406,7 +406,7 @@ def _kill(ranks: Sequence[RankActor | SpareProcess]) -> None:
             ray.kill(rank.actor, no_restart=True)
 
 
-def _write_to(path: Path, told: str) -> None:
+def _write_to(path: Path, note: str) -> None:
     path.parent.mkdir(exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
@@ -414,7 +414,7 @@ def _write_to(path: Path, told: str) -> None:
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
-    os.write(2, f"learner rank in process {os.getpid()} on {socket.gethostname()}{told}\n".encode())
+    os.write(2, f"learner rank in process {os.getpid()} on {socket.gethostname()}{note}\n".encode())
 
 
 def _tail(path: Path) -> str:

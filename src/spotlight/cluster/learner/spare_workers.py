@@ -50,7 +50,7 @@ class SpareWorkers:
     _kept: Spares = field(default_factory=dict)
     _started: set[str] = field(default_factory=set)
     _closed: bool = False
-    _told: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def expect(self, ray_id: str) -> None:
         """A node changes its role; :meth:`release` follows, in the same order."""
@@ -68,7 +68,7 @@ class SpareWorkers:
         self._kept[ray_id] = list(processes[:kept])
         for process in (*processes[kept:], *unfit):
             self.kill(process)
-        self._told.set()
+        self._changed.set()
 
     def prune(self) -> None:
         """The learner's places may have changed."""
@@ -80,8 +80,8 @@ class SpareWorkers:
     async def take(self, nodes: Collection[str]) -> Spares:
         """The kept processes of nodes on which the learner starts; they are the caller's to end."""
         while not self._closed and not set(nodes).isdisjoint(self._expected):
-            self._told.clear()
-            await self._told.wait()
+            self._changed.clear()
+            await self._changed.wait()
         self._started |= set(nodes)
         return {ray_id: self._kept.pop(ray_id) for ray_id in nodes if ray_id in self._kept}
 
@@ -89,7 +89,7 @@ class SpareWorkers:
         """End what is kept; nothing is kept any more, and nobody need wait."""
         self._closed = True
         self.prune()
-        self._told.set()
+        self._changed.set()
 
     def _end(self, processes: Sequence[SpareProcess]) -> None:
         for process in processes:

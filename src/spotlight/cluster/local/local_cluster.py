@@ -147,7 +147,7 @@ class LocalCluster:
             os.kill(int(file.read_text()), signal.SIGTERM)
         except (OSError, ValueError) as error:
             raise LocalClusterError(
-                f"node {name!r} cannot be told: {file} names no process that watches for SIGTERM ({error})"
+                f"node {name!r} cannot get notice: {file} names no process that watches for SIGTERM ({error})"
             ) from None
 
     def kill(self, name: str) -> None:

@@ -3,8 +3,8 @@
 Invariants:
 - A file gets its name among the blobs once its SHA-256 is the manifest's, and a snapshot is linked once all
   its files are here: readers of the cache see whole files only.
-- What arrived stays: the next source, or the next process, goes on from there. Files are told by content, so
-  it does not matter which node had them.
+- What arrived stays: the next source, or the next process, goes on from there. Files are identified by
+  content, so it does not matter which node had them.
 - One process of a node copies at a time (the caller holds a lock).
 """
 

@@ -53,8 +53,8 @@ class NodeAgent:
         _write_pid(pid_file(self._session, ray_id))
 
     def facts(self) -> dict[str, object]:
-        """This node's facts as plain values, read by ``facts.heard``."""
-        return gather().told()
+        """This node's facts as plain values, read by ``facts.read_facts``."""
+        return gather().as_json()
 
     def notices(self, after: int, timeout_s: float) -> list[dict[str, object]]:
         """Messages after number ``after``, read by ``notice_mail.read_messages``; waits for the first."""

@@ -50,7 +50,7 @@ class NodeFacts:
     boot_id: str
     agent_pid: int
 
-    def told(self) -> dict[str, object]:
+    def as_json(self) -> dict[str, object]:
         """As plain values."""
         return {
             "spotlight": self.spotlight,
@@ -64,17 +64,17 @@ class NodeFacts:
         }
 
 
-def heard(told: Mapping[str, object]) -> NodeFacts:
+def read_facts(values: Mapping[str, object]) -> NodeFacts:
     """Parse plain values from any version of this package."""
 
     def text(key: str) -> str:
-        return str(told.get(key) or UNKNOWN)
+        return str(values.get(key) or UNKNOWN)
 
     def number(key: str) -> int:
-        value = told.get(key)
+        value = values.get(key)
         return value if isinstance(value, int) else 0
 
-    gpus = told.get("gpus")
+    gpus = values.get("gpus")
     pairs = gpus if isinstance(gpus, list) else []
     return NodeFacts(
         text("spotlight"), text("python"), text("torch"), text("host"),

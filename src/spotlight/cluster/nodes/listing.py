@@ -210,7 +210,7 @@ def mixed_gpus(node: RayNode, facts: NodeFacts) -> Problem | None:
     for gpu in facts.gpus[1:] if node.gpus else ():
         if unlike(gpu, facts.gpus[0]):
             return Problem(
-                f"node {node.name!r}", f"{_told(gpu)} beside {_told(facts.gpus[0])}",
+                f"node {node.name!r}", f"{_gpu_text(gpu)} beside {_gpu_text(facts.gpus[0])}",
                 "GPUs of one type and memory on a node with fleet.sequence_parallel.degrees above 1",
                 "Set fleet.sequence_parallel.degrees=[1], or start Ray once for each type of GPU there "
                 "(CUDA_VISIBLE_DEVICES).",
@@ -230,12 +230,12 @@ def unlike(one: Gpu, other: Gpu) -> bool:
     return one.name != other.name or spread > _MEMORY_TOLERANCE
 
 
-def gpus_told(facts: NodeFacts) -> str:
+def gpus_text(facts: NodeFacts) -> str:
     """GPU types for display: ``NVIDIA L4 of 22 GiB``; empty if unknown."""
-    return " and ".join(dict.fromkeys(_told(gpu) for gpu in facts.gpus))
+    return " and ".join(dict.fromkeys(_gpu_text(gpu) for gpu in facts.gpus))
 
 
-def _told(gpu: Gpu) -> str:
+def _gpu_text(gpu: Gpu) -> str:
     return f"{gpu.name} of {gpu.memory_bytes / 2**30:.0f} GiB"
 
 

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes.agent import NodeAgent, plain_settings
 from spotlight.cluster.nodes.drain import drain_node
-from spotlight.cluster.nodes.facts import NodeFacts, heard, incompatibility
+from spotlight.cluster.nodes.facts import NodeFacts, incompatibility, read_facts
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, diff, read_view
 from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate, read_messages
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
@@ -198,7 +198,7 @@ class NodeMembership:
     ) -> None:
         self._listener, self._here, self._settings, self._clock = listener, here, settings, clock
         self._watched: dict[str, _Watched] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self._dead: set[str] = set()
         self._pace = _Pace(settings.period_s)
         self._list = NodeList()
@@ -290,8 +290,8 @@ class NodeMembership:
         self._listener.lost(watched.node)
 
     def _refuse(self, ray_id: str, problem: Problem) -> None:
-        if ray_id not in self._told:
-            self._told.add(ray_id)
+        if ray_id not in self._reported:
+            self._reported.add(ray_id)
             self._listener.refused(problem)
 
     # -- agents ---------------------------------------------------------------------------------------------
@@ -315,11 +315,11 @@ class NodeMembership:
         failed = {}
         for answer in ready:
             try:
-                told = ray.get(answer)
+                content = ray.get(answer)
             except RayError as error:
                 failed[asked[answer].node.ray_id] = error
             else:
-                self._hear(asked[answer], told)
+                self._receive(asked[answer], content)
         self._examine(failed)
         now_s = self._clock()
         for watched in self._watched.values():
@@ -338,11 +338,11 @@ class NodeMembership:
             else:
                 self._lose(watched)
 
-    def _hear(self, watched: _Watched, told: object) -> None:
+    def _receive(self, watched: _Watched, content: object) -> None:
         watched.failures = 0
         if watched.facts is None:
-            assert isinstance(told, dict)
-            facts = heard(told)
+            assert isinstance(content, dict)
+            facts = read_facts(content)
             if (problem := incompatibility(watched.node.name, self._here, facts)) is not None:
                 watched.refused, watched.asked = True, None
                 self._dismiss(watched)
@@ -350,8 +350,8 @@ class NodeMembership:
                 return
             watched.facts = facts
             self._listener.joined(watched.node, facts)
-        elif isinstance(told, list):
-            for message in read_messages(told):
+        elif isinstance(content, list):
+            for message in read_messages(content):
                 watched.seen = message.number
                 self._pass_on(watched.node, message)
         self._ask(watched)

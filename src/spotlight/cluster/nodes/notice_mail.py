@@ -60,12 +60,12 @@ class Outbox:
             self._changed.wait_for(lambda: len(self._kept) > number, timeout_s)
             now_s = self.clock()
             return [
-                _told(index + 1, item, now_s)
+                _plain(index + 1, item, now_s)
                 for index, item in enumerate(self._kept[number:], start=number)
             ]  # fmt: skip
 
 
-def read_messages(told: Sequence[Mapping[str, object]]) -> list[Message]:
+def read_messages(values: Sequence[Mapping[str, object]]) -> list[Message]:
     """Parse plain values; content unknown to this version is dropped."""
     return [
         Message(
@@ -74,12 +74,12 @@ def read_messages(told: Sequence[Mapping[str, object]]) -> list[Message]:
             str(item["detail"]),
             float(str(item["remaining_s"])),
         )
-        for item in told
+        for item in values
         if item["update"] in set(NoticeUpdate)
     ]
 
 
-def _told(number: int, item: Notice | str, now_s: float) -> dict[str, object]:
+def _plain(number: int, item: Notice | str, now_s: float) -> dict[str, object]:
     remaining_s = 0.0
     match item:
         case Noticed():

@@ -82,9 +82,9 @@ class CommandMachines:
         self._call("stop", self.stop_command, name, None)
 
     def _call(self, key: str, command: str, name: str, slots: int | None) -> None:
-        told = {"SPOTLIGHT_NODE": name} | ({} if slots is None else {"SPOTLIGHT_SLOTS": str(slots)})
+        variables = {"SPOTLIGHT_NODE": name} | ({} if slots is None else {"SPOTLIGHT_SLOTS": str(slots)})
         try:
-            run_shell_command(f"fleet.on_demand.{key}", command, told, self.timeout_s)
+            run_shell_command(f"fleet.on_demand.{key}", command, variables, self.timeout_s)
         except ShellCommandError as error:
             raise OnDemandError(str(error)) from error
 
@@ -124,7 +124,7 @@ class OnDemandNodes:
         slots: of each: all learner ranks.
         price_usd_h: of these.
         move_s: time that the learner has to move away from one.
-        record: told every decision, its node, and why; or that something failed (None).
+        record: called with every decision, its node, and why; or that something failed (None).
     """
 
     policy: OnDemandPolicy
@@ -211,26 +211,26 @@ class OnDemandNodes:
         match decision:
             case OnDemandStep.TAKE:
                 self._coming, self._failed = f"on-demand-{secrets.token_hex(3)}", False
-                self._tell(decision, self._coming, "no spot node has room for the learner")
+                self._record(decision, self._coming, "no spot node has room for the learner")
                 self._note(self._noted() | {self._coming})
                 starting = asyncio.create_task(self._start(self._coming))
                 self._starting.add(starting)
                 starting.add_done_callback(self._starting.discard)
             case OnDemandStep.CANCEL if self._coming is not None:
-                self._tell(decision, self._coming, "it does not join")
+                self._record(decision, self._coming, "it does not join")
                 self._stop_later(self._coming)
                 self._coming = None
             case OnDemandStep.LEAVE if there is not None:
-                self._tell(decision, there.name, "spot nodes have room for the learner")
+                self._record(decision, there.name, "spot nodes have room for the learner")
                 self.owner.announce_end(there, self.move_s)
             case OnDemandStep.STAY if there is not None:
-                self._tell(decision, there.name, "spot nodes have no room any more")
+                self._record(decision, there.name, "spot nodes have no room any more")
                 self.owner.cancel_end(there)
             case OnDemandStep.EMPTY if there is not None:
-                self._tell(decision, there.name, "the learner is on spot nodes")
+                self._record(decision, there.name, "the learner is on spot nodes")
                 self.owner.announce_end(there, 0.0)
 
-    def _tell(self, decision: OnDemandStep, name: str, why: str) -> None:
+    def _record(self, decision: OnDemandStep, name: str, why: str) -> None:
         self.record(decision, name, f"{why}; ${self.price_usd_h:g}/h")
 
     def _stop_later(self, name: str | None) -> None:

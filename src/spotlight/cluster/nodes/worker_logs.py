@@ -42,9 +42,9 @@ def _tail(file: Path, lines: int) -> str:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(max(0, size - _READ_MAX))
         text = stream.read().decode(errors="replace")
-    told = [
+    written = [
         line
         for line in text.splitlines()
         if line.strip() and not line.startswith((":job_id:", ":actor_name:"))
     ]
-    return "\n".join([f"{file.name}:", *(f"  {line}" for line in told[-lines:])]) if told else ""
+    return "\n".join([f"{file.name}:", *(f"  {line}" for line in written[-lines:])]) if written else ""

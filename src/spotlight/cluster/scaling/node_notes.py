@@ -26,8 +26,8 @@ class NodeNotes:
         """Replace the names, atomically. Raises OSError."""
         write_atomically(self.path, json.dumps([*names]).encode())
 
-    def tell(self, setting: str, note: Notify) -> None:
-        """Tell of nodes that nobody will end, where ``setting``, which an earlier attempt had, is gone."""
+    def report(self, setting: str, note: Notify) -> None:
+        """Report nodes that nobody will end, where ``setting``, which an earlier attempt had, is gone."""
         if names := self.read():
             note(
                 f"{self.path}: found {', '.join(names)}, nodes of an attempt that was killed; expected none "

@@ -40,12 +40,12 @@ def open_provider(
 ) -> SpotProvider | None:
     """Who provides the run's spot nodes; None: it has no deadline and no budget.
 
-    Nodes that an earlier attempt started, and that nobody will end, are told.
+    Nodes that an earlier attempt started, and that nobody will end, are reported.
     """
     target, fleet = config.fleet.target, config.fleet
     notes = NodeNotes(directory.path / NOTES_FILE)
     if not target.is_set:
-        notes.tell("fleet.target", note)
+        notes.report("fleet.target", note)
         return None
     kind = NODE_PROVIDERS.load(target.provider_name)
     _, before = measured_before(row.values for row in read_metrics(directory.path))
@@ -109,8 +109,8 @@ class _Progress:
     def spent_usd(self) -> float:
         return self.ledger.cost_usd()
 
-    def decided(self, told: str) -> None:
-        self.incidents.spot_target(told)
+    def decided(self, text: str) -> None:
+        self.incidents.spot_target(text)
 
     def returned(self, node: RayNode) -> None:
         self.incidents.node_returned(node.name, self.nodes.known(node))

@@ -16,8 +16,8 @@ class ShellCommandError(Exception):
     """A command failed or took too long; says what it printed."""
 
 
-def run_shell_command(key: str, command: str, told: Mapping[str, str], timeout_s: float) -> None:
-    """Run it to its end, with ``told`` in its environment. What it leaves in the background goes on,
+def run_shell_command(key: str, command: str, variables: Mapping[str, str], timeout_s: float) -> None:
+    """Run it to its end, with ``variables`` in its environment. What it leaves in the background goes on,
     and should write to a file of its own.
 
     Args:
@@ -29,7 +29,7 @@ def run_shell_command(key: str, command: str, told: Mapping[str, str], timeout_s
     # Into a file, since a pipe ends only with all that the command has left in the background.
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            command, shell=True, env=os.environ | dict(told), stdin=subprocess.DEVNULL,
+            command, shell=True, env=os.environ | dict(variables), stdin=subprocess.DEVNULL,
             stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
@@ -44,7 +44,7 @@ def run_shell_command(key: str, command: str, told: Mapping[str, str], timeout_s
         if process.returncode:
             output.seek(0)
             said = output.read().decode(errors="replace")
-            by_hand = " ".join(f"{name}={value}" for name, value in told.items())
+            by_hand = " ".join(f"{name}={value}" for name, value in variables.items())
             raise ShellCommandError(
                 f"{key} ended with status {process.returncode}; expected 0. Try it by hand with {by_hand}. "
                 f"It said: {said[-_OUTPUT:].strip()}"

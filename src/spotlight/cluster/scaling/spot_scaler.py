@@ -83,7 +83,7 @@ class SpotProgress(Protocol):
         """What it has cost, all attempts together."""
         ...
 
-    def decided(self, told: str) -> None:
+    def decided(self, text: str) -> None:
         """Something is decided or forecast, or failed."""
         ...
 
@@ -152,7 +152,7 @@ class SpotScaler:
     """By Ray id."""
     _empty: set[str] = field(default_factory=set)
     _returned: set[str] = field(default_factory=set)
-    _told: tuple[int, frozenset[str]] | None = None
+    _last_order: tuple[int, frozenset[str]] | None = None
     """What the provider was asked last: how many, and which nodes to end."""
     _next_s: float = -math.inf
     _began_s: float = 0.0
@@ -175,7 +175,7 @@ class SpotScaler:
     def _level(self) -> int:
         return len(self.progress.workforce().present) if self.wanted is None else self.wanted
 
-    # -- told by the head ------------------------------------------------------------------------------
+    # -- called by the head ----------------------------------------------------------------------------
 
     def iterated(self, iteration: int, seconds: Mapping[Phase, float]) -> dict[str, float]:
         """An iteration, counted from 0, is trained; decide. Returns figures for the metrics.
@@ -267,8 +267,8 @@ class SpotScaler:
         self._drain(present, self.wanted)
         ready = [node for node in present if self._is_ready(node)]
         order = max(self.wanted, len(present) - len(ready)), frozenset(node.ray_id for node in ready)
-        if (order != self._told and order[0] != self._asked) or self.clock() >= self._next_s:
-            self._told, self._next_s = order, self.clock() + self.limits.retry_s
+        if (order != self._last_order and order[0] != self._asked) or self.clock() >= self._next_s:
+            self._last_order, self._next_s = order, self.clock() + self.limits.retry_s
             for node in ready:
                 if node.ray_id not in self._returned:
                     self._returned.add(node.ray_id)

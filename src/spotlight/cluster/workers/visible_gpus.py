@@ -18,23 +18,23 @@ def gpu_index(assigned: int | str, visible: str | None) -> int:
     Raises:
         ValueError: the GPU is not in the list, or the list is not set and it has no number.
     """
-    told = str(assigned)
+    gpu = str(assigned)
     if visible is None:
-        if told.isdecimal():
-            return int(told)
+        if gpu.isdecimal():
+            return int(gpu)
         raise ValueError(
-            f"Ray assigns the GPU {told!r}, but {_KEY} is not set here: expected a number; start Ray on this "
+            f"Ray assigns the GPU {gpu!r}, but {_KEY} is not set here: expected a number; start Ray on this "
             f"node with {_KEY} set to its GPUs, and do not unset it for workers"
         )
     entries = [entry.strip() for entry in visible.split(",")]
-    if told in entries:
-        return entries.index(told)
+    if gpu in entries:
+        return entries.index(gpu)
     # CUDA takes beginnings of UUIDs; Ray may know either form.
-    alike = [i for i, entry in enumerate(entries) if _same_uuid(entry, told)]
+    alike = [i for i, entry in enumerate(entries) if _same_uuid(entry, gpu)]
     if len(alike) == 1:
         return alike[0]
     raise ValueError(
-        f"Ray assigns the GPU {told!r}, which {_KEY}={visible!r} has {len(alike)} times; expected once: give "
+        f"Ray assigns the GPU {gpu!r}, which {_KEY}={visible!r} has {len(alike)} times; expected once: give "
         f"workers the {_KEY} that Ray was started with on this node, each GPU once"
     )
 

@@ -238,7 +238,7 @@ class ActorStarter:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
         placement = self.placements[order.node]
         nodes = {each.ray_id for each in self.placements.values()}
-        told = WorkerOrder(
+        worker_order = WorkerOrder(
             self.config,
             order.worker,
             order.epoch,
@@ -260,7 +260,7 @@ class ActorStarter:
             runtime_env=ALL_GPUS_VISIBLE if placement.gpus else None,
             scheduling_strategy=NodeAffinitySchedulingStrategy(placement.ray_id, soft=False),
         )
-        return WorkerHandle(make.remote(told, self.store), placement.ray_id)
+        return WorkerHandle(make.remote(worker_order, self.store), placement.ray_id)
 
     def kill(self, handle: WorkerHandle) -> None:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""

@@ -121,7 +121,7 @@ class WorkerPool:
         """Send a command. Dropped if the process is gone, since its death will be reported."""
         process = self._processes.get(worker)
         if process is not None and process.handle is not None and process.ready:
-            self.conversations.start(self._told(process.handle.tell(command), worker))
+            self.conversations.start(self._accepted(process.handle.tell(command), worker))
 
     def prove(self, worker: WorkerId) -> None:
         """Mark that a worker received weights: later deaths are not failed starts."""
@@ -202,7 +202,7 @@ class WorkerPool:
         except Exception as error:  # noqa: BLE001 - any error means that the process died
             self._died(process, error)
 
-    async def _told(self, taken: Awaitable[Any], worker: WorkerId) -> None:
+    async def _accepted(self, taken: Awaitable[Any], worker: WorkerId) -> None:
         # Accepting a command is instant. A process that does not is dead, which watch() reports, or stopped,
         # and then accepts it when it resumes.
         with suppress(Exception):

@@ -46,11 +46,11 @@ class BundleLoader:
             LoadError: the version is missing or differs from its manifest; current weights stay unchanged.
             NoSpaceError: shared memory is full; a retry would fail too.
         """
-        (told,) = self.home.fetch("manifest", [version_name(pull.version, pull.lineage)])
-        if told is None:
+        (stored,) = self.home.fetch("manifest", [version_name(pull.version, pull.lineage)])
+        if stored is None:
             raise LoadError(f"version {pull.version} of lineage {pull.lineage} is not published")
         try:
-            manifest = WeightsManifest.from_json(told.data.decode())
+            manifest = WeightsManifest.from_json(stored.data.decode())
             if (manifest.version, manifest.lineage) != (pull.version, pull.lineage):
                 raise WeightsError(
                     f"asked for version {pull.version} of lineage {pull.lineage}, found {manifest}"

@@ -36,11 +36,11 @@ class SigtermNotices:
     name: str = field(default="sigterm", init=False)
     period_s: float = field(default=0.0, init=False)
     came_s: float | None = field(default=None, init=False)
-    _told: bool = field(default=False, init=False)
+    _reported: bool = field(default=False, init=False)
 
     async def read(self) -> NoticeReading | None:
         """See :class:`NoticeSource`; waits for the signal and reports it once."""
-        if self._told:
+        if self._reported:
             return None
         loop, came = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(self._pipe, came.set)
@@ -48,7 +48,7 @@ class SigtermNotices:
             await came.wait()
         finally:
             loop.remove_reader(self._pipe)
-        self._told = True
+        self._reported = True
         assert self.came_s is not None
         remaining_s = max(0.0, self.came_s + self.grace_s - self.clock())
         detail = f"SIGTERM, SIGKILL after {self.grace_s:g} s"

@@ -73,7 +73,7 @@ class NoticeWatcher:
     Args:
         rng: jitter of the pauses.
         clock: monotonic seconds; the clock of deadlines.
-        warn: told why preemptions may come unannounced, besides the log.
+        warn: called with why preemptions may come unannounced, besides the log.
 
     Raises:
         NoticeError: no sources, or two with the same name.
@@ -97,15 +97,15 @@ class NoticeWatcher:
         self._warn = warn
         self._board = NoticeBoard()
 
-    async def run(self, tell: Callable[[Notice], None]) -> None:
-        """Call ``tell`` with every notice, in order, until cancelled or all sources end.
+    async def run(self, on_notice: Callable[[Notice], None]) -> None:
+        """Call ``on_notice`` with every notice, in order, until cancelled or all sources end.
 
-        An exception from ``tell`` ends the watch and propagates.
+        An exception from ``on_notice`` ends the watch and propagates.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
                 for source in self._sources:
-                    tasks.create_task(self._follow(source, tell), name=f"notices of {source.name}")
+                    tasks.create_task(self._follow(source, on_notice), name=f"notices of {source.name}")
         except ExceptionGroup as group:
             raise group.exceptions[0] from None  # the others were cancelled, so there is exactly one
 
@@ -117,7 +117,7 @@ class NoticeWatcher:
         """
         return any([await source.acknowledge() for source in self._sources])
 
-    async def _follow(self, source: NoticeSource, tell: Callable[[Notice], None]) -> None:
+    async def _follow(self, source: NoticeSource, on_notice: Callable[[Notice], None]) -> None:
         health = _SourceHealth(source, self._warn)
         while True:
             began_s = self._clock()
@@ -136,7 +136,7 @@ class NoticeWatcher:
                 else:
                     health.failed(reading.trouble, self._clock())
                 for notice in self._board.update(source.name, reading, self._clock()):
-                    tell(notice)
+                    on_notice(notice)
                 pause_s = began_s + source.period_s - self._clock()
             await asyncio.sleep(max(0.0, pause_s))
 
