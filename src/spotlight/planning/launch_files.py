@@ -350,11 +350,11 @@ def _commands(nodes: _Nodes, candidate: Candidate, to_replace: Sequence[str]) ->
         "export SPOTLIGHT_HEAD",
     ]
     if to_replace:
-        told = f"Replace {' and '.join(to_replace)} first (docs/howto/train-on-spot.md has examples)."
+        advice = f"Replace {' and '.join(to_replace)} first (docs/howto/train-on-spot.md has examples)."
         found = " ".join(f"-e {text}" for text in to_replace)
         lines[5:5] = [
             f'if grep -l {found} "$here"/*.yaml >&2; then',
-            f'  echo "{told}" >&2',
+            f'  echo "{advice}" >&2',
             "  exit 1",
             "fi",
         ]

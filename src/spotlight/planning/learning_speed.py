@@ -132,8 +132,8 @@ def honest_target(
     if math.isnan(previews) or not early:
         return stated, ""
     if random is None:
-        told = f"{early:.0%} of the groups begin early, with random seeds"
-        return None, f"{told}, and iterations_to_target has no strategy without exploration: state one"
+        reason = f"{early:.0%} of the groups begin early, with random seeds"
+        return None, f"{reason}, and iterations_to_target has no strategy without exploration: state one"
     if random.iterations <= stated.iterations:
         return stated, ""
 
@@ -152,5 +152,5 @@ def honest_target(
 def _too_few(previews: float) -> str | None:
     if not previews < PREVIEWS_WANTED:
         return None
-    told = f"{previews:.0%} of the previews could be used: too little idle time for them"
-    return f"only {told}; its iterations to target are of at least {PREVIEWS_WANTED:.0%}"
+    usable = f"{previews:.0%} of the previews could be used: too little idle time for them"
+    return f"only {usable}; its iterations to target are of at least {PREVIEWS_WANTED:.0%}"

@@ -1,4 +1,4 @@
-"""Files that commands write: a missing place is told before the work, and no half of a file is left. I/O."""
+"""Files that commands write: a missing place is found before the work, and no half of a file is left. I/O."""
 
 from __future__ import annotations
 

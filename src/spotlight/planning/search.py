@@ -330,10 +330,10 @@ def _ways(state: _SearchState, strategy: str) -> str:
             way = best.candidate.strategy, best.candidate.next_share, best.candidate.previews
             state.try_all([_run_as(one, way) for one in clusters])
     state.settle(strategy)
-    return _told(state, strategy, {part for name, *_ in every for part in strategy_named(name).parts})
+    return _what_pays(state, strategy, {part for name, *_ in every for part in strategy_named(name).parts})
 
 
-def _told(state: _SearchState, strategy: str, parts: set[PipelinePart]) -> str:
+def _what_pays(state: _SearchState, strategy: str, parts: set[PipelinePart]) -> str:
     """What pays on the best cluster of a strategy, what of it does not, and what was not tried there."""
     ranked = state.best(strategy)
     if not ranked:
@@ -348,11 +348,11 @@ def _told(state: _SearchState, strategy: str, parts: set[PipelinePart]) -> str:
     off = {part for part in parts & tried if with_parts(best.strategy, (part,)) != best.strategy}
     alone = "nothing pays" if off else "nothing was tried"
     pays = alone if best.strategy == strategy else f"{best.strategy} pays"
-    told = [f"{shape_of(_cluster(best, strategy))}: {pays}"]
+    phrases = [f"{shape_of(_cluster(best, strategy))}: {pays}"]
     for heading, some in (("left off", off), ("not tried", parts - tried)):
         if some:
-            told.append(f"{heading}: {', '.join(f'+{part}' for part in PipelinePart if part in some)}")
-    return "; ".join(told)
+            phrases.append(f"{heading}: {', '.join(f'+{part}' for part in PipelinePart if part in some)}")
+    return "; ".join(phrases)
 
 
 def useless(outcome: SimulationOutcome) -> str | None:

@@ -363,7 +363,7 @@ class Simulation:
                 self._changed()
             return
         holds_learner, places = False, self.places
-        told: list[ev.NodeJoined | ev.NodeLost | ev.NodeNoticed | ev.NoticeCancelled] = []
+        events: list[ev.NodeJoined | ev.NodeLost | ev.NodeNoticed | ev.NoticeCancelled] = []
         match event:
             case PriceChanged(name, price_usd_h):
                 for part in places.parts.get(name, ()):
@@ -376,21 +376,21 @@ class Simulation:
                     self.booting.join(node, self.now)
                     self.after(self.scenario.boot_s, self._booted, node.id, self.now)
                     return
-                told += self._join(node)
+                events += self._join(node)
             case ev.NodeLost(name) if name in places.machines:
-                told += [ev.NodeLost(part.id) for part in places.parts[name]]
+                events += [ev.NodeLost(part.id) for part in places.parts[name]]
                 holds_learner = self._take(name)
             case ev.NodeNoticed(name, deadline_s) if name in places.machines:
                 self.notices += 1
                 self.noticed[name] = deadline_s
-                told += [ev.NodeNoticed(part.id, deadline_s) for part in places.parts[name]]
+                events += [ev.NodeNoticed(part.id, deadline_s) for part in places.parts[name]]
                 places.notice(name)
             case ev.NoticeCancelled(name) if self.noticed.pop(name, None) is not None:
-                told += [ev.NoticeCancelled(part.id) for part in places.parts[name]]
+                events += [ev.NoticeCancelled(part.id) for part in places.parts[name]]
                 places.cancel(name)
-        for each in told:
+        for each in events:
             self.feed(each)
-        if told:
+        if events:
             self._reassign()
         if holds_learner and isinstance(event, ev.NodeLost):
             self.lose_learner(f"node {event.node} is gone")

@@ -39,37 +39,40 @@ def measured_profile(runs: Sequence[RunTimes]) -> Profile:
 def measured_yaml(runs: Sequence[RunTimes]) -> str:
     """The text of :func:`measured_profile`. Raises :class:`ConfigError`."""
     _require_one_model(runs)
-    first, told = runs[0].config, _labels(runs)
+    first, labels = runs[0].config, _labels(runs)
     tree = {
         "name": f"{first.model.path}, measured",
         "family": first.model.family,
         "heads": _figure(
-            math.lcm(*(_degree(run.config) for run in runs)), told, "its sequence-parallel degree", "derived"
+            math.lcm(*(_degree(run.config) for run in runs)),
+            labels,
+            "its sequence-parallel degree",
+            "derived",
         ),
         "frames": first.rollout.frames,
         "train_has_log_probs": _has_log_probs(first),
         "lease_pixels": _figure(
             max(_pixels(run.config) * run.config.rollout.batch_size / _degree(run.config) for run in runs),
-            told,
+            labels,
             "its rollout.batch_size",
             "derived",
         ),
-        "weights": _weights(runs, told),
-        "memory": _memory(runs, told),
+        "weights": _weights(runs, labels),
+        "memory": _memory(runs, labels),
         "rewards": {
             "latency_s": _figure(
-                _mean(runs, lambda run: run.reward_wait_s), told, "waiting for rewards alone"
+                _mean(runs, lambda run: run.reward_wait_s), labels, "waiting for rewards alone"
             ),
-            "s_per_sample": _figure(0, told, "contained in latency_s"),
+            "s_per_sample": _figure(0, labels, "contained in latency_s"),
         },
-        "optimizer_step_s": _figure(0, told, "contained in train"),
-        "prepare_s": _figure(0, told, "contained in train"),
-        "pass_share": _figure(0, told, "no gain of more timesteps per pass is promised", "assumed"),
+        "optimizer_step_s": _figure(0, labels, "contained in train"),
+        "prepare_s": _figure(0, labels, "contained in train"),
+        "pass_share": _figure(0, labels, "no gain of more timesteps per pass is promised", "assumed"),
         "switch_s": _figure(
-            max(run.config.pipeline.switch_s for run in runs), told, "its pipeline.switch_s", "derived"
+            max(run.config.pipeline.switch_s for run in runs), labels, "its pipeline.switch_s", "derived"
         ),
-        "infrastructure": _infrastructure(runs, told),
-        "gpus": {gpu: _gpu(runs, gpu, told) for gpu in _gpu_types(runs)},
+        "infrastructure": _infrastructure(runs, labels),
+        "gpus": {gpu: _gpu(runs, gpu, labels) for gpu in _gpu_types(runs)},
     }
     return yaml.safe_dump(tree, sort_keys=False, width=110, allow_unicode=True)
 
@@ -99,9 +102,9 @@ def _require_one_model(runs: Sequence[RunTimes]) -> None:
         ("training with old log-probs", [_has_log_probs(run.config) for run in runs]),
     ):
         if len(set(values)) > 1:
-            told = ", ".join(f"{run.label}: {value}" for run, value in zip(runs, values, strict=True))
+            found = ", ".join(f"{run.label}: {value}" for run, value in zip(runs, values, strict=True))
             remedy = "A profile is of one model, trained in one way: calibrate each of them apart."
-            raise ConfigError("the runs", [Problem(key, told, "the same of all runs", remedy)])
+            raise ConfigError("the runs", [Problem(key, found, "the same of all runs", remedy)])
     for run in runs:
         if not any(times.sample_steps for times in run.rollouts.values()):
             remedy = "Its learner's slots may have rolled out alone; take a run with other workers."
@@ -109,9 +112,9 @@ def _require_one_model(runs: Sequence[RunTimes]) -> None:
             raise ConfigError(run.label, [Problem("rollouts", found, "workers that only roll out", remedy)])
 
 
-def _figure(value: float, told: str, detail: str, kind: str = "measured") -> _Figure:
+def _figure(value: float, labels: str, detail: str, kind: str = "measured") -> _Figure:
     kind = kind if value or kind == "assumed" else "derived"  # 0: another figure contains it
-    return {"value": float(value) or INCLUDED, "source": f"{kind}: {told}: {detail}"}
+    return {"value": float(value) or INCLUDED, "source": f"{kind}: {labels}: {detail}"}
 
 
 def _mean(runs: Sequence[RunTimes], of: Callable[[RunTimes], float]) -> float:
@@ -122,16 +125,16 @@ def _ratio(seconds: float, count: float) -> float:
     return seconds / count if count else 0.0
 
 
-def _weights(runs: Sequence[RunTimes], told: str) -> dict[str, _Figure]:
+def _weights(runs: Sequence[RunTimes], labels: str) -> dict[str, _Figure]:
     size, state = max(run.weight_bytes for run in runs), max(run.state_bytes for run in runs)
     return {
-        "full_bytes": _figure(0, told, "contained in infrastructure.process_start_s"),
-        "adapter_bytes": _figure(size, told, "its adapter"),
-        "learner_state_bytes": _figure(state, told, "its newest checkpoint"),
+        "full_bytes": _figure(0, labels, "contained in infrastructure.process_start_s"),
+        "adapter_bytes": _figure(size, labels, "its adapter"),
+        "learner_state_bytes": _figure(state, labels, "its newest checkpoint"),
     }
 
 
-def _memory(runs: Sequence[RunTimes], told: str) -> dict[str, object]:
+def _memory(runs: Sequence[RunTimes], labels: str) -> dict[str, object]:
     """Bounds: smaller GPUs than a run had, and more timesteps per pass, are refused."""
     rolling = min(GPU_TYPES[gpu].vram_bytes for run in runs for gpu in run.rollouts)
     training = min(GPU_TYPES[run.learner.gpu_type].vram_bytes for run in runs)
@@ -139,14 +142,14 @@ def _memory(runs: Sequence[RunTimes], told: str) -> dict[str, object]:
     more = "no more timesteps per pass are known to fit"
     return {
         "bounds": True,
-        "rollout_bytes": _figure(rolling, told, fitted, "assumed"),
-        "learner_bytes_per_rank": _figure(training - 1, told, fitted, "assumed"),
-        "learner_bytes_sharded": _figure(1, told, "contained in learner_bytes_per_rank", "assumed"),
-        "pass_bytes": _figure(training, told, more, "assumed"),
+        "rollout_bytes": _figure(rolling, labels, fitted, "assumed"),
+        "learner_bytes_per_rank": _figure(training - 1, labels, fitted, "assumed"),
+        "learner_bytes_sharded": _figure(1, labels, "contained in learner_bytes_per_rank", "assumed"),
+        "pass_bytes": _figure(training, labels, more, "assumed"),
     }
 
 
-def _infrastructure(runs: Sequence[RunTimes], told: str) -> dict[str, _Figure]:
+def _infrastructure(runs: Sequence[RunTimes], labels: str) -> dict[str, _Figure]:
     workers = [times for run in runs for times in run.rollouts.values()]
     start_s = _ratio(sum(one.setup_s for one in workers), sum(one.starts for one in workers))
     pull_s = _ratio(sum(one.pull_s for one in workers), sum(one.pulls for one in workers))
@@ -157,7 +160,7 @@ def _infrastructure(runs: Sequence[RunTimes], told: str) -> dict[str, _Figure]:
     size, state = max(run.weight_bytes for run in runs), max(run.state_bytes for run in runs)
     rate = _figure(
         size / max(INCLUDED, (publish_s + pull_s) / 2),
-        told,
+        labels,
         f"weights published in {publish_s:.3g} s and pulled in {pull_s:.3g} s, latency included",
         "derived",
     )
@@ -166,12 +169,12 @@ def _infrastructure(runs: Sequence[RunTimes], told: str) -> dict[str, _Figure]:
         "network_bytes_s": dict(rate),
         "store_bytes_s": dict(rate),
         "disk_bytes_s": _figure(
-            state / max(INCLUDED, save_s), told, f"a checkpoint takes {save_s:.3g} s", "derived"
+            state / max(INCLUDED, save_s), labels, f"a checkpoint takes {save_s:.3g} s", "derived"
         ),
-        "process_start_s": _figure(start_s, told, "from a worker's start until it could work"),
-        "imports_s": _figure(0, told, "contained in process_start_s"),
-        "model_load_s": _figure(0, told, "contained in process_start_s"),
-        "group_setup_s": _figure(0, told, "contained in process_start_s"),
+        "process_start_s": _figure(start_s, labels, "from a worker's start until it could work"),
+        "imports_s": _figure(0, labels, "contained in process_start_s"),
+        "model_load_s": _figure(0, labels, "contained in process_start_s"),
+        "group_setup_s": _figure(0, labels, "contained in process_start_s"),
     }
 
 
@@ -179,17 +182,17 @@ def _gpu_types(runs: Sequence[RunTimes]) -> list[str]:
     return sorted({gpu for run in runs for gpu in (*run.rollouts, run.learner.gpu_type)})
 
 
-def _gpu(runs: Sequence[RunTimes], gpu: str, told: str) -> dict[str, object]:
+def _gpu(runs: Sequence[RunTimes], gpu: str, labels: str) -> dict[str, object]:
     denoised = [run for run in runs if run.rollouts.get(gpu, RolloutTimes()).sample_steps]
     trained = [run for run in runs if run.learner.gpu_type == gpu]
     shapes = {(_degree(run.config), _pixels(run.config)) for run in denoised}
     return {
         "denoise": [point for shape in sorted(shapes) for point in _step_points(denoised, shape, gpu)],
-        "batch_slope": _figure(1, told, "larger batches in proportion", "assumed"),
+        "batch_slope": _figure(1, labels, "larger batches in proportion", "assumed"),
         "train": [
             _train_point(trained, pixels) for pixels in sorted({_pixels(run.config) for run in trained})
         ],
-        "decode_ms_per_megapixel": _figure(0, told, "contained in denoise"),
+        "decode_ms_per_megapixel": _figure(0, labels, "contained in denoise"),
     }
 
 

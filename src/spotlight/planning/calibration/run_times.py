@@ -268,8 +268,8 @@ def _nodes(connection: Connection, name: str, ranks: set[str]) -> dict[NodeId, S
     for subject, spot, detail in connection.execute(
         "SELECT subject, spot, detail FROM incidents WHERE kind = ?", (Incident.NODE_JOINED.value,)
     ):
-        node, told = NodeId(subject), _JOINED.fullmatch(detail)
-        gpus, gpu_type = (int(told[1]), told[2]) if told else (0, "")
+        node, joined = NodeId(subject), _JOINED.fullmatch(detail)
+        gpus, gpu_type = (int(joined[1]), joined[2]) if joined else (0, "")
         if gpu_type not in GPU_TYPES:
             remedy = unknown_gpu(gpu_type) if gpu_type else "Its Ray node has no label of a GPU type."
             problem = Problem(f"node {node}", repr(gpu_type), "a known GPU type", remedy)
@@ -278,9 +278,9 @@ def _nodes(connection: Connection, name: str, ranks: set[str]) -> dict[NodeId, S
         prices = slot_usd_h.get(node, [0.0])
         seen = SeenNode(kind, gpus, gpu_type, gpus * sum(prices) / len(prices), node in training)
         if found.setdefault(node, seen) != seen:
-            told_all = f"{found[node].gpus} x {found[node].gpu_type}, then {detail}"
+            both = f"{found[node].gpus} x {found[node].gpu_type}, then {detail}"
             remedy = "Seconds of both are not told apart: take a run in which a name is always the same kind."
-            problem = Problem(f"node {node}", told_all, "the same GPUs each time", remedy)
+            problem = Problem(f"node {node}", both, "the same GPUs each time", remedy)
             raise ConfigError(f"the run {name}", [problem])
     return found
 

@@ -159,7 +159,7 @@ def _availability_figure(prepared: Prepared, compared: Sequence[ComparedStrategy
         x=hours, y=gpus, mode="lines", line={"shape": "hv", "color": "#2563c9"}, fill="tozeroy",
         name="GPUs",
     )  # fmt: skip
-    for one in compared:  # told in the legend, because labels of equal ends would overlap
+    for one in compared:  # named in the legend, because labels of equal ends would overlap
         figure.add_scatter(
             x=[one.outcome.simulated_h] * 2,
             y=[0, max(gpus)],

@@ -192,9 +192,9 @@ def _unlike_targets(runs: Sequence[StrategyRuns]) -> Iterator[str]:
         if target is not None and strategy.explore is None and PipelinePart.TCSS not in strategy.parts:
             names.setdefault(_iterations(target), []).append(one.strategy)
     if len(names) > 1:
-        told = "; ".join(f"{', '.join(alike)} {number}" for number, alike in names.items())
+        text = "; ".join(f"{', '.join(alike)} {number}" for number, alike in names.items())
         yield (
-            f"strategies with random seeds have different iterations to target ({told}), which decides their "
+            f"strategies with random seeds have different iterations to target ({text}), which decides their "
             "time and cost to target as much as the cluster does: state iterations_to_target of each alike, "
             "unless they were measured to differ."
         )

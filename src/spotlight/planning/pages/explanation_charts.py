@@ -104,8 +104,8 @@ def tornado(sensitivity: Sensitivity, axis: int) -> Figure:
 
 def _name(one: Swing, axis: int) -> str:
     ends = ((one.low_label, one.low[axis]), (one.high_label, one.high[axis]))
-    told = [f"{label}: no target" if math.isnan(value) else label for label, value in ends]
-    return f"{one.name} ({', '.join(told)})"
+    labels = [f"{label}: no target" if math.isnan(value) else label for label, value in ends]
+    return f"{one.name} ({', '.join(labels)})"
 
 
 def explanation_notes(explained: PlanExplanation) -> tuple[PageNote, ...]:

@@ -1,7 +1,7 @@
 """SkyPilot's published catalogues: one CSV file for each cloud, dated by its last change. I/O.
 
 https://github.com/skypilot-org/skypilot-catalog. The files differ: some have no zones, no spot prices, or
-machines without any price. A cloud whose file is missing, late or of another form is told of in
+machines without any price. A cloud whose file is missing, late or of another form is named in
 :attr:`PriceQuery.unread`, unless it was asked for by name: one broken file is no reason to know no price.
 """
 

@@ -164,11 +164,11 @@ def _caveat(tags: Mapping[str, PriceTag]) -> str:
     places = {name: tag.place for name, tag in tags.items() if tag.place}
     if len(set(places.values())) < 2:
         return ""
-    told = ", ".join(
+    listed = ", ".join(
         f"{name.replace('_', ' ')} in {' '.join(filter(None, at))}" for name, at in places.items()
     )
     return (
-        f"no cloud and region has all prices, so they are of different ones ({told}): set prices.cloud "
+        f"no cloud and region has all prices, so they are of different ones ({listed}): set prices.cloud "
         "and prices.region, or those of cluster.reserved and cluster.spot, or state prices in cluster"
     )
 

@@ -40,17 +40,17 @@ def egress_between(learner: tuple[str, str] | None, spot: tuple[str, str] | None
         return None
     if learner[0] != spot[0]:
         prices = [_INTERNET_USD_GB.get(cloud, _OTHER_USD_GB) for cloud, _ in (learner, spot)]
-        told = f"list prices to the internet, {learner[0]} and {spot[0]}"
+        origin = f"list prices to the internet, {learner[0]} and {spot[0]}"
     elif learner[1] and spot[1] and learner[1] != spot[1]:
         prices = [_BETWEEN_REGIONS_USD_GB.get(learner[0], _OTHER_USD_GB)] * 2
-        told = f"list price between regions of {learner[0]}"
+        origin = f"list price between regions of {learner[0]}"
     else:
         return None
     return EgressSection(
         to_spot_usd_gb=prices[0],
         from_spot_usd_gb=prices[1],
         bytes_s=_BYTES_S,
-        source=f"published: {told}, 2026, North America; 5 Gbit/s of one flow",
+        source=f"published: {origin}, 2026, North America; 5 Gbit/s of one flow",
     )
 
 

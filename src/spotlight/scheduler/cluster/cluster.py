@@ -201,7 +201,7 @@ class Cluster:
             return
         if pull is None or pull.version != event.version:
             self.count(Recovery.ANSWER_STALE)
-            self._commands.heard(("pull", worker.id))
+            self._commands.answered_earlier(("pull", worker.id))
             return
         self._forget_pull(worker)
         if isinstance(event, ev.PullFailed):

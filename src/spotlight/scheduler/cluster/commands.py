@@ -126,7 +126,7 @@ class Commands:
         command.until_s = min(command.until_s, earlier.until_s)
         self._alarms.set(key, command.due_s)
 
-    def heard(self, key: Key) -> None:
+    def answered_earlier(self, key: Key) -> None:
         """The worker answered an earlier command, if this one is open: its resends count from 0 again."""
         if (command := self._open.get(key)) is not None:
             command.repeats = 0

@@ -60,12 +60,12 @@ class _QueuedRollout:
 
 @dataclass(slots=True)
 class _OpenLease:
-    """``start``: each rollout's step when granted; ``steps``: progress since then; ``heard_s``: last news."""
+    """``start``: each rollout's step when granted; ``steps``: taken since then; ``reported_s``: last news."""
 
     lease: Lease
     open: dict[RolloutId, None]
     start: dict[RolloutId, int]
-    heard_s: float
+    reported_s: float
     steps: int = 0
 
 
@@ -258,7 +258,7 @@ class PullQueue:
                 entry.step, news = safe, True
         if not news:
             return CommitVerdict.DUPLICATE
-        self._heard(held, now, ends=False)
+        self._extend(held, now, ends=False)
         return CommitVerdict.ACCEPTED
 
     def complete(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
@@ -272,7 +272,7 @@ class PullQueue:
     def renew(self, lease: LeaseId, epoch: int, now: float) -> None:
         """Rollouts are finished: extend their lease's deadline, if still held under ``epoch``."""
         if (held := self._held.get(lease)) is not None and held.lease.epoch == epoch:
-            self._heard(held, now, ends=True)
+            self._extend(held, now, ends=True)
 
     def fail(
         self, lease: LeaseId, epoch: int, rollout: RolloutId, attempts: int
@@ -423,10 +423,10 @@ class PullQueue:
 
     # -- inside ----------------------------------------------------------------------------------------
 
-    def _heard(self, held: _OpenLease, now: float, *, ends: bool) -> None:
+    def _extend(self, held: _OpenLease, now: float, *, ends: bool) -> None:
         worker = held.lease.worker
-        self.limits.answered(worker, self.count_held_by(worker), held.heard_s, now, ends=ends)
-        held.heard_s = now
+        self.limits.answered(worker, self.count_held_by(worker), held.reported_s, now, ends=ends)
+        held.reported_s = now
         self._deadlines.set(held.lease.id, now + self.limits.limit_s(worker, self.lease_s))
 
     def _push(self, entry: _QueuedRollout) -> None:

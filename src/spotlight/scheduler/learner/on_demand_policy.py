@@ -5,7 +5,7 @@
 
 Invariants
     1. There is at most one such node, coming or there.
-    2. EMPTY is told once for a node, LEAVE once until STAY.
+    2. EMPTY is decided once for a node, LEAVE once until STAY.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class OnDemandPolicy:
 
     def _give_back(self, now_s: float, holds: bool) -> OnDemandStep | None:
         if not holds:
-            told, self._empties = self._empties, True
-            return None if told else OnDemandStep.EMPTY
+            emptied, self._empties = self._empties, True
+            return None if emptied else OnDemandStep.EMPTY
         lasts = self._room_since_s is not None and now_s - self._room_since_s >= self.back_after_s
         if self._leaves and self._room_since_s is None:
             self._leaves = False
