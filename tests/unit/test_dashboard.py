@@ -79,7 +79,7 @@ def test_goals_that_spot_nodes_follow_are_told_with_the_runs_own_forecast(empty_
     found = client.get("/api/runs/held/overview").json()["target"]
     assert found == {
         "deadline_at": START_S + 7200.0, "budget_usd": None, "nodes": 4.0, "left_s": [50.0, 70.0],
-        "left_usd": [None, None], "reachable": 0.0, "told": {"at": START_S + 101, "words": "4 nodes"},
+        "left_usd": [None, None], "reachable": 0.0, "decision": {"at": START_S + 101, "words": "4 nodes"},
     }  # fmt: skip
 
 

@@ -161,11 +161,11 @@ def test_large_reports_travel_in_parts_and_their_events_with_the_last(parts: int
     outbox = ReportOutbox(WorkerId("w"), head, report_bytes=limit)
     for each in made:
         outbox.keep_finished(each)
-    told = ev.LeaseProgressed(WorkerId("w"), LeaseId(1), 1, 2)
-    outbox.tell(told)
+    progress = ev.LeaseProgressed(WorkerId("w"), LeaseId(1), 1, 2)
+    outbox.send(progress)
     outbox.deliver(DIGEST)
     assert [value for report in head.reports for value in report.values] == values
-    assert [report.events for report in head.reports] == [()] * (len(head.reports) - 1) + [(told,)]
+    assert [report.events for report in head.reports] == [()] * (len(head.reports) - 1) + [(progress,)]
     assert all(
         len(report.values) == 1 or sum(len(value.data) for value in report.values) <= limit
         for report in head.reports

@@ -86,7 +86,7 @@ def test_a_run_resumed_with_another_scorer_is_refused_and_goes_on_with_the_first
     go_on(tmp_path, first, save=True)
     for other, found in (
         ({**first, "geneval": "detector b"}, "by 'detector b'"),
-        ({"ocr": "reader"}, "by what it does not tell"),
+        ({"ocr": "reader"}, "by what it does not say"),
     ):
         said = f"reward 'geneval' was scored by 'detector a' up to the checkpoint, and would now be {found};"
         before = contents(tmp_path)

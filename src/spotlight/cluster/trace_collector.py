@@ -78,7 +78,7 @@ class TraceCollector:
             self._note(f"trace of {kind} steps: {trace_file(self._folder, kind)}")
 
     async def finish(self) -> None:
-        """Look for the last time, while workers live, and tell what is missing."""
+        """Look for the last time, while workers live, and report what is missing."""
         await self.collect()
         for kind in self._missing:
             self._note(f"no trace of {kind} steps was taken: {_NEEDS[kind]}")

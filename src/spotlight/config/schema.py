@@ -87,7 +87,7 @@ class RunConfig(Section):
         yield from self.algorithm.common_problems(self)
 
     def every_note(self) -> Iterator[str]:
-        """What is valid, but may not be what was meant; told when a run is planned and begins."""
+        """What is valid, but may not be what was meant; shown when a run is planned and begins."""
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):
                 yield from section.notes(self)

@@ -1,7 +1,7 @@
 """Findings of running runs as alerts: each is logged and sent when it comes and when it is gone.
 
 A thread of the dashboard's process looks at the runs' directories, so that a run that was killed, with all
-its processes, is told too.
+its processes, is reported too.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class RunAnswers:
     """Answers about runs, each computed once per state of the run's files, for all who ask.
 
     Attributes:
-        limits: of every run; findings tell of those that will not keep within them.
+        limits: of every run; findings name those that will not keep within them.
     """
 
     limits: RunLimits = field(default_factory=RunLimits)

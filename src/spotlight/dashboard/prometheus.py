@@ -81,9 +81,9 @@ def exposition(figures: Mapping[str, Iterable[RunFigure]]) -> str:
             lines[figure.family].append(f"{figure.family}{{{labels}}} {_number(figure.value)}")
     parts: list[str] = []
     for family, samples in lines.items():
-        kind, told = _FAMILIES[family]
+        kind, explanation = _FAMILIES[family]
         if samples:
-            parts += [f"# HELP {family} {told}", f"# TYPE {family} {kind}", *samples]
+            parts += [f"# HELP {family} {explanation}", f"# TYPE {family} {kind}", *samples]
     return "".join(f"{part}\n" for part in parts)
 
 

@@ -1,4 +1,4 @@
-"""Whether a model can do what a configuration asks, told from the model's configuration files alone.
+"""Whether a model can do what a configuration asks, judged from the model's configuration files alone.
 
 The one place of these refusals: the dry run asks here, and every run before it reads weights.
 """

@@ -148,7 +148,7 @@ def locate(
 
 def _family_remedy(pipeline_class: object) -> str:
     for name in FAMILIES:
-        with suppress(RegistryError):  # a broken package is told where its family is asked for
+        with suppress(RegistryError):  # a broken package is reported where its family is asked for
             if FAMILIES.load(name).pipeline_class == pipeline_class:
                 return f"Set model.family={name}, or name another model.path"
     return f"Name another model.path: the families are {', '.join(FAMILIES)}"

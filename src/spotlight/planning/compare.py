@@ -230,7 +230,7 @@ def _preview_share(scenario: Scenario, result: SimulationResult) -> float:
 def _scored_share(report: Mapping[str, object]) -> tuple[object, float | None]:
     """A window's iteration and the scored share of its plan; None without a plan."""
     window = report["window"]
-    assert isinstance(window, Mapping), "a report tells of its window"
+    assert isinstance(window, Mapping), "a report names its window"
     planned = int(window["planned"])
     return report["iteration"], min(int(window["scored"]), planned) / planned if planned else None
 

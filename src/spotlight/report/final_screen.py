@@ -118,12 +118,12 @@ def spent_table(run: RunRecord) -> Table:
 
 def filled(run: RunRecord) -> str:
     """What GPUs did in otherwise idle time; empty without overlap."""
-    told = [f"{by.words} {seconds:,.1f} s" for by, seconds in run.history.filled_s.items() if seconds]
-    return f"Idle time filled by {', '.join(told)}" if told else ""
+    parts = [f"{by.words} {seconds:,.1f} s" for by, seconds in run.history.filled_s.items() if seconds]
+    return f"Idle time filled by {', '.join(parts)}" if parts else ""
 
 
 def throughput(run: RunRecord) -> list[str]:
-    """How fast a device rolled out and trained, in the median iteration; empty for runs that did not tell."""
+    """How fast a device rolled out and trained, in the median iteration; empty if it was not measured."""
     lines = []
     for what, name in (("rollout", "Rollouts"), ("train", "Training")):
         tokens, tflop_s, mfu = (
@@ -155,9 +155,9 @@ def _samples(run: RunRecord) -> Text:
     if counts.in_flight[Purpose.TRAIN]:
         parts.append(f"{count(counts.in_flight[Purpose.TRAIN])} in flight")
     text = Text.assemble(("Samples ", "bold"), f"{count(issued)} issued = {' + '.join(parts)}")
-    for told in (*throughput(run), filled(run), survived(run)):
-        if told:
-            text.append(f"\n{told}")
+    for line in (*throughput(run), filled(run), survived(run)):
+        if line:
+            text.append(f"\n{line}")
     return text
 
 

@@ -166,9 +166,9 @@ def _scores(run: RunRecord) -> str:
             f"| {label} | {score(before.mean, before.stderr)} "
             f"| {score(after.mean, after.stderr)} | {change.margin:+.3f} {in_noise(change)} |"
         )
-    told = " ".join(f"`{name}`: {_CURVES[name]}." for name in run.curves)
+    meanings = " ".join(f"`{name}`: {_CURVES[name]}." for name in run.curves)
     note = (
-        f"{told} "
+        f"{meanings} "
         f"Means over {run.config.evaluation.images_per_prompt} pictures a prompt, the same prompts and seeds "
         f"before and after, {run.config.evaluation.steps} ODE steps; ± is one standard error. The noise of a "
         "margin is that of two independent evaluations."

@@ -18,7 +18,7 @@ def noisy_clip_range(config: RunConfig) -> float | None:
 
 
 def replay_noise_note(row: Mapping[str, float], clip_range: float | None) -> str | None:
-    """What to tell about an iteration's ``replay/`` metrics; None if :func:`noisy_clip_range` is.
+    """What to say about an iteration's ``replay/`` metrics; None if :func:`noisy_clip_range` is.
 
     Log-probs are means over the latent, and so is ``clip_range``: where rounding exceeds it, noise decides
     which updates are clipped.

@@ -53,7 +53,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 CODE = "code of "
-"""How what scores begins where a reward's module does not tell it."""
+"""How what scores begins where a reward's module does not say it."""
 
 
 def same_scorer(before: str, now: str) -> bool:

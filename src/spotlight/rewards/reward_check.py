@@ -43,7 +43,7 @@ class RewardReport:
     """What :func:`check_reward` found.
 
     Attributes:
-        scored_by: models with digests of their weights; empty if the reward tells none.
+        scored_by: models with digests of their weights; empty if the reward names none.
         load_s, score_s: to start and load, with downloads; of the first and of a later call.
         exact: the expected score is one figure; else a range.
     """

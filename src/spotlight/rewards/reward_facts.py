@@ -1,4 +1,4 @@
-"""What a reward's module tells of itself beside its function, for ``spotlight rewards``.
+"""What a reward's module says of itself beside its function, for ``spotlight rewards``.
 
 ``FACTS`` is a :class:`RewardFacts`. ``tiny``, for a reward with weights, puts small random models of the same
 classes in their place (``spotlight train --smoke``):

@@ -44,7 +44,7 @@ class LoadedReward:
 
     Attributes:
         check: the module's ``check``, or None.
-        scored_by: the module's ``scored_by``; else tells the code, of a built-in reward None.
+        scored_by: the module's ``scored_by``; else names the code, of a built-in reward None.
     """
 
     function: RewardFunction
@@ -119,7 +119,7 @@ def load(
 
 
 def facts_of(name_or_path: str) -> RewardFacts | None:
-    """What a reward's module tells of it as ``FACTS``. Raises RewardSetupError."""
+    """What a reward's module says of it as ``FACTS``. Raises RewardSetupError."""
     facts = getattr(_import(name_or_path, parse(name_or_path).module), "FACTS", None)
     if facts is not None and not isinstance(facts, RewardFacts):
         raise RewardSetupError(

@@ -150,7 +150,7 @@ def _require_same_prompts(
 def _require_same_scorers(before: Mapping[str, str], now: Mapping[str, str], directory: RunDirectory) -> None:
     for reward, scorer in before.items():
         if not same_scorer(scorer, now.get(reward, "")):
-            found = f"by {now[reward]!r}" if reward in now else "by what it does not tell"
+            found = f"by {now[reward]!r}" if reward in now else "by what it does not say"
             raise RewardSetupError(
                 f"{directory.path}: reward {reward!r} was scored by {scorer!r} up to the checkpoint, and "
                 f"would now be {found}; expected the same. Put back the weights that the run began with, "

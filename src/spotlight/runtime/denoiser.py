@@ -75,8 +75,8 @@ class PausedRollouts:
         self.forget(rollout.id for rollout in made if rollout.pause is None)
         paused = [self._states[rollout.id] for rollout in mine if rollout.pause is not None]
         bare = [dataclasses.replace(state, condition=Condition({})) for state in paused]
-        told = ranks.share([(state.recipe, pack_state(state)) for state in bare])
-        others = [one for rank, theirs in enumerate(told) if rank != ranks.rank for one in theirs]
+        by_rank = ranks.share([(state.recipe, pack_state(state)) for state in bare])
+        others = [one for rank, theirs in enumerate(by_rank) if rank != ranks.rank for one in theirs]
         states = [unpack_state(packed, recipe, device) for recipe, packed in others]
         prompts = list(dict.fromkeys(state.rollout.prompt_id for state in states))
         embeddings = [condition.to(device) for condition in conditions(prompts)]

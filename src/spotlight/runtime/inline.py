@@ -295,8 +295,8 @@ class InlineDriver:
     def _submit(self) -> None:
         if self._gate.holds_any:
             for group in self._gate.release(self.parts.controller.work.group_progress()):
-                told = SampleGroup(group.name, group.size)
-                self._groups |= {rollout.id: told for rollout in group.rollouts}
+                sample_group = SampleGroup(group.name, group.size)
+                self._groups |= {rollout.id: sample_group for rollout in group.rollouts}
                 self._unsubmitted.extend(group.rollouts)
         if not self._unsubmitted:
             return
@@ -341,16 +341,16 @@ class InlineDriver:
     def _collect(self, scoring: _Scoring) -> None:
         with self.parts.clock.phase(Phase.REWARD):
             batch = scoring.future.result()
-        told: dict[str, dict[str, float] | list[str]] = {
+        results: dict[str, dict[str, float] | list[str]] = {
             rollout: result.curves()
             if isinstance(result, ScoredSample)
             else [DropReason(f"reward_{result.kind}").value, f"{result.reward}: {result.message}"]
             for rollout, result in zip(scoring.mine, batch.samples, strict=True)
         }
-        for shared in self.parts.ranks.share(told):
-            told |= shared
+        for shared in self.parts.ranks.share(results):
+            results |= shared
         for rollout in scoring.rollouts:
-            scores = told[rollout.id]
+            scores = results[rollout.id]
             if isinstance(scores, dict):
                 self._events.append(ev.SamplesRewarded({rollout.id: scores}, scoring.lineage))
                 self.parts.trainer.log.scored(rollout, scores)
@@ -371,13 +371,13 @@ class InlineDriver:
 
     def _pictures(self, effect: ef.ReportEvaluation) -> dict[Rollout, Picture | None]:
         grid = shown(effect.issued, *self.parts.grid)
-        told = {
+        mine = {
             rollout.id: _encode(self._samples[rollout.id].image)
             for rollout in grid
             if rollout.id in self._samples and rollout.id in effect.scores
         }
         everyones: dict[RolloutId, str] = {}
-        for share in self.parts.ranks.share(told):
+        for share in self.parts.ranks.share(mine):
             everyones |= share
         return {each: _decode(everyones[each.id]) if each.id in everyones else None for each in grid}
 

@@ -114,7 +114,7 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
     require_model(config)
     prompts = build.load_prompts(config)
     require_prompts(config, prompts)
-    # The rewards' mistakes are the user's, and told before a large model is downloaded and read.
+    # The rewards' mistakes are the user's, and reported before a large model is downloaded and read.
     rewards = stack.enter_context(build.make_reward_pool(config))
     used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])

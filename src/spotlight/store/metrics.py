@@ -114,7 +114,7 @@ class MetricsWriter:
                 raise OSError(errno.ENOSPC, "the row was written in part")
         except OSError as error:
             raise storage_error("cannot write the metrics", self._path, error) from error
-        with self._telling():
+        with self._sink_errors():
             for sink in self._sinks:
                 sink.write(row)
 
@@ -127,7 +127,7 @@ class MetricsWriter:
         self._show("table", iteration, table)
 
     def _show(self, what: str, *shown: object) -> None:
-        with self._telling():
+        with self._sink_errors():
             for sink in self._sinks:
                 take: Callable[..., None] | None = getattr(sink, what, None)
                 if take is not None:
@@ -139,19 +139,19 @@ class MetricsWriter:
             os.fsync(self._file)
         except OSError as error:
             raise storage_error("cannot write the metrics", self._path, error) from error
-        with self._telling():
+        with self._sink_errors():
             for sink in self._sinks:
                 sink.flush()
 
     def close(self) -> None:
         """Close the file and every sink, even if one fails."""
         os.close(self._file)
-        with self._telling(), ExitStack() as closing:
+        with self._sink_errors(), ExitStack() as closing:
             for sink in self._sinks:
                 closing.callback(sink.close)
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
+    def _sink_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

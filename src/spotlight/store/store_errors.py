@@ -65,8 +65,8 @@ def is_out_of_space(error: BaseException, path: Path) -> bool:
     """
     if (number := _errno(error)) is not None:
         return number in _FULL
-    told = _sqlite_code(error) == sqlite3.SQLITE_FULL or _TORCH_SHORT_WRITE in str(error)
-    return told or free_bytes(path) < _NEARLY_NOTHING_BYTES
+    says_full = _sqlite_code(error) == sqlite3.SQLITE_FULL or _TORCH_SHORT_WRITE in str(error)
+    return says_full or free_bytes(path) < _NEARLY_NOTHING_BYTES
 
 
 def _is_refused(error: BaseException) -> bool:

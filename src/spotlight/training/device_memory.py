@@ -49,7 +49,7 @@ def _cgroup_bytes() -> int:
 
 @contextmanager
 def measured_peak(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Yields what tells, afterwards, the peak bytes of a GPU above the memory held before; 0 on CPUs."""
+    """Yields what gives, afterwards, the peak bytes of a GPU above the memory held before; 0 on CPUs."""
     if device.type != "cuda":
         yield lambda: 0
         return

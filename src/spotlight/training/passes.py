@@ -231,8 +231,8 @@ class TrainingPasses:
 
     def _least(self, value: int) -> int:
         """Minimum over all ranks."""
-        told = torch.tensor(value, dtype=torch.int64, device=self._device)
-        return int(self._ranks.all_reduce(told, dist.ReduceOp.MIN))
+        shared = torch.tensor(value, dtype=torch.int64, device=self._device)
+        return int(self._ranks.all_reduce(shared, dist.ReduceOp.MIN))
 
 
 def _require_fitting(terms: LossTerms, rows: int, algorithm: str) -> None:

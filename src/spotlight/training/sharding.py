@@ -91,9 +91,9 @@ class Ranks:
         """``values`` of rank ``source``; shape and type must be equal on all ranks."""
         if self.world == 1:
             return values
-        told = values.to("cuda" if dist.get_backend() == "nccl" else "cpu")
-        dist.broadcast(told, source)
-        return told.to(values.device)
+        shared = values.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        dist.broadcast(shared, source)
+        return shared.to(values.device)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -317,8 +317,8 @@ class RolloutGathering:
         return self._peak_bytes is not None and whole_bytes + self._peak_bytes <= free
 
     def _agreed(self, mine: bool) -> bool:
-        told = torch.tensor(int(mine), device=self._device)
-        return bool(self._ranks.all_reduce(told, dist.ReduceOp.MIN))
+        shared = torch.tensor(int(mine), device=self._device)
+        return bool(self._ranks.all_reduce(shared, dist.ReduceOp.MIN))
 
     def _gathered_bytes(self, parameter: Tensor) -> int:
         dtype = self._compute_dtype or parameter.dtype

@@ -96,8 +96,8 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """
     names = sorted(tensors)
     sums = torch.stack([checksum(as_bytes(tensors[name])) for name in names]).tolist()
-    told = [[n, str(tensors[n].dtype), list(tensors[n].shape), s] for n, s in zip(names, sums, strict=True)]
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+    rows = [[n, str(tensors[n].dtype), list(tensors[n].shape), s] for n, s in zip(names, sums, strict=True)]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()
 
 
 def _weighted(values: Tensor) -> Tensor:

@@ -168,10 +168,10 @@ def _is_hashed(path: Path) -> bool:
     """Whether the file has not been written since its content was hashed; False where times cannot tell."""
     mark = path.with_suffix(_HASHED)
     try:
-        told, marked_ns = mark.read_text(), mark.stat().st_mtime_ns
+        written, marked_ns = mark.read_text(), mark.stat().st_mtime_ns
     except FileNotFoundError:
         return False
-    return told == _writing(path) and marked_ns - path.stat().st_mtime_ns > _CLOCK_NS
+    return written == _writing(path) and marked_ns - path.stat().st_mtime_ns > _CLOCK_NS
 
 
 def _mark_hashed(path: Path, writing: str) -> None:

@@ -207,19 +207,19 @@ def fetch_from_peer(
     (device,) = {tensor.device for tensor in targets.values()}
     with _connected(path, stall_s, time.monotonic() + deadline_s) as channel:
         channel.send({"protocol": PROTOCOL, "digest": digest, "device": device.type})
-        offer = _heard(channel, patient=True)
+        offer = _receive(channel, patient=True)
         with _as_agreed(channel):
             size, handles = int(str(offer["bucket_bytes"])), _list(offer["handles"])
             buckets = [] if handles else take_host(channel, size)
             _compare(channel, offer, targets, modules)
             if handles:
                 buckets = take_cuda(channel, handles, size, device)
-            _tell(channel, {"go": True})
+            _send(channel, {"go": True})
             transfer = _Transfer(channel.peer, tuple(targets), tuple(as_bytes(t) for t in targets.values()))
             count = 0
-            while "end" not in (message := _heard(channel)):
+            while "end" not in (message := _receive(channel)):
                 transfer.take(_list(message["pieces"]), buckets[count % COUNT])
-                _tell(channel, {"done": count})
+                _send(channel, {"done": count})
                 count += 1
     transfer.check_whole()
     return FetchedWeights(len(targets), modules, sum(transfer.filled))
@@ -292,15 +292,15 @@ def _rows(pieces: Sequence[Piece], sums: Sequence[Sequence[int]]) -> list[list[i
     return [[p.index, p.start, p.stop, p.at, *found] for p, found in zip(pieces, sums, strict=True)]
 
 
-def _tell(channel: Channel, message: Mapping[str, object]) -> None:
+def _send(channel: Channel, message: Mapping[str, object]) -> None:
     try:
         channel.send(message)
     except PeerLostError:
         while True:  # the peer may have sent a reason before it hung up
-            _heard(channel)
+            _receive(channel)
 
 
-def _heard(channel: Channel, *, patient: bool = False) -> Message:
+def _receive(channel: Channel, *, patient: bool = False) -> Message:
     message = channel.receive(patient=patient)
     if "refused" in message:
         raise PeerLostError(f"{channel.peer} refuses: {message['refused']}")

@@ -23,12 +23,12 @@ class OpenLease:
     Attributes:
         began: step at which the controller believes each open rollout began.
         taken: steps taken since the lease began.
-        told: steps reported as committed.
+        reported: steps reported as committed.
     """
 
     began: dict[RolloutId, int]
     taken: int = 0
-    told: int = 0
+    reported: int = 0
 
 
 @dataclass(slots=True)
@@ -115,9 +115,9 @@ class Leases:
     def news(self, lease: LeaseId, safe: int) -> bool:
         """Record ``safe`` steps; whether that exceeds what was reported."""
         held = self._leases[lease]
-        if safe <= held.told:
+        if safe <= held.reported:
             return False
-        held.told = safe
+        held.reported = safe
         return True
 
 

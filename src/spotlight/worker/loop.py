@@ -7,7 +7,7 @@ so work joins and leaves at step boundaries:
         commands  ─►  obey     weights, groups, leases
         step                   all held rollouts; same weight slot, size and guidance share a forward
         finish                 decode rollouts that are done, store samples, LeaseCompleted
-        commit                 leases that are due: store states, LeaseProgressed; tell of their speed
+        commit                 leases that are due: store states, LeaseProgressed; report their speed
         pull                   request work when there is room
         deliver                send all of it at once
 
@@ -109,7 +109,7 @@ class WorkerLoop:
         self._patience = patience or Patience()
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox = ReportOutbox(worker, head)
-        self._meter = SpeedMeter(dependencies.engine, self._outbox.tell)
+        self._meter = SpeedMeter(dependencies.engine, self._outbox.send)
         self._starter = RolloutStarter(head, dependencies.engine, dependencies.recipes, conditions_kept)
         # Not under autocast: merged weights would be rounded to half precision, a separate adapter is not.
         self._merged = dependencies.engine.autocast is None
@@ -235,10 +235,10 @@ class WorkerLoop:
                 digest = self._loader.load(pull)
             except LoadError:
                 failed = PullFailed(self.worker, self.epoch, pull.version, pull.lineage)
-                self._outbox.tell_later(failed, self._patience.pause_s)
+                self._outbox.send_later(failed, self._patience.pause_s)
                 return
             self._bind(digest, order)
-        self._outbox.tell(WeightsPulled(self.worker, self.epoch, pull.version, pull.lineage))
+        self._outbox.send(WeightsPulled(self.worker, self.epoch, pull.version, pull.lineage))
 
     def _quiesce(self) -> None:
         """Before weights change, stop using them and release followers from their collective."""
@@ -273,7 +273,7 @@ class WorkerLoop:
             return
         if command.epoch <= self._fence:
             if command.epoch == self._fence:  # it failed or ended, and that reply was lost
-                self._outbox.tell(GroupStopped(command.leader, command.epoch))
+                self._outbox.send(GroupStopped(command.leader, command.epoch))
             return
         self._fence = command.epoch
         self._part()
@@ -282,7 +282,7 @@ class WorkerLoop:
                 self._meet(SpGroup(command.epoch, command.members))
             except (FormationError, ConnectionError):
                 stopped = GroupStopped(command.leader, command.epoch)
-                self._outbox.tell_later(stopped, self._patience.pause_s)
+                self._outbox.send_later(stopped, self._patience.pause_s)
                 return
         leads = command.members[0] == self.worker
         self._role = GroupRole(command.leader, command.epoch, len(command.members), leads)
@@ -292,7 +292,7 @@ class WorkerLoop:
             self._formed(self._role)
 
     def _formed(self, role: GroupRole) -> None:
-        self._outbox.tell(GroupFormed(role.leader, role.epoch))
+        self._outbox.send(GroupFormed(role.leader, role.epoch))
         role.asked = 0  # so that a pull is sent along
 
     def _meet(self, group: SpGroup) -> None:
@@ -314,10 +314,10 @@ class WorkerLoop:
                 self._commit(role, role.leases.ids)
                 self._deliver()
             if role.lost and not speaks:
-                self._outbox.tell_later(stopped, self._patience.grace_s)
+                self._outbox.send_later(stopped, self._patience.grace_s)
             self._part()
         if speaks:
-            self._outbox.tell(stopped)
+            self._outbox.send(stopped)
 
     def _part(self) -> None:
         role, self._role = self._role, None
@@ -355,7 +355,7 @@ class WorkerLoop:
 
     def _fail(self, role: GroupRole, lease: LeaseId, failed: FailedRollout) -> None:
         event = RolloutFailed(self.worker, lease, role.epoch, failed.rollout.id, failed.reason)
-        self._outbox.tell(event)
+        self._outbox.send(event)
 
     def _step(self, role: GroupRole) -> None:
         leases = role.leases
@@ -433,7 +433,7 @@ class WorkerLoop:
                 completed.setdefault(lease, []).append(result.rollout.id)
         for lease, names in completed.items():
             event = LeaseCompleted(role.leader, lease, role.epoch, tuple(names), self._version)
-            self._outbox.tell(event)
+            self._outbox.send(event)
 
     def _decoded(self, done: list[RolloutState]) -> list[FinishedRollout | FailedRollout]:
         try:
@@ -455,7 +455,7 @@ class WorkerLoop:
                 self._fail(role, lease, FailedRollout(state.rollout, why))
         for lease, steps in safe_steps(safe, leases.claims).items():
             if leases.news(lease, steps):
-                self._outbox.tell(LeaseProgressed(role.leader, lease, role.epoch, steps))
+                self._outbox.send(LeaseProgressed(role.leader, lease, role.epoch, steps))
 
     def _follow(self, role: GroupRole) -> None:
         assert self._membership is not None
@@ -488,7 +488,7 @@ class WorkerLoop:
             capacity = min(self._capacity, self._dependencies.engine.max_batch, self._role.batch)
             pull = self._role.pull(capacity, self._patience.ask_again_s)
             if pull is not None:
-                self._outbox.tell(pull)
+                self._outbox.send(pull)
 
     def _rest(self) -> None:
         """Without work, keep no collective open and no weights merged."""

@@ -32,11 +32,11 @@ class ReportOutbox:
         self._later: list[tuple[float, int, Event]] = []
         self._count = 0
 
-    def tell(self, event: Event | RolloutSpeed) -> None:
+    def send(self, event: Event | RolloutSpeed) -> None:
         """Send an event with the next delivery."""
         self._events.append(event)
 
-    def tell_later(self, event: Event, seconds: float) -> None:
+    def send_later(self, event: Event, seconds: float) -> None:
         """Send an event after a delay."""
         self._count += 1
         heapq.heappush(self._later, (time.monotonic() + seconds, self._count, event))

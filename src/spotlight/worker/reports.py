@@ -40,7 +40,7 @@ def _value(kind: str, name: str, data: bytes | memoryview, step: int) -> Reporte
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpeed:
-    """What one device did for training rollouts since it last told.
+    """What one device did for training rollouts since it last reported.
 
     Attributes:
         tokens: of pictures and text, once per forward.

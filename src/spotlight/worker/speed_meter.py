@@ -1,4 +1,4 @@
-"""How fast this worker makes training rollouts, told as they finish.
+"""How fast this worker makes training rollouts, reported as they finish.
 
 Measured are the steps that it takes alone or leads, from denoising to the packing of what is stored: all that
 a GPU still computes is waited for in there. Steps shared with rollouts of other purposes do not count.
@@ -24,11 +24,11 @@ class SpeedMeter:
     """Not thread-safe.
 
     Args:
-        tell: is given what was measured since the last time, whenever rollouts end.
+        report: is given what was measured since the last time, whenever rollouts end.
     """
 
-    def __init__(self, engine: Engine, tell: Callable[[RolloutSpeed], None]) -> None:
-        self._engine, self._tell = engine, tell
+    def __init__(self, engine: Engine, report: Callable[[RolloutSpeed], None]) -> None:
+        self._engine, self._report = engine, report
         self._work, self._seconds = Work(0.0, 0.0), 0.0
 
     @contextmanager
@@ -47,5 +47,5 @@ class SpeedMeter:
         self._seconds += time.perf_counter() - began
         if len(role.leases) < len(states):
             work, peak_flop_s = self._work, self._engine.peak_flop_s
-            self._tell(RolloutSpeed(work.tokens, work.flops, self._seconds, peak_flop_s))
+            self._report(RolloutSpeed(work.tokens, work.flops, self._seconds, peak_flop_s))
             self._work, self._seconds = Work(0.0, 0.0), 0.0

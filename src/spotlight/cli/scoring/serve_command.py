@@ -104,7 +104,7 @@ def _require_servable(pool: RewardPool) -> None:
     if comparing := pool.compares_groups:
         raise RewardSetupError(
             f"--reward is {comparing[0]!r}, which compares the pictures of a group; expected one that "
-            "scores single pictures, because requests tell no groups. Use it in the run itself."
+            "scores single pictures, because requests name no groups. Use it in the run itself."
         )
     if reading := pool.reads_files:
         raise RewardSetupError(

@@ -232,7 +232,7 @@ class NodeMembership:
         try:
             return str(ray.get(agent.log_tail.remote(pid, actor, lines), timeout=self._settings.answer_s))
         except RayError as error:
-            return f"node {node.name} does not tell its log: {cause_of(error)}"
+            return f"node {node.name} does not send its log: {cause_of(error)}"
 
     def agent(self, node: RayNode) -> ActorHandle | None:
         """The node's agent, if it has one now. Any thread."""

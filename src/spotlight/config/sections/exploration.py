@@ -212,9 +212,9 @@ class SeedChoiceConfig(Section):
             ("sampled_prompts", self.sampled_prompts), ("undo_selection", self.undo_selection),
         ):  # fmt: skip
             if value:
-                told = "set" if name == "planner" else str(value).lower()
+                text = "set" if name == "planner" else str(value).lower()
                 yield Problem(
-                    f"exploration.{name}", told, "nothing with exploration.rungs",
+                    f"exploration.{name}", text, "nothing with exploration.rungs",
                     "Previews that stop at rungs are rollouts of a fixed number of seeds, chosen by rank: "
                     "leave one of the two keys out.",
                 )  # fmt: skip

@@ -104,12 +104,12 @@ function phaseBar(amounts, unit) {
   const parts = Object.entries(amounts).filter(([, amount]) => amount > 0).sort((a, b) => b[1] - a[1]);
   const total = parts.reduce((sum, [, amount]) => sum + amount, 0);
   if (!total) return empty("Nothing billed yet.");
-  const told = parts.map(([phase, amount]) => `${words(phase)} ${((100 * amount) / total).toFixed(amount / total < 0.01 ? 1 : 0)} %`);
+  const shares = parts.map(([phase, amount]) => `${words(phase)} ${((100 * amount) / total).toFixed(amount / total < 0.01 ? 1 : 0)} %`);
   return h("div", {},
-    h("div", { class: "stack", role: "img", "aria-label": told.join(", ") }, parts.map(([phase, amount]) =>
+    h("div", { class: "stack", role: "img", "aria-label": shares.join(", ") }, parts.map(([phase, amount]) =>
       h("div", { style: { width: `${(100 * amount) / total}%`, background: phaseColour(phase) }, title: `${words(phase)}: ${unit(amount)}` }))),
     h("div", { class: "legend" }, parts.map(([phase, amount], index) =>
-      h("span", {}, h("span", { class: "swatch", style: { background: phaseColour(phase) } }), `${told[index]} (${unit(amount)})`))));
+      h("span", {}, h("span", { class: "swatch", style: { background: phaseColour(phase) } }), `${shares[index]} (${unit(amount)})`))));
 }
 
 // -- lanes --
@@ -167,11 +167,11 @@ function hatch(draw, from, to, height) {
 
 /**
  * All lanes of a page, with a line that tells what is under the pointer or chosen by the arrow keys. What
- * that is stays in `told` ({lane, at, text}) for the lanes that are drawn next.
+ * that is stays in `selection` ({lane, at, text}) for the lanes that are drawn next.
  */
-function lanesOf(found, told) {
-  const tip = h("div", { class: "tip", "aria-live": "polite" }, told.text ?? "Point at a lane, or focus it and use the arrow keys.");
-  const say = (text) => { tip.textContent = told.text = text; };
+function lanesOf(found, selection) {
+  const tip = h("div", { class: "tip", "aria-live": "polite" }, selection.text ?? "Point at a lane, or focus it and use the arrow keys.");
+  const say = (text) => { tip.textContent = selection.text = text; };
   const drawings = [];
   const moved = found.events.some((event) => event.subject === "learner");
   const learner = { worker: "learner", node: "learner", from: found.start, to: found.end, stretches: [] };
@@ -180,29 +180,29 @@ function lanesOf(found, told) {
       && event.at >= lane.from - 1 && event.at <= lane.to + 1);
     const canvas = h("canvas", { tabindex: "0", "data-key": lane.worker, role: "img", "aria-label": lane === learner ? `learner: ${plural(marks.length, "incident")}` : `${lane.worker}: ${duration(lane.billed_s)} billed` });
     let chosen = -1;
-    const tellMark = (mark) => say(`${mark.subject}: ${words(mark.kind)} at ${clock(mark.at)} ${mark.detail}`);
-    const tell = (index) => {
+    const sayMark = (mark) => say(`${mark.subject}: ${words(mark.kind)} at ${clock(mark.at)} ${mark.detail}`);
+    const select = (index) => {
       chosen = index;
-      if (lane === learner && marks[index]) tellMark(marks[index]);
+      if (lane === learner && marks[index]) sayMark(marks[index]);
       const stretch = lane.stretches[index];
-      Object.assign(told, { lane: lane.worker, at: lane === learner ? marks[index]?.at : stretch?.[0] });
+      Object.assign(selection, { lane: lane.worker, at: lane === learner ? marks[index]?.at : stretch?.[0] });
       if (stretch) say(`${lane.worker}: ${words(found.phases[stretch[2]])} for ${figure(stretch[1] - stretch[0], 3)} s from ${clock(stretch[0])}, at ${dollars(lane.usd_h)} an hour`);
     };
     canvas.addEventListener("pointermove", (event) => {
       const at = found.start + (event.offsetX / canvas.clientWidth) * (found.end - found.start);
       const mark = marks.find((each) => Math.abs(each.at - at) < ((found.end - found.start) * 7) / canvas.clientWidth);
-      if (mark) tellMark(mark);
-      else tell(lane.stretches.findIndex(([from, to]) => from <= at && at <= to));
+      if (mark) sayMark(mark);
+      else select(lane.stretches.findIndex(([from, to]) => from <= at && at <= to));
     });
     canvas.addEventListener("keydown", (event) => {
       const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
       if (!step) return;
       event.preventDefault();
-      tell(Math.min((lane === learner ? marks : lane.stretches).length - 1, Math.max(0, chosen + step)));
+      select(Math.min((lane === learner ? marks : lane.stretches).length - 1, Math.max(0, chosen + step)));
     });
-    const again = told.lane !== lane.worker ? -1
-      : lane === learner ? marks.findIndex((mark) => mark.at === told.at) : lane.stretches.findIndex(([from, to]) => from <= told.at && told.at < to);
-    if (again >= 0) tell(again);
+    const again = selection.lane !== lane.worker ? -1
+      : lane === learner ? marks.findIndex((mark) => mark.at === selection.at) : lane.stretches.findIndex(([from, to]) => from <= selection.at && selection.at < to);
+    if (again >= 0) select(again);
     drawings.push(() => drawLane(canvas, lane, found.phases, found.start, found.end, marks));
     return h("div", { class: "lane" }, h("div", { class: "name", title: lane.worker }, lane.worker), canvas);
   });

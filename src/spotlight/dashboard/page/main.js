@@ -1,5 +1,5 @@
 "use strict";
-// Which run and which view, and what the server tells of changes. The address: #/RUN/VIEW/ARGUMENT.
+// Which run and which view, and what the server reports of changes. The address: #/RUN/VIEW/ARGUMENT.
 
 const VIEWS = [
   ["overview", "Overview", overviewView], ["pictures", "Pictures", picturesView], ["curves", "Curves", curvesView], ["cluster", "Cluster", clusterView],

@@ -12,14 +12,14 @@ function picturesView(place, { run, go }) {
   const slider = h("input", { type: "range", min: "0", max: "0", step: "1", "aria-label": "evaluation", on: { input: () => { choice.at = iterations[slider.value]; draw(); } } });
   const label = h("output", { class: "faint" });
   const play = h("button", { type: "button", on: { click: () => (playing ? stop() : start()) } }, "▶ Play");
-  const modes = PICTURE_MODES.map(([mode, told]) => h("button", { type: "button", "aria-pressed": String(choice.mode === mode), on: { click: (event) => {
+  const modes = PICTURE_MODES.map(([mode, name]) => h("button", { type: "button", "aria-pressed": String(choice.mode === mode), on: { click: (event) => {
     choice.mode = mode;
     modes.forEach((button) => button.setAttribute("aria-pressed", String(button === event.currentTarget)));
     draw();
-  } } }, told));
+  } } }, name));
   const text = h("input", { type: "search", placeholder: "filter prompts", "aria-label": "filter prompts", value: choice.text, on: { input: () => { choice.text = text.value; draw(); } } });
   const tag = h("select", { "aria-label": "tag", on: { change: () => { choice.tag = tag.value; draw(); } } });
-  const order = h("select", { on: { change: () => { choice.order = order.value; draw(); } } }, ORDERS.map(([value, told]) => h("option", { value, selected: choice.order === value }, told)));
+  const order = h("select", { on: { change: () => { choice.order = order.value; draw(); } } }, ORDERS.map(([value, name]) => h("option", { value, selected: choice.order === value }, name)));
   const grid = h("div");
   const note = h("p", { class: "faint" }, "Pictures are kept of evaluations; of training groups the ledger has the scores (Samples), not the pictures.");
   const controls = h("div", { class: "controls" }, h("label", {}, "Evaluation", slider), label, play, modes, text, tag, h("label", {}, "Order", order));
@@ -99,19 +99,19 @@ function bestAndWorst(run, now, shown, go, iterations) {
 function pictureCard(run, each, frames, go, iterations, captioned = true) {
   const scores = Object.entries(each.scores);
   return h("div", { class: "picture" },
-    h("div", { class: "frames" }, frames.map(([picture, told], number) => h("figure", {},
-      h("button", { type: "button", "data-key": `${picture.index} ${number}`, "aria-label": `enlarge: ${picture.caption.slice(0, 80)}`, on: { click: () => enlarge(run, picture, shownAt(told), iterations) } }, image(run, picture, told)),
-      h("figcaption", {}, `${told === "best" || told === "worst" ? told : frames.length > 1 ? `at ${told}` : ""}  ${score(picture.score)}`.trim())))),
+    h("div", { class: "frames" }, frames.map(([picture, label], number) => h("figure", {},
+      h("button", { type: "button", "data-key": `${picture.index} ${number}`, "aria-label": `enlarge: ${picture.caption.slice(0, 80)}`, on: { click: () => enlarge(run, picture, shownAt(label), iterations) } }, image(run, picture, label)),
+      h("figcaption", {}, `${label === "best" || label === "worst" ? label : frames.length > 1 ? `at ${label}` : ""}  ${score(picture.score)}`.trim())))),
     captioned ? h("div", { class: "words clamp", dir: "auto", title: each.caption.slice(0, 500) }, each.caption.slice(0, 1000)) : null,
     scores.length ? h("details", { open: !captioned, "data-key": `${pictureChoice.mode} ${each.index}` }, h("summary", { class: "faint", "data-key": each.index }, "rewards"), h("div", { class: "scores" }, scores.map(([name, value]) => [h("span", {}, name), h("span", {}, figure(value))])),
       each.seed ? h("div", { class: "faint words" }, `seed ${each.seed}${each.tag ? `, ${each.tag}` : ""} `, INLINED ? "" : h("a", { href: go.address("samples", each.rollout) }, "its life")) : null) : null);
 }
 
-/** The evaluation of a picture of which `told` is said: that, or its place among those of the chosen one. */
-const shownAt = (told) => (typeof told === "number" ? told : pictureChoice.at);
+/** The evaluation of a picture labelled so: that iteration's, or the chosen one's for `best` and `worst`. */
+const shownAt = (label) => (typeof label === "number" ? label : pictureChoice.at);
 
-function image(run, picture, told) {
-  return h("img", { src: pictureAddress(run, shownAt(told), picture.index), alt: picture.caption.slice(0, 200), loading: "lazy", on: {
+function image(run, picture, label) {
+  return h("img", { src: pictureAddress(run, shownAt(label), picture.index), alt: picture.caption.slice(0, 200), loading: "lazy", on: {
     load: (event) => event.target.classList.toggle("small", event.target.naturalWidth < 160),
     error: (event) => { event.target.alt = "This picture is not here (any more)."; },
   } });
@@ -121,16 +121,16 @@ function image(run, picture, told) {
 function enlarge(run, picture, iteration, iterations) {
   let at = Math.max(0, iterations.indexOf(iteration));
   const frame = h("div");
-  const told = h("p", { class: "faint", "aria-live": "polite" });
+  const position = h("p", { class: "faint", "aria-live": "polite" });
   const show = () => {
     frame.replaceChildren(image(run, picture, iterations[at]));
-    told.textContent = `Iteration ${iterations[at]} (${at + 1} of ${iterations.length}); arrow keys for others.`;
+    position.textContent = `Iteration ${iterations[at]} (${at + 1} of ${iterations.length}); arrow keys for others.`;
   };
   const step = (by) => { at = Math.min(iterations.length - 1, Math.max(0, at + by)); show(); };
   const dialog = h("dialog", { "aria-label": "Picture", on: {
     keydown: (event) => { if (event.key === "ArrowLeft") step(-1); if (event.key === "ArrowRight") step(1); },
     close: () => dialog.remove(), click: (event) => { if (event.target === dialog) dialog.close(); },
-  } }, frame, h("p", { class: "words", dir: "auto" }, picture.caption.slice(0, 4000)), told,
+  } }, frame, h("p", { class: "words", dir: "auto" }, picture.caption.slice(0, 4000)), position,
     h("div", { class: "controls" }, h("button", { type: "button", on: { click: () => step(-1) } }, "← Earlier"), h("button", { type: "button", on: { click: () => step(1) } }, "Later →"), h("button", { type: "button", on: { click: () => dialog.close() } }, "Close")));
   document.body.append(dialog);
   dialog.showModal();

@@ -117,7 +117,7 @@ function curvesView(place, { run, runs }) {
   const list = h("div", { class: "metrics" });
   const shown = new Map();
   let names = [];
-  const axis = h("select", { on: { change: (event) => { choice.axis = event.target.value; refresh(); } } }, Object.entries(AXIS_NAMES).map(([value, told]) => h("option", { value, selected: choice.axis === value }, told)));
+  const axis = h("select", { on: { change: (event) => { choice.axis = event.target.value; refresh(); } } }, Object.entries(AXIS_NAMES).map(([value, name]) => h("option", { value, selected: choice.axis === value }, name)));
   const smoothing = h("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: String(choice.smoothing), style: { width: "120px" }, on: { input: (event) => { choice.smoothing = Number(event.target.value); refresh(); } } });
   const filter = h("input", { type: "search", placeholder: "filter metrics", value: choice.filter, on: { input: (event) => { choice.filter = event.target.value; listNames(); } } });
   const others = runs.filter((each) => each.name !== run).slice(0, 30).map((each) => h("label", {},
@@ -184,12 +184,12 @@ const clusterChoice = { span: "", page: 0 };
 function clusterView(place, { run }) {
   const choice = clusterChoice;
   const drawn = h("div", { class: "card wide" });
-  const told = {};
+  const selection = {};
   const [price, paid] = [h("div", { class: "chart", style: { minHeight: "220px" } }), h("p", { class: "faint" })];
   const pages = h("span");
   const happened = h("div", { class: "card" });
   const span = h("select", { disabled: Boolean(INLINED), on: { change: (event) => { choice.span = event.target.value; choice.page = 0; refresh(); } } },
-    SPANS.map(([value, told]) => h("option", { value, selected: choice.span === value }, `last ${told}`.replace("last whole", "whole"))));
+    SPANS.map(([value, name]) => h("option", { value, selected: choice.span === value }, `last ${name}`.replace("last whole", "whole"))));
   place.replaceChildren(h("div", { class: "controls" }, h("label", {}, "Show", span), pages), h("div", { class: "grid" }, drawn, h("div", { class: "card wide" }, price, paid), happened));
 
   async function refresh() {
@@ -199,10 +199,10 @@ function clusterView(place, { run }) {
       const last = Math.ceil(found.total / found.page_size) - 1;
       const turn = (by) => h("button", { type: "button", disabled: Boolean(INLINED) || choice.page + by < 0 || choice.page + by > last, on: { click: () => { choice.page += by; refresh(); } } }, by < 0 ? "Newer" : "Older");
       renew(pages, `${plural(found.total, "lane")}${last ? `, page ${found.page + 1} of ${last + 1} ` : ""}`, ...(last ? [turn(-1), turn(1)] : []));
-      paid.textContent = pricesTold(found.prices);
+      paid.textContent = priceText(found.prices);
       fill(price, () => pricesOf(price, found));
       renew(happened, h("h2", {}, "Newest incidents"), incidentTable(found.events.slice(-15).reverse()));
-      return [h("h2", {}, "Workers: a lane each, coloured by phase"), laneLegend(found), lanesOf(found, told)];
+      return [h("h2", {}, "Workers: a lane each, coloured by phase"), laneLegend(found), lanesOf(found, selection)];
     });
   }
   return refresh;
@@ -227,8 +227,8 @@ async function pricesOf(place, found) {
 }
 
 /** What is known of prices, also where a line says little. */
-function pricesTold(prices) {
-  const told = Object.entries(prices).map(([kind, steps]) => {
+function priceText(prices) {
+  const sentences = Object.entries(prices).map(([kind, steps]) => {
     const met = steps.map(([, price]) => price).filter(known);
     if (!met.length) return kind === "spot" ? "No spot worker was there in this time: no spot price is known." : null;
     const [least, most] = [Math.min(...met), Math.max(...met)];
@@ -236,7 +236,7 @@ function pricesTold(prices) {
     const always = met.length === steps.length ? " throughout" : "";
     return least === most ? `${name} ${dollars(least)} an hour${always}.` : `${name} ${dollars(least)} to ${dollars(most)} an hour, ${dollars(met.at(-1))} last.`;
   });
-  return [...told, "The newest worker's price, which is that at which its node joined; gaps are without workers."].filter(Boolean).join(" ");
+  return [...sentences, "The newest worker's price, which is that at which its node joined; gaps are without workers."].filter(Boolean).join(" ");
 }
 
 const incidentTable = (incidents) => incidents.length

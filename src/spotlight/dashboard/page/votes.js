@@ -5,12 +5,12 @@ const voteChoice = { name: "", said: "" };
 const VOTE_AFTER_MS = 500; // of a group's pictures being there: a double click is not for the next group
 
 function votesView(place, { run }) {
-  const told = h("p", { class: "faint", role: "status" }, voteChoice.said);
+  const status = h("p", { class: "faint", role: "status" }, voteChoice.said);
   const body = h("div");
-  place.replaceChildren(body, told);
+  place.replaceChildren(body, status);
   let shown = null, showLeft = null;
 
-  const say = (text) => { voteChoice.said = told.textContent = text; };
+  const say = (text) => { voteChoice.said = status.textContent = text; };
 
   async function refresh() {
     try {

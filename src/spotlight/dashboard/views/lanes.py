@@ -36,7 +36,7 @@ class _Lane:
 
 
 def part_of(worker: str) -> str:
-    """The node of a worker, under which incidents are told: ``spot-3/learner`` of ``spot-3/learner/0``."""
+    """The node of a worker, which incidents name: ``spot-3/learner`` of ``spot-3/learner/0``."""
     return worker.rpartition("/")[0] or worker
 
 

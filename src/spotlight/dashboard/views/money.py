@@ -85,7 +85,7 @@ def target(settings: Settings, connection: Connection, row: Mapping[str, float |
     deadline_h, budget_usd = (settings.number(f"fleet.target.{key}") for key in ("deadline_h", "budget_usd"))
     if deadline_h is None and budget_usd is None:
         return None
-    told = connection.execute(
+    decision = connection.execute(
         "SELECT at, detail FROM incidents WHERE kind = 'spot_target' ORDER BY id DESC LIMIT 1"
     ).fetchone()
     began_at = queries.began_at(connection)
@@ -96,7 +96,7 @@ def target(settings: Settings, connection: Connection, row: Mapping[str, float |
         "left_s": [row.get(f"target/left_s{end}") for end in ("_low", "_high")],
         "left_usd": [row.get(f"target/left_usd{end}") for end in ("_low", "_high")],
         "reachable": row.get("target/reachable"),
-        "told": None if told is None else {"at": told[0], "words": told[1]},
+        "decision": None if decision is None else {"at": decision[0], "words": decision[1]},
     }
 
 

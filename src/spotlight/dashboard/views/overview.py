@@ -201,9 +201,9 @@ def nodes_now(connection: Connection) -> NodesNow:
     nodes = set(map(node_of, workers))
     # Runs without Ray have workers, and no incidents of nodes.
     rows = [(queries.machine_of(part), spot, kind) for part, spot, kind in connection.execute(_NODES)]
-    told = {node: (spot, kind) for node, spot, kind in rows if node in nodes}
-    spot = sum(spot for spot, _ in told.values())
-    noticed = sum(kind == Incident.NODE_NOTICED for _, kind in told.values())
+    by_node = {node: (spot, kind) for node, spot, kind in rows if node in nodes}
+    spot = sum(spot for spot, _ in by_node.values())
+    noticed = sum(kind == Incident.NODE_NOTICED for _, kind in by_node.values())
     return NodesNow(len(nodes) - spot, spot, noticed, len(workers))
 
 

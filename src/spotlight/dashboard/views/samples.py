@@ -119,7 +119,7 @@ def sample(run: RunFolder, rollout: str) -> Json | None:
         ).fetchone()
         if issued is None:
             return None
-        life = [_event(connection, seq, what, told) for seq, what, told in sorted(_life(connection, issued))]
+        life = [_event(connection, seq, what, how) for seq, what, how in sorted(_life(connection, issued))]
         ended = connection.execute("SELECT seq FROM outcomes WHERE rollout = ?", (rollout,)).fetchone()
         maker = connection.execute(
             "SELECT worker, epoch FROM samples WHERE rollout = ?", (rollout,)
@@ -166,7 +166,7 @@ def _life(connection: sqlite3.Connection, issued: sqlite3.Row) -> Iterator[tuple
     for seq, kind, step, reason, detail in connection.execute(
         "SELECT seq, kind, optimizer_step, reason, detail FROM outcomes WHERE rollout = ?", (rollout,)
     ):
-        yield seq, kind, _told(reason, detail) if step is None else _trained(connection, seq, step)
+        yield seq, kind, _drop_text(reason, detail) if step is None else _trained(connection, seq, step)
 
 
 def _trained(connection: sqlite3.Connection, seq: int, step: int) -> str:
@@ -174,7 +174,7 @@ def _trained(connection: sqlite3.Connection, seq: int, step: int) -> str:
     return f"in optimizer step {step}" + (f" of the learner on {', '.join(nodes)}" if nodes else "")
 
 
-def _told(reason: str | None, detail: str | None) -> str:
+def _drop_text(reason: str | None, detail: str | None) -> str:
     return f"{reason}: {detail}" if reason else ""
 
 

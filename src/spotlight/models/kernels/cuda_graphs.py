@@ -87,7 +87,7 @@ class CapturedForward:
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         around = self._slot(), self._module.training, _precision(tensors), repr(structure)
-        kind = (*around, *map(_told, leaves))
+        kind = (*around, *map(_leaf_kind, leaves))
         if kind not in self._seen:
             self._seen[kind] = None
             while len(self._seen) > self._kinds_max:
@@ -132,7 +132,7 @@ class _Captured:
         return tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.output)
 
 
-def _told(leaf: Any) -> Hashable:
+def _leaf_kind(leaf: Any) -> Hashable:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     return type(leaf), leaf  # 1, 1.0 and True are equal, and give other types

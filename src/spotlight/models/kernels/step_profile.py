@@ -25,7 +25,7 @@ class StepProfiler:
     Args:
         folder: None: a temporary one, which is there for ``taken`` alone.
         kinds: that are traced.
-        note: is told of each trace.
+        note: is given a line about each trace.
         taken: is given the file of each trace.
     """
 

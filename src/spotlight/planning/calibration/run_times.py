@@ -143,14 +143,14 @@ def read_run_times(directory: Path) -> RunTimes:
 
     Raises:
         StoreError: not a run directory, or unreadable.
-        ConfigError: a run that does not tell what GPUs took: see :func:`_require_telling`.
+        ConfigError: a run that does not show what GPUs took: see :func:`_require_measurable`.
     """
     paths = RunPaths(directory)
     if not paths.config.is_file():
         raise StoreError(f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`.")
     config = load_dump(paths.config)
     rows = [row for row in read_metrics(directory) if "train/step_s" in row.values]
-    _require_telling(directory.name, config, len(rows))
+    _require_measurable(directory.name, config, len(rows))
     with (
         closing(queries.open_readonly(paths.ledger)) as connection,
         queries.consistent_reading(connection),
@@ -158,7 +158,7 @@ def read_run_times(directory: Path) -> RunTimes:
         return _read(directory, config, rows, connection)
 
 
-def _require_telling(name: str, config: RunConfig, iterations: int) -> None:
+def _require_measurable(name: str, config: RunConfig, iterations: int) -> None:
     degrees = config.fleet.sequence_parallel.degrees
     problems = []
     if config.fleet.driver != "ray":

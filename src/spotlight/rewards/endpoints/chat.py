@@ -90,7 +90,7 @@ class ChatAnswer:
         text: the whole answer; empty only if the model ended it there.
         cut_off: it reached ``tokens_max``.
         first_token: probability of each candidate for the first token; None if not offered.
-        tokens: None if not told.
+        tokens: None if not reported.
     """
 
     text: str
@@ -196,7 +196,7 @@ def curve_of(
 def token_curves(
     place: Vlm, answers: Sequence[tuple[ChatAnswer, object] | SampleError]
 ) -> dict[str, list[float | SampleError]]:
-    """``prompt_tokens``, ``completion_tokens`` and, with prices, ``cost_usd``; none if not told."""
+    """``prompt_tokens``, ``completion_tokens`` and, with prices, ``cost_usd``; none if not reported."""
     # Curves of failed samples are not read.
     tokens = [TokenCount(0, 0) if isinstance(each, SampleError) else each[0].tokens for each in answers]
     counted = [each for each in tokens if each is not None]
@@ -216,7 +216,7 @@ def parse_completion(endpoint: ChatEndpoint, body: object) -> ChatAnswer:
 
     Raises:
         SampleError: no answer in it, or something that cannot be true.
-        RewardSetupError: prices are given but tokens are not told.
+        RewardSetupError: prices are given but tokens are not reported.
     """
     source = f"{endpoint.base_url} ({endpoint.model})"
     choices = body.get("choices") if isinstance(body, dict) else None
@@ -231,7 +231,7 @@ def parse_completion(endpoint: ChatEndpoint, body: object) -> ChatAnswer:
     tokens = _tokens(source, body)
     if endpoint.priced and tokens is None:
         raise RewardSetupError(
-            f"{source} does not tell its tokens (usage); expected them, because prices are given. "
+            f"{source} does not report its tokens (usage); expected them, because prices are given. "
             "Remove the prices from the endpoint's settings, or use a server that counts."
         )
     return ChatAnswer(text, choice.get("finish_reason") == "length", _first_token(source, choice), tokens)

@@ -56,7 +56,7 @@ _NUMBERS = (
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten",
 )  # fmt: skip
 _KNOWN_MIN = 0.5
-"""Least probability of all the tokens that are told; below it, an answer may hide among the others."""
+"""Least probability of all the tokens that are given; below it, an answer may hide among the others."""
 _PREFIX_MIN = 2
 """Letters from which a token counts as the beginning of a longer answer."""
 _UNCLEAR_MAX = 0.1
@@ -201,7 +201,7 @@ def answer_probability(first_token: Mapping[str, float], answer: str) -> float:
     if unclear > max(total, _UNCLEAR_MAX):
         raise SampleError(
             f"the first token begins {answer!r} with probability {unclear:.3f}, but may as well be another "
-            "answer; expected one that tells. Ask for numbers up to ten, or for another form of the answer "
+            "answer; expected a clear one. Ask for numbers up to ten, or for another form of the answer "
             "in params.instruction."
         )
     return min(total, 1.0)
@@ -223,7 +223,7 @@ def _first_token(found: ChatAnswer) -> Mapping[str, float]:
     known = sum(found.first_token.values())
     if known < _KNOWN_MIN:
         raise SampleError(
-            f"the endpoint tells first tokens of probability {known:.3f} in all; expected at least "
+            f"the endpoint gives first tokens of probability {known:.3f} in all; expected at least "
             f"{_KNOWN_MIN}: the answer may be among the others. Ask for one word in params.instruction."
         )
     return found.first_token

@@ -150,8 +150,8 @@ def parse_settings(kind: type[Settings], key: str, value: object) -> Settings:
         first = error.errors(include_url=False)[0]
         where = ".".join([key, *map(str, first["loc"])])
         shown = set(kind.model_fields) - {"base_url", "extra_body"}  # these, and unknown ones, may hold a key
-        told = bool(first["loc"]) and first["loc"][0] in shown and first["type"] != "missing"
-        found = f" is {first['input']!r}" if told else ""
+        is_shown = bool(first["loc"]) and first["loc"][0] in shown and first["type"] != "missing"
+        found = f" is {first['input']!r}" if is_shown else ""
         known = ", ".join(kind.model_fields)
         raise RewardSetupError(
             f"{where}{found}: {first['msg']}. The settings are {known}; correct them in the configuration."

@@ -203,10 +203,10 @@ def _costs(
     place: Vlm, answers: Sequence[tuple[ChatAnswer, bool] | SampleError], members: int
 ) -> dict[str, list[float | SampleError]]:
     answered = [each[0].tokens for each in answers if not isinstance(each, SampleError)]
-    told = [each for each in answered if each is not None]
-    if not told or len(told) < len(answered):
+    counts = [each for each in answered if each is not None]
+    if not counts or len(counts) < len(answered):
         return {}
-    total = TokenCount(sum(each.prompt for each in told), sum(each.completion for each in told))
+    total = TokenCount(sum(each.prompt for each in counts), sum(each.completion for each in counts))
     curves: dict[str, list[float | SampleError]] = {
         "prompt_tokens": [total.prompt / members] * members,
         "completion_tokens": [total.completion / members] * members,

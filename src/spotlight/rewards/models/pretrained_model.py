@@ -51,13 +51,13 @@ def load_pretrained(
         raise RewardSetupError(f"{key} is {source!r}, which is no directory. {remedy}")
     place, options = where_from(source)
     try:
-        model, told = model_class.from_pretrained(place, output_loading_info=True, dtype=dtype, **options)
+        model, loading = model_class.from_pretrained(place, output_loading_info=True, dtype=dtype, **options)
     except Exception as error:
         raise RewardSetupError(
             f"{key} is {source!r}, from which transformers reads no {model_class.__name__}: "
             f"{why_not(error, options)}. {remedy}"
         ) from error
-    missing = sorted(name for name in told["missing_keys"] if not re.search(unread, name))
+    missing = sorted(name for name in loading["missing_keys"] if not re.search(unread, name))
     if missing:  # transformers would score with random numbers in their place
         raise RewardSetupError(
             f"{key} is {source!r}, which lacks {len(missing)} of the weights of {model_class.__name__}, "

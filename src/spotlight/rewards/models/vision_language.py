@@ -135,7 +135,7 @@ class _Watch:
 
 
 def _candidates(tokenizer: Any, logits: torch.Tensor) -> list[dict[str, float]]:
-    """Probabilities of as many first tokens as endpoints tell; those of one spelling are added."""
+    """Probabilities of as many first tokens as endpoints give; those of one spelling are added."""
     top = logits.softmax(-1).topk(min(TOP_LOGPROBS, logits.shape[-1]))
     rows: list[dict[str, float]] = []
     for tokens, probabilities in zip(top.indices.tolist(), top.values.tolist(), strict=True):

@@ -49,8 +49,8 @@ class LocalGpus:
 
 def visible_names(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
     """Names of the ``count`` GPUs that CUDA finds."""
-    told = environment.get(VISIBLE)
-    names = [str(index) for index in range(count)] if told is None else told.split(",")
+    value = environment.get(VISIBLE)
+    names = [str(index) for index in range(count)] if value is None else value.split(",")
     return tuple(name.strip() for name in names)[:count]
 
 
@@ -90,5 +90,5 @@ def place_on_gpus(
 def cpu_environment(replicas: int) -> dict[str, str]:
     """Variables of a process that uses no GPU and shares the cores with the reward's other processes."""
     threads = max(1, (os.cpu_count() or 1) // replicas)
-    told = {name: str(threads) for name in _THREADS if replicas > 1 and name not in os.environ}
-    return {VISIBLE: "", **told}
+    limits = {name: str(threads) for name in _THREADS if replicas > 1 and name not in os.environ}
+    return {VISIBLE: "", **limits}

@@ -100,9 +100,9 @@ class RewardPool:
 
     @property
     def scored_by(self) -> dict[str, str]:
-        """What scores, by the name of a reward that tells it."""
-        told = {lane.reward.curve: lane.processes[0].scored_by for lane in self._lanes}
-        return {name: scorer for name, scorer in told.items() if scorer}
+        """What scores, by the name of a reward that says so."""
+        scorers = {lane.reward.curve: lane.processes[0].scored_by for lane in self._lanes}
+        return {name: scorer for name, scorer in scorers.items() if scorer}
 
     @property
     def pids(self) -> tuple[int, ...]:

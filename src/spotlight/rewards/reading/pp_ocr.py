@@ -203,13 +203,13 @@ def read_settings(source: str, defaults: Mapping[str, Any], key: str, remedy: st
     local = Path(source).expanduser()
     try:
         path = cached_file(str(local) if local.is_dir() else source, "preprocessor_config.json")
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
+        written = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = first_line(error)
         raise RewardSetupError(
             f"{key} is {source!r}, which has no preprocessor_config.json that can be read: {reason}. {remedy}"
         ) from error
-    return {name: told.get(name) or default for name, default in defaults.items()}
+    return {name: written.get(name) or default for name, default in defaults.items()}
 
 
 def same_shape(shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[list[int]]:

@@ -289,8 +289,8 @@ def service_app(service: ScoreService, token: str = "") -> FastAPI:
 
     @app.get("/rewards")
     async def rewards() -> dict[str, Any]:
-        told = {name: pool.scored_by.get(name, "") for name, pool in service.pools.items()}
-        return {"rewards": list(service.pools), "scored_by": told}
+        scorers = {name: pool.scored_by.get(name, "") for name, pool in service.pools.items()}
+        return {"rewards": list(service.pools), "scored_by": scorers}
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:

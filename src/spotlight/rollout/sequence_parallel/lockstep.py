@@ -95,35 +95,35 @@ class LockstepOrder:
             "given": [[given.header, given.claim.lease, given.claim.began] for given in self.given],
             "seen": self.seen,
         }
-        told = json.dumps(fields).encode()
+        header = json.dumps(fields).encode()
         tensors = {
             f"{i}.{name}": tensor
             for i, given in enumerate(self.given)
             for name, tensor in given.tensors.items()
         }
         packed = safetensors.torch.save(tensors) if tensors else b""
-        return len(told).to_bytes(_LENGTH_BYTES, "big") + told + packed
+        return len(header).to_bytes(_LENGTH_BYTES, "big") + header + packed
 
     @classmethod
     def from_bytes(cls, data: bytes) -> LockstepOrder:
         """Read what :meth:`to_bytes` wrote."""
         end = _LENGTH_BYTES + int.from_bytes(data[:_LENGTH_BYTES], "big")
-        told = json.loads(data[_LENGTH_BYTES:end])
-        tensors: list[dict[str, Tensor]] = [{} for _ in told["given"]]
+        fields = json.loads(data[_LENGTH_BYTES:end])
+        tensors: list[dict[str, Tensor]] = [{} for _ in fields["given"]]
         for key, tensor in (safetensors.torch.load(data[end:]) if data[end:] else {}).items():
             position, _, name = key.partition(".")
             tensors[int(position)][name] = tensor
         given = [
             Given(header, values, Claim(LeaseId(lease), began))
-            for (header, lease, began), values in zip(told["given"], tensors, strict=True)
+            for (header, lease, began), values in zip(fields["given"], tensors, strict=True)
         ]
         return cls(
-            told["slot"],
-            told["mark"],
-            tuple(RolloutId(name) for name in told["rollouts"]),
-            tuple(RolloutId(name) for name in told["kept"]),
+            fields["slot"],
+            fields["mark"],
+            tuple(RolloutId(name) for name in fields["rollouts"]),
+            tuple(RolloutId(name) for name in fields["kept"]),
             tuple(given),
-            LeaseId(told["seen"]),
+            LeaseId(fields["seen"]),
         )
 
 

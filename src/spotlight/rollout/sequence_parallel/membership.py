@@ -265,11 +265,11 @@ class SpMembership:
         batches[rank] = batch
         with self._communicator.bounded():
             dist.all_reduce(batches)
-            told = batches.tolist()
-        met = sum(each > 0 for each in told)
+            answers = batches.tolist()
+        met = sum(each > 0 for each in answers)
         if met != group.degree:
             raise SpPeerLostError(f"{met} ranks answered; expected {group.degree}")
-        return int(min(told))
+        return int(min(answers))
 
     def _release(self, error: BaseException) -> None:
         """Leave, and clear the error's frames, which hold tensors of the unfinished step."""

@@ -233,7 +233,7 @@ def make_reward_pool(
     """Start the reward processes; arguments as of :class:`RewardPool`.
 
     Args:
-        run_directory: told to rewards, unless ``starter`` does; default: where training makes it.
+        run_directory: passed to rewards, unless ``starter`` is given; default: where training makes it.
 
     Raises:
         RewardSetupError: a reward cannot be loaded.
@@ -278,7 +278,7 @@ def run_directory_of(config: RunConfig) -> Path:
 
 def local_starter(config: RunConfig, run_directory: Path | None = None) -> ScorerStarter:
     """Starts reward processes on this machine, each with its GPU. Raises ConfigError if there are too few."""
-    told = str(run_directory_of(config) if run_directory is None else run_directory.absolute())
+    directory = str(run_directory_of(config) if run_directory is None else run_directory.absolute())
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     count = torch.cuda.device_count()
     gpus = LocalGpus(
@@ -296,7 +296,7 @@ def local_starter(config: RunConfig, run_directory: Path | None = None) -> Score
         gpu = placed.get((reward.curve, replica), gpus.of_rank if reward.device == "auto" else None)
         if gpu is not None:
             environment = {VISIBLE: gpu}
-        return RewardProcess(reward, start_deadline_s, replica, replicas, environment, told)
+        return RewardProcess(reward, start_deadline_s, replica, replicas, environment, directory)
 
     return start
 

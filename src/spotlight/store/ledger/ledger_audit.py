@@ -96,7 +96,7 @@ class AuditReport:
         position: number of the ledger's last record.
         checkpoint_position: of the newest intact checkpoint; None without one.
         filled_s: GPU-seconds of otherwise idle time.
-        scorers: what gave the scores, by reward that tells it; several if it changed between attempts.
+        scorers: what gave the scores, by reward that says it; several if it changed between attempts.
         checks: names of all checks made.
     """
 

@@ -220,7 +220,7 @@ def filled_s(
 
 
 def scorers(connection: sqlite3.Connection) -> dict[str, tuple[str, ...]]:
-    """What gave the scores, by reward, in order of first use; rewards that do not tell it are absent."""
+    """What gave the scores, by reward, in order of first use; rewards that do not say it are absent."""
     if not has_table(connection, "scorers"):
         return {}
     rows = connection.execute(
@@ -233,7 +233,7 @@ def scorers(connection: sqlite3.Connection) -> dict[str, tuple[str, ...]]:
 
 
 def scorers_at(connection: sqlite3.Connection, position: int) -> dict[str, str]:
-    """What gave the newest scores up to ``position``, by reward that tells it."""
+    """What gave the newest scores up to ``position``, by reward that says it."""
     rows = connection.execute(
         "SELECT reward, scored_by FROM scorers WHERE position < ? ORDER BY id", (position,)
     )

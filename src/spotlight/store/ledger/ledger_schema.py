@@ -263,7 +263,7 @@ SCORES_VIEW = """CREATE VIEW scores (rollout, reward, value, scored_by) AS
             AND scorers.position < rewards.seq
         ORDER BY id DESC LIMIT 1)
     FROM rewards"""
-"""Every score with what gave it; NULL where the reward does not tell, and for the weighted total.
+"""Every score with what gave it; NULL where the reward does not say, and for the weighted total.
 
 A reward's curves are called ``<reward>`` and ``<reward>/<detail>``.
 """

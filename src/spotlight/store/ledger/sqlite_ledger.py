@@ -299,7 +299,7 @@ class SqliteLedger:
             )
 
     def scorers_at(self, position: int) -> dict[str, str]:
-        """What gave the newest scores up to ``position``, by reward; rewards that do not tell are absent."""
+        """What gave the newest scores up to ``position``, by reward; rewards that do not say are absent."""
         return queries.scorers_at(self._connection, position)
 
     def record_prompts(self, prompts: Mapping[str, Sequence[PromptId]]) -> None:
