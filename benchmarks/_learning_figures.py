@@ -26,11 +26,11 @@ class LearningRun:
     """One run.
 
     Attributes:
-        strict: held-out score by iteration.
+        scores: held-out ones by iteration.
         spent: by axis, what is spent at the end of each iteration.
     """
 
-    strict: Curve
+    scores: Curve
     spent: Mapping[str, Sequence[float]]
 
 
@@ -42,13 +42,13 @@ def target_of(target: float | None, baseline: Sequence[LearningRun]) -> float:
     """A score to reach; None: the end of the baseline's mean curve."""
     if target is not None:
         return target
-    curve = mean_curve([run.strict for run in baseline])
+    curve = mean_curve([run.scores for run in baseline])
     return curve[max(curve)]
 
 
 def costs_of(target: float, runs: Sequence[LearningRun]) -> dict[str, float]:
     """By axis, what the mean run has spent when it reaches the target for good; inf: it ends below."""
-    iterations = iterations_to(target, mean_curve([run.strict for run in runs]))
+    iterations = iterations_to(target, mean_curve([run.scores for run in runs]))
     found = {}
     for axis in runs[0].spent:
         mean = [sum(values) / len(runs) for values in zip(*(run.spent[axis] for run in runs), strict=True)]

@@ -13,12 +13,13 @@ more seeds may be asked for. A file of other settings is refused.
 
 It prints the choice of learning rates (the best run's scores, and the mean height of each curve, by which it
 is made), then the strict and graded held-out scores by iteration, and what it takes to reach the task's
-targets and the baseline's last score: iterations, generated and trained samples, CPU seconds, and seconds and
-dollars of a simulated cluster (the production controller in virtual time, with the testbed's cost profile,
-all forwards of an algorithm's loss, and spot slots that come and go). CPU seconds are those of the process
-and its rewards, without evaluations, by the case's fastest run. Exploration in idle time is emulated in one
-process: its CPU seconds hold the previews, which on the cluster fill time that is paid for. Gains are ratios
-to the baseline with bootstrapped 90 % intervals; the file also has those that hold for all cases at once.
+targets and the baseline's last scores: iterations, generated and trained samples, CPU seconds, and seconds
+and dollars of a simulated cluster (the production controller in virtual time, with the testbed's cost
+profile, all forwards of an algorithm's loss, and spot slots that come and go). CPU seconds are those of the
+process and its rewards, without evaluations, by the case's fastest run. Exploration in idle time is emulated
+in one process: its CPU seconds hold the previews, which on the cluster fill time that is paid for. Gains are
+ratios to the baseline with bootstrapped 90 % intervals; the file also has those that hold for all cases at
+once.
 
 Extra arguments are overrides of all runs.
 """
@@ -60,6 +61,7 @@ from spotlight.planning.scenarios.scenario_load import build_scenario
 
 TUNING_SEED = 1000
 _KINDS = ("tuned", "runs", "simulated")
+_SCORES = ("strict", "graded")
 _MIDDLE = 1
 _EVALUATION = "seconds/evaluation"
 
@@ -256,8 +258,13 @@ def iteration_cpu_s(trees: Iterable[Tree]) -> float:
     return min(seconds)
 
 
-def learning_run(tree: Tree, each_s: float, simulated: Tree, sizes: LearningSizes, case: Case) -> LearningRun:
-    """A run with what its iterations spend on every axis; ``each_s``: CPU seconds of an iteration."""
+def learning_run(
+    tree: Tree, kind: str, each_s: float, simulated: Tree, sizes: LearningSizes, case: Case
+) -> LearningRun:
+    """A run's scores of a kind, and what its iterations spend on every axis.
+
+    ``each_s``: CPU seconds of an iteration.
+    """
     numbers, made = range(1, sizes.iterations + 1), sizes.made(case)
     ends_s = simulated["iteration_ends_s"]
     spent = {
@@ -268,7 +275,7 @@ def learning_run(tree: Tree, each_s: float, simulated: Tree, sizes: LearningSize
         "cluster_s": list(ends_s),
         "cluster_usd": [end_s * simulated["usd_s"] for end_s in ends_s],
     }
-    return LearningRun(curve_in(tree, "strict"), spent)
+    return LearningRun(curve_in(tree, kind), spent)
 
 
 def figures_of(
@@ -279,25 +286,31 @@ def figures_of(
         case: {seed: record.tree["runs"][name_of(task, case, rate, seed)] for seed in range(seeds)}
         for case, rate in rates.items()
     }
-    runs = {}
+    runs: dict[str, dict[str, dict[int, LearningRun]]] = {kind: {} for kind in _SCORES}
     for case, those in trees.items():
         seconds, simulated = iteration_cpu_s(those.values()), record.tree["simulated"][f"{task}/{case}"]
-        runs[case] = {
-            seed: learning_run(tree, seconds, simulated, sizes, CASES[case]) for seed, tree in those.items()
-        }
-    targets: dict[str, float | None] = {str(target): target for target in TASKS[task].targets}
-    targets["the baseline's end"] = None
+        for kind in _SCORES:
+            runs[kind][case] = {
+                seed: learning_run(tree, kind, seconds, simulated, sizes, CASES[case])
+                for seed, tree in those.items()
+            }
+    targets: list[tuple[str, str, float | None]] = [
+        *((str(target), "strict", target) for target in TASKS[task].targets),
+        ("the baseline's end", "strict", None),
+        ("the baseline's end, graded", "graded", None),
+    ]
     return {
         "rates": dict(rates),
         "curves": {
             kind: {case: _mean_curve([*those.values()], kind) for case, those in trees.items()}
-            for kind in ("strict", "graded")
+            for kind in _SCORES
         },
         "gains": {
-            name: {"target": target_of(target, [*runs[BASELINE].values()])} | {
-                case: gains(target, runs[BASELINE], those, len(runs) - 1) for case, those in runs.items()
+            name: {"target": target_of(target, [*runs[kind][BASELINE].values()])} | {
+                case: gains(target, runs[kind][BASELINE], those, len(trees) - 1)
+                for case, those in runs[kind].items()
             }
-            for name, target in targets.items()
+            for name, kind, target in targets
         },
     }  # fmt: skip
 
@@ -308,15 +321,13 @@ def _mean_curve(trees: Sequence[Tree], kind: str) -> Tree:
 
 
 def shown(figures: Tree) -> Iterator[tuple[str, list[Tree]]]:
-    """Tables: the strict scores, then the gains by target."""
-    curves = figures["curves"]["strict"]
-    yield (
-        "strict",
-        [{"case": case, "rate": figures["rates"][case]} | curve for case, curve in curves.items()],
-    )
+    """Tables: the scores by iteration, then the gains by target."""
+    rates = figures["rates"]
+    for kind, curves in figures["curves"].items():
+        yield kind, [{"case": case, "rate": rates[case]} | curve for case, curve in curves.items()]
     for name, found in figures["gains"].items():
         rows = []
-        for case in curves:
+        for case in rates:
             cells = {axis: _text(each) for axis, each in found[case].items()}
             rows.append({"case": case} | cells)
         yield f"cost of {name} ({found['target']:.3f}), and how many times less (90 %)", rows
