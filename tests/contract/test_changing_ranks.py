@@ -44,11 +44,11 @@ def one_of(number: int, world: int, batch: int, root: Path, pipeline: Path, port
         rank.load(root / f"state-{batch - 1}")
     before = rank.digest()
     batches = torch.load(root / "batches.pt", weights_only=False)
-    told = train_rank(rank, batches[batch], batches[batch].packed)
+    figures = train_rank(rank, batches[batch], batches[batch].packed)
     rank.save(root / f"state-{batch}")
     after, packed = rank.digest(), rank.publish(batch + 1, 0)
     if packed is not None:
-        torch.save((told, before, after, packed), root / f"after-{batch}.pt")
+        torch.save((figures, before, after, packed), root / f"after-{batch}.pt")
     rank.close()
 
 
@@ -63,8 +63,8 @@ def test_two_ranks_then_one_then_two_train_what_one_trains(random_pipeline: Path
         arguments = (world, batch, tmp_path, random_pipeline, port)
         mp.start_processes(one_of, arguments, nprocs=world, start_method="forkserver")
     found = [torch.load(tmp_path / f"after-{batch}.pt", weights_only=False) for batch in range(len(WORLDS))]
-    for (told, *_), alone_told in zip(found, expected, strict=True):
-        assert told == pytest.approx(alone_told, rel=1e-3, abs=1e-6)
+    for (figures, *_), alone_figures in zip(found, expected, strict=True):
+        assert figures == pytest.approx(alone_figures, rel=1e-3, abs=1e-6)
     for (_, _, after, _), (_, before, _, _) in pairwise(found):
         assert before == after, "weights, moments and counters are those that were saved, at any size"
     own = rank.publish(len(WORLDS), 0)

@@ -159,7 +159,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_commands(site: Path) -> None:
-    """Write what :data:`COMMANDS` told, in a directory of modules that this process finds from now on."""
+    """Write what :data:`COMMANDS` printed, in a directory of modules that this process finds from now on."""
     os.chdir(site)
     sys.path.insert(0, str(site))
     paths = [str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]

@@ -50,9 +50,9 @@ def train_inline(learning: Learning, batch: Batch) -> tuple[float, float]:
     trainer.prepare(batch.effect, batch.rollouts, batch.tensors)
     for micro_batch in batch.effect.micro_batches:
         trainer.accumulate(micro_batch)
-    told = trainer.step(len(batch.rollouts))
+    figures = trainer.step(len(batch.rollouts))
     trainer.finish_batch()
-    return told
+    return figures
 
 
 def train_rank(rank: LearnerRank, batch: Batch, packed: dict[RolloutId, bytes]) -> tuple[float, float]:
@@ -60,9 +60,9 @@ def train_rank(rank: LearnerRank, batch: Batch, packed: dict[RolloutId, bytes]) 
     rank.prepare(batch.effect, batch.rollouts, {name: packed[name] for name in share})
     for micro_batch in batch.effect.micro_batches:
         rank.accumulate(micro_batch)
-    told = rank.step(len(batch.rollouts))
+    figures = rank.step(len(batch.rollouts))
     rank.finish_batch()
-    return told
+    return figures
 
 
 def without_seconds(row: dict[str, float]) -> dict[str, float]:
@@ -101,8 +101,8 @@ def test_one_rank_equals_the_inline_trainer_to_the_bit(
     again.load(tmp_path / "state")
     assert again.digest() == rank.digest()
     prompts = [batch.effect.groups[1].prompt_id, batch.effect.groups[0].prompt_id]
-    told = [unpack_condition(data)["embeds"] for data in again.conditions(prompts)]
-    assert all(map(torch.equal, told, (each["embeds"] for each in learning.conditions.of(prompts))))
+    conditions = [unpack_condition(data)["embeds"] for data in again.conditions(prompts)]
+    assert all(map(torch.equal, conditions, (each["embeds"] for each in learning.conditions.of(prompts))))
     assert torch.equal(unpack_condition(again.negative())["embeds"], learning.negative["embeds"])
     assert again.publish(None, 0) is not None
 
@@ -209,33 +209,33 @@ def one_of_two(number: int, root: Path, pipeline: Path, ports: tuple[int, ...]) 
         rank.load_model(prompts_of(config))
         rank.build()
         batches = torch.load(root / f"{algorithm}-batches.pt", weights_only=False)
-        told = [train_rank(rank, batch, batch.packed) for batch in batches]
+        figures = [train_rank(rank, batch, batch.packed) for batch in batches]
         digest, packed = rank.digest(), rank.publish(2, 0)
         rank.save(root / f"{algorithm}-state")
         exported = rank.export()
         assert (packed is None) == (exported is None) == (number > 0)
         if packed is not None:
-            torch.save((told, digest, packed), root / f"{algorithm}-two.pt")
+            torch.save((figures, digest, packed), root / f"{algorithm}-two.pt")
         rank.close()
 
 
 @pytest.mark.slow  # the learner's own tests compare ranks, and test_learner_rank_parts does it through actors
 def test_two_ranks_equal_one(random_pipeline: Path, tmp_path: Path) -> None:
-    ranks, told = {}, {}
+    ranks, figures = {}, {}
     for algorithm in ALGORITHMS:
         config = config_of(tmp_path, random_pipeline, algorithm, algorithm)
         RunPaths(config.runs_dir / config.name).path.mkdir()
         write_token(config, "the token")
         rank = ranks[algorithm] = alone(config)
         batches = [make_batch(config, rank.learning, iteration, iteration) for iteration in range(2)]
-        told[algorithm] = [train_rank(rank, batch, batch.packed) for batch in batches]
+        figures[algorithm] = [train_rank(rank, batch, batch.packed) for batch in batches]
         torch.save(batches, tmp_path / f"{algorithm}-batches.pt")
     arguments = (tmp_path, random_pipeline, free_ports(len(ALGORITHMS)))
     mp.start_processes(one_of_two, arguments, nprocs=2, start_method="forkserver")
 
     for algorithm, rank in ranks.items():
         others, digest, packed = torch.load(tmp_path / f"{algorithm}-two.pt", weights_only=False)
-        for mine, theirs in zip(told[algorithm], others, strict=True):
+        for mine, theirs in zip(figures[algorithm], others, strict=True):
             assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-6)
         own = rank.publish(2, 0)
         assert own is not None

@@ -79,9 +79,9 @@ def train_parts(
         )
         for micro_batch in part.micro_batches:
             rank.accumulate(micro_batch)
-    told = rank.step(samples)
+    figures = rank.step(samples)
     rank.finish_batch()
-    return told
+    return figures
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("nft", marks=pytest.mark.slow), "grpo"])
@@ -150,10 +150,10 @@ def one_of_two(number: int, root: Path, pipeline: Path, algorithm: str, port: in
     rank.load_model(prompts_of(config))
     rank.build()
     batches = torch.load(root / "batches.pt", weights_only=False)
-    told = [train_parts(rank, batch, group_by_group(batch.effect), 8) for batch in batches]
+    figures = [train_parts(rank, batch, group_by_group(batch.effect), 8) for batch in batches]
     packed = rank.publish(2, 0)
     if packed is not None:
-        torch.save((told, packed), root / "two.pt")
+        torch.save((figures, packed), root / "two.pt")
     rank.close()
 
 
@@ -165,15 +165,15 @@ def test_two_ranks_in_parts_equal_one_with_the_whole_batch(
     config = config_in_parts(tmp_path, random_pipeline, algorithm)
     rank = alone(config)
     batches: list[Batch] = []
-    told: list[tuple[float, float]] = []
+    figures: list[tuple[float, float]] = []
     for iteration in range(2):
         batches.append(make_batch(config, rank.learning, iteration, iteration))
-        told.append(train_rank(rank, batches[-1], batches[-1].packed))
+        figures.append(train_rank(rank, batches[-1], batches[-1].packed))
     torch.save(batches, tmp_path / "batches.pt")
     arguments = (tmp_path, random_pipeline, algorithm, *free_ports(1))
     mp.start_processes(one_of_two, arguments, nprocs=2, start_method="forkserver")
     others, packed = torch.load(tmp_path / "two.pt", weights_only=False)
-    for mine, theirs in zip(told, others, strict=True):
+    for mine, theirs in zip(figures, others, strict=True):
         assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-6)
     own = rank.publish(2, 0)
     assert own is not None

@@ -35,7 +35,7 @@ def test_a_model_that_cannot_is_refused(
     assert isinstance(blocks, nn.ModuleList)
     del blocks[1:]
     monkeypatch.setattr(build, "load_family", lambda config, device, **options: family)
-    told = r"exploration\.step_cache: found 2; .*has 1 transformer blocks.*: leave it out"
-    with pytest.raises(ConfigError, match=told):
+    message = r"exploration\.step_cache: found 2; .*has 1 transformer blocks.*: leave it out"
+    with pytest.raises(ConfigError, match=message):
         prepare_model(config, torch.device("cpu"))
     prepare_model(config_of(random_pipeline, tmp_path), torch.device("cpu"))

@@ -84,9 +84,9 @@ def arrive(config: RunConfig) -> tuple[RunConfig, list[str], str]:
     from spotlight.models.pipeline_files import locate
     from spotlight.registry import FAMILIES
 
-    told: list[str] = []
+    lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("spotlight.cluster.model_files")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -98,7 +98,7 @@ def arrive(config: RunConfig) -> tuple[RunConfig, list[str], str]:
         pipeline_class=family.pipeline_class,
         components=family.components,
     )
-    return found, told, str(files.root)
+    return found, lines, str(files.root)
 
 
 class Counted:
@@ -135,11 +135,11 @@ def test_two_workers_of_a_new_node_have_the_files_and_one_fetched_them(
 ) -> None:
     (fresh,) = [node.ray_id for node in cluster.nodes() if node.name == "fresh"]
     there = arrive.options(scheduling_strategy=NodeAffinitySchedulingStrategy(fresh, soft=False))
-    told = ray.get([there.remote(config()) for _ in range(2)], timeout=2 * ANSWER_S)
-    assert [found.model.revision for found, _, _ in told] == [COMMIT] * 2
-    assert sum("were fetched from node" in line for _, lines, _ in told for line in lines) == 1
+    arrived = ray.get([there.remote(config()) for _ in range(2)], timeout=2 * ANSWER_S)
+    assert [found.model.revision for found, _, _ in arrived] == [COMMIT] * 2
+    assert sum("were fetched from node" in line for _, lines, _ in arrived for line in lines) == 1
     root = model_directory(caches / "fresh", HUB_ID) / "snapshots" / COMMIT
-    assert {place for _, _, place in told} == {str(root)}
+    assert {place for _, _, place in arrived} == {str(root)}
     fetched = {path.relative_to(root): path.read_bytes() for path in root.rglob("*") if path.is_file()}
     assert Path("text_encoder/model.safetensors") not in fetched, "workers need no text encoder"
     assert Path("transformer/config.json") in fetched

@@ -133,7 +133,7 @@ def test_a_failed_write_leaves_nothing(
     assert files(tmp_path) == []
 
 
-def test_a_cache_that_cannot_be_written_is_told_with_the_remedy(
+def test_a_cache_that_cannot_be_written_is_reported_with_the_remedy(
     random_pipeline: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_text("a file in the way")

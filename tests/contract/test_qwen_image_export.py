@@ -143,7 +143,7 @@ def test_merged_weights_are_cast_to_the_family_s_type(
 
 
 @pytest.mark.parametrize("form", ["lora", "full"])
-def test_what_bfloat16_files_lose_of_the_update_is_told_and_float32_keeps_it(
+def test_what_bfloat16_files_lose_of_the_update_is_reported_and_float32_keeps_it(
     random_pipeline: Path, tmp_path: Path, form: str
 ) -> None:
     dtype = {"lora": torch.bfloat16, "full": torch.float32}[form]
@@ -162,13 +162,13 @@ def test_what_bfloat16_files_lose_of_the_update_is_told_and_float32_keeps_it(
         update = {name: 0.003 * tensor for name, tensor in start.items()}
         slots.load_state("policy", {name: start[name] + update[name] for name in start})
     untrained = weight_sources(family.files, ["transformer"], None)
-    read, told = {}, {}
+    read, reported = {}, {}
     for dtype in (torch.float32, torch.bfloat16):
         rounding = measured_rounding(family, dtype, untrained)
         path = export_merged(family, slots, "policy", tmp_path / str(dtype), Ranks(), rounding=rounding)
         assert path is not None
         read[dtype] = load_file(path / "transformer" / "diffusion_pytorch_model.safetensors")
-        told[dtype] = rounding.lost()
+        reported[dtype] = rounding.lost()
         assert {tensor.dtype for tensor in read[dtype].values()} == {dtype}
     lost, norm = {}, {}
     for name, change in update.items():
@@ -176,8 +176,8 @@ def test_what_bfloat16_files_lose_of_the_update_is_told_and_float32_keeps_it(
         kept = read[torch.bfloat16][name].float() - start[name].bfloat16().float()
         lost[name], norm[name] = (kept - change).double().norm() ** 2, change.double().norm() ** 2
     shares = {name: float(lost[name] / norm[name]) ** 0.5 for name in update if norm[name]}
-    assert told[torch.float32] is None
-    found = told[torch.bfloat16]
+    assert reported[torch.float32] is None
+    found = reported[torch.bfloat16]
     assert found is not None
     assert found.overall == pytest.approx(float(sum(lost.values()) / sum(norm.values())) ** 0.5, rel=1e-3)
     assert found.worst == pytest.approx(max(shares.values()), rel=1e-3)

@@ -13,7 +13,7 @@ from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots
 
 
-def test_a_place_that_cannot_be_written_is_told(random_pipeline: Path, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported(random_pipeline: Path, tmp_path: Path) -> None:
     family = QwenImage.load(
         random_pipeline, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "e"
     )

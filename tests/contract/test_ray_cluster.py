@@ -56,11 +56,11 @@ usable_s: list[float] = []
 SETTINGS = MembershipSettings(NoticeSettings("none", None, GRACE_S), period_s=0.3)
 
 
-class Heard:
-    """A listener that remembers what it was told, and when."""
+class RecordingListener:
+    """A listener that remembers what happened, and when."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[float, str, str, object]] = []
+        self.entries: list[tuple[float, str, str, object]] = []
         self._changed = threading.Condition()
 
     def joined(self, node: RayNode, facts: NodeFacts) -> None:
@@ -80,23 +80,23 @@ class Heard:
 
     def _put(self, what: str, name: str, value: object) -> None:
         with self._changed:
-            self.told.append((time.monotonic(), what, name, value))
+            self.entries.append((time.monotonic(), what, name, value))
             self._changed.notify_all()
 
     def wait(self, what: str, name: str, timeout_s: float = 20.0) -> tuple[float, object]:
-        """When it was told, and with what; forgets it."""
+        """When it happened, and with what; forgets it."""
 
         def found() -> tuple[float, str, str, object] | None:
-            return next((told for told in self.told if told[1:3] == (what, name)), None)
+            return next((entry for entry in self.entries if entry[1:3] == (what, name)), None)
 
         with self._changed:
             assert self._changed.wait_for(lambda: found() is not None, timeout_s), (
-                f"no {what} of {name}: {self.told}"
+                f"no {what} of {name}: {self.entries}"
             )
-            told = found()
-            assert told is not None
-            self.told.remove(told)
-        return told[0], told[3]
+            entry = found()
+            assert entry is not None
+            self.entries.remove(entry)
+        return entry[0], entry[3]
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +106,14 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 @pytest.fixture(scope="module")
-def heard() -> Heard:
-    return Heard()
+def listener() -> RecordingListener:
+    return RecordingListener()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def membership(cluster: LocalCluster, heard: Heard) -> Iterator[NodeMembership]:
-    with NodeMembership(heard, gather(), SETTINGS) as membership:
-        heard.wait("joined", cluster.first.name)
+def membership(cluster: LocalCluster, listener: RecordingListener) -> Iterator[NodeMembership]:
+    with NodeMembership(listener, gather(), SETTINGS) as membership:
+        listener.wait("joined", cluster.first.name)
         yield membership
 
 
@@ -232,26 +232,26 @@ def test_what_is_sent_to_our_process_group_does_not_reach_ray(cluster: LocalClus
     assert os.getsid(0) not in sessions
 
 
-def notice_alpha(cluster: LocalCluster, heard: Heard, ray_id: str) -> None:
+def notice_alpha(cluster: LocalCluster, listener: RecordingListener, ray_id: str) -> None:
     began_s = time.monotonic()
     cluster.notice("alpha")
-    heard_s, remaining_s = heard.wait("noticed", "alpha")
-    print(f"notice heard after {1000 * (heard_s - began_s):.0f} ms")
-    assert heard_s - began_s < 1.0
+    noticed_s, remaining_s = listener.wait("noticed", "alpha")
+    print(f"notice after {1000 * (noticed_s - began_s):.0f} ms")
+    assert noticed_s - began_s < 1.0
     assert isinstance(remaining_s, float)
     assert GRACE_S - 1 < remaining_s <= GRACE_S
     wait_until(lambda: ray_id in draining_nodes())
 
 
-def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: Heard) -> None:
+def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, listener: RecordingListener) -> None:
     began_s = time.monotonic()
     node = cluster.add_node("alpha", NodeKind.SPOT, 2)
     print(f"\nadded in {since(began_s)}", end="")
-    joined_s, told = heard.wait("joined", "alpha")
+    joined_s, joined = listener.wait("joined", "alpha")
     usable_s.append(joined_s - began_s)
     print(f", usable after {usable_s[0]:.2f} s")
-    assert isinstance(told, tuple)
-    seen, facts = told
+    assert isinstance(joined, tuple)
+    seen, facts = joined
     assert (seen.ray_id, seen.kind, seen.slots, seen.gpus, seen.gpu_type) == (
         node.ray_id, NodeKind.SPOT, 2, False, "cpu",
     )  # fmt: skip
@@ -264,7 +264,7 @@ def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: He
 
     holder = hold(node.ray_id)
     pids = set(ray.get(holder.pids.remote(), timeout=20))
-    notice_alpha(cluster, heard, node.ray_id)
+    notice_alpha(cluster, listener, node.ray_id)
     assert ray.get(holder.pids.remote(), timeout=10), "what runs on a draining node goes on"
 
     hanging = holder.hang.remote()
@@ -277,8 +277,8 @@ def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, heard: He
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(hanging, timeout=10)
     print(f"a hanging call fails after {since(began_s)}")
-    lost_s, _ = heard.wait("lost", "alpha")
-    print(f"loss told after {lost_s - began_s:.2f} s")
+    lost_s, _ = listener.wait("lost", "alpha")
+    print(f"loss reported after {lost_s - began_s:.2f} s")
     assert lost_s - began_s < 3.0
     wait_until(lambda: all(not row["Alive"] for row in ray.nodes() if row["NodeID"] == node.ray_id))
     print(f"gone from Ray's list after {since(began_s)}")
@@ -292,23 +292,23 @@ def wait_until(true: Callable[[], bool], timeout_s: float = 10.0) -> None:
 
 
 def test_a_killed_node_s_name_serves_again_and_an_agent_that_dies_on_a_living_node_comes_back(
-    cluster: LocalCluster, heard: Heard
+    cluster: LocalCluster, listener: RecordingListener
 ) -> None:
     """``alpha`` was started and killed by :func:`test_a_node_comes_gets_notice_and_is_killed`."""
     before = {row["NodeID"] for row in ray.nodes()}
     node = cluster.add_node("alpha", NodeKind.SPOT, 1)
     assert node.ray_id not in before
-    _, told = heard.wait("joined", "alpha")
-    assert isinstance(told, tuple)
-    assert told[0].ray_id == node.ray_id
-    os.kill(told[1].agent_pid, signal.SIGKILL)
+    _, joined = listener.wait("joined", "alpha")
+    assert isinstance(joined, tuple)
+    assert joined[0].ray_id == node.ray_id
+    os.kill(joined[1].agent_pid, signal.SIGKILL)
     file = cluster.session / f"spotlight_agent_{node.ray_id}.pid"
-    wait_until(lambda: int(file.read_text()) != told[1].agent_pid, 15.0)
+    wait_until(lambda: int(file.read_text()) != joined[1].agent_pid, 15.0)
     cluster.notice("alpha")
-    heard.wait("noticed", "alpha")
-    assert not [item for item in heard.told if item[1] == "lost"]
+    listener.wait("noticed", "alpha")
+    assert not [item for item in listener.entries if item[1] == "lost"]
     cluster.kill("alpha")
-    heard.wait("lost", "alpha")
+    listener.wait("lost", "alpha")
 
 
 def test_nodes_that_are_not_there(cluster: LocalCluster) -> None:
@@ -318,7 +318,7 @@ def test_nodes_that_are_not_there(cluster: LocalCluster) -> None:
         cluster.add_node(cluster.first.name, NodeKind.SPOT, 1)
 
 
-def test_a_node_that_does_not_start_is_told_and_leaves_nothing(
+def test_a_node_that_does_not_start_is_reported_and_leaves_nothing(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[subprocess.Popen[bytes]] = []
@@ -335,15 +335,15 @@ def test_a_node_that_does_not_start_is_told_and_leaves_nothing(
 
 
 def test_a_node_of_another_version_is_refused_once(cluster: LocalCluster) -> None:
-    heard = Heard()
-    with NodeMembership(heard, replace(gather(), spotlight="99.0", torch="9.9.0"), SETTINGS):
-        _, problem = heard.wait("refused", f"node {cluster.first.name!r}")
+    listener = RecordingListener()
+    with NodeMembership(listener, replace(gather(), spotlight="99.0", torch="9.9.0"), SETTINGS):
+        _, problem = listener.wait("refused", f"node {cluster.first.name!r}")
         time.sleep(1.0)
     assert isinstance(problem, Problem)
     assert "spotlight-rl 99.0, torch 9.9.0" in problem.expected
     assert "pip install spotlight-rl==99.0 torch==9.9.0" in problem.remedy
-    # A node that an earlier test has killed may be told lost meanwhile.
-    assert not [told for told in heard.told if told[2] == cluster.first.name]
+    # A node that an earlier test has killed may be reported lost meanwhile.
+    assert not [entry for entry in listener.entries if entry[2] == cluster.first.name]
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere", "127.0.0.1:99999999"])
@@ -363,20 +363,20 @@ def test_the_view_of_a_real_cluster_is_usable(cluster: LocalCluster) -> None:
 @pytest.mark.slow
 def test_a_scorer_beside_the_learner_dies_with_its_node_and_comes_back_with_it(cluster: LocalCluster) -> None:
     cluster.add_node("trains", NodeKind.RESERVED, 2)
-    told: list[str] = []
+    notes: list[str] = []
 
     def slots_on(name: str) -> dict[str, tuple[RayNode, int]]:
         nodes = read_view(ray.nodes()).nodes
         return {ray_id: (node, 1) for ray_id, node in nodes.items() if node.name == name}
 
     slots = LearnerSlots(slots_on("trains"))
-    places = ScorerNodes(cluster.first.ray_id, slots, told.append)
+    places = ScorerNodes(cluster.first.ray_id, slots, notes.append)
     reward = RewardConfig(name="jpeg_size", device="learner")
     scorer = RemoteScorer(places, reward, 60.0, 0, 1)
     picture = encode(Sample(np.zeros((32, 32, 3), np.uint8), "a", {}))
     try:
         first = scorer.ask(Score(10.0, 1), [picture])
-        assert told[-1].endswith("runs on trains")
+        assert notes[-1].endswith("runs on trains")
         cluster.kill("trains")
         with pytest.raises(ProcessLost) as lost:
             scorer.ask(Score(10.0, 1), [picture])
@@ -384,7 +384,7 @@ def test_a_scorer_beside_the_learner_dies_with_its_node_and_comes_back_with_it(c
         cluster.add_node("replaces", NodeKind.RESERVED, 2)
         slots.by_node = slots_on("replaces")
         assert scorer.ask(Score(10.0, 1), [picture]) == first
-        assert told[-1].endswith("runs on replaces")
+        assert notes[-1].endswith("runs on replaces")
     finally:
         scorer.close()
         cluster.kill("replaces")
@@ -415,7 +415,7 @@ def test_logs_of_a_worker_are_found(cluster: LocalCluster, membership: NodeMembe
 
 
 @pytest.mark.slow  # test_ray_market.py plays traces on other machines; these machines' life is tested above
-def test_a_trace_is_played(cluster: LocalCluster, heard: Heard) -> None:
+def test_a_trace_is_played(cluster: LocalCluster, listener: RecordingListener) -> None:
     add, notice, remove = TraceEventKind
     taken_s = 2.0 + 2 * max(usable_s, default=5.0)
     events = (
@@ -426,9 +426,9 @@ def test_a_trace_is_played(cluster: LocalCluster, heard: Heard) -> None:
         TraceEvent(taken_s, remove, "m1", 1),
     )
     with Market(Trace(events, taken_s, "a test"), LocalMachines(cluster)) as market:
-        heard.wait("joined", "m1")
-        heard.wait("noticed", "m1", 60.0)
-        heard.wait("lost", "m1")
+        listener.wait("joined", "m1")
+        listener.wait("noticed", "m1", 60.0)
+        listener.wait("lost", "m1")
         assert market.wait(10)
     fates = {(outcome.kind, outcome.node): outcome.fate for outcome in market.record.outcomes}
     assert fates[(remove, "m1")] is fates[(notice, "m1")] is fates[(add, "m1")] is Fate.DONE

@@ -79,10 +79,10 @@ def make_sender(store: Any) -> Any:
             ray.get(store.deliver.remote(report), timeout=30)
             return began
 
-        def deliver_until_killed(self, store: Any, reports: list[Report], told: str) -> None:
+        def deliver_until_killed(self, store: Any, reports: list[Report], path: str) -> None:
             for number, report in enumerate(reports):
                 ray.get(store.deliver.remote(report), timeout=30)
-                Path(told).write_text(str(number))
+                Path(path).write_text(str(number))
 
     return ray.remote(Sender).options(num_cpus=0).remote()
 
@@ -97,24 +97,24 @@ def fetch(store: Any, names: list[str]) -> list[StoredBlob | None]:
 
 
 def test_what_was_acknowledged_outlives_a_killed_sender(store: Any, tmp_path: Path) -> None:
-    sender, told = make_sender(store), tmp_path / "acknowledged"
+    sender, written = make_sender(store), tmp_path / "acknowledged"
     pid = ray.get(sender.pid.remote(), timeout=ANSWER_S)
     # Twelve rollouts in turn: the older half is on disk when the sender dies.
     reports = [committed(step, step % 12, (step + 1) % 12) for step in range(200)]
-    running = sender.deliver_until_killed.remote(store, reports, str(told))
-    while not told.exists() or int(told.read_text() or 0) < 20:
+    running = sender.deliver_until_killed.remote(store, reports, str(written))
+    while not written.exists() or int(written.read_text() or 0) < 20:
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(ray.exceptions.RayActorError):
         ray.get(running, timeout=ANSWER_S)
 
-    heard = [delivered.event.steps for delivered in take(store)]
-    acknowledged = int(told.read_text() or 20)  # empty if it died in the midst of writing it
-    assert heard == list(range(len(heard)))
-    assert acknowledged < len(heard) < 200  # the last may have come without its answer having gone out
-    last = heard[-1]
+    received = [delivered.event.steps for delivered in take(store)]
+    acknowledged = int(written.read_text() or 20)  # empty if it died in the midst of writing it
+    assert received == list(range(len(received)))
+    assert acknowledged < len(received) < 200  # the last may have come without its answer having gone out
+    last = received[-1]
     expected = {}
-    for step in heard:
+    for step in received:
         expected |= {f"r{step % 12}": step, f"r{(step + 1) % 12}": step}
     for name, kept in zip(expected, fetch(store, list(expected)), strict=True):
         assert kept is not None
@@ -138,11 +138,11 @@ def test_the_head_hears_at_once(store: Any) -> None:
         assert len(ray.get(store.take.remote(0.0), timeout=ANSWER_S)) == 1
         calls.append(time.monotonic() - asked)
         question = store.take.remote(ANSWER_S)
-        time.sleep(0.01)  # so that it waits there before there is something to hear
+        time.sleep(0.01)  # so that it waits there before there is something to take
         answer = sender.deliver.remote(store, committed(step, 1))
-        (heard,) = ray.get(question, timeout=ANSWER_S)
+        (delivered,) = ray.get(question, timeout=ANSWER_S)
         now = time.monotonic()
-        assert (heard.event.steps, heard.mark, heard.sender) == (step, MARK, SENDER)
+        assert (delivered.event.steps, delivered.mark, delivered.sender) == (step, MARK, SENDER)
         waits.append(now - ray.get(answer, timeout=ANSWER_S))
     median, most = (1000 * wait for wait in (statistics.median(waits), max(waits)))
     print(f"\nfrom delivery to the head: median {median:.1f} ms, max {most:.1f} ms")
@@ -191,12 +191,12 @@ def make_answering() -> Any:
 
     class Answering:
         def quick(self) -> str:
-            return "told"
+            return "in time"
 
         def slow(self, seconds: float) -> str:
             time.sleep(seconds)
             self.finished = seconds
-            return "told late"
+            return "late"
 
         def last_finished(self) -> float:
             return getattr(self, "finished", 0.0)
@@ -209,7 +209,7 @@ def make_answering() -> Any:
 
 async def calls() -> None:
     actor = make_answering()
-    assert await answer(actor.quick.remote(), "a call", 60.0) == "told"
+    assert await answer(actor.quick.remote(), "a call", 60.0) == "in time"
 
     with pytest.raises(StoreError, match="no space left") as failed:
         await answer(actor.fail.remote(), "a call", 60.0)

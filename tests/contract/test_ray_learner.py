@@ -32,7 +32,7 @@ from spotlight.weights.bundle import WeightsManifest, read
 ray = pytest.importorskip("ray")
 
 # In the first tier test_ray_run.py kills the learner of a run on Ray, test_learner_ranks.py has two ranks,
-# and test_learner_group.py every order in which what a rank's death causes is heard.
+# and test_learner_group.py every order in which what a rank's death causes is reported.
 pytestmark = pytest.mark.slow
 
 ANSWER_S = 120.0
@@ -228,7 +228,7 @@ def _lives(process: int) -> bool:
         return False
 
 
-def test_a_killed_rank_is_told_once_and_the_restored_learner_goes_on_as_if_nothing_was(
+def test_a_killed_rank_is_reported_once_and_the_restored_learner_goes_on_as_if_nothing_was(
     cluster: str, random_pipeline: Path, tmp_path: Path
 ) -> None:
     head = Head(cluster, tmp_path, random_pipeline, "nft")
@@ -258,7 +258,7 @@ async def without_room(head: Head) -> None:
         await head.until(lambda: bool(head.notes))
 
 
-def test_ranks_without_room_are_told_and_started_again(
+def test_ranks_without_room_are_reported_and_started_again(
     cluster: str, random_pipeline: Path, tmp_path: Path
 ) -> None:
     head = Head(cluster, tmp_path, random_pipeline, "nft", reserved=2, start_s=1.0)

@@ -62,7 +62,7 @@ def test_the_interface_is_where_it_was(model: QwenImageTransformer2DModel) -> No
 
 
 @pytest.mark.parametrize(
-    ("place", "name", "told"),
+    ("place", "name", "lacks"),
     [
         (first_block_cache, "FBCSharedBlockState", "first_block_cache.FBCSharedBlockState"),
         (first_block_cache, "_FBC_LEADER_BLOCK_HOOK", "first_block_cache._FBC_LEADER_BLOCK_HOOK"),
@@ -70,11 +70,11 @@ def test_the_interface_is_where_it_was(model: QwenImageTransformer2DModel) -> No
     ],
 )
 def test_a_name_that_is_gone_is_named(
-    model: QwenImageTransformer2DModel, place: object, name: str, told: str, monkeypatch: pytest.MonkeyPatch
+    model: QwenImageTransformer2DModel, place: object, name: str, lacks: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(place, name)
     with (
-        pytest.raises(StepCacheError, match=rf"lacks diffusers\.hooks\.{told}; .*diffusers>=0\.42"),
+        pytest.raises(StepCacheError, match=rf"lacks diffusers\.hooks\.{lacks}; .*diffusers>=0\.42"),
         recording(model),
     ):
         pass

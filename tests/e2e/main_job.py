@@ -98,17 +98,17 @@ class Job:
         """A run's configuration."""
         return load_config(None, self.arguments(name, *overrides))
 
-    def train(self, name: str, *overrides: str) -> Heard:
+    def train(self, name: str, *overrides: str) -> RecordedRun:
         """Run in this process."""
-        heard = Heard()
+        recorded = RecordedRun()
         config = self.config(name, *overrides)
-        heard.result = driver_of(config)(config, heard)
-        return heard
+        recorded.result = driver_of(config)(config, recorded)
+        return recorded
 
 
 @dataclass
-class Heard(Silent):
-    """What an observer was told, and the result."""
+class RecordedRun(Silent):
+    """What an observer was called with, and the result."""
 
     notes: list[str] = field(default_factory=list)
     iterations: list[int] = field(default_factory=list)
@@ -145,7 +145,7 @@ class At:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended; a killed one has told nothing."""
+    """How a process ended; a killed one has written nothing."""
 
     exit_code: int | None
     notes: tuple[str, ...] = ()
@@ -156,7 +156,7 @@ class Ended:
     moments: tuple[str, ...] = ()
 
 
-class _Moments(Heard):
+class _Moments(RecordedRun):
     """Counts moments, and sends the signals."""
 
     def __init__(self, directory: Path, signals: Sequence[At]) -> None:
@@ -196,18 +196,18 @@ class _Moments(Heard):
 
 def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
     config = load_config(None, arguments)
-    heard = _Moments(config.runs_dir / config.name, signals)
+    observer = _Moments(config.runs_dir / config.name, signals)
     try:
-        result = driver_of(config)(config, heard)
-        told = {
+        result = driver_of(config)(config, observer)
+        ended = {
             "finished": result.summary is not None,
             "stopped": result.stopped,
             "error": result.error,
         }
-    except Exception as error:  # noqa: BLE001  (whatever it is, the test must hear of it)
-        told = {"error": f"{type(error).__name__}: {error}"}
-    told |= {"notes": heard.notes, "iterations": heard.iterations, "moments": heard.labels}
-    answer.write_text(json.dumps(told))
+    except Exception as error:  # noqa: BLE001  (whatever it is, the test must know of it)
+        ended = {"error": f"{type(error).__name__}: {error}"}
+    ended |= {"notes": observer.notes, "iterations": observer.iterations, "moments": observer.labels}
+    answer.write_text(json.dumps(ended))
 
 
 def run_process(arguments: list[str], *signals: At, answer: Path) -> Ended:
@@ -251,8 +251,8 @@ def _work_as_rank(
 
 def _ended(exit_code: int | None, answer: Path) -> Ended:
     assert exit_code is not None, "the process hangs"
-    told = json.loads(answer.read_text()) if answer.exists() else {}
-    return Ended(exit_code, **{key: tuple(v) if isinstance(v, list) else v for key, v in told.items()})
+    written = json.loads(answer.read_text()) if answer.exists() else {}
+    return Ended(exit_code, **{key: tuple(v) if isinstance(v, list) else v for key, v in written.items()})
 
 
 def run_on_small_disk(arguments: list[str], *signals: At, answer: Path, kept: Path) -> Ended | None:

@@ -50,8 +50,8 @@ class Running:
         """Until the ledger answers a query with so many rows."""
         end_s = time.monotonic() + PATIENCE_S
         while len(found := self.ask(query)) < rows:
-            assert self.process.poll() is None, f"ended before {query!r}:\n{self.told}"
-            assert time.monotonic() < end_s, f"no {query!r}:\n{self.told}"
+            assert self.process.poll() is None, f"ended before {query!r}:\n{self.printed}"
+            assert time.monotonic() < end_s, f"no {query!r}:\n{self.printed}"
             time.sleep(LOOK_S)
         return found
 
@@ -60,10 +60,10 @@ class Running:
         try:
             return self.process.wait(patience_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"does not end:\n{self.told}") from None
+            raise AssertionError(f"does not end:\n{self.printed}") from None
 
     @property
-    def told(self) -> str:
+    def printed(self) -> str:
         """What it printed so far."""
         return self.output.read_text()
 
@@ -101,9 +101,9 @@ class Running:
 
     def kill_learner(self) -> None:
         """SIGKILL the first rank of the learner."""
-        told = "".join(log.read_text() for log in self.run.glob("attempts/learner-*-rank-0.log"))
+        logs = "".join(log.read_text() for log in self.run.glob("attempts/learner-*-rank-0.log"))
         alive = guard.marked(f"{self.owner}.0/")
-        (process,) = (pid for pid in map(int, re.findall(r"in process (\d+)", told)) if pid in alive)
+        (process,) = (pid for pid in map(int, re.findall(r"in process (\d+)", logs)) if pid in alive)
         os.kill(process, signal.SIGKILL)
 
     def kill_head(self) -> None:

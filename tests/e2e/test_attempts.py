@@ -27,7 +27,7 @@ def test_wandb_that_is_not_installed_is_found_before_the_run_directory(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_device_out_of_memory_is_told_by_phase_and_the_same_run_goes_on_with_less(
+def test_a_device_out_of_memory_is_reported_by_phase_and_the_same_run_goes_on_with_less(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -42,17 +42,17 @@ def test_a_device_out_of_memory_is_told_by_phase_and_the_same_run_goes_on_with_l
     with queries.open_readonly(RunPaths(job.root / "memory").ledger) as ledger:
         assert queries.last_ending(ledger) == Ending.FAILED
     less = ("learner.micro_batch_size=3", "rollout.batch_size=2", "learner.gradient_checkpointing=true")
-    heard = job.train("memory", *NFT, "iterations=1", *less, "reward_policy.workers=2")
-    assert heard.iterations == [0]
+    recorded = job.train("memory", *NFT, "iterations=1", *less, "reward_policy.workers=2")
+    assert recorded.iterations == [0]
 
 
 def test_an_extended_run_of_one_picture_forgets_the_undone_evaluation(job: Job) -> None:
     one = ("evaluation.prompts=1", "evaluation.images_per_prompt=1", "evaluation.grid_images=1")
     paths = RunPaths(job.root / "extended-by-one")
-    heard = job.train("extended-by-one", *NFT, *one, "iterations=1")
-    assert heard.result is not None
-    assert heard.result.summary is not None
-    assert heard.result.summary.validation_stderr is None
+    recorded = job.train("extended-by-one", *NFT, *one, "iterations=1")
+    assert recorded.result is not None
+    assert recorded.result.summary is not None
+    assert recorded.result.summary.validation_stderr is None
     assert drawn_iterations(paths) == [0, 1]
     job.train("extended-by-one", *NFT, *one, "iterations=2")
     assert drawn_iterations(paths) == [0, 2]

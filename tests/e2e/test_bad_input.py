@@ -171,9 +171,9 @@ CASES: dict[str, tuple[tuple[str | Callable[[Place], str], ...], type[Exception]
 def test_refused_before_any_work(job: Job, tmp_path: Path, case: str) -> None:
     overrides, kind, said = CASES[case]
     place = Place(job, tmp_path)
-    told = [each if isinstance(each, str) else each(place) for each in overrides]
+    arguments = [each if isinstance(each, str) else each(place) for each in overrides]
     with pytest.raises(kind) as caught:
-        job.train("refused", f"runs_dir={place.runs}", *told)
+        job.train("refused", f"runs_dir={place.runs}", *arguments)
     for part in said:
         assert re.search(part, str(caught.value)), str(caught.value)
     assert not place.runs.exists()

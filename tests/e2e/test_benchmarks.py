@@ -184,7 +184,7 @@ def test_survivors_are_back_sooner_than_a_restart(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.slow  # it starts a Ray
-def test_a_commits_cost_is_told_as_a_share_of_steps(
+def test_a_commits_cost_is_reported_as_a_share_of_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "commit.json"
@@ -228,9 +228,9 @@ def test_a_model_from_another_node_is_timed_against_disk(
     path = tmp_path / "model_fetch.json"
     model_fetch.main(megabytes=20, rounds=2, folder=tmp_path, json=path)
     assert "other node, copy" in capsys.readouterr().out
-    told = json.loads(path.read_text())
-    assert told["bytes"] > 20e6
-    assert {way: len(taken) for way, taken in told["seconds"].items()} == dict.fromkeys(model_fetch.WAYS, 2)
+    saved = json.loads(path.read_text())
+    assert saved["bytes"] > 20e6
+    assert {way: len(taken) for way, taken in saved["seconds"].items()} == dict.fromkeys(model_fetch.WAYS, 2)
 
 
 def test_the_larger_model_is_as_large_as_said(tmp_path: Path) -> None:

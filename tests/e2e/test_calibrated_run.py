@@ -59,14 +59,14 @@ def runs(job: Job) -> list[RunTimes]:
             nodes = (f"fleet.spot.trace={trace}",) if seed else ("fleet.spot.nodes=2",)
             arguments = job.arguments(name, *SETTINGS, *nodes, f"run_seed={seed}")
             with running(job.root / name, arguments) as run:
-                assert run.end(patience_s=900) == 0, run.told
+                assert run.end(patience_s=900) == 0, run.printed
     return [read_run_times(job.root / f"calibrated-{seed}") for seed in (0, 1)]
 
 
 def test_a_run_takes_what_the_simulator_predicts(runs: list[RunTimes]) -> None:
     for run in runs:
         predicted = predict_run(run, cluster_plan_of(run.config), measured_profile([run]))
-        told = f"{run.label}: predicted {predicted.iteration_s:.2f} s, measured {run.iteration_s:.2f} s"
-        print(told, f"{predicted.deviation(run):+.1%}")
-        assert predicted.error is None, told
-        assert abs(predicted.deviation(run)) < BOUND, told
+        comparison = f"{run.label}: predicted {predicted.iteration_s:.2f} s, measured {run.iteration_s:.2f} s"
+        print(comparison, f"{predicted.deviation(run):+.1%}")
+        assert predicted.error is None, comparison
+        assert abs(predicted.deviation(run)) < BOUND, comparison

@@ -191,20 +191,20 @@ def test_the_arrow_keys_go_on_along_a_lane_that_is_redrawn(browser: Browser, own
         open_view(page, address, "cluster")
         page.wait_for_selector("#connection:text-is('live')")
         page.locator(".lane canvas").first.focus()
-        told = set()
+        tips = set()
         for _ in range(2):
             page.keyboard.press("ArrowRight")
-            told.add(page.locator(".tip").inner_text())
+            tips.add(page.locator(".tip").inner_text())
         canvas = page.query_selector(".lane canvas")
         assert canvas is not None
         change(own_place, SEEN)
         page.wait_for_function("canvas => !canvas.isConnected", arg=canvas)
-        assert page.locator(".tip").inner_text() in told
+        assert page.locator(".tip").inner_text() in tips
         page.keyboard.press("ArrowRight")
-        told.add(page.locator(".tip").inner_text())
+        tips.add(page.locator(".tip").inner_text())
         page.keyboard.press("ArrowLeft")
-        assert page.locator(".tip").inner_text() in told
-        assert len(told) == 3
+        assert page.locator(".tip").inner_text() in tips
+        assert len(tips) == 3
 
 
 def test_what_a_reader_opened_and_focused_stays_when_the_run_writes(
@@ -299,14 +299,14 @@ def test_the_choice_of_runs_tells_how_each_is_now(browser: Browser, own_place: P
 
 def test_the_file_tells_its_age_by_its_readers_clock(browser: Browser, place: Path, tmp_path: Path) -> None:
     write_page(RunFolder("wild", (place / "wild").resolve()), tmp_path / "wild.html")
-    told = []
+    times = []
     for zone in ("Asia/Tokyo", "America/Bogota"):
         with watched(browser, timezone_id=zone, locale="en-GB") as page:
             open_view(page, f"file://{tmp_path}/wild.html", "log")
             text = page.locator("#connection").inner_text()
-            told.append(datetime.strptime(text, "as of %d/%m/%Y, %H:%M:%S").replace(tzinfo=ZoneInfo(zone)))
-    assert told[0] == told[1]
-    assert abs(told[0].timestamp() - time.time()) < 600
+            times.append(datetime.strptime(text, "as of %d/%m/%Y, %H:%M:%S").replace(tzinfo=ZoneInfo(zone)))
+    assert times[0] == times[1]
+    assert abs(times[0].timestamp() - time.time()) < 600
 
 
 def painted_ms(page: Page, address: str, view: str) -> float:
@@ -360,7 +360,7 @@ def test_a_node_killed_while_its_run_is_watched(browser: Browser, job: Job) -> N
                 for view, page in {**pages, "overview": overview}.items():
                     page.wait_for_selector("[role=alert]", state="detached")
                     assert page.locator("#view").inner_text(), view
-            assert it.end() == 0, it.told
+            assert it.end() == 0, it.printed
             overview.wait_for_selector(".cards >> text=finished")
             (held, *_) = it.ask(f"SELECT rollout FROM leases WHERE worker = '{killed}' ORDER BY at DESC")
             open_view(overview, address, f"samples/{held[0]}", run="watched")

@@ -82,7 +82,7 @@ def groups_of(run: Path) -> dict[tuple[int, str], Group]:
 
 
 def test_the_groups_trained_are_those_that_previews_chose(job: Job) -> None:
-    heard = job.train("explored", *EXPLORES)
+    recorded = job.train("explored", *EXPLORES)
     run = job.root / "explored"
     groups = groups_of(run)
     assert len(groups) == 4
@@ -107,7 +107,7 @@ def test_the_groups_trained_are_those_that_previews_chose(job: Job) -> None:
         assert row["exploration/fidelity/reward/sampled"] == 1
         assert -1 <= row["exploration/fidelity/reward/tau"] <= 1
         assert row["exploration/contrast/realised"] > 0
-    assert not [note for note in heard.notes if "explored" in note]  # nothing was to be decided
+    assert not [note for note in recorded.notes if "explored" in note]  # nothing was to be decided
 
 
 @pytest.mark.parametrize("algorithm", ONE_AT_ONCE)
@@ -167,7 +167,7 @@ def test_previews_that_stop_early_are_made_by_a_group_of_two_gpus(job: Job) -> N
     job.train(alone.name, *settings, halved)
     cluster = ("fleet={driver: ray, spot: {nodes: 1, slots: 2}, sequence_parallel: {degrees: [2]}}",)
     with running(pair, job.arguments(pair.name, *settings, halved, *cluster)) as it:
-        assert it.end() == 0, it.told
+        assert it.end() == 0, it.printed
         it.require_nothing_left()
     ours, theirs = (clean_audit(run).counts for run in (alone, pair))
     assert (ours.kept, ours.explored) == (theirs.kept, theirs.explored) == (2 * 2 * 3, 2 * 2 * 4)
@@ -204,9 +204,9 @@ def test_a_planned_run_that_is_killed_explores_as_one_that_was_not(
         return sample_advantages(effect, weights, config)
 
     monkeypatch.setattr(feed, "sample_advantages", recording)
-    heard = job.train("planned", *PLANNED)
+    recorded = job.train("planned", *PLANNED)
     straight = job.root / "planned"
-    decided = [note for note in heard.notes if " explored " in note]
+    decided = [note for note in recorded.notes if " explored " in note]
     assert decided[0].startswith("iteration 0 explored 6x3 (seeds x steps): fits, and was not tried yet")
     assert len(decided) == 2
     # Of 6 previews rank chose 2, and 1 of the other 4 was drawn: weights 3/6 and 3/6 * 4.

@@ -34,7 +34,7 @@ def test_a_lost_node_changes_nothing(tmp_path: Path, name: str) -> None:
         worker = str(it.wait_for(WORKS)[0][0])
         it.kill(1 + int(worker.partition("/")[0].removeprefix("spot-")))  # the first node is reserved
         it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_lost'")
-        assert it.end(2 * 240.0) == 0, it.told
+        assert it.end(2 * 240.0) == 0, it.printed
         it.require_nothing_left()
     clean_audit(run, LIMITS)
     ended = run_process(job.arguments("inline", *settings), answer=tmp_path / "inline.json")

@@ -42,7 +42,7 @@ def test_train_resume_and_generate_on_a_gpu(job: Job, algorithm: str, dtype: str
 
 
 def test_a_full_fine_tune_runs_on_a_gpu(job: Job) -> None:
-    heard = job.train(
+    recorded = job.train(
         "gpu-full",
         *ALGORITHMS["diffusion-nft with EMA"],
         "device=cuda",
@@ -51,7 +51,7 @@ def test_a_full_fine_tune_runs_on_a_gpu(job: Job) -> None:
         "learner.autocast=bfloat16",
         "iterations=2",
     )
-    assert heard.iterations == [0, 1]
+    assert recorded.iterations == [0, 1]
     run = TrainedRun.open(job.root / "gpu-full")
     assert isinstance(run._slots, CopySlots)
     assert run.generate(["one red circle"], [1], steps=3).shape == (1, 16, 16, 3)

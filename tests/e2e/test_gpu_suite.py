@@ -78,10 +78,10 @@ def test_all_attention_that_a_run_can_ask_for_is_compared(lab: object) -> None:
     from benchmarks.gpu.runner import call
 
     (row,) = [row for row in ROWS if row.name == "attention"]
-    told = call(row, lab).details  # type: ignore[arg-type]
+    details = call(row, lab).details  # type: ignore[arg-type]
     for backend in attention.BACKENDS.values():
-        assert {backend, f"{backend} masked"} <= told.keys()
-    there = {name for name, found in told.items() if isinstance(found, dict)}
+        assert {backend, f"{backend} masked"} <= details.keys()
+    there = {name for name, found in details.items() if isinstance(found, dict)}
     assert {"native", "native masked", "_native_math masked"} <= there
 
 

@@ -19,9 +19,9 @@ SIZES = ("iterations=2", "rollout.group_size=4", "rollout.batch_size=3", "evalua
 def test_groups_are_scored_whole_and_the_ledger_says_of_how_many(job: Job, ranks: int) -> None:
     run = job.root / f"groups-{ranks}"
     if ranks == 1:
-        heard = job.train(run.name, *NFT, *SIZES, RANKS)
-        assert heard.result is not None
-        assert heard.result.summary is not None
+        recorded = job.train(run.name, *NFT, *SIZES, RANKS)
+        assert recorded.result is not None
+        assert recorded.result.summary is not None
     else:  # leases cut across groups, and ranks across leases
         ended = run_ranks(ranks, job.arguments(run.name, *NFT, *SIZES, RANKS), answer=run)
         assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * ranks

@@ -57,7 +57,7 @@ def read(run: Path, query: str) -> list[tuple[object, ...]]:
 def test_spot_workers_explore_while_the_learner_trains(job: Job) -> None:
     run = job.root / "beside"
     with running(run, job.arguments("beside", *OVERRIDES)) as it:
-        assert it.end() == 0, it.told
+        assert it.end() == 0, it.printed
     report = clean_audit(run, AuditLimits(group_size=4))
     assert report.counts.trained == 2 * 2 * 4
     assert report.gpu_seconds_by_phase[Phase.EXPLORATION] > 0

@@ -57,7 +57,7 @@ def test_a_finished_full_fine_tune_goes_on_and_replaces_its_export(job: Job) -> 
     index = job.root / "judged-full" / "merged" / "transformer" / "diffusion_pytorch_model.safetensors"
     before = index.read_bytes()
     second = job.train("judged-full", *full, "iterations=2")
-    assert [heard.result is not None and heard.result.error for heard in (first, second)] == [None, None]
+    assert [each.result is not None and each.result.error for each in (first, second)] == [None, None]
     assert second.iterations == [1]
     assert index.read_bytes() != before
     run = TrainedRun.open(job.root / "judged-full")
@@ -74,5 +74,5 @@ def test_what_rewards_print_is_kept_beside_the_attempts(job: Job) -> None:
 def test_prompts_that_are_trained_on_and_held_out_are_noted(job: Job) -> None:
     prompts = job.root / "shared.txt"
     prompts.write_text("one red circle\ntwo blue squares\n")
-    heard = job.train("shared", *NFT, f"data.train={prompts}", f"data.test={prompts}", "iterations=1")
-    assert any(note.startswith("2 of 2 held-out prompts are in data.train too") for note in heard.notes)
+    recorded = job.train("shared", *NFT, f"data.train={prompts}", f"data.test={prompts}", "iterations=1")
+    assert any(note.startswith("2 of 2 held-out prompts are in data.train too") for note in recorded.notes)

@@ -51,12 +51,12 @@ def test_killed_processes_cost_no_sample(job: Job) -> None:
     thread = threading.Thread(target=killer, args=(job.root / "killed-scorers", over, killed))
     thread.start()
     try:
-        heard = job.train("killed-scorers", *NFT, *SMALL, SLOW.format("cpu"))
+        recorded = job.train("killed-scorers", *NFT, *SMALL, SLOW.format("cpu"))
     finally:
         over.set()
         thread.join()
-    assert heard.result is not None
-    assert heard.result.summary is not None
+    assert recorded.result is not None
+    assert recorded.result.summary is not None
     assert len(killed) >= 2
     report = clean_audit(job.root / "killed-scorers", LIMITS)
     assert report.counts.trained == EVERY_SAMPLE
@@ -85,12 +85,12 @@ def test_nodes_that_vanish_with_their_scorers_cost_no_sample(job: Job) -> None:
         job.arguments("lost-scorers", *NFT, *SMALL, *ray, "iterations=3", SLOW.format("spot")),
     ) as it:
         end_s = time.monotonic() + PATIENCE_S
-        while (runs := RUNS.search(it.told)) is None:
-            assert time.monotonic() < end_s, it.told
+        while (runs := RUNS.search(it.printed)) is None:
+            assert time.monotonic() < end_s, it.printed
             time.sleep(0.1)
         it.kill(int(runs[1]))
-        assert it.end() == 0, it.told
-        assert "is gone" in it.told, it.told
+        assert it.end() == 0, it.printed
+        assert "is gone" in it.printed, it.printed
         assert it.ask(SCORED_TWICE) == []
         left = it.left
     report = clean_audit(it.run, LIMITS)
@@ -111,8 +111,8 @@ def test_scorers_on_the_learner_s_device_come_back_with_it(job: Job) -> None:
             it.wait_for("SELECT * FROM rewards", 4)
             cluster.kill("first")
             cluster.add_node("second", NodeKind.RESERVED, 1)
-            assert it.end() == 0, it.told
-            assert list(dict.fromkeys(beside.findall(it.told))) == ["first", "second"], it.told
+            assert it.end() == 0, it.printed
+            assert list(dict.fromkeys(beside.findall(it.printed))) == ["first", "second"], it.printed
             assert it.ask(SCORED_TWICE) == []
     report = clean_audit(it.run, LIMITS)
     assert report.counts.trained == 3 * 2 * 4

@@ -52,9 +52,9 @@ def test_with_every_switch_on_the_head_is_killed_and_each_mechanism_did_its_part
         it.kill_head()
     assert not (run / "summary.json").exists()
     with running(run, arguments) as it:
-        assert it.end(2 * PATIENCE_S) == 0, it.told
-        told = it.told
-        assert "resuming after iteration" in told
+        assert it.end(2 * PATIENCE_S) == 0, it.printed
+        printed = it.printed
+        assert "resuming after iteration" in printed
         it.require_nothing_left()
     report = clean_audit(run, AuditLimits(group_size=6, staleness_max=1))
     assert report.counts.trained == SAMPLES
@@ -63,9 +63,9 @@ def test_with_every_switch_on_the_head_is_killed_and_each_mechanism_did_its_part
     assert lora(run)
     assert not list(run.rglob(".writing-*"))
     # One optimizer step an iteration: versions are numbers of iterations.
-    assert count(run, f"SELECT COUNT(*) {MADE} AND rollouts.version = iteration - 1") > 0, told
-    assert count(run, f"SELECT COUNT(*) {MADE} AND worker LIKE 'reserved-0/learner/%'") > 0, told
-    assert count(run, f"SELECT COUNT(*) {MADE} AND worker LIKE 'reserved-0/rollout/%'") > 0, told
+    assert count(run, f"SELECT COUNT(*) {MADE} AND rollouts.version = iteration - 1") > 0, printed
+    assert count(run, f"SELECT COUNT(*) {MADE} AND worker LIKE 'reserved-0/learner/%'") > 0, printed
+    assert count(run, f"SELECT COUNT(*) {MADE} AND worker LIKE 'reserved-0/rollout/%'") > 0, printed
     rows = [row.values for row in read_metrics(run) if "train/loss" in row.values]
     assert sum(row["pipeline/overlapped_samples"] for row in rows) > 0
     assert sum(row["pipeline/early_samples"] for row in rows) > 0

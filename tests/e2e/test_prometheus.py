@@ -46,8 +46,8 @@ def scraped() -> Iterator[httpx2.Client]:
     with TemporaryDirectory(dir=SCRATCH) as scratch:
         make_run(Path(scratch) / "runs" / "wild", 12)
         with served(Path(scratch) / "runs") as address:
-            told = httpx2.get(f"{address}/metrics", timeout=60)
-            promtool("check", "metrics", given=told.text)
+            answer = httpx2.get(f"{address}/metrics", timeout=60)
+            promtool("check", "metrics", given=answer.text)
             yield from _prometheus(Path(scratch), address.removeprefix("http://"))
 
 

@@ -126,9 +126,9 @@ def test_a_model_with_a_forward_for_each_row_makes_unequal_leases_on_shards(job:
         "rollout.height=32",
         "rollout.width=32",
     )
-    told = (f"data.train={prompts}", f"data.test={prompts}", "data.tags=[]", "rewards=[{name: jpeg_size}]")
+    scored = (f"data.train={prompts}", f"data.test={prompts}", "data.tags=[]", "rewards=[{name: jpeg_size}]")
     evaluated = ("evaluation.prompts=null", "evaluation.images_per_prompt=1", "evaluation.grid_images=1")
-    arguments = job.arguments("rows", *NFT, *RANKS[:-1], "iterations=1", *own, *told, *evaluated)
+    arguments = job.arguments("rows", *NFT, *RANKS[:-1], "iterations=1", *own, *scored, *evaluated)
     ended = run_ranks(2, arguments, answer=job.root / "rows")
     assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * len(ended)
     assert clean_audit(job.root / "rows", FOUR).counts.evaluated == 6

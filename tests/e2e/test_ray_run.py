@@ -69,7 +69,7 @@ class Finished:
 
     run: Path
     status: int
-    told: str
+    printed: str
     left: set[int]
 
 
@@ -116,18 +116,18 @@ def survivor(job: Job, patch: pytest.MonkeyPatch) -> Finished:
         )
         it.kill_learner()
         status = it.end(2 * PATIENCE_S)
-        return Finished(run, status, it.told, it.left)
+        return Finished(run, status, it.printed, it.left)
 
 
 @pytest.fixture(scope="module")
 def report(survivor: Finished) -> AuditReport:
-    assert survivor.status == 0, survivor.told
+    assert survivor.status == 0, survivor.printed
     return clean_audit(survivor.run, LIMITS)
 
 
 def test_it_finishes_and_nothing_is_left(survivor: Finished) -> None:
-    assert survivor.status == 0, survivor.told
-    assert "resuming after iteration" in survivor.told
+    assert survivor.status == 0, survivor.printed
+    assert "resuming after iteration" in survivor.printed
     assert not survivor.left
     assert read_summary(survivor.run / "summary.json").samples.trained == 32
     assert lora(survivor.run)
@@ -135,7 +135,7 @@ def test_it_finishes_and_nothing_is_left(survivor: Finished) -> None:
     assert not list(survivor.run.rglob(".writing-*"))
     assert (survivor.run / "images" / "before-after.png").is_file()
     survived = "Survived 2 preemptions (1 with notice), 1 loss of the learner, 1 interruption in 2 attempts"
-    assert survived in " ".join(survivor.told.split())
+    assert survived in " ".join(survivor.printed.split())
 
 
 def test_rollouts_and_training_have_speeds(survivor: Finished) -> None:
@@ -143,8 +143,8 @@ def test_rollouts_and_training_have_speeds(survivor: Finished) -> None:
     assert len(rows) == 4
     assert all(row["throughput/train_tokens_s"] > 0 for row in rows)
     assert sum(row.get("throughput/rollout_tokens_s", 0) > 0 for row in rows) >= 3, "some may be made early"
-    assert "Rollouts: " in survivor.told
-    assert "tokens/s on each device" in survivor.told
+    assert "Rollouts: " in survivor.printed
+    assert "tokens/s on each device" in survivor.printed
 
 
 @pytest.mark.parametrize("kind", ["rollout", "training"])
@@ -154,7 +154,7 @@ def test_a_worker_and_the_learner_wrote_traces(survivor: Finished, kind: str) ->
         names = [event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
     assert names.count(f"{kind} step") == 1
     assert "aten::scaled_dot_product_attention" in names
-    assert f"trace of {kind} steps: " in survivor.told
+    assert f"trace of {kind} steps: " in survivor.printed
 
 
 def test_the_ledger_counts_what_befell_it(survivor: Finished, report: AuditReport) -> None:
@@ -203,13 +203,13 @@ def test_the_head_is_told_to_stop_and_the_same_command_finishes(job: Job) -> Non
     with running(run, arguments) as it:
         it.wait_for("SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE iteration >= 1")
         it.process.send_signal(signal.SIGTERM)
-        assert it.end() == 130, it.told
-        assert "stopping after the next checkpoint" in it.told
+        assert it.end() == 130, it.printed
+        assert "stopping after the next checkpoint" in it.printed
         it.require_nothing_left()
     assert not (run / "summary.json").exists()
     with running(run, arguments) as it:
-        assert it.end() == 0, it.told
-        assert "resuming after iteration" in it.told
+        assert it.end() == 0, it.printed
+        assert "resuming after iteration" in it.printed
         it.require_nothing_left()
     report = clean_audit(run, LIMITS)
     assert [bill.ended for bill in report.attempts] == [Ending.STOPPED, Ending.FINISHED]
@@ -224,13 +224,13 @@ def test_a_dead_ray_ends_the_run_with_one_line_and_the_same_command_resumes(job:
     with running(run, arguments) as it:
         it.wait_for("SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE iteration >= 1")
         it.kill_daemon(daemon)
-        assert it.end() == 1, it.told
-        assert "Run the same command again: it resumes from the last checkpoint." in it.told
-        assert "Traceback" not in it.told
+        assert it.end() == 1, it.printed
+        assert "Run the same command again: it resumes from the last checkpoint." in it.printed
+        assert "Traceback" not in it.printed
         it.require_nothing_left()
     with running(run, arguments) as it:
-        assert it.end() == 0, it.told
-        assert "resuming after iteration" in it.told
+        assert it.end() == 0, it.printed
+        assert "resuming after iteration" in it.printed
     assert read_summary(run / "summary.json").samples.trained == 32
 
 

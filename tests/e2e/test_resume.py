@@ -87,7 +87,7 @@ def test_killed_at_any_moment_a_resumed_run_equals_the_uninterrupted_one(
         made = "SELECT COUNT(DISTINCT rollout) FROM samples JOIN leases USING (rollout, worker, epoch)"
         assert ledger.execute(made).fetchone() == (report.counts.finished,)
         attempts = ledger.execute("SELECT DISTINCT attempt FROM leases WHERE attempt <= ?", (killed,))
-        assert attempts.fetchall(), "what a killed attempt did is told"
+        assert attempts.fetchall(), "what a killed attempt did is recorded"
 
 
 def test_sigterm_stops_after_the_next_checkpoint_and_the_same_command_goes_on(
@@ -145,11 +145,11 @@ def test_a_finished_run_shows_its_outcome_at_once_and_stays_as_it_is(job: Job, s
     driver_of(job.config(run.name))  # imports what a run needs
     started = time.process_time()  # CPU-seconds: the machine may be busy
     for iterations in (4, 2):
-        heard = job.train(run.name, *NFT, f"iterations={iterations}", "evaluation.every=1")
-        assert heard.result is not None
-        assert heard.result.summary == read_summary(run / "summary.json")
-        assert heard.iterations == []
-        assert heard.notes == ["finished before: 4 iterations are trained"]
+        recorded = job.train(run.name, *NFT, f"iterations={iterations}", "evaluation.every=1")
+        assert recorded.result is not None
+        assert recorded.result.summary == read_summary(run / "summary.json")
+        assert recorded.iterations == []
+        assert recorded.notes == ["finished before: 4 iterations are trained"]
     assert time.process_time() - started < 1
     assert contents(run) == before
     assert outcome(run) == expected

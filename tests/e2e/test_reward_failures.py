@@ -59,13 +59,13 @@ def row(run: Path, query: str) -> tuple[object, ...]:
 def test_with_stop_the_first_failure_ends_the_run(job: Job, mood: str) -> None:
     reason, message = MOODS[mood]
     name = f"stop-{mood}"
-    heard = job.train(name, *NFT, *arguments(job, "", mood, policy="stop"))
-    assert heard.result is not None
-    assert heard.result.summary is None
-    assert not heard.result.stopped
-    assert heard.error.startswith("t000000-00")
-    assert reason.value in heard.error
-    assert message in heard.error
+    recorded = job.train(name, *NFT, *arguments(job, "", mood, policy="stop"))
+    assert recorded.result is not None
+    assert recorded.result.summary is None
+    assert not recorded.result.stopped
+    assert recorded.error.startswith("t000000-00")
+    assert reason.value in recorded.error
+    assert message in recorded.error
     report = audited(job, name)
     assert [bill.ended for bill in report.attempts] == [Ending.FAILED]
     assert report.counts.trained == report.counts.optimizer_steps == 0
@@ -76,13 +76,13 @@ def test_with_stop_the_first_failure_ends_the_run(job: Job, mood: str) -> None:
 def test_with_drop_a_failure_is_recorded_with_its_reason_and_never_a_zero(job: Job, mood: str) -> None:
     reason, _ = MOODS[mood]
     name = f"drop-{mood}"
-    heard = job.train(name, *NFT, *arguments(job, "", mood))
-    assert heard.result is not None
-    assert heard.result.summary is not None
+    recorded = job.train(name, *NFT, *arguments(job, "", mood))
+    assert recorded.result is not None
+    assert recorded.result.summary is not None
     report = audited(job, name)
     assert report.counts.train_dropped == {reason: 2}
     assert report.counts.trained == 2
-    assert sum(reason.value in note for note in heard.notes) == 2
+    assert sum(reason.value in note for note in recorded.notes) == 2
     run = job.root / name
     assert row(run, "SELECT COUNT(*) FROM rewards WHERE value < 1") == (0,)
     assert row(run, "SELECT COUNT(DISTINCT rollout) FROM rewards") == (2 + 2 * 2,)
@@ -108,18 +108,18 @@ def test_groups_of_different_sizes_are_trained(job: Job) -> None:
 
 
 def test_more_drops_than_allowed_stop_the_run(job: Job) -> None:
-    heard = job.train("too-many", *GRPO, *arguments(job, "", "nan", most=0.2))
-    assert "2 of 6 samples were dropped, more than reward_policy.max_drop_share = 0.2" in heard.error
-    assert "reward_not_finite" in heard.error
+    recorded = job.train("too-many", *GRPO, *arguments(job, "", "nan", most=0.2))
+    assert "2 of 6 samples were dropped, more than reward_policy.max_drop_share = 0.2" in recorded.error
+    assert "reward_not_finite" in recorded.error
     assert audited(job, "too-many").counts.trained == 0
 
 
 def test_when_no_group_is_left_the_run_says_so(job: Job) -> None:
-    heard = job.train("nothing-left", *NFT, *arguments(job, "nan", "nan but first"))
-    assert "no group kept two scored samples" in heard.error
+    recorded = job.train("nothing-left", *NFT, *arguments(job, "nan", "nan but first"))
+    assert "no group kept two scored samples" in recorded.error
 
 
 def test_when_nothing_can_be_judged_the_run_says_so(job: Job) -> None:
     test = f"data.test={prompts_file(job, 'unjudged', 'nan')}"
-    heard = job.train("unjudged", *NFT, *arguments(job, "", ""), test)
-    assert "not one evaluation sample was scored" in heard.error
+    recorded = job.train("unjudged", *NFT, *arguments(job, "", ""), test)
+    assert "not one evaluation sample was scored" in recorded.error

@@ -52,9 +52,9 @@ def moved(job: Job) -> tuple[Path, str]:
         third = place_of(it, 3)
         assert third not in (first, second)
         it.kill(second)
-        assert it.end(2 * PATIENCE_S) == 0, it.told
+        assert it.end(2 * PATIENCE_S) == 0, it.printed
         it.require_nothing_left()
-        return run, it.told
+        return run, it.printed
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +65,13 @@ def report(moved: tuple[Path, str]) -> AuditReport:
 def test_it_trains_to_the_end_in_one_attempt_without_reserved_slots(
     moved: tuple[Path, str], report: AuditReport
 ) -> None:
-    run, told = moved
+    run, printed = moved
     assert read_summary(run / "summary.json").samples.trained == 8 * ITERATIONS
     assert lora(run)
     assert [bill.ended for bill in report.attempts] == [Ending.FINISHED]
     incidents = read_history(run).incidents
     assert incidents[Incident.LEARNER_PLACED, True] == 3
-    assert incidents[Incident.LEARNER_LOST, False] == 1, told
+    assert incidents[Incident.LEARNER_LOST, False] == 1, printed
     assert (Incident.NODE_LOST, False) not in incidents
 
 
@@ -124,14 +124,14 @@ def test_without_spot_nodes_it_takes_one_on_demand_and_gives_it_back(job: Job, i
         for number in (1, 2):
             it.kill(number)
         decided = it.wait_for("SELECT detail FROM incidents WHERE kind = 'on_demand' ORDER BY id", 3)
-        assert it.end(2 * PATIENCE_S) == 0, it.told
+        assert it.end(2 * PATIENCE_S) == 0, it.printed
         it.require_nothing_left()
-    assert [str(row[0]).partition(":")[0] for row in decided] == ["take", "leave", "empty"], it.told
+    assert [str(row[0]).partition(":")[0] for row in decided] == ["take", "leave", "empty"], it.printed
     assert all(str(row[0]).endswith("; $4/h") for row in decided)
     report = clean_audit(run, LIMITS)
     assert [bill.ended for bill in report.attempts] == [Ending.FINISHED]
     incidents = read_history(run).incidents
-    assert incidents[Incident.LEARNER_LOST, False] == 1, it.told
+    assert incidents[Incident.LEARNER_LOST, False] == 1, it.printed
     assert incidents[Incident.LEARNER_PLACED, True] == 3, "spot, on demand, spot"
     assert incidents[Incident.NODE_LOST, False] == 1, "the node on demand was stopped"
     require_same(run, inline, report)
@@ -148,10 +148,10 @@ def test_it_grows_and_is_formed_again_with_as_many_ranks_as_there_is_room_for(jo
         it.kill(place_of(it, 2))  # three nodes are left: two train, one rolls out
         it.kill(place_of(it, 3))  # two are left
         it.wait_for(PLACED, 4)
-        assert it.end(2 * PATIENCE_S) == 0, it.told
+        assert it.end(2 * PATIENCE_S) == 0, it.printed
         it.require_nothing_left()
         placed = [str(row[0]) for row in it.ask(PLACED)]
-    assert [detail.count(" at $") for detail in placed] == [1, 2, 2, 1], it.told
+    assert [detail.count(" at $") for detail in placed] == [1, 2, 2, 1], it.printed
     assert [detail.endswith("with 1 of 2 ranks") for detail in placed] == [True, False, False, True]
     report = clean_audit(run, LIMITS)
     assert [bill.ended for bill in report.attempts] == [Ending.FINISHED]

@@ -80,15 +80,15 @@ def sleepy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def asked(it: Running) -> list[int]:
     """Numbers of nodes asked for, in order."""
-    told = [str(detail) for (detail,) in it.ask(TOLD)]
-    return [int(found[1]) for each in told if (found := re.match(r"(\d+) spot nodes? instead of", each))]
+    details = [str(detail) for (detail,) in it.ask(TOLD)]
+    return [int(found[1]) for each in details if (found := re.match(r"(\d+) spot nodes? instead of", each))]
 
 
 def wait_until(it: Running, true: Callable[[], bool]) -> None:
     end_s = time.monotonic() + PATIENCE_S
     while not true():
-        assert it.process.poll() is None, it.told
-        assert time.monotonic() < end_s, it.told
+        assert it.process.poll() is None, it.printed
+        assert time.monotonic() < end_s, it.printed
         time.sleep(0.2)
 
 
@@ -103,7 +103,7 @@ def measured(run: Path, arguments: list[str]) -> tuple[float, float, float, floa
         first_usd = ledger_usd(run)
         wait_until(it, lambda: len(it.ask(TRAINED)) >= MEASURED)
         it.process.send_signal(signal.SIGTERM)
-        assert it.end(PATIENCE_S) == 130, it.told
+        assert it.end(PATIENCE_S) == 130, it.printed
         assert not asked(it), "the cheapest, or fastest, from the beginning"
         ((usd_h,),) = it.ask(f"SELECT SUM(usd) FROM ({PRICES})")
     rows = [
@@ -144,14 +144,14 @@ def test_a_deadline_adds_nodes_and_a_killed_head_keeps_to_it(job: Job) -> None:
     trained = len(read_metrics(run))
     with running(run, arguments) as it:
         it.wait_for("SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot AND attempt = 3", 2)
-        assert it.end(PATIENCE_S) == 0, it.told
+        assert it.end(PATIENCE_S) == 0, it.printed
         it.require_nothing_left()
-        told = it.told
+        printed = it.printed
     rows = read_metrics(run)
     nodes = [int(row.values["target/nodes_asked"]) for row in rows if "target/nodes_asked" in row.values]
     took_s = time.time() - began_s
     print(f"one node: {each_s:.1f} s an iteration; killed after {trained} of {ITERATIONS}; asked for {nodes}")
-    print(f"deadline after {allowed_s:.0f} s, ended after {took_s:.0f} s\n{told}")
+    print(f"deadline after {allowed_s:.0f} s, ended after {took_s:.0f} s\n{printed}")
     assert took_s < allowed_s
     report = clean_audit(run, LIMITS)
     assert [bill.ended for bill in report.attempts] == [Ending.STOPPED, Ending.KILLED, Ending.FINISHED]
@@ -174,15 +174,15 @@ def test_a_budget_drops_nodes_and_nothing_is_lost(job: Job) -> None:
         wait_until(it, lambda: bool(it.ask("SELECT 1 FROM incidents WHERE kind = 'node_returned'")))
         ((name,), *_) = it.ask("SELECT subject FROM incidents WHERE kind = 'node_returned'")
         it.wait_for(f"SELECT 1 FROM incidents WHERE kind = 'node_lost' AND subject = '{name}'")
-        assert it.end(PATIENCE_S) == 0, it.told
+        assert it.end(PATIENCE_S) == 0, it.printed
         it.require_nothing_left()
-        told = it.told
+        printed = it.printed
     spent_usd = ledger_usd(run)
     print(
         f"five nodes: {each_s:.1f} s, ${each_usd:.2f} an iteration; "
         f"budget ${budget_usd:.2f}, spent ${spent_usd:.2f}"
     )
-    print(told)
+    print(printed)
     report = clean_audit(run, LIMITS)
     assert [bill.ended for bill in report.attempts] == [Ending.STOPPED, Ending.FINISHED]
     assert spent_usd < budget_usd

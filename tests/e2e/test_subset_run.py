@@ -79,7 +79,7 @@ def test_on_ray_with_overlap_a_killed_head_goes_on_and_the_best_are_trained(job:
         it.wait_for("SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE iteration = 1")
         it.kill_head()
     with running(run, arguments) as it:
-        assert it.end(2 * PATIENCE_S) == 0, it.told
+        assert it.end(2 * PATIENCE_S) == 0, it.printed
         it.require_nothing_left()
     report = clean_audit(run, AuditLimits(group_size=6, staleness_max=1, train_samples=4))
     assert [bill.ended for bill in report.attempts] == [Ending.KILLED, Ending.FINISHED]

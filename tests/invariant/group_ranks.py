@@ -2,7 +2,7 @@
 
     workers = Workers(Model(pipeline, cache), count=4)
     workers.form(1, "w0", "w1")
-    workers.tell("w0", "denoise"); workers.hear("w0")
+    workers.tell("w0", "denoise"); workers.answer("w0")
 
 They are forked from a server that has imported everything: seconds are saved for each.
 """
@@ -314,7 +314,7 @@ class Workers:
     def tell(self, name: str, command: str, *arguments: object) -> None:
         self._processes[name][1].send((command, arguments))
 
-    def hear(self, name: str) -> Any:
+    def answer(self, name: str) -> Any:
         """The answer to what it was told; its exception is raised here."""
         pipe = self._processes[name][1]
         assert pipe.poll(PATIENCE_S), f"{name} does not answer"
@@ -325,13 +325,13 @@ class Workers:
 
     def ask(self, name: str, command: str, *arguments: object) -> Any:
         self.tell(name, command, *arguments)
-        return self.hear(name)
+        return self.answer(name)
 
     def all(self, names: Sequence[str], command: str, *arguments: object) -> list[Any]:
-        """Tell all at once, then hear all."""
+        """Tell all at once, then take all answers."""
         for name in names:
             self.tell(name, command, *arguments)
-        return [self.hear(name) for name in names]
+        return [self.answer(name) for name in names]
 
     def form(self, *names: str) -> int:
         """Form a group under a new epoch, which is returned."""
@@ -400,7 +400,7 @@ def kill_and_go_on(
     died = time.monotonic()
     pair, single = [name for name in ALL if name != victim][:2], [name for name in ALL if name != victim][2]
     for name in (*pair, single):
-        why, when = workers.hear(name)
+        why, when = workers.answer(name)
         assert "lost the group of w0, w1, w2, w3" in why
         assert when - died < 5.0
         assert workers.ask(name, "hooks") == 0  # alone already, before it is told anything

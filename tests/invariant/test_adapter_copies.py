@@ -57,8 +57,8 @@ def iterations(world: World, learner: Learner, name: str, first: int = 0) -> lis
                 learner.accumulate([key], len(update))
             reports.append(learner.step().flat())
         learner.finish_batch()
-        told = [{k: v for k, v in report.items() if not _of_speed(k)} for report in reports]
-        found.append((told, *tensors_of(samples)))
+        metrics = [{k: v for k, v in report.items() if not _of_speed(k)} for report in reports]
+        found.append((metrics, *tensors_of(samples)))
     return found
 
 
@@ -78,10 +78,10 @@ def test_rollouts_reports_and_states_are_those_under_autocast_to_the_bit(
 ) -> None:
     ours, theirs = copying(world, name), under_autocast(world, name)
     assert ours.autocast is None
-    for (told, *made), (expected, *as_made) in zip(
+    for (metrics, *made), (expected, *as_made) in zip(
         iterations(world, ours, name), iterations(world, theirs, name), strict=True
     ):
-        assert told == expected
+        assert metrics == expected
         for one, two in zip(made, as_made, strict=True):
             assert all(a is b is None or torch.equal(a, b) for a, b in zip(one, two, strict=True))
     assert ours.digest() == theirs.digest()

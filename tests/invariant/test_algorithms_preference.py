@@ -172,11 +172,11 @@ def test_a_group_may_be_shared_by_ranks(name: str) -> None:
         algorithm = DiffusionDPO(DiffusionDPOConfig(beta=30.0), ODE())
     whole = policy.gradient(algorithm.loss(policy, batch, 0).per_sample.sum())
     ranks = [share(batch, rank) for rank in range(2)]
-    told: list[list[torch.Tensor]] = [[], []]
+    tables: list[list[torch.Tensor]] = [[], []]
     for rank, rows in enumerate(ranks):  # what each tells the other
-        algorithm.loss(policy, heard(rows, told[rank], None), 0)
+        algorithm.loss(policy, summed(rows, tables[rank], None), 0)
     parts = [
-        algorithm.loss(policy, heard(rows, [], told[1 - rank]), 0).per_sample.sum()
+        algorithm.loss(policy, summed(rows, [], tables[1 - rank]), 0).per_sample.sum()
         for rank, rows in enumerate(ranks)
     ]
     torch.testing.assert_close(policy.gradient(torch.stack(parts).sum()), whole, rtol=1e-4, atol=1e-6)
@@ -198,12 +198,12 @@ def share(batch: TrainBatch, rank: int) -> TrainBatch:
     )
 
 
-def heard(batch: TrainBatch, told: list[torch.Tensor], other: list[torch.Tensor] | None) -> TrainBatch:
-    """With sums over two ranks: ``told`` collects this one's tables, ``other`` has the other's."""
+def summed(batch: TrainBatch, mine: list[torch.Tensor], other: list[torch.Tensor] | None) -> TrainBatch:
+    """With sums over two ranks: ``mine`` collects this one's tables, ``other`` has the other's."""
 
     def over_ranks(table: torch.Tensor) -> torch.Tensor:
-        told.append(table)
-        return table if other is None else table + other[len(told) - 1]
+        mine.append(table)
+        return table if other is None else table + other[len(mine) - 1]
 
     assert batch.groups is not None
     return replace(batch, groups=replace(batch.groups, over_ranks=over_ranks))

@@ -152,7 +152,7 @@ def test_a_stopped_rank_is_given_up_at_the_deadline(workers: Workers, undisturbe
     for name in ALL:
         workers.tell(name, "denoise", STEPS, Mishap("stop", 2, 1) if name == "w3" else None)
     for name in ALL[:3]:
-        why, when = workers.hear(name)
+        why, when = workers.answer(name)
         assert "lost the group" in why
         assert deadline_s <= when - began < deadline_s + 15.0
     workers.form("w0", "w2")
@@ -160,7 +160,7 @@ def test_a_stopped_rank_is_given_up_at_the_deadline(workers: Workers, undisturbe
     assert_same(workers.ask("w2", "results"), undisturbed)
     # It wakes up, finds itself alone, and cannot come back under what it knew.
     workers.signal("w3", signal.SIGCONT)
-    assert "lost the group" in workers.hear("w3")[0]
+    assert "lost the group" in workers.answer("w3")[0]
     with pytest.raises(
         StaleEpochError, match=f"told to form a group under epoch {epoch}, but has seen {epoch}"
     ):
@@ -177,8 +177,8 @@ def test_a_rank_that_fails_by_itself_frees_the_others_at_once(workers: Workers) 
     workers.tell("w2", "denoise")
     began = time.monotonic()
     with pytest.raises(ArithmeticError, match="own failure"):
-        workers.hear("w0")
-    assert "lost the group of w0, w2" in workers.hear("w2")[0]
+        workers.answer("w0")
+    assert "lost the group of w0, w2" in workers.answer("w2")[0]
     assert time.monotonic() - began < 20.0  # the deadline is 60 s
     assert workers.all(("w0", "w2"), "hooks") == [0, 0]
 
@@ -193,7 +193,7 @@ def test_a_group_that_cannot_form_leaves_its_members_alone(
         workers.tell(name, "form", epoch, ("w0", "w1", "w2", "w3"))
     for name in ("w0", "w1"):
         with pytest.raises(FormationError, match=r"w2, w3 did not come within 0.5 s") as failed:
-            workers.hear(name)
+            workers.answer(name)
         assert name in str(failed.value)
     # One that seems to come and cannot be reached: the others are through to the connection.
     epoch = workers.next_epoch()
@@ -214,7 +214,7 @@ def test_workers_told_different_members_do_not_meet(workers: Workers) -> None:
     workers.tell("w1", "form", epoch, ("w1", "w0"))
     for name, other in (("w0", "w1"), ("w1", "w0")):
         with pytest.raises(FormationError, match=f"{other} did not come"):
-            workers.hear(name)
+            workers.answer(name)
 
 
 def test_what_does_not_fit_changes_nothing(workers: Workers) -> None:
@@ -255,4 +255,4 @@ def test_diffusers_own_mode_for_uneven_lengths_does_not_do(workers: Workers) -> 
         workers.tell(name, "theirs", 9, 8, 1, False)
     for name in ALL:
         with pytest.raises(RuntimeError, match="invalid tensor size"):  # gloo gathers equal sizes only
-            workers.hear(name)
+            workers.answer(name)

@@ -68,14 +68,14 @@ def test_a_stopped_rank_is_given_up_at_the_deadline(workers: Workers, victim: st
         workers.tell(name, "denoise", STEPS, Mishap("stop", 2, 1) if name == victim else None)
     pair = [name for name in ALL if name not in ("w3", victim)]
     for name in (*pair, "w3"):
-        why, when = workers.hear(name)
+        why, when = workers.answer(name)
         assert "lost the group" in why
         assert deadline_s <= when - began < deadline_s + 15.0
     workers.form(*pair)
     assert workers.all(pair, "denoise") == [("", 0.0)] * 2
     assert_same(workers.ask(pair[1], "results"), undisturbed)
     workers.signal(victim, signal.SIGCONT)
-    assert "lost the group" in workers.hear(victim)[0]
+    assert "lost the group" in workers.answer(victim)[0]
 
 
 def test_each_rank_makes_one_pass(workers: Workers) -> None:
@@ -87,7 +87,7 @@ def test_each_rank_makes_one_pass(workers: Workers) -> None:
     never = Mishap("kill", STEPS - 1, 0, forwards=2)
     for name in ALL[:2]:
         workers.tell(name, "denoise", STEPS, never)
-    assert [workers.hear(name) for name in ALL[:2]] == [("", 0.0)] * 2
+    assert [workers.answer(name) for name in ALL[:2]] == [("", 0.0)] * 2
     assert_same(workers.ask("w1", "results"), expected)
 
 

@@ -25,7 +25,7 @@ def test_no_seed_violates_anything_and_every_branch_is_taken(
 @pytest.mark.parametrize(
     "seed",
     [
-        2183,  # the nodes where a lost learner starts next were leased before its loss was told
+        2183,  # the nodes where a lost learner starts next were leased before its loss was reported
         4965,  # a trained sample was kept from a preview that was made again with other steps
         5340,  # what was committed of a rollout that older weights had begun was never freed
         5969,  # a larger learner took the last nodes, and what the smaller one waited for was never made

@@ -54,7 +54,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_weights_come_from_another_process(home: Path) -> None:
     with Child(serve(home)) as server:
-        assert server.hear() == "ready"
+        assert server.receive() == "ready"
         target = torch.empty(NUMBERS)
         found = fetch_from_peer(home / "w0.sock", "base", {"m.w": target}, 1)
         assert found.bytes == 4 * NUMBERS
@@ -69,9 +69,11 @@ def test_weights_come_from_another_process(home: Path) -> None:
         for bucket in (0, 1, 2, 30, 60)
     ],
 )
-def test_a_lender_lost_in_the_middle_is_told_in_time(home: Path, bucket: int, how: signal.Signals) -> None:
+def test_a_lender_lost_in_the_middle_is_reported_in_time(
+    home: Path, bucket: int, how: signal.Signals
+) -> None:
     with Child(serve(home, slow_s=0.002)) as server:
-        assert server.hear() == "ready"
+        assert server.receive() == "ready"
         real = peers._Transfer.take
         taken = []
 
@@ -93,7 +95,7 @@ def test_a_lender_lost_in_the_middle_is_told_in_time(home: Path, bucket: int, ho
     assert not list(home.glob("*.tmp"))
     # Another worker of the node serves under the dead one's name.
     with Child(serve(home)) as server:
-        assert server.hear() == "ready"
+        assert server.receive() == "ready"
         fetch_from_peer(home / "w0.sock", "base", {"m.w": target}, 1)
         assert torch.equal(target, torch.arange(NUMBERS, dtype=torch.float32))
 
@@ -116,8 +118,8 @@ def test_a_new_worker_that_is_killed_does_not_harm_its_server(home: Path) -> Non
     with WeightServer(home, "w0", served, bucket_bytes=2**18, stall_s=0.3):
         for how in (signal.SIGKILL, signal.SIGSTOP):
             with Child(new_worker) as child:
-                assert child.hear() == "taking"
-                assert child.hear() == "taking"
+                assert child.receive() == "taking"
+                assert child.receive() == "taking"
                 child.signal(how)
                 target = torch.empty(NUMBERS)
                 fetch_from_peer(home / "w0.sock", "base", {"m.w": target}, 1, deadline_s=10)
@@ -152,7 +154,7 @@ def test_a_new_workers_model_is_its_peers_while_the_peer_denoises(
 
     plain = base_state(load(True).transformer)
     with Child(work) as worker:
-        assert worker.hear() == "denoising"
+        assert worker.receive() == "denoising"
         new_worker = load(False)
         with filling(new_worker.transformer) as targets:
             found = fetch_from_peer(home / "w0.sock", "base", targets, modules_of(targets))

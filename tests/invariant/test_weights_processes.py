@@ -47,9 +47,9 @@ def test_all_processes_together_fetch_once(tmp_path: Path) -> None:
     children = [Child(work) for _ in range(6)]
     try:
         expected = str(float(torch.arange(300_000).double().sum()))
-        assert {child.hear() for child in children} == {"ready"}
+        assert {child.receive() for child in children} == {"ready"}
         go.touch()
-        assert {child.hear() for child in children} == {expected}
+        assert {child.receive() for child in children} == {expected}
     finally:
         for child in children:
             child.kill()
@@ -77,14 +77,14 @@ def test_a_killed_fetcher_leaves_lock_and_rubbish_to_the_next(tmp_path: Path) ->
             return str(total(cache, manifest, lambda: data))
 
     with NodeCache("run", parent=tmp_path) as cache, Child(die) as child:
-        assert child.hear() == "fetching"
+        assert child.receive() == "fetching"
         with Child(wait) as waiting:
-            assert waiting.hear() == "waiting"
+            assert waiting.receive() == "waiting"
             time.sleep(0.1)
             assert not list(cache.directory.glob("*.safetensors"))
             began = time.monotonic()
             child.kill()
-            assert float(waiting.hear()) > 0
+            assert float(waiting.receive()) > 0
             assert time.monotonic() - began < 5
         assert not list(cache.directory.glob("*.part"))
 
@@ -101,7 +101,7 @@ def test_killed_at_any_moment_of_writing_no_half_file_is_read(tmp_path: Path, mo
         return str(time.monotonic() - fetched)
 
     with Child(work) as child:
-        assert child.hear() == "go"
+        assert child.receive() == "go"
         time.sleep(0.006 * moment)
         child.kill()
     with NodeCache("run", parent=tmp_path) as cache:
@@ -118,7 +118,7 @@ def test_a_stopped_fetcher_keeps_others_waiting_until_the_deadline_only(tmp_path
         return str(total(cache, manifest, lambda: say("fetching") or time.sleep(60) or data))
 
     with NodeCache("run", parent=tmp_path, deadline_s=0.3) as cache, Child(hang) as child:
-        assert child.hear() == "fetching"
+        assert child.receive() == "fetching"
         child.signal(signal.SIGSTOP)
         with pytest.raises(WeightsError, match=f"locked by process {child.pid} for 0.3 s"):
             total(cache, manifest, lambda: data)
@@ -135,7 +135,7 @@ def test_a_killed_process_releases_its_runs_directory(tmp_path: Path) -> None:
         return ""
 
     with Child(live) as child:
-        directory = Path(child.hear())
+        directory = Path(child.receive())
         NodeCache("second", parent=tmp_path).close()
         assert directory.exists()
         child.kill()

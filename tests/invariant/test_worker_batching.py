@@ -24,9 +24,9 @@ from worker_world import (
     mark_of,
     pull,
     ready,
+    reported_steps,
     resume_of,
     rollout,
-    told_steps,
     turns,
     work_off,
 )
@@ -53,18 +53,18 @@ class Draws:
 @pytest.fixture(scope="module")
 def draws() -> Iterator[Draws]:
     """Listens to all noise drawn."""
-    heard, original = Draws(), engine_module.noise_batch
+    recorded, original = Draws(), engine_module.noise_batch
 
     def listen(seeds: list[int], steps: list[int], *args: object, **kwargs: object) -> Tensor:
         drawn: Tensor = original(seeds, steps, *args, **kwargs)  # type: ignore[arg-type]
         for seed, step, row in zip(seeds, steps, drawn, strict=True):
             bits = hash(row.numpy().tobytes())
-            assert heard.bits.setdefault((seed, step), bits) == bits
-            heard.asked.add((seed, step))
+            assert recorded.bits.setdefault((seed, step), bits) == bits
+            recorded.asked.add((seed, step))
         return drawn
 
     engine_module.noise_batch = listen
-    yield heard
+    yield recorded
     engine_module.noise_batch = original
 
 
@@ -231,7 +231,7 @@ def test_paused_and_moved_to_another_worker(
     first.tell(grant(1, members))
     turns(first, pause)
     safe = pause // every * every
-    assert (told_steps(home, 1) or [0])[-1] == safe
+    assert (reported_steps(home, 1) or [0])[-1] == safe
     # The first one dies here: what it knows is lost. Another process goes on from bytes.
     second, _ = loop(bodies[1], home, "w1", commit_every=every)
     second.tell(pull(name="w1"))

@@ -225,7 +225,7 @@ def test_a_stopped_rank_is_left_behind_and_its_past_does_not_count(
     # It wakes up and finds itself alone. What it says is of its old group, what it is told of it void.
     ranks.signal("w3", signal.SIGCONT)
     old = GroupStopped(WorkerId("w0"), epoch)
-    ranks.until(lambda: ranks.home.of(GroupStopped).count(old) >= 2)  # repeated until it is heard
+    ranks.until(lambda: ranks.home.of(GroupStopped).count(old) >= 2)  # repeated until it arrives
     assert all(event.epoch == epoch for event in ranks.home.of(LeaseProgressed) if event.lease == lease)
     ranks.tell("w3", AbandonLease(WorkerId("w0"), epoch, LeaseId(lease)))
     ranks.tell("w3", FollowLease(WorkerId("w0"), later, LeaseId(again)))

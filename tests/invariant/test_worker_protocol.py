@@ -23,9 +23,9 @@ from worker_world import (
     mark_of,
     pull,
     ready,
+    reported_steps,
     resume_of,
     rollout,
-    told_steps,
     turns,
     work_off,
 )
@@ -89,7 +89,7 @@ def test_stopped_at_any_boundary_everything_held_is_committed(
     assert home.events[-1] == GroupStopped(W0, 1)
     if 0 < boundary < STEPS:
         assert home.step_of(PAIR[0].id, mark_of(0)) == home.step_of(PAIR[1].id, mark_of(0)) == boundary
-        assert told_steps(home, 1)[-1] == boundary
+        assert reported_steps(home, 1)[-1] == boundary
     assert len(home.of(LeaseCompleted)) == (boundary == STEPS)
     # Told again it answers again; a grant of the old group does not count any more.
     worker.tell(stop())
@@ -112,7 +112,7 @@ def test_an_abandoned_lease_ends_at_the_next_boundary_and_no_other(
     worker.tell(AbandonLease(W0, 1, LeaseId(1)))
     work_off(worker)
     assert [event.lease for event in home.of(LeaseCompleted)] == [2]
-    assert max(told_steps(home, 1), default=0) == boundary
+    assert max(reported_steps(home, 1), default=0) == boundary
     assert home.of(GroupPulled)[-1].holds == ()
 
 
@@ -136,8 +136,8 @@ def test_other_weights_let_go_of_every_lease(body: Body, home: MemoryHome, bound
     home.clear()
     worker.tell(grant(3, later, **resume_of(PAIR, 2)))
     work_off(worker)
-    told = told_steps(home, 3)
-    assert told == ([] if same else [1])  # from step 3 on, or from noise
+    steps = reported_steps(home, 3)
+    assert steps == ([] if same else [1])  # from step 3 on, or from noise
 
 
 def test_a_lease_is_worked_on_once_however_often_it_is_granted(body: Body, home: MemoryHome) -> None:
@@ -164,7 +164,7 @@ def test_what_is_for_another_process_or_group_changes_nothing(body: Body, home: 
     worker.tell(grant(1, PAIR, leader="w1"))
     worker.tell(form(1))
     worker.turn()
-    assert home.of(GroupFormed) == [GroupFormed(W0, 1)]  # told again, in case it was lost
+    assert home.of(GroupFormed) == [GroupFormed(W0, 1)]  # reported again, in case it was lost
     assert len(loader.pulls) == 1
     worker.tell(form(4))
     worker.tell(form(3))
@@ -201,7 +201,9 @@ def test_only_the_newest_order_to_pull_is_carried_out(body: Body, home: MemoryHo
     assert home.events == [WeightsPulled(W0, EPOCH, PolicyVersion(2), 1)] * 2
 
 
-def test_a_failed_pull_is_told_after_a_pause_and_never_ends_the_worker(body: Body, home: MemoryHome) -> None:
+def test_a_failed_pull_is_reported_after_a_pause_and_never_ends_the_worker(
+    body: Body, home: MemoryHome
+) -> None:
     worker, loader = loop(body, home, patience=Patience(ask_again_s=30, grace_s=0.1, pause_s=1.5))
     ready(worker, home)
     worker.tell(grant(1, PAIR))
@@ -235,10 +237,10 @@ def test_the_controller_never_believes_more_than_is_safe(body: Body, home: Memor
     worker.tell(AbandonLease(W0, 1, LeaseId(1)))
     worker.tell(grant(2, pair, **resume_of(pair, 2)))
     turns(worker, 2)
-    assert told_steps(home, 2) == []  # at 5 and 2, where 2 was believed of both
+    assert reported_steps(home, 2) == []  # at 5 and 2, where 2 was believed of both
     assert [home.step_of(one.id, mark_of(0)) for one in pair] == [5, 2]
     work_off(worker)
-    assert told_steps(home, 2) == [1, 2, 3]
+    assert reported_steps(home, 2) == [1, 2, 3]
     assert [event.rollouts for event in home.of(LeaseCompleted)] == [(one.id,) for one in pair]
 
 
@@ -358,7 +360,7 @@ def test_a_rollout_that_fails_fails_alone(
     assert home.step_of(poisoned.id, mark_of(0)) == 1  # nothing that is not finite is kept
 
 
-def test_values_are_safe_before_anything_is_told(body: Body, home: MemoryHome) -> None:
+def test_values_are_safe_before_anything_is_reported(body: Body, home: MemoryHome) -> None:
     worker, _ = loop(body, home)
     ready(worker, home)
     worker.tell(grant(1, PAIR))
@@ -498,7 +500,7 @@ class ToldLate(SpMembership):
         raise GroupLostError("a peer was late")
 
 
-def test_a_follower_inherits_what_the_last_order_left_if_the_loss_is_told_late(body: Body) -> None:
+def test_a_follower_inherits_what_the_last_order_left_if_the_loss_is_reported_late(body: Body) -> None:
     second = PAIR[1].id
     membership = ToldLate(LockstepOrder("policy", rollouts=(second,)))
     follower = Follower(body.engine, membership, {}, lambda slot: nullcontext(body.family.transformer))

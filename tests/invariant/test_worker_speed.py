@@ -55,16 +55,16 @@ def test_speed_is_of_training_rollouts_alone(body: Body, home: MemoryHome) -> No
     assert not home.speeds
     worker.tell(grant(2, PAIR))
     work_off(worker)
-    (told,) = home.speeds
-    (report,) = [report for report in home.reports if told in report.events]
+    (speed,) = home.speeds
+    (report,) = [report for report in home.reports if speed in report.events]
     assert any(isinstance(event, LeaseCompleted) for event in report.events)
-    assert told.tokens == tokens_of_pair(body)
-    assert told.flops is told.peak_flop_s is None, "on a CPU"
-    assert 0 < told.seconds < time.perf_counter() - began
+    assert speed.tokens == tokens_of_pair(body)
+    assert speed.flops is speed.peak_flop_s is None, "on a CPU"
+    assert 0 < speed.seconds < time.perf_counter() - began
     worker.tell(grant(3, PAIR[:1]))
     work_off(worker)
     assert len(home.speeds) == 2
-    assert home.speeds[1].tokens < told.tokens, "counted once"
+    assert home.speeds[1].tokens < speed.tokens, "counted once"
 
 
 def test_steps_shared_with_other_rollouts_do_not_count(body: Body, home: MemoryHome) -> None:
@@ -73,8 +73,8 @@ def test_steps_shared_with_other_rollouts_do_not_count(body: Body, home: MemoryH
     worker.tell(grant(1, PAIR))
     worker.tell(grant(2, [rollout(1, 2, Purpose.EVAL)]))
     work_off(worker)
-    (told,) = home.speeds
-    assert told.tokens == tokens_of_pair(body) * (STEPS - 2) / STEPS
+    (speed,) = home.speeds
+    assert speed.tokens == tokens_of_pair(body) * (STEPS - 2) / STEPS
 
 
 def test_a_group_tells_once_and_of_one_devices_share(
@@ -85,5 +85,5 @@ def test_a_group_tells_once_and_of_one_devices_share(
         ranks.form("w0", "w1")
         ranks.grant(PAIR)
         ranks.until(lambda: home.of(LeaseCompleted))
-    (told,) = home.speeds
-    assert told.tokens == tokens_of_pair(body) / 2
+    (speed,) = home.speeds
+    assert speed.tokens == tokens_of_pair(body) / 2

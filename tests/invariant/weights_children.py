@@ -21,7 +21,7 @@ class Child:
     """
 
     def __init__(self, work: Callable[[Callable[[str], None]], str]) -> None:
-        self._heard, says = _SMALL.Pipe(duplex=False)
+        self._pipe, says = _SMALL.Pipe(duplex=False)
         self._process = _SMALL.Process(target=_live, args=(cloudpickle.dumps(work), says))
         self._process.start()
         says.close()
@@ -32,11 +32,11 @@ class Child:
         assert pid is not None
         return pid
 
-    def hear(self, timeout_s: float = 20.0) -> str:
+    def receive(self, timeout_s: float = 20.0) -> str:
         """Its next word; empty when it is gone."""
-        assert self._heard.poll(timeout_s), "the child says nothing"
+        assert self._pipe.poll(timeout_s), "the child says nothing"
         try:
-            return str(self._heard.recv())
+            return str(self._pipe.recv())
         except EOFError:
             return ""
 
@@ -47,7 +47,7 @@ class Child:
         """SIGKILL, and wait for its end."""
         self._process.kill()
         self._process.join()
-        self._heard.close()
+        self._pipe.close()
 
     def __enter__(self) -> Child:
         return self

@@ -156,19 +156,19 @@ def serve(
     def listen() -> None:
         while True:
             try:
-                told = commands.recv()
+                command = commands.recv()
             except (EOFError, OSError):
                 os._exit(0)
-            if isinstance(told, Mishap):
-                inject(body.family.transformer, told)
-            elif isinstance(told, Room):
-                limit_memory(body, told)
-            elif isinstance(told, NoRoom):
-                refuse_slot(body, told)
-            elif isinstance(told, Deadline):
-                communicator.collective_s = told.collective_s
+            if isinstance(command, Mishap):
+                inject(body.family.transformer, command)
+            elif isinstance(command, Room):
+                limit_memory(body, command)
+            elif isinstance(command, NoRoom):
+                refuse_slot(body, command)
+            elif isinstance(command, Deadline):
+                communicator.collective_s = command.collective_s
             else:
-                loop.tell(told)
+                loop.tell(command)
 
     threading.Thread(target=listen, daemon=True).start()
     loop.run()
@@ -206,7 +206,7 @@ class Ranks:
             self.until(lambda name=name: any(e.worker == name for e in self.home.of(WeightsPulled)))
 
     def revive(self, *names: str) -> None:
-        """Processes in the place of dead ones; everything told so far is forgotten."""
+        """Processes in the place of dead ones; everything reported so far is forgotten."""
         self.home.clear()
         self.spawn(*[n for n in names if n not in self.processes or not self.processes[n][0].is_alive()])
         self.home.clear()

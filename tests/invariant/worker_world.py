@@ -79,11 +79,11 @@ class MemoryHome:
                 if key not in self.values or self.values[key].step < value.step:
                     self.values[key] = Kept(value.step, value.data)
             self.reports.append(report)
-            for told in report.events:
-                if isinstance(told, RolloutSpeed):
-                    self.speeds.append(told)
+            for event in report.events:
+                if isinstance(event, RolloutSpeed):
+                    self.speeds.append(event)
                 else:
-                    self.events.append(told)
+                    self.events.append(event)
             self._changed.notify_all()
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
@@ -261,7 +261,7 @@ def turns(worker: WorkerLoop, count: int) -> None:
 
 
 def work_off(worker: WorkerLoop, limit: int = 200) -> None:
-    """Obey what was told, and turn while there is something to do."""
+    """Obey the commands, and turn while there is something to do."""
     worker.turn()
     for _ in range(limit):
         if not worker.busy:
@@ -270,5 +270,5 @@ def work_off(worker: WorkerLoop, limit: int = 200) -> None:
     raise AssertionError("it never ends")
 
 
-def told_steps(home: MemoryHome, lease: int) -> list[int]:
+def reported_steps(home: MemoryHome, lease: int) -> list[int]:
     return [event.steps for event in home.of(LeaseProgressed) if event.lease == lease]

@@ -20,7 +20,7 @@ def check_ranks(simulation: Simulation) -> None:
     running, kept = sum(moving.running.values()), sum(moving.target.values())
     assert life.ranks == running, f"the controller believes that {running} learner ranks are {life.ranks}"
     nodes = [host.node for host in controller.cluster.hosts.values()]
-    told = {node.id.partition("/")[0]: node.gpus for node in nodes if node.trains}
+    known = {node.id.partition("/")[0]: node.gpus for node in nodes if node.trains}
     moves = moving.target != moving.running and moving.leaving.isdisjoint(moving.target)
-    if kept and moves and told == {**moving.running, **moving.target}:
+    if kept and moves and known == {**moving.running, **moving.target}:
         assert life.preparing, f"{kept} GPUs are kept for a second learner that nobody forms"

@@ -166,7 +166,7 @@ class LedgerModel:
 
 @dataclass(slots=True)
 class HeldLease:
-    """A lease granted at ``news_s``; believed since at ``heard_s``, with more steps at ``news_s``.
+    """A lease granted at ``news_s``; believed since at ``reported_s``, with more steps at ``news_s``.
 
     ``limit_s``: longest silence after which it may still be believed.
     """
@@ -174,7 +174,7 @@ class HeldLease:
     lease: Lease
     kind: tuple[GroupKind, bool]
     limit_s: float
-    heard_s: float
+    reported_s: float
     news_s: float
     steps: int = 0
 
@@ -341,9 +341,9 @@ class ReferenceModel:
 
     def _in_time(self, event: ev.LeaseProgressed | ev.LeaseCompleted, held: HeldLease, now: float) -> None:
         """A lease is believed within the limit that it had at its last news."""
-        silent_s = now - held.heard_s
+        silent_s = now - held.reported_s
         assert silent_s < held.limit_s, f"believed {silent_s} s after the last news: {event}"
-        held.heard_s = now
+        held.reported_s = now
         if isinstance(event, ev.LeaseProgressed):
             if event.steps <= held.steps:
                 return  # a duplicate, which measures nothing

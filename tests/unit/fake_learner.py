@@ -74,8 +74,8 @@ class FakeLauncher:
     left: set[int] = field(default_factory=set)
 
     def answer(self, rank: int, method: str) -> Any:
-        told = self.answers.get(method, self.answers.get(f"{method} {rank}"))
-        return (MANIFEST if rank == 0 else None) if told is None and method == "publish" else told
+        answer = self.answers.get(method, self.answers.get(f"{method} {rank}"))
+        return (MANIFEST if rank == 0 else None) if answer is None and method == "publish" else answer
 
     async def start(self, life: int, beside: int | None = None) -> Sequence[RankHandle]:
         self.beside.append(beside)

@@ -41,7 +41,7 @@ def layer(name: str, *size: int, bias: bool = True) -> Iterator[tuple[str, tuple
 
 
 def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every tensor of the checkpoint; norms are told by their names."""
+    """Every tensor of the checkpoint; norms are known by their names."""
     widths = [shape.width * 2**stage for stage in range(4)]
     yield from backbone_shapes(shape, widths)
     yield from pixel_decoder_shapes(shape, widths)

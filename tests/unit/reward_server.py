@@ -103,8 +103,8 @@ def completion(
     if top is not None:
         candidates = [{"token": token, "logprob": logprob} for token, logprob in top.items()]
         choice["logprobs"] = {"content": [{**candidates[0], "top_logprobs": candidates}]}
-    told = {"prompt_tokens": 100, "completion_tokens": 1} if usage is None else usage
-    return as_json({"choices": [choice], "usage": told})
+    counted = {"prompt_tokens": 100, "completion_tokens": 1} if usage is None else usage
+    return as_json({"choices": [choice], "usage": counted})
 
 
 def picture_in(body: Any) -> np.ndarray:

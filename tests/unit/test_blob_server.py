@@ -77,8 +77,8 @@ def test_a_report_that_could_not_be_kept_leaves_no_event(tmp_path: Path) -> None
             await server.take(0)  # the head hears of it too: senders only die of it
         folder.with_name("away").rename(folder)
         await server.deliver(report(A, 3, progress("r2", 1, 500)))
-        told = [delivered.event for delivered in await server.take(0)]
-        assert told == [*report(A, 1).events, *report(A, 3).events]
+        events = [delivered.event for delivered in await server.take(0)]
+        assert events == [*report(A, 1).events, *report(A, 3).events]
         assert None not in await server.fetch("progress", ["old", "r1", "r2"], "m")
 
     played(scene, tmp_path)
@@ -95,13 +95,13 @@ def test_each_sender_is_heard_in_its_order(
             for i, (sender, size) in enumerate(plan)
         ]
         delivering = [asyncio.create_task(server.deliver(one)) for one in sent]
-        heard: list[Delivered] = []
-        while len(heard) < 2 * len(plan):
-            heard += await server.take(SOON_S)
+        taken: list[Delivered] = []
+        while len(taken) < 2 * len(plan):
+            taken += await server.take(SOON_S)
         await asyncio.gather(*delivering)
         for sender in (A, B):
             expected = [event for one in sent if one.worker == sender for event in one.events]
-            assert [delivered.event for delivered in heard if delivered.sender == sender] == expected
+            assert [delivered.event for delivered in taken if delivered.sender == sender] == expected
 
     played(scene, tmp_path_factory.mktemp("blobs"), memory_bytes=500)
 
@@ -170,12 +170,12 @@ def test_a_head_that_stands_still_makes_deliveries_wait_their_values_safe(tmp_pa
         await asyncio.sleep(0.05)
         assert sum(task.done() for task in delivering) == 2
         assert len(store.names("progress")) == 5
-        heard = await server.take(0)
-        assert len(heard) == 4
-        while len(heard) < 18:
+        received = await server.take(0)
+        assert len(received) == 4
+        while len(received) < 18:
             taken = await server.take(SOON_S)
             assert 0 < len(taken) <= 4
-            heard += taken
+            received += taken
         await asyncio.gather(*delivering)
 
     played(scene, tmp_path, mailbox_events=3)

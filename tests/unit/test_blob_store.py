@@ -147,7 +147,7 @@ def test_threads_lose_nothing_and_never_pass_the_bound(store: BlobStore, tmp_pat
     def guarded(me: int) -> None:
         try:
             write(me)
-        except BaseException as error:  # noqa: BLE001 - told below
+        except BaseException as error:  # noqa: BLE001 - reported below
             errors.append(error)
 
     def watch() -> None:
@@ -274,8 +274,8 @@ def test_a_full_disk_refuses_the_new_value_and_loses_no_other(full: str, tmp_pat
     if full == "no-space":
         mounted = 'mount -t tmpfs -o size=400k none "$1" && shift && exec "$@"'
         command = [*UNSHARE, "sh", "-c", mounted, "sh", str(tmp_path), *command]
-    told = subprocess.run(command, capture_output=True, text=True)
-    assert (told.stdout, told.stderr) == ("sound\n", "")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("sound\n", "")
 
 
 @dataclass
@@ -378,7 +378,7 @@ def test_what_lies_there_and_is_not_ours_stays(tmp_path: Path) -> None:
     assert (tmp_path / "blobs-notes").exists()
 
 
-def test_misuse_is_told(tmp_path: Path) -> None:
+def test_misuse_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="memory_bytes is -1; expected 0"):
         BlobStore(tmp_path, -1)
     (tmp_path / "file").write_text("")

@@ -140,11 +140,11 @@ def test_every_figure_is_measured_and_names_its_run(tmp_path: Path) -> None:
         figure.key: figure
         for figure in figures(measured_profile([read_run_times(write_run(tmp_path / "r"))]))
     }
-    told = {figure.key: figure.source.split(": run r of 1970-01-12: ")[0] for figure in found.values()}
-    bounds = {key for key, kind in told.items() if kind == "assumed"}
-    derived = {key for key, kind in told.items() if kind == "derived"}
-    assert set(told.values()) == {"measured", "derived", "assumed"}
-    memory = {key for key in told if key.startswith("memory.")}
+    kinds = {figure.key: figure.source.split(": run r of 1970-01-12: ")[0] for figure in found.values()}
+    bounds = {key for key, kind in kinds.items() if kind == "assumed"}
+    derived = {key for key, kind in kinds.items() if kind == "derived"}
+    assert set(kinds.values()) == {"measured", "derived", "assumed"}
+    memory = {key for key in kinds if key.startswith("memory.")}
     assert bounds == memory | {"pass_share", "gpus.cpu.batch_slope"}
     assert "gpus.cpu.denoise[32x32, batch 1, sp 1].ms" in derived
     contained = {key for key, figure in found.items() if figure.value <= INCLUDED and key not in bounds}
@@ -200,8 +200,8 @@ def test_several_runs_are_weighted_by_their_work(tmp_path: Path) -> None:
     profile = measured_profile([one, other])
     expected = 1000 * BATCH * STEP_S * (3 * 1 + 1 * 2) / 4
     assert value_of(profile, "gpus.cpu.denoise[32x32, batch 4, sp 1].ms") == pytest.approx(expected)
-    told = " ".join(measured_yaml([one, other]).split())
-    assert "run a of 1970-01-12, run b of 1970-01-12: 10.0 s for 160 steps" in told
+    text = " ".join(measured_yaml([one, other]).split())
+    assert "run a of 1970-01-12, run b of 1970-01-12: 10.0 s for 160 steps" in text
 
 
 def test_all_members_of_a_group_spend_what_its_leader_makes(tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_nodes_come_are_noticed_and_leave_as_they_did(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "told", "kwargs"),
+    ("more", "message", "kwargs"),
     [
         (("fleet.driver=inline",), "fleet.driver: found 'inline'", {}),
         (("learner.mode=full",), "learner.mode: found 'full'; expected 'lora'", {}),
@@ -338,10 +338,10 @@ def test_nodes_come_are_noticed_and_leave_as_they_did(tmp_path: Path) -> None:
     ],
 )
 def test_a_run_that_does_not_tell_is_refused(
-    tmp_path: Path, more: tuple[str, ...], told: str, kwargs: dict[str, object]
+    tmp_path: Path, more: tuple[str, ...], message: str, kwargs: dict[str, object]
 ) -> None:
     folder = write_run(tmp_path / "r", *more, **kwargs)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         read_run_times(folder)
 
 
@@ -404,7 +404,7 @@ def test_a_free_run_has_no_difference_in_cost(tmp_path: Path) -> None:
     assert line.split()[-3:] == ["0", "0", "-"]
 
 
-def test_a_prediction_that_fails_is_told_in_json(tmp_path: Path) -> None:
+def test_a_prediction_that_fails_is_reported_in_json(tmp_path: Path) -> None:
     run, profile, said = write_run(tmp_path / "r"), tmp_path / "p.yaml", tmp_path / "out.json"
     tree = yaml.safe_load(measured_yaml([read_run_times(run)]))
     for point in tree["gpus"]["cpu"]["denoise"]:
@@ -412,9 +412,9 @@ def test_a_prediction_that_fails_is_told_in_json(tmp_path: Path) -> None:
     profile.write_text(yaml.safe_dump(tree))
     result = call("simulate", "--as", str(run), "--profile", str(profile), "--json", str(said))
     assert result.exit_code == 1, result.output
-    told = json.loads(said.read_text(), parse_constant=pytest.fail)
-    assert told["deviation"] is None
-    assert "then given up" in told["error"]
+    written = json.loads(said.read_text(), parse_constant=pytest.fail)
+    assert written["deviation"] is None
+    assert "then given up" in written["error"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What a person can correct is told in words, exit status 2 and no traceback, before anything is touched."""
+"""What a person can correct is said in words, exit status 2 and no traceback, before anything is touched."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
-def assert_told(result: Result, *said: str) -> None:
+def assert_refused(result: Result, *said: str) -> None:
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
-    told = " ".join(result.stderr.split())
-    assert told.startswith("Error: ")
+    message = " ".join(result.stderr.split())
+    assert message.startswith("Error: ")
     for words in said:
-        assert words in told
+        assert words in message
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def assert_told(result: Result, *said: str) -> None:
     ],
 )
 def test_bad_arguments_of_a_dry_run(here: Path, arguments: list[str], said: list[str]) -> None:
-    assert_told(invoke("train", "--dry-run", *arguments), *said)
+    assert_refused(invoke("train", "--dry-run", *arguments), *said)
     assert not (here / "runs").exists()
 
 
 def test_malformed_prompts_are_named_by_line(here: Path) -> None:
     lines = [json.dumps({"prompt": "a circle"}), "{not json", json.dumps({"text": "no prompt"})]
     (here / "bad.jsonl").write_text("\n".join(lines))
-    assert_told(invoke("train", "--dry-run", "data.train=bad.jsonl"), "bad.jsonl:2", "bad.jsonl:3")
+    assert_refused(invoke("train", "--dry-run", "data.train=bad.jsonl"), "bad.jsonl:2", "bad.jsonl:3")
 
 
 def test_a_target_that_matches_nothing_and_a_size_that_does_not_suit(
@@ -66,14 +66,16 @@ def test_a_target_that_matches_nothing_and_a_size_that_does_not_suit(
 ) -> None:
     model = (f"model.path={random_pipeline}", "data.train=testbed", "data.test=testbed")
     targets = invoke("train", "--dry-run", *model, "learner.lora.targets=[to_kk]")
-    assert_told(targets, "learner.lora.targets: 'to_kk' matches no linear layer", "attn.to_k")
-    assert_told(invoke("train", "--dry-run", *model, "rollout.height=34"), "rollout.height is 34", "32 or 36")
+    assert_refused(targets, "learner.lora.targets: 'to_kk' matches no linear layer", "attn.to_k")
+    assert_refused(
+        invoke("train", "--dry-run", *model, "rollout.height=34"), "rollout.height is 34", "32 or 36"
+    )
 
 
 def test_a_picture_of_nothing(here: Path) -> None:
     for text in ("", " \n"):
-        told = invoke("generate", "any", "--prompt", "a cat", "--prompt", text)
-        assert_told(told, f"--prompt: found ['a cat', {text!r}]", "Say what to draw")
+        result = invoke("generate", "any", "--prompt", "a cat", "--prompt", text)
+        assert_refused(result, f"--prompt: found ['a cat', {text!r}]", "Say what to draw")
 
 
 def test_a_component_that_is_missing(here: Path, random_pipeline: Path) -> None:
@@ -81,25 +83,25 @@ def test_a_component_that_is_missing(here: Path, random_pipeline: Path) -> None:
 
     shutil.copytree(random_pipeline, here / "broken")
     shutil.rmtree(here / "broken" / "vae")
-    assert_told(invoke("train", "--dry-run", "model.path=broken"), "component 'vae'", "is missing")
+    assert_refused(invoke("train", "--dry-run", "model.path=broken"), "component 'vae'", "is missing")
 
 
 @pytest.mark.parametrize("command", ["audit", "card", "eval", "export"])
 def test_commands_of_a_run_say_which_runs_there_are(here: Path, command: str) -> None:
     (here / "runs" / "mine").mkdir(parents=True)
     (here / "runs" / "mine" / "config.yaml").write_text("name: mine\n")
-    assert_told(invoke(command, "yours"), "'yours' is no run directory", "mine")
+    assert_refused(invoke(command, "yours"), "'yours' is no run directory", "mine")
 
 
 @pytest.mark.parametrize("option", ["--max-age-h", "--timeout-s"])
 @pytest.mark.parametrize("value", ["inf", "1e12"])
 def test_times_without_end_are_refused(here: Path, option: str, value: str) -> None:
-    assert_told(invoke("prices", option, value), f"{option}: found", "expected at most 1e+06")
+    assert_refused(invoke("prices", option, value), f"{option}: found", "expected at most 1e+06")
 
 
 def test_a_run_without_a_ledger_cannot_be_audited(here: Path) -> None:
     (here / "config.yaml").write_text("name: mine\n")
-    assert_told(invoke("audit", str(here)), "ledger.sqlite", "no ledger here")
+    assert_refused(invoke("audit", str(here)), "ledger.sqlite", "no ledger here")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +122,7 @@ def test_errors_that_end_a_run_with_a_remedy_have_no_traceback(
         raise error
 
     monkeypatch.setattr("spotlight.cli.runs.train.driver_of", lambda *_: failing)
-    assert_told(invoke("train"), "use an earlier checkpoint")
+    assert_refused(invoke("train"), "use an earlier checkpoint")
 
 
 def test_unexpected_errors_keep_their_traceback(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def only(findings: Iterator[Finding], what: str) -> Finding:
     return found
 
 
-def test_shared_memory_as_small_as_dockers_default_is_told(
+def test_shared_memory_as_small_as_dockers_default_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roomy = shutil.disk_usage(tmp_path)._replace(total=2**40, free=2**39)

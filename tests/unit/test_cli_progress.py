@@ -66,7 +66,7 @@ def test_the_rate_is_that_of_the_present_stretch_of_work(clock: Clock) -> None:
     known.take_work(Phase.ROLLOUT, 0.5, 10)  # how long this took is not known
     clock.now += 2
     known.take_work(Phase.ROLLOUT, 8.5, 10)
-    clock.now += 60  # nothing heard of meanwhile
+    clock.now += 60  # nothing happens meanwhile
     assert known.rate == pytest.approx(4)
     known.take_work(Phase.ROLLOUT, 0.5, 10)  # the next iteration
     assert math.isnan(known.rate)
@@ -79,7 +79,7 @@ def test_the_rate_is_that_of_the_present_stretch_of_work(clock: Clock) -> None:
         {"choice/trained": 0.0, "choice/not_chosen": 0.0, "choice/silent": 8.0},
     ],
 )
-def test_the_first_iteration_without_any_contrast_is_told_once(
+def test_the_first_iteration_without_any_contrast_is_reported_once(
     clock: Clock, silent: dict[str, float]
 ) -> None:
     console = Console(file=io.StringIO(), width=40)

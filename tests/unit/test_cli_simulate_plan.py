@@ -137,8 +137,8 @@ def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
         r"Rent \d+ reserved.* H100, [\w+]+: \d+ iterations in [\d.]+ h for \$[\d.]+, simulated whole", said
     )
     assert "within a deadline of 1.00 h" in said
-    (told,) = (line for line in result.output.splitlines() if line.startswith("Simulate it: spotlight "))
-    again = call(*shlex.split(told)[3:], "--jobs", "1", "--json", str(tmp_path / "again.json"))
+    (advice,) = (line for line in result.output.splitlines() if line.startswith("Simulate it: spotlight "))
+    again = call(*shlex.split(advice)[3:], "--jobs", "1", "--json", str(tmp_path / "again.json"))
     assert again.exit_code == 0, again.output
     scenario = json.loads((tmp_path / "again.json").read_text())["scenario"]
     answer = json.loads(figures.read_text())["answer"]
@@ -257,7 +257,7 @@ def test_without_plotly_the_extra_is_named_before_any_work(
     assert not page.exists()
 
 
-def test_a_page_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_a_page_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     words = ("simulate", "paper-512", *SMALL, "--strategy", "reserved_only", "--jobs", "1")
     result = call(*words, "--json", str(tmp_path / "file" / "out.json"))

@@ -1,4 +1,4 @@
-"""What the controller and the scaler hear of nodes that end for two reasons, and that hold the learner."""
+"""What the controller and the scaler learn of nodes that end for two reasons, and that hold the learner."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_node_that_the_learner_is_leaving_holds_it_still() -> None:
     asyncio.run(run())
 
 
-def test_nodes_that_the_learner_does_not_move_to_after_all_are_told() -> None:
+def test_nodes_that_the_learner_does_not_move_to_after_all_are_reported() -> None:
     async def run() -> None:
         ranks = (
             "fleet.learner_ranks=2",
@@ -116,8 +116,8 @@ def test_nodes_that_the_learner_does_not_move_to_after_all_are_told() -> None:
             "learner.micro_batch_size=48",
         )
         world = World("fleet.learner_placement=spot", "fleet.spot.nodes=4", *ranks)
-        nodes, told = world.nodes, list[str]()
-        nodes.no_place = told.append
+        nodes, unplaced = world.nodes, list[str]()
+        nodes.no_place = unplaced.append
         first = world.join(ray_node("first", slots=1))
         for name in ("second", "third", "fourth"):
             world.join(ray_node(name, slots=1))
@@ -126,9 +126,9 @@ def test_nodes_that_the_learner_does_not_move_to_after_all_are_told() -> None:
         await asyncio.sleep(0.05)
         larger = {*nodes.places.target}
         assert len(larger) == 2
-        told.clear()
+        unplaced.clear()
         nodes.announce_end(next(node for node in nodes.spot_nodes if node.ray_id in larger), 30.0)
-        assert set(told) == larger
+        assert set(unplaced) == larger
         assert nodes.holds_learner(first)
 
     asyncio.run(run())

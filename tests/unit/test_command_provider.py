@@ -51,7 +51,7 @@ def test_commands_start_and_end_nodes_by_name_and_a_killed_head_forgets_none(tmp
     assert commands(tmp_path, start, stop).asked([]) == 0
 
 
-def test_a_command_that_fails_is_told_and_what_it_left_is_ended(tmp_path: Path) -> None:
+def test_a_command_that_fails_is_reported_and_what_it_left_is_ended(tmp_path: Path) -> None:
     log = tmp_path / "log"
     failing = commands(tmp_path, "echo no quota; exit 3", f"echo $SPOTLIGHT_NODE >> {log}")
     with pytest.raises(
@@ -127,7 +127,7 @@ def test_a_node_that_cannot_be_ended_keeps_no_other_from_being_started_or_ended(
     assert nodes.asked(present[:1]) == 1
 
 
-def test_a_start_that_fails_is_told_though_it_cannot_be_undone_and_the_next_is_started(
+def test_a_start_that_fails_is_reported_though_it_cannot_be_undone_and_the_next_is_started(
     tmp_path: Path,
 ) -> None:
     log = tmp_path / "log"
@@ -173,17 +173,17 @@ def test_a_node_that_is_back_before_its_loss_is_known_is_the_same_one(tmp_path: 
     assert sorted(log.read_text().split()[1:]) == sorted([other, "by~hand"])
 
 
-def test_nodes_of_a_goal_that_was_dropped_are_told(tmp_path: Path) -> None:
-    told: list[str] = []
+def test_nodes_of_a_goal_that_was_dropped_are_reported(tmp_path: Path) -> None:
+    notes: list[str] = []
     config = load_config(None, ["fleet.driver=ray", f"runs_dir={tmp_path}"])
     with RunDirectory.open(tmp_path, config.name, dump_config(config)) as directory:
-        assert open_provider(config, directory, None, told.append) is None
+        assert open_provider(config, directory, None, notes.append) is None
         killed = CommandProvider(
             CommandSettings(start="true", stop="true"), NodeNotes(directory.path / "spot-nodes.json"), 30.0
         )
         ask(killed, 2)
-        assert open_provider(config, directory, None, told.append) is None
+        assert open_provider(config, directory, None, notes.append) is None
         killed.close()
-        assert open_provider(config, directory, None, told.append) is None
-    (once,) = told
+        assert open_provider(config, directory, None, notes.append) is None
+    (once,) = notes
     assert re.search(r"found spot-\w+, spot-\w+, nodes of.*without fleet.target. Set it again", once)

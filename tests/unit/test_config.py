@@ -208,8 +208,8 @@ def test_values_that_contain_themselves_are_no_configuration(text: str, tmp_path
 
 def test_a_resumed_run_may_capture_its_forwards(tmp_path: Path) -> None:
     def opened(*overrides: str) -> None:
-        told = dump_config(load_config(None, ["model.dtype=bfloat16", *overrides]))
-        RunDirectory.open(tmp_path, "run", told, RESUMABLE_KEYS).close()
+        text = dump_config(load_config(None, ["model.dtype=bfloat16", *overrides]))
+        RunDirectory.open(tmp_path, "run", text, RESUMABLE_KEYS).close()
 
     opened("device=cpu")
     opened("device=cuda", "model.cuda_graphs=true")
@@ -260,7 +260,7 @@ def test_every_error_names_key_value_expectation_and_remedy(
     assert str(problem).startswith(f"{key}: found {found}; expected ")
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match="Cannot use the embedded default with") as caught:
         load_config(None, ["rollout.steps=1", "learner.warmup_steps=-1", "nmae=x"])
     assert {problem.key for problem in caught.value.problems} == {

@@ -1,4 +1,4 @@
-"""Settings that contradict each other, and batches that do not divide: told with values that work."""
+"""Settings that contradict each other, and batches that do not divide: refused with values that work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline's settings: contradictions are told with values that work, and the plan says what was set."""
+"""The pipeline's settings: contradictions are refused with values that work; the plan says what was set."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_every_switch_works_alone_and_with_all_others() -> None:
 
 
 def test_the_smallest_that_is_allowed_is_what_baselines_need() -> None:
-    """The limits told to people are those of the maths."""
+    """The limits shown to people are those of the maths."""
     params, weights = AdvantageConfig(), {"r": 1.0}
     rewards = [{"r": float(value)} for value in range(3)]
     assert len(slice_advantages(rewards, [], weights, params)) == 3

@@ -103,7 +103,7 @@ CHANCES = (0.05, 0.1, 0.25, 0.5)
 def scored_0_or_1(
     law: Law, policy: SelectionPolicy, drawn: int = 0, iterations: int = 400
 ) -> Iterator[tuple[Contrast | None, float]]:
-    """What iterations are told, and the gain that they had."""
+    """What iterations report, and the gain that they had."""
     for seed in range(0, 16 * iterations, 16):
         drawings = [draw(law, seed + at, policy, drawn, chance=CHANCES[at % 4]) for at in range(16)]
         true = [sample_variance(group.realised) - sample_variance(pool) for group, pool in drawings]
@@ -126,10 +126,10 @@ def scored_0_or_1(
 def test_groups_whose_previews_are_all_alike_count(law: Law, policy: SelectionPolicy, drawn: int) -> None:
     errors = []
     exact = law is same
-    for told, true in scored_0_or_1(law, policy, drawn, iterations=40 if exact else 400):
-        assert told is not None
-        assert told.groups == 16, "none is left out for its rewards"
-        errors.append(told.gain - true)
+    for report, true in scored_0_or_1(law, policy, drawn, iterations=40 if exact else 400):
+        assert report is not None
+        assert report.groups == 16, "none is left out for its rewards"
+        errors.append(report.gain - true)
     if exact:
         assert max(abs(error) for error in errors) < 1e-9
     else:
@@ -139,11 +139,11 @@ def test_groups_whose_previews_are_all_alike_count(law: Law, policy: SelectionPo
 @pytest.mark.parametrize("law", [same, line])
 def test_the_control_gains_nothing_by_design_nor_by_slope(law: Law) -> None:
     by_slope = []
-    for told, _ in scored_0_or_1(law, SelectionPolicy.RANDOM):
-        assert told is not None
-        assert (told.gain, told.sampled) == (0.0, 16)
-        assert told.random_of_sampled is not None
-        by_slope.append(told.realised - told.random_of_sampled)
+    for report, _ in scored_0_or_1(law, SelectionPolicy.RANDOM):
+        assert report is not None
+        assert (report.gain, report.sampled) == (0.0, 16)
+        assert report.random_of_sampled is not None
+        by_slope.append(report.realised - report.random_of_sampled)
     close_to(by_slope, 0.0)
 
 

@@ -60,13 +60,13 @@ def test_the_overview_tells_progress_and_what_is_left(client: TestClient) -> Non
     assert found["row"]["iteration"] == ITERATIONS - 1
 
 
-def test_goals_that_spot_nodes_follow_are_told_with_the_runs_own_forecast(empty_place: Path) -> None:
+def test_goals_that_spot_nodes_follow_are_reported_with_the_runs_own_forecast(empty_place: Path) -> None:
     paths = make_run(empty_place / "runs" / "held", 4)
     client = TestClient(dashboard_app([empty_place / "runs"]), base_url="http://localhost:8170")
     assert client.get("/api/runs/held/overview").json()["target"] is None
-    told = yaml.safe_load(paths.config.read_text())
-    told["fleet"]["target"] = {"deadline_h": 2.0, "budget_usd": None}
-    paths.config.write_text(yaml.safe_dump(told))
+    settings = yaml.safe_load(paths.config.read_text())
+    settings["fleet"]["target"] = {"deadline_h": 2.0, "budget_usd": None}
+    paths.config.write_text(yaml.safe_dump(settings))
     with MetricsWriter(paths, resume_at=4) as metrics:
         figures = {"target/nodes_asked": 4.0, "target/left_s_low": 50.0, "target/left_s_high": 70.0}
         metrics.write(MetricsRow(4, 1, 60.0, {"train/loss": 1.0, "target/reachable": 0.0, **figures}))
@@ -188,7 +188,7 @@ def test_a_picture_being_written_is_left_out(empty_place: Path) -> None:
     assert len(found) == len(PROMPTS) * GROUP_SIZE - 1
 
 
-def test_a_sample_is_found_and_its_life_told(client: TestClient) -> None:
+def test_a_sample_is_found_with_its_life(client: TestClient) -> None:
     (one,) = (each for each in ask(client, "samples", text="t000001-001-000")["samples"])
     found = ask(client, "sample", id=one["id"])
     assert [each["what"] for each in found["life"]] == ["issued", "finished", "refused", "scored", "trained"]
@@ -201,7 +201,7 @@ def test_a_sample_is_found_and_its_life_told(client: TestClient) -> None:
     assert [each["reason"] for each in dropped] == ["reward_error"]
 
 
-def test_every_node_that_a_sample_was_on_is_told(client: TestClient) -> None:
+def test_every_node_that_a_sample_was_on_is_reported(client: TestClient) -> None:
     first, second = ask(client, "sample", id="t000004-000-000")["stays"]
     assert (first["node"], first["from_step"], first["made_it"]) == ("spot-0", 0, False)
     assert [each["what"] for each in first["then"]] == ["node_noticed", "node_lost"]
@@ -350,9 +350,9 @@ def test_findings_name_a_remedy(places: Path) -> None:
     row = {"advantage/silent_groups_share": 0.9, "train/loss": None}
     found = findings(history, seconds, [row], START_S)
     assert [each.serious for each in found] == sorted((each.serious for each in found), reverse=True)
-    told = " ".join(each.finding for each in found)
+    text = " ".join(each.finding for each in found)
     for word in ("stopped", "idle", "lost", "rewards are equal", "not a number"):
-        assert word in told
+        assert word in text
     assert all(each.remedy for each in found)
     assert len(findings(history, {}, [], START_S)) == 1
 

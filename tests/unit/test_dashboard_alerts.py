@@ -1,4 +1,4 @@
-"""Alerts of running runs: told once when they come and once when they are over, to a real HTTP server."""
+"""Alerts of running runs: sent once when they come and once when they are over, to a real HTTP server."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ def bill(ledger: SqliteLedger, phase: Phase, seconds: float) -> None:
     ledger.spend([GpuSpend(WORKER, phase, seconds, 1.0)], time.time())
 
 
-def names(told: Sequence[Alert]) -> list[tuple[str, bool]]:
-    return [(alert.name, alert.firing) for alert in told]
+def names(alerts_sent: Sequence[Alert]) -> list[tuple[str, bool]]:
+    return [(alert.name, alert.firing) for alert in alerts_sent]
 
 
-def test_a_finding_is_told_once_when_it_comes_and_once_when_it_is_over(place: Path) -> None:
+def test_a_finding_is_reported_once_when_it_comes_and_once_when_it_is_over(place: Path) -> None:
     watch = AlertWatch(RunAnswers())
     with live(place) as (ledger, runs):
         assert watch.look(runs) == []
@@ -178,7 +178,9 @@ def test_an_ending_ends_what_stood_and_is_over_when_the_run_goes_on(place: Path)
         assert watch.look(runs) == []
 
 
-def test_an_ending_is_told_also_where_answers_are_slow(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_ending_is_reported_also_where_answers_are_slow(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(answers_module, "_QUICK_S", 0.0)
     monkeypatch.setattr(answers_module, "_REST", 5.0)
     watch = AlertWatch(RunAnswers())
@@ -186,20 +188,20 @@ def test_an_ending_is_told_also_where_answers_are_slow(place: Path, monkeypatch:
         assert watch.look(runs) == []
         ledger.end_attempt(Ending.KILLED)
         end_s = time.monotonic() + 60
-        while not (told := watch.look(runs)) and time.monotonic() < end_s:
+        while not (sent := watch.look(runs)) and time.monotonic() < end_s:
             time.sleep(0.02)
-        assert names(told) == [("ended", True)]
+        assert names(sent) == [("ended", True)]
 
 
-def test_a_run_without_its_spot_nodes_and_beyond_its_limits_is_told(place: Path) -> None:
+def test_a_run_without_its_spot_nodes_and_beyond_its_limits_is_reported(place: Path) -> None:
     limits = RunLimits(budget_usd=0.1, deadline_h=0.1, no_spot_min=19)
     watch, patient = (AlertWatch(RunAnswers(each)) for each in (limits, RunLimits(no_spot_min=21)))
     with live(place) as (ledger, runs):
         at_s = time.time() - 1200
         for kind in (Incident.NODE_JOINED, Incident.NODE_LOST):
             ledger.record_incident(kind, "spot-1", spot=True, detail="", now_s=at_s)
-        told = watch.look(runs)
-        assert {alert.name for alert in told if alert.firing} == {
+        sent = watch.look(runs)
+        assert {alert.name for alert in sent if alert.firing} == {
             "budget",
             "deadline",
             "no_spot_node",
@@ -211,7 +213,7 @@ def test_a_run_without_its_spot_nodes_and_beyond_its_limits_is_told(place: Path)
         assert names(watch.look(runs)) == [("no_spot_node", False)]
 
 
-def test_a_learner_that_waits_for_its_first_spot_node_is_told(place: Path) -> None:
+def test_a_learner_that_waits_for_its_first_spot_node_is_reported(place: Path) -> None:
     watch = AlertWatch(RunAnswers())
     with live(place) as (ledger, runs):
         at_s = time.time() - 1200
@@ -235,11 +237,11 @@ def test_a_run_that_cannot_be_read_does_not_end_the_watch(place: Path) -> None:
 def test_a_reward_that_falls_by_half_is_a_collapse(rewards: list[float], low: float) -> None:
     for shown, collapsed in ((rewards, False), ([*rewards, *[low] * 5], True)):
         rows = [{"rollout/reward": reward} for reward in shown]
-        told = {each.name for each in findings(NO_HISTORY, {}, rows, time.time())}
-        assert told == ({"reward_collapse"} if collapsed else set())
+        names_found = {each.name for each in findings(NO_HISTORY, {}, rows, time.time())}
+        assert names_found == ({"reward_collapse"} if collapsed else set())
 
 
-def told_of(
+def findings_in(
     history: History, rows: Sequence[Mapping[str, float | None]], now_s: float | None = None
 ) -> set[str]:
     return {each.name for each in findings(history, {}, rows, time.time() if now_s is None else now_s)}
@@ -249,16 +251,16 @@ def test_a_run_is_silent_after_two_of_its_iterations(place: Path) -> None:
     with live(place) as (_, runs):
         history = read_history(runs["mine"].path)
     seen_at = history.attempts[-1].seen_at
-    for iteration_s, told in ((10.0, {"silent_run"}), (500.0, set())):
+    for iteration_s, expected in ((10.0, {"silent_run"}), (500.0, set())):
         rows = [{"wall_s": iteration_s * number} for number in range(3)]
-        assert told_of(history, rows, seen_at + 900) == told
+        assert findings_in(history, rows, seen_at + 900) == expected
     for before in ([], [{"wall_s": 10.0}]):  # how long an iteration takes is not known yet
-        assert told_of(history, before, seen_at + 900) == set()
-        assert told_of(history, before, seen_at + 4000) == {"silent_run"}
+        assert findings_in(history, before, seen_at + 900) == set()
+        assert findings_in(history, before, seen_at + 4000) == {"silent_run"}
 
 
 @pytest.mark.parametrize(
-    ("issued", "trained", "dropped", "told"),
+    ("issued", "trained", "dropped", "found"),
     [
         (96, 0, 96, False),
         (192, 0, 192, True),
@@ -269,8 +271,8 @@ def test_a_run_is_silent_after_two_of_its_iterations(place: Path) -> None:
         (1000, 960, 40, False),
     ],
 )
-def test_dropped_samples_are_told_once_their_share_says_something(
-    issued: int, trained: int, dropped: int, told: bool
+def test_dropped_samples_are_reported_once_their_share_says_something(
+    issued: int, trained: int, dropped: int, found: bool
 ) -> None:
     counts = replace(
         NO_HISTORY.counts,
@@ -279,19 +281,19 @@ def test_dropped_samples_are_told_once_their_share_says_something(
         train_dropped={DropReason.REWARD_ERROR: dropped},
     )
     history = replace(NO_HISTORY, counts=counts)
-    assert told_of(history, []) == ({"dropped"} if told else set())
+    assert findings_in(history, []) == ({"dropped"} if found else set())
 
 
 @pytest.mark.parametrize(
     ("name", "metric"),
     [("silent_groups", "advantage/silent_groups_share"), ("clipped", "train/clip_fraction")],
 )
-def test_one_iteration_alone_is_not_told(name: str, metric: str) -> None:
-    assert told_of(NO_HISTORY, [{metric: share} for share in (0.1, 0.1, 0.1, 0.1, 0.9)]) == set()
-    assert told_of(NO_HISTORY, [{metric: share} for share in (0.9, 0.7, 0.4, 0.7, 0.4)]) == {name}
+def test_one_iteration_alone_is_not_reported(name: str, metric: str) -> None:
+    assert findings_in(NO_HISTORY, [{metric: share} for share in (0.1, 0.1, 0.1, 0.1, 0.9)]) == set()
+    assert findings_in(NO_HISTORY, [{metric: share} for share in (0.9, 0.7, 0.4, 0.7, 0.4)]) == {name}
 
 
-def test_limits_that_are_kept_are_not_told(place: Path) -> None:
+def test_limits_that_are_kept_are_not_reported(place: Path) -> None:
     with live(place) as (_, runs):
         history = read_history(runs["mine"].path)
     for outlook in (RunOutlook(9.0, 1.0), RunOutlook(None, None)):
@@ -333,7 +335,7 @@ def test_alerts_go_to_the_webhook_without_prompts_or_configuration(
 
 
 @pytest.mark.parametrize(
-    ("statuses", "tries", "over", "told"),
+    ("statuses", "tries", "over", "logged"),
     [
         ((200,), 1, True, False),
         ((503, 429, 204), 3, True, False),
@@ -342,7 +344,7 @@ def test_alerts_go_to_the_webhook_without_prompts_or_configuration(
     ],
 )
 def test_a_webhook_that_fails_is_tried_again(
-    statuses: tuple[int, ...], tries: int, over: bool, told: bool, caplog: pytest.LogCaptureFixture
+    statuses: tuple[int, ...], tries: int, over: bool, logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     paused: list[float] = []
     with receiving(*statuses) as (url, met):
@@ -350,7 +352,7 @@ def test_a_webhook_that_fails_is_tried_again(
     assert len(met) == tries
     assert paused == [0.0, *alerts.PAUSES_S][:tries]
     assert "a-secret-key" not in caplog.text
-    assert ("did not take an alert" in caplog.text) is told
+    assert ("did not take an alert" in caplog.text) is logged
 
 
 def test_a_webhook_that_hangs_or_is_gone_is_given_up(
@@ -404,9 +406,9 @@ def test_the_parts_of_a_machine_that_the_learner_shares_are_one_spot_node(place:
             now = nodes_now(connection)
             assert (now.spot, spot_gone_at(connection)) == (1, None)
             assert preemptions(connection) == (0, 0)
-        told = money(runs["mine"])
-        assert (told["spot_usd"], told["spot_nodes"]) == (pytest.approx(ledger.cost_usd() - before), 1)
-        assert [each["node"] for each in told["nodes"] if each["spot"]] == ["spot-1"]
+        shown = money(runs["mine"])
+        assert (shown["spot_usd"], shown["spot_nodes"]) == (pytest.approx(ledger.cost_usd() - before), 1)
+        assert [each["node"] for each in shown["nodes"] if each["spot"]] == ["spot-1"]
         for part in parts:
             ledger.record_incident(Incident.NODE_NOTICED, part, spot=True, detail="", now_s=time.time())
         for part in parts:

@@ -299,7 +299,7 @@ def test_the_report_has_pictures_of_real_sizes(empty_place: Path) -> None:
 # -- as commands --
 
 
-def test_changes_of_a_live_run_are_told(empty_place: Path) -> None:
+def test_changes_of_a_live_run_are_reported(empty_place: Path) -> None:
     paths = make_run(empty_place / "run", 2)
     with served(empty_place) as address, httpx2.stream("GET", f"{address}/api/changes", timeout=90) as stream:
         lines = stream.iter_lines()
@@ -313,7 +313,7 @@ def test_changes_of_a_live_run_are_told(empty_place: Path) -> None:
         assert 'data: {"names": ["run"]}' in lines  # read on until it comes
 
 
-def test_a_run_that_goes_is_told_once(empty_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_goes_is_reported_once(empty_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app_module, "LOOKS_EVERY_S", 0.01)
     for name in ("goes", "stays"):
         (empty_place / name).mkdir()
@@ -332,10 +332,10 @@ def test_a_run_that_goes_is_told_once(empty_place: Path, monkeypatch: pytest.Mon
                 shutil.rmtree(empty_place / "goes")
             return number is None
 
-    async def told() -> list[str]:
+    async def changes() -> list[str]:
         return [text async for text in app_module._changes(cast("Request", Asking()), shown)]
 
-    first, *rest = asyncio.run(told())
+    first, *rest = asyncio.run(changes())
     assert '"goes"' in first
     assert [text for text in rest if text.startswith("event: runs")] == [
         'event: runs\ndata: {"names": ["stays"]}\n\n'
@@ -409,10 +409,10 @@ def test_a_dashboard_beside_a_run_that_fails_says_why(
 ) -> None:
     (tmp_path / "uvicorn.py").write_text("raise SystemExit('a broken installation')")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
-    start_beside(tmp_path, "a run", stays=False, note=told.put)
-    assert told.get(timeout=60).startswith("dashboard: http://127.0.0.1:")
-    failure = told.get(timeout=60)
+    notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+    start_beside(tmp_path, "a run", stays=False, note=notes.put)
+    assert notes.get(timeout=60).startswith("dashboard: http://127.0.0.1:")
+    failure = notes.get(timeout=60)
     assert "status 1; the run goes on" in failure
     assert "a broken installation" in failure
 

@@ -227,9 +227,9 @@ def test_the_planner_finds_the_arm_that_brings_most() -> None:
     )
     chosen = [report["decision"]["chosen"] for report in run.reports]
     assert chosen[30:].count("24x9") > 20, chosen
-    told = run.reports[-1]["decision"]["arms"]
-    assert set(told) == {"8x3", "8x9", "24x3", "24x9"}
-    assert told["24x9"]["mean"] > told["24x3"]["mean"]
+    arms = run.reports[-1]["decision"]["arms"]
+    assert set(arms) == {"8x3", "8x9", "24x3", "24x9"}
+    assert arms["24x9"]["mean"] > arms["24x3"]["mean"]
     json.dumps(run.reports, allow_nan=False)
 
 
@@ -311,7 +311,7 @@ def test_a_restarted_run_decides_and_learns_as_one_that_was_not(policy: str) -> 
     whole, restarted = (ran(plan, rewards, kind=kind, iterations=12) for kind in (Watched, Restarted))
     assert restarted.head_life == 3
 
-    def told(run: Watched) -> dict[int, object]:
+    def decisions(run: Watched) -> dict[int, object]:
         return {
             report["iteration"]: (
                 report["decision"]["arms"],
@@ -324,7 +324,7 @@ def test_a_restarted_run_decides_and_learns_as_one_that_was_not(policy: str) -> 
         }
 
     assert len(restarted.reports) > len(whole.reports) == 12, "some iterations were done twice"
-    assert told(restarted) == told(whole)
+    assert decisions(restarted) == decisions(whole)
 
 
 def test_a_restarted_run_makes_the_groups_that_idle_time_had_chosen() -> None:

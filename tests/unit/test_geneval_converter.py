@@ -125,8 +125,8 @@ def test_checkpoints_that_do_not_map_one_to_one_are_refused_by_name(tmp_path: Pa
     index = f"{BLOCK}.relative_position_index"
     assert index in refusal({"state_dict": state | {index: state[index].flip(0)}}, tmp_path)
     panoptic = random_checkpoint(replace(SHAPE, classes=133))
-    told = "the tensor 'panoptic_head.cls_embed.weight' is [134, 64], not [81, 64]"
-    assert told in refusal({"state_dict": panoptic}, tmp_path)
+    message = "the tensor 'panoptic_head.cls_embed.weight' is [134, 64], not [81, 64]"
+    assert message in refusal({"state_dict": panoptic}, tmp_path)
 
 
 def test_files_that_are_no_checkpoints_are_refused(checkpoint: Path, tmp_path: Path) -> None:

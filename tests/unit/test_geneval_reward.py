@@ -197,8 +197,8 @@ def test_what_scored_stands_in_every_result_of_a_pool(models: dict[str, str]) ->
         elongated = np.zeros((4, 400, 3), np.uint8)
         found = pool.score([*images, elongated], ["a dog"] * 3, [DOG] * 3).samples
     for sample in found[:2]:
-        told = sample.scores["geneval"].scored_by
-        detector, clip = told.split()
+        scorer = sample.scores["geneval"].scored_by
+        detector, clip = scorer.split()
         assert detector.startswith("openmmlab/detector.pth:")
         assert clip.startswith(f"{models['clip']}@")
     assert isinstance(found[2], RewardFailure)
@@ -216,9 +216,9 @@ def test_models_that_are_missing_incomplete_or_others_are_refused_with_the_remed
 ) -> None:
     from safetensors.torch import load_file, save_file
 
-    told = refusal(**models | {"detector": "./gone"})
-    assert "detector is './gone', which is no directory" in told
-    assert "spotlight rewards convert-geneval CHECKPOINT OUT" in told
+    message = refusal(**models | {"detector": "./gone"})
+    assert "detector is './gone', which is no directory" in message
+    assert "spotlight rewards convert-geneval CHECKPOINT OUT" in message
     assert "transformers reads no Mask2Former" in refusal(**models | {"detector": str(tmp_path)})
     assert "transformers reads no CLIPModel" in refusal(**models | {"clip": str(tmp_path)})
     assert "device is 'gpu'" in refusal(**models | {"device": "gpu"})

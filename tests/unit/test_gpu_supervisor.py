@@ -86,9 +86,9 @@ def test_every_row_ends_with_a_verdict_whatever_its_process_does(report: Report,
     pids = [found[f"fine {i}"].details["pid"] for i in range(1, 6)]
     assert pids[0] == pids[1]  # what a row raises does not cost the model
     assert len(set(pids)) == 4  # a hang, a death and a broken context do
-    told = json.loads((tmp_path / "made" / "report.json").read_text())
-    assert told["machine"] == {"cpu": "made up"}
-    assert told["counts"] == {"PASS": 5, "SLOW": 1, "FAIL": 5, "SKIP": 1}
+    written = json.loads((tmp_path / "made" / "report.json").read_text())
+    assert written["machine"] == {"cpu": "made up"}
+    assert written["counts"] == {"PASS": 5, "SLOW": 1, "FAIL": 5, "SKIP": 1}
     report.summary()
     assert isinstance(report.console.file, io.StringIO)
     said = report.console.file.getvalue()

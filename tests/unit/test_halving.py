@@ -59,7 +59,7 @@ def test_those_in_the_middle_stop_and_no_more_than_the_rung_says(
 def test_the_pools_variance_is_found_from_those_that_were_not_stopped() -> None:
     """Each look knows what the one before did, and more."""
     source = random.Random(0)
-    told, naive, true = [], [], []
+    estimates, naive, true = [], [], []
     for _ in range(400):
         first = {seed: source.gauss(0, 0.7) for seed in range(32)}
         later = {seed: look + source.gauss(0, 0.5) for seed, look in first.items()}
@@ -67,10 +67,10 @@ def test_the_pools_variance_is_found_from_those_that_were_not_stopped() -> None:
         left = {seed: later[seed] for seed in later.keys() - stopped(first, 20, SelectionPolicy.MAX_VARIANCE)}
         ends = left.keys() - stopped(left, 12, SelectionPolicy.MAX_VARIANCE)
         left, looks = {seed: rewards[seed] for seed in ends}, [first, left]
-        told.append(pool_variance(looks, left))
+        estimates.append(pool_variance(looks, left))
         naive.append(sample_variance(list(left.values())))
         true.append(sample_variance(list(rewards.values())))
-    assert statistics.fmean(told) == pytest.approx(statistics.fmean(true), rel=0.05)
+    assert statistics.fmean(estimates) == pytest.approx(statistics.fmean(true), rel=0.05)
     assert statistics.fmean(naive) > 1.5 * statistics.fmean(true)
 
 

@@ -55,16 +55,16 @@ def test_ray_start_marks_nodes_and_keeps_a_token(fake_ray: Mapping[str, str]) ->
         ("head", "head"), ("reserved", "reserved 10.1.2.3:6379"), ("spot", "spot 10.1.2.3:6379 --block"),
         ("on-demand", "on-demand 10.1.2.3:6379 --node-name=on-demand-1"),
     ):  # fmt: skip
-        told = ray_start(arguments, fake_ray).stdout.splitlines()
-        assert told[0] == "start"
-        assert "--node-ip-address=10.1.2.3" in told, "the private one of two addresses"
-        (resources,) = (word.partition("=")[2] for word in told if word.startswith("--resources="))
+        words = ray_start(arguments, fake_ray).stdout.splitlines()
+        assert words[0] == "start"
+        assert "--node-ip-address=10.1.2.3" in words, "the private one of two addresses"
+        (resources,) = (word.partition("=")[2] for word in words if word.startswith("--resources="))
         node = ray_node({}, json.loads(resources), 8)
         assert node.kind is (NodeKind.RESERVED if kind == "head" else NodeKind(kind))
-        assert ("--head" in told) == (kind == "head")
-        assert ("--address=10.1.2.3:6379" in told) == (kind != "head")
-        assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}", "NCCL_CUMEM_ENABLE=0"} <= set(told)
-        assert ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0" in told) == (kind == "spot")
+        assert ("--head" in words) == (kind == "head")
+        assert ("--address=10.1.2.3:6379" in words) == (kind != "head")
+        assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}", "NCCL_CUMEM_ENABLE=0"} <= set(words)
+        assert ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0" in words) == (kind == "spot")
     assert set(KIND_RESOURCES.values()) == {"spotlight_reserved", "spotlight_spot", "spotlight_on_demand"}
 
 
@@ -119,9 +119,9 @@ def test_ray_start_warms_the_model_before_the_machine_joins(
     done = ray_start("head", {**fake_ray, **model, "SPOTLIGHT_MODEL_REVISION": "v2"})
     assert done.returncode == 0, done.stderr
     assert done.stderr == "download --quiet Qwen/Qwen-Image --revision=v2\n"
-    told = done.stdout.splitlines()
-    assert told[0] == "warm-model.sh: 2 files, 2 MB of Qwen/Qwen-Image are in memory", "transformer and VAE"
-    assert told[1] == "start"
+    lines = done.stdout.splitlines()
+    assert lines[0] == "warm-model.sh: 2 files, 2 MB of Qwen/Qwen-Image are in memory", "transformer and VAE"
+    assert lines[1] == "start"
     hf.write_text('#!/bin/sh\necho "$@" >&2\nexit 1\n')
     failed = ray_start("head", {**fake_ray, **model})
     assert (failed.returncode, failed.stdout) == (2, ""), "a machine without the model does not join"
@@ -148,7 +148,7 @@ def test_warm_model_refuses(arguments: list[str], said: str) -> None:
 AGENT = """
 import pathlib, signal, sys
 def end(*_):
-    pathlib.Path(sys.argv[1]).write_text("told")
+    pathlib.Path(sys.argv[1]).write_text("signalled")
     if sys.argv[2] == "ends":
         sys.exit()
 signal.signal(signal.SIGTERM, end)
@@ -166,11 +166,11 @@ def test_announce_end_tells_the_agent_and_waits(
 ) -> None:
     session = tmp_path / "session_latest"
     session.mkdir()
-    told = tmp_path / "told"
+    signalled = tmp_path / "signalled"
     unrelated = subprocess.Popen(["sleep", "60"])
     # Ray names its processes like this.
     process = subprocess.Popen(
-        ["ray::NodeAgent", "-c", AGENT, str(told), agent],
+        ["ray::NodeAgent", "-c", AGENT, str(signalled), agent],
         executable=sys.executable, stdout=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
     try:
@@ -182,7 +182,7 @@ def test_announce_end_tells_the_agent_and_waits(
         began = time.monotonic()
         subprocess.run([LAUNCH / "announce-end.sh", str(seconds), tmp_path], check=True)
         assert least_s <= time.monotonic() - began <= most_s
-        assert told.read_text() == "told"
+        assert signalled.read_text() == "signalled"
         if agent == "ends":
             process.wait(timeout=5)
         else:

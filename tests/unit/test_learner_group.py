@@ -55,7 +55,7 @@ def test_calls_go_to_every_rank_one_after_the_other() -> None:
     played(scene())
 
 
-def test_a_death_is_told_once_and_nothing_of_that_life_is_answered() -> None:
+def test_a_death_is_reported_once_and_nothing_of_that_life_is_answered() -> None:
     async def scene() -> None:
         world = World(accumulate=PENDING)
         launcher = await world.up()
@@ -131,7 +131,7 @@ def test_errors_to_fix_end_the_run_as_they_are() -> None:
     played(scene())
 
 
-def test_a_start_that_fails_is_told_once_and_tried_again_ever_more_slowly() -> None:
+def test_a_start_that_fails_is_reported_once_and_tried_again_ever_more_slowly() -> None:
     async def scene() -> None:
         world = World()
         world.launcher.refuses = 9

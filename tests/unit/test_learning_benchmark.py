@@ -75,7 +75,7 @@ def test_each_case_takes_its_best_rate_of_a_seed_that_is_not_compared() -> None:
     assert [learning.in_turn("abc", at)[0] for at in range(4)] == ["a", "b", "c", "a"]
 
 
-def test_the_choice_of_rates_is_told_with_what_it_was_made_by(tmp_path: Path) -> None:
+def test_the_choice_of_rates_is_shown_with_what_it_was_made_by(tmp_path: Path) -> None:
     record = learning.Record(tmp_path / "learning.json", SIZES, ("tuned", "runs", "simulated"))
     for rate, end in zip(CASES["awm"].rates, (0.7, 0.9, 0.5), strict=True):
         name = learning.name_of("counting", "awm", rate, learning.TUNING_SEED)

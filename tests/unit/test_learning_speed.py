@@ -86,9 +86,9 @@ def test_half_of_the_groups_bring_half_of_the_speed() -> None:
 def test_nothing_is_promised_without_its_grounds(
     random: Target | None, previews: float, explored: Explored | None, why: str
 ) -> None:
-    target, told = learned_target(random, previews, explored)
+    target, reason = learned_target(random, previews, explored)
     assert target is None
-    assert why in told
+    assert why in reason
 
 
 def test_the_last_report_of_an_iteration_counts_and_groups_are_weighted() -> None:

@@ -162,7 +162,7 @@ def test_reference_pictures_are_for_families_that_edit(
         require_references(config(family, "nobody/unpublished"), references, "a cat")
 
 
-def test_a_published_model_of_another_family_is_told_with_its_own() -> None:
+def test_a_published_model_of_another_family_is_reported_with_its_own() -> None:
     with pytest.raises(ModelError, match=r"is a StableDiffusion3Pipeline; .*Set model\.family=sd3,"):
         require_model(config("qwen-image", "stabilityai/stable-diffusion-3.5-medium"))
 
@@ -220,7 +220,7 @@ def _numbers(side: int) -> np.ndarray:
     return np.zeros((side, side), np.float32)
 
 
-def test_what_does_not_fit_the_ranks_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_the_ranks_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     split = build_config({"algorithm": {"name": "dgpo"}, "learner": {"micro_batch_size": 8}}, "the test")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     (note, *_) = make_plan(split).notes
@@ -242,10 +242,10 @@ def test_a_reward_of_ones_own_is_resolved_and_its_params_compared_but_not_called
     monkeypatch.setattr("sys.path", [*sys.path])
     name = "my_planned_rewards:redness"
     make_plan(build_config({"rewards": [{"name": name, "params": {"gain": 2}}]}, "the test"))
-    for wrong, told in (
+    for wrong, message in (
         ({"name": name.removesuffix("s")}, "has no 'rednes'; the functions it defines are: redness"),
         ({"name": f"un{name}"}, "there is no module 'unmy_planned_rewards'"),
         ({"name": name, "params": {"gian": 2}}, "unexpected params 'gian'; it accepts gain"),
     ):
-        with pytest.raises(RewardSetupError, match=told):
+        with pytest.raises(RewardSetupError, match=message):
             make_plan(build_config({"rewards": [wrong]}, "the test"))

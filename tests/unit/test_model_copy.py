@@ -1,4 +1,4 @@
-"""A hub model's files on their way between two caches: whole, told by content, resumed, never half there."""
+"""A hub model's files on their way between two caches: whole, known by content, resumed, never half there."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_damage_left_by_one_source_is_not_blamed_on_the_next(there: Path, here: 
     assert on_disk(WANTED, here) is not None
 
 
-def test_a_full_disk_is_told_before_anything_is_sent(there: Path, here: Path) -> None:
+def test_a_full_disk_is_reported_before_anything_is_sent(there: Path, here: Path) -> None:
     source = Near(there)
     offer = source.offer(WANTED)
     assert offer is not None

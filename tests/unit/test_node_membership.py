@@ -19,7 +19,7 @@ HERE = NodeFacts("1", "3.11.1", "2", "here", (), 0, "b", 1)
 AT_ONCE = 16
 
 
-class Told:
+class RayLossListener:
     """A listener that remembers how Ray was given up."""
 
     def __init__(self) -> None:
@@ -46,19 +46,19 @@ class SlowList:
 
 
 def test_ray_is_given_up_for_its_own_silence_not_for_that_of_this_process() -> None:
-    told, nodes = Told(), SlowList()
-    membership = NodeMembership(told, HERE, SETTINGS, lambda: nodes.now_s)  # type: ignore[arg-type]
+    listener, nodes = RayLossListener(), SlowList()
+    membership = NodeMembership(listener, HERE, SETTINGS, lambda: nodes.now_s)  # type: ignore[arg-type]
     membership._list = nodes  # type: ignore[assignment]
     membership._rows()
     nodes.now_s += 10 * SETTINGS.dead_s  # this thread was busy
     nodes.answers = False
     membership._rows()
-    assert told.ray_was_lost == []
+    assert listener.ray_was_lost == []
     since_s = nodes.now_s - SETTINGS.answer_s
     while nodes.now_s - since_s < SETTINGS.dead_s:
-        assert told.ray_was_lost == []
+        assert listener.ray_was_lost == []
         membership._rows()
-    assert len(told.ray_was_lost) == 1
+    assert len(listener.ray_was_lost) == 1
 
 
 def test_machines_that_are_switched_off_together_are_probed_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_machines_that_are_switched_off_together_are_probed_together(monkeypatch
         return False
 
     monkeypatch.setattr(node_membership, "raylet_listens", listens)
-    membership = NodeMembership(Told(), HERE, SETTINGS)  # type: ignore[arg-type]
+    membership = NodeMembership(RayLossListener(), HERE, SETTINGS)  # type: ignore[arg-type]
     rows = [
         {
             "NodeID": f"{number:056x}",

@@ -130,7 +130,7 @@ def test_replicas_that_nobody_stated_are_those_that_the_operator_makes(
     assert state.replicas == 1
 
 
-def test_what_may_pass_is_tried_again_and_told_when_it_does_not(
+def test_what_may_pass_is_tried_again_and_reported_when_it_does_not(
     kubernetes: tuple[Kubernetes, str], account: Path
 ) -> None:
     state, server = kubernetes
@@ -148,7 +148,7 @@ def test_what_may_pass_is_tried_again_and_told_when_it_does_not(
         provider("http://127.0.0.1:9", account).asked([])
 
 
-def test_a_token_that_was_replaced_is_read_again_and_none_is_told(
+def test_a_token_that_was_replaced_is_read_again_and_none_is_reported(
     kubernetes: tuple[Kubernetes, str], account: Path
 ) -> None:
     state, server = kubernetes
@@ -175,7 +175,7 @@ def test_a_token_that_was_replaced_is_read_again_and_none_is_told(
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"),
+    ("answer", "message"),
     [
         (says(403), "answered 403.*role of launch/kuberay-scaling.yaml"),
         (says(404), "answered 404.*kubectl get rayclusters"),
@@ -189,15 +189,15 @@ def test_a_token_that_was_replaced_is_read_again_and_none_is_told(
     ],
 )
 def test_what_will_not_pass_names_what_to_do(
-    kubernetes: tuple[Kubernetes, str], account: Path, answer: object, told: str
+    kubernetes: tuple[Kubernetes, str], account: Path, answer: object, message: str
 ) -> None:
     state, server = kubernetes
     state.faults = [answer]  # type: ignore[list-item]
-    with pytest.raises(ProviderError, match=told):
+    with pytest.raises(ProviderError, match=message):
         provider(server, account).asked([])
 
 
-def test_bounds_of_the_group_and_missing_places_are_told(
+def test_bounds_of_the_group_and_missing_places_are_reported(
     kubernetes: tuple[Kubernetes, str], account: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state, server = kubernetes
@@ -295,7 +295,7 @@ RAY = {"driver": "ray", "address": "auto", "price_usd_h": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("fleet", "key", "told"),
+    ("fleet", "key", "message"),
     [
         ({"target": {"nodes_max": 4}}, "fleet.target", "settings without a goal.*--deadline-h"),
         ({"target": {"deadline_h": 2}}, "fleet.target", "fleet.driver=inline"),
@@ -315,8 +315,8 @@ RAY = {"driver": "ray", "address": "auto", "price_usd_h": 1.0}
           "target": {"deadline_h": 2}}, "fleet.target.nodes_min", "at least 3: the learner and a slot"),
     ],
 )  # fmt: skip
-def test_goals_that_cannot_be_used_are_refused(fleet: dict[str, object], key: str, told: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}: found.*{told}"):
+def test_goals_that_cannot_be_used_are_refused(fleet: dict[str, object], key: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: found.*{message}"):
         build_config({"fleet": fleet, "learner": {"mode": "lora"}}, "the test")
 
 
@@ -334,10 +334,10 @@ def test_every_provider_is_opened_from_its_settings(tmp_path: Path) -> None:
 def test_the_options_are_short_for_the_keys(tmp_path: Path) -> None:
     """Nothing starts: the plan says what would."""
     words = ["train", "--deadline-h", "6", "--budget-usd", "150", "--dry-run", f"runs_dir={tmp_path}"]
-    told = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
-    assert told.exit_code == 0, told.output
-    assert "6 h and $150.00" in " ".join(told.output.split())
-    assert "held by 1 to 16 spot nodes" in " ".join(told.output.split())
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "6 h and $150.00" in " ".join(result.output.split())
+    assert "held by 1 to 16 spot nodes" in " ".join(result.output.split())
     refused = CliRunner().invoke(app, ["train", "--deadline-h", "0", "--dry-run"])
     assert refused.exit_code != 0
     assert "fleet.target.deadline_h" in refused.output

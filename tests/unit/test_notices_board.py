@@ -1,4 +1,4 @@
-"""Readings become notices: what is told is the earliest end that stands, once."""
+"""Readings become notices: what is reported is the earliest end that stands, once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def reading(*pending: tuple[str, str, float]) -> NoticeReading:
     )
 
 
-def test_a_notice_is_told_once_although_its_remaining_time_jitters() -> None:
+def test_a_notice_is_reported_once_although_its_remaining_time_jitters() -> None:
     board = NoticeBoard()
     assert board.update("aws", reading(), 0.0) == []
     assert board.update("aws", reading(("stop", "t", 100.0)), 1.0) == [Noticed("aws", 101.0, "stop t")]
@@ -55,7 +55,7 @@ def test_a_node_stays_noticed_while_another_source_says_so() -> None:
     assert board.update("azure", reading(), 2.0) == []
 
 
-def test_advice_is_told_once_and_changes_nothing_else() -> None:
+def test_advice_is_reported_once_and_changes_nothing_else() -> None:
     board, advice = NoticeBoard(), NoticeReading(rebalance="since 8:22")
     assert board.update("aws", advice, 0.0) == [Rebalance("aws", "since 8:22")]
     assert board.update("aws", advice, 5.0) == []
@@ -86,7 +86,7 @@ def test_whoever_follows_the_notices_knows_the_earliest_end(
                 assert noticed is None or notice.deadline_s <= noticed, "put off without a cancellation"
                 noticed = notice.deadline_s
             else:
-                assert noticed is not None, "cancelled what was not told"
+                assert noticed is not None, "cancelled what was not reported"
                 noticed = None
         assert noticed == min((end for ends in known.values() for end in ends.values()), default=None)
 

@@ -84,7 +84,7 @@ def test_aws_a_token_that_is_never_good_enough_is_not_asked_for_in_a_loop() -> N
         assert (error.trouble, fake.count(TOKEN, "PUT")) == (NoticeTrouble.REFUSED, 2)
 
 
-def test_aws_a_refused_token_is_told_with_a_remedy() -> None:
+def test_aws_a_refused_token_is_reported_with_a_remedy() -> None:
     with metadata("aws", statuses={TOKEN: 403}) as fake:
         error = refused(aws(fake))
         assert error.trouble is NoticeTrouble.REFUSED
@@ -347,7 +347,7 @@ def test_the_cloud_is_recognised_and_what_is_pending_is_seen_at_once(cloud: str)
         assert len(asyncio.run(asyncio.wait_for(source.read(), 10.0)).pending) == 1
 
 
-def test_no_cloud_is_told_with_what_each_question_met() -> None:
+def test_no_cloud_is_reported_with_what_each_question_met() -> None:
     with metadata() as fake, pytest.raises(NoticeError) as raised:
         asyncio.run(find_cloud(MetadataServer(fake.url)))
     assert all(f"\n  {cloud}: " in str(raised.value) for cloud in CLOUDS)

@@ -24,13 +24,13 @@ from spotlight.fleet.notices.sigterm import catching_sigterm
 from spotlight.fleet.notices.watcher import NoticeWatcher
 
 with catching_sigterm(20.0) as source:
-    told = []
+    notices = []
     watcher = NoticeWatcher([source], random.Random(0))
-    thread = threading.Thread(target=lambda: asyncio.run(watcher.run(told.append)))
+    thread = threading.Thread(target=lambda: asyncio.run(watcher.run(notices.append)))
     thread.start()
     print("ready", flush=True)
     thread.join()
-    print(told[0].detail, len(told), flush=True)
+    print(notices[0].detail, len(notices), flush=True)
 print("default again", flush=True)
 import time; time.sleep(20)
 """

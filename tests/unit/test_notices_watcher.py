@@ -70,7 +70,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_a_notice_repeated_by_every_answer_is_told_once_and_its_end_too() -> None:
+def test_a_notice_repeated_by_every_answer_is_reported_once_and_its_end_too() -> None:
     async def script(following: Next, watcher: NoticeWatcher) -> None:
         await until(lambda: fake.count(ACTION) > 1)
         fake.action = {"action": "terminate", "time": fake.in_s(90)}
@@ -107,7 +107,7 @@ def test_an_event_that_moves_or_vanishes_is_followed_and_a_drained_node_may_go()
         assert watch([azure(fake)], script) == []
 
 
-def test_silence_cancels_nothing_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_silence_cancels_nothing_and_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     fake = FakeMetadata(plays=("aws",))
 
     async def script(following: Next, watcher: NoticeWatcher) -> None:
@@ -133,7 +133,7 @@ def test_silence_cancels_nothing_and_is_told_once(caplog: pytest.LogCaptureFixtu
     assert "answers; notices are watched" in answers
 
 
-def test_a_service_that_lies_is_told_once_by_kind_and_asked_ever_less(
+def test_a_service_that_lies_is_reported_once_by_kind_and_asked_ever_less(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def script(following: Next, watcher: NoticeWatcher) -> None:
@@ -195,7 +195,7 @@ class Scripted:
         return False
 
 
-def test_the_same_trouble_that_comes_and_goes_is_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_trouble_that_comes_and_goes_is_not_reported_again(caplog: pytest.LogCaptureFixture) -> None:
     flapping = [NoticeReading(), MetadataError(NoticeTrouble.ABSENT, "gone")] * 4
     asyncio.run(NoticeWatcher([Scripted(flapping)], random.Random(0), QUICK).run(lambda notice: None))
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
@@ -204,7 +204,7 @@ def test_the_same_trouble_that_comes_and_goes_is_not_told_again(caplog: pytest.L
     ]
 
 
-def test_an_outage_of_hours_is_told_once_and_a_later_one_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_of_hours_is_reported_once_and_a_later_one_again(caplog: pytest.LogCaptureFixture) -> None:
     hours = itertools.count(0.0, 3600.0)
     gone = MetadataError(NoticeTrouble.ABSENT, "gone")
     source = Scripted([gone, gone, gone, NoticeReading(), gone])

@@ -137,7 +137,7 @@ def test_a_learner_whose_spot_nodes_are_gone_again_stays() -> None:
     assert policy.decide(108.0, **state) is None
 
 
-def test_commands_are_told_the_node_and_their_failure_is_told(tmp_path: Path) -> None:
+def test_commands_are_told_the_node_and_their_failure_is_reported(tmp_path: Path) -> None:
     note = f"{sys.executable} -c \"import os; print(os.environ['SPOTLIGHT_NODE'])\" >> {tmp_path}/log"
     machines = CommandMachines(f"echo $SPOTLIGHT_SLOTS >> {tmp_path}/log; {note}", note, timeout_s=30)
     machines.start("on-demand-1", 4)
@@ -172,12 +172,12 @@ class Waiting:
 def looking_after(
     owner: Waiting, machines: CommandMachines, notes: NodeNotes | None = None
 ) -> tuple[OnDemandNodes, list[str]]:
-    told: list[str] = []
+    logged: list[str] = []
     nodes = OnDemandNodes(
         OnDemandPolicy(0.0, 0.0, 60.0), machines, owner, time.monotonic, slots=2, price_usd_h=8.0, move_s=9.0,
-        record=lambda step, _, detail: told.append(f"{step and step.value}: {detail}"), notes=notes,
+        record=lambda step, _, detail: logged.append(f"{step and step.value}: {detail}"), notes=notes,
     )  # fmt: skip
-    return nodes, told
+    return nodes, logged
 
 
 def a_node(name: str) -> RayNode:
@@ -191,7 +191,7 @@ def test_a_run_that_ends_meanwhile_stops_what_was_being_started(tmp_path: Path) 
         f"echo down $SPOTLIGHT_NODE >> {log}",
         30,
     )
-    nodes, told = looking_after(Waiting(), machines)
+    nodes, logged = looking_after(Waiting(), machines)
 
     async def run() -> None:
         task = asyncio.create_task(nodes.run())
@@ -204,7 +204,7 @@ def test_a_run_that_ends_meanwhile_stops_what_was_being_started(tmp_path: Path) 
     up, down = (line.split() for line in log.read_text().splitlines())
     assert up[:2] == ["up", "2"]
     assert down == ["down", up[2]]
-    assert told == ["take: no spot node has room for the learner; $8/h"]
+    assert logged == ["take: no spot node has room for the learner; $8/h"]
 
 
 def test_a_node_is_stopped_once_empty_and_again_if_that_fails(
@@ -214,7 +214,7 @@ def test_a_node_is_stopped_once_empty_and_again_if_that_fails(
     monkeypatch.setattr(on_demand_nodes, "RETRY_S", 0.05)
     log, owner, node = tmp_path / "log", Waiting(learner_waits=False), a_node("on-demand-1")
     fails_once = f"echo $SPOTLIGHT_NODE >> {log}; test $(wc -l < {log}) -ge 2"
-    nodes, told = looking_after(owner, CommandMachines("true", fails_once, 30))
+    nodes, logged = looking_after(owner, CommandMachines("true", fails_once, 30))
 
     async def run() -> None:
         task = asyncio.create_task(nodes.run())
@@ -232,9 +232,9 @@ def test_a_node_is_stopped_once_empty_and_again_if_that_fails(
 
     asyncio.run(asyncio.wait_for(run(), 30))
     assert log.read_text().split() == [node.name] * 2, "not a third time"
-    assert told[0] == "empty: the learner is on spot nodes; $8/h"
-    assert "fleet.on_demand.stop ended with status 1" in told[1]
-    assert len(told) == 2
+    assert logged[0] == "empty: the learner is on spot nodes; $8/h"
+    assert "fleet.on_demand.stop ended with status 1" in logged[1]
+    assert len(logged) == 2
 
 
 async def looked_after(nodes: OnDemandNodes, steps: AsyncIterator[None]) -> None:
@@ -281,10 +281,10 @@ def test_a_node_of_an_attempt_before_is_used_and_the_one_being_started_is_stoppe
     assert words.index(["start", started[0]]) < words.index(["stop", started[0]])
 
 
-def test_a_start_that_fails_is_told_once_and_not_tried_again_at_once(quick: None, tmp_path: Path) -> None:
+def test_a_start_that_fails_is_reported_once_and_not_tried_again_at_once(quick: None, tmp_path: Path) -> None:
     log = tmp_path / "log"
     machines = CommandMachines(f"echo start >> {log}; exit 3", f"echo stop >> {log}; exit 1", 30)
-    nodes, told = looking_after(Waiting(), machines)
+    nodes, logged = looking_after(Waiting(), machines)
 
     async def steps() -> AsyncIterator[None]:
         for _ in range(10):
@@ -292,18 +292,18 @@ def test_a_start_that_fails_is_told_once_and_not_tried_again_at_once(quick: None
 
     asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
     assert log.read_text().split() == ["start", "stop"]
-    assert [each.partition(":")[0] for each in told] == ["take", "None", "cancel"]
-    assert "ended with status 3" in told[1]
+    assert [each.partition(":")[0] for each in logged] == ["take", "None", "cancel"]
+    assert "ended with status 3" in logged[1]
 
 
 def test_a_node_that_comes_too_late_or_too_small_is_not_used(quick: None, tmp_path: Path) -> None:
     log, owner = tmp_path / "log", Waiting()
     machines = CommandMachines(f"echo $SPOTLIGHT_NODE >> {log}", f"test -e {tmp_path}/works", 30)
-    nodes, told = looking_after(owner, machines)
+    nodes, logged = looking_after(owner, machines)
     nodes.policy.start_s = 0.1
 
     async def steps() -> AsyncIterator[None]:
-        while "cancel" not in "".join(told):
+        while "cancel" not in "".join(logged):
             yield
         (late,) = log.read_text().split()
         nodes.joined(a_node(late))  # its stop failed
@@ -314,8 +314,8 @@ def test_a_node_that_comes_too_late_or_too_small_is_not_used(quick: None, tmp_pa
         (tmp_path / "works").touch()
 
     asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
-    assert "None: it brings 1 slots; expected 2 (fleet.learner_ranks): change fleet.on_demand.start" in told
-    assert not [each for each in told if "by hand (fleet" in each], "the stops worked in the end"
+    assert "None: it brings 1 slots; expected 2 (fleet.learner_ranks): change fleet.on_demand.start" in logged
+    assert not [each for each in logged if "by hand (fleet" in each], "the stops worked in the end"
 
 
 def test_a_node_that_joins_after_it_was_stopped_is_stopped_again(quick: None, tmp_path: Path) -> None:
@@ -381,16 +381,16 @@ def test_a_run_that_is_ended_at_once_stops_what_was_being_started(tmp_path: Path
     assert log.read_text().split() == ["up", "down"]
 
 
-def test_what_cannot_be_stopped_is_told_at_the_end(quick: None) -> None:
-    nodes, told = looking_after(Waiting(), CommandMachines("true", "exit 1", 30))
+def test_what_cannot_be_stopped_is_reported_at_the_end(quick: None) -> None:
+    nodes, logged = looking_after(Waiting(), CommandMachines("true", "exit 1", 30))
 
     async def steps() -> AsyncIterator[None]:
         yield
         yield
 
     asyncio.run(asyncio.wait_for(looked_after(nodes, steps()), 30))
-    assert told[-1] == "None: it may still cost money: stop it by hand (fleet.on_demand.stop)"
-    assert len([each for each in told if "ended with status 1" in each]) == 1
+    assert logged[-1] == "None: it may still cost money: stop it by hand (fleet.on_demand.stop)"
+    assert len([each for each in logged if "ended with status 1" in each]) == 1
 
 
 @pytest.mark.parametrize(

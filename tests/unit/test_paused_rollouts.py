@@ -59,13 +59,13 @@ def test_a_rollout_goes_on_from_where_it_paused_until_it_ends_or_is_let_go() -> 
 
 
 class Both(Ranks):
-    """One of two ranks, which hears what was told before."""
+    """One of two ranks, which gets what was shared before."""
 
-    told: ClassVar[list[Any]] = []
+    shared: ClassVar[list[Any]] = []
 
     def share(self, value: T) -> list[T]:
-        self.told.append(value)
-        return list(self.told)
+        self.shared.append(value)
+        return list(self.shared)
 
 
 def conditions(prompts: Iterable[PromptId]) -> list[Condition]:
@@ -73,7 +73,7 @@ def conditions(prompts: Iterable[PromptId]) -> list[Condition]:
 
 
 def test_every_rank_can_go_on_with_what_any_has_made() -> None:
-    Both.told.clear()
+    Both.shared.clear()
     both = [preview("bb", 4), preview("a", 4)]
     for rank, name in enumerate(("bb", "a")):
         held = PausedRollouts()
@@ -83,8 +83,8 @@ def test_every_rank_can_go_on_with_what_any_has_made() -> None:
     assert {name: float(state.latents.mean()) for name, state in found.items()} == {"a": 1.0, "bb": 2.0}
     assert found[RolloutId("bb")].rollout.pause == 7
     assert torch.equal(found[RolloutId("bb")].condition["embeds"], torch.full((3, 2), 5.0))
-    assert Both.told[0][0][1].find(b"condition") < 0, "every rank has the prompts' embeddings"
-    Both.told.clear()
+    assert Both.shared[0][0][1].find(b"condition") < 0, "every rank has the prompts' embeddings"
+    Both.shared.clear()
     ended = [preview("a", None)]  # on the other rank
     held.share(Both(1, 2), [], ended, conditions, torch.device("cpu"))
     assert list(held.of([preview("a", 7), preview("bb", 7)])) == ["bb"]

@@ -109,7 +109,7 @@ def pipeline(tmp_path: Path) -> Path:
     return root
 
 
-def test_a_model_without_blocks_to_reuse_is_told_before_it_is_loaded(
+def test_a_model_without_blocks_to_reuse_is_reported_before_it_is_loaded(
     pipeline: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sections = {"model": {"path": str(pipeline)}, "learner": {"lora": {"targets": ["to_q"]}}}

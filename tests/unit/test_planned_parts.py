@@ -157,12 +157,12 @@ def test_a_part_is_judged_by_differences_of_the_same_iterations() -> None:
 
 def test_what_the_learner_refuses_is_refused() -> None:
     fresh = "workload.recomputes_log_probs=false"
-    for overrides, told in (
+    for overrides, message in (
         ((), "recomputes_log_probs: found true; expected false with +tcss"),
         ((fresh, "pipeline.next_share=1"), "next_share: found 1; expected less than 1 with exploration"),
         ((fresh, "pipeline.next_share=0.01"), "next_share: found 0.01; expected one of 32 groups or more"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(told)):
+        with pytest.raises(ConfigError, match=re.escape(message)):
             prepared("spotlight+tcss", *overrides, name="paper-512")
     file = load_scenario("paper-512")
     assert set(file.plan.parts) - set(file.usable_parts) == {PipelinePart.TCSS}
@@ -205,29 +205,29 @@ def test_half_of_the_groups_begin_with_random_seeds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("now", "told"), [(NOW, "reserved 173 d, spot 173 d"), (datetime(2026, 7, 1, tzinfo=UTC), "")]
+    ("now", "ages"), [(NOW, "reserved 173 d, spot 173 d"), (datetime(2026, 7, 1, tzinfo=UTC), "")]
 )
-def test_prices_older_than_ninety_days_are_warned_of(now: datetime, told: str) -> None:
+def test_prices_older_than_ninety_days_are_warned_of(now: datetime, ages: str) -> None:
     prep = prepare(load_scenario("paper-512"), ("spot_rollout_only",), now)
     found = [line for note in notes_of(prep, [], now) if note.heading == "Mind" for line in note.lines]
-    assert ([told in line for line in found if "older than 90 days" in line] == [True]) is bool(told)
+    assert ([ages in line for line in found if "older than 90 days" in line] == [True]) is bool(ages)
 
 
 def test_an_old_source_is_not_its_own_remedy_and_no_price_is_of_the_future() -> None:
     prep = prepare(load_scenario("paper-512"), ("spot_rollout_only",), NOW)
     same = dataclasses.replace(prep, file=load_scenario("paper-512", ["prices.source=skypilot"]))
-    told = [[line for note in notes_of(one, [], NOW) for line in note.lines] for one in (prep, same)]
-    assert [any("prices.source=skypilot" in line for line in lines) for lines in told] == [True, False]
+    texts = [[line for note in notes_of(one, [], NOW) for line in note.lines] for one in (prep, same)]
+    assert [any("prices.source=skypilot" in line for line in lines) for lines in texts] == [True, False]
     before = datetime(2026, 1, 1, tzinfo=UTC)
     assert any(", 0 d old" in line for note in notes_of(prep, [], before) for line in note.lines)
 
 
-def test_a_rate_of_preemptions_is_told_only_where_spot_nodes_come() -> None:
-    told = []
+def test_a_rate_of_preemptions_is_reported_only_where_spot_nodes_come() -> None:
+    texts = []
     for nodes in (4, 0):
         prep = prepare(load_scenario("paper-512", [f"cluster.spot.nodes={nodes}"]), ("reserved_only",), NOW)
-        told.append(" ".join(line for note in notes_of(prep, [], NOW) for line in note.lines))
-    assert ["preemptions per node-hour" in text for text in told] == [True, False]
+        texts.append(" ".join(line for note in notes_of(prep, [], NOW) for line in note.lines))
+    assert ["preemptions per node-hour" in text for text in texts] == [True, False]
 
 
 def test_nothing_is_promised_where_too_few_previews_were_made() -> None:

@@ -228,7 +228,7 @@ def test_a_node_on_demand_is_tried_without_simulations_of_its_own(tmp_path: Path
     assert answer.outcome.on_demand > 0
 
 
-def test_clouds_that_could_not_be_read_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clouds_that_could_not_be_read_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(source: str, question: PriceQuery) -> tuple[Quote, ...]:
         question.unread["vast"] = "vast: no answer in 30 s"
         return QUOTES
@@ -446,7 +446,7 @@ def test_commands_that_only_the_user_knows_are_placeholders_that_start_nothing(t
     require_launch(tmp_path, file, str(own))  # the commands alone are refused only beside another answer
 
 
-def test_what_no_answer_could_be_launched_with_is_told_before_the_search(tmp_path: Path) -> None:
+def test_what_no_answer_could_be_launched_with_is_reported_before_the_search(tmp_path: Path) -> None:
     file = small("workload.prompts=32")
     require_launch(tmp_path / "new", file, CONFIG)
     with pytest.raises(

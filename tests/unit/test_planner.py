@@ -36,7 +36,7 @@ def window(arm: Arm, open_s: float, share: float = 1.0) -> WindowSeen:
     return WindowSeen(arm, open_s, open_s, WORKERS, scored)
 
 
-def told(tau: float) -> Fidelity:
+def fidelity(tau: float) -> Fidelity:
     return Fidelity(1, 1, tau, tau, tau, tau, 1.0, 1.0)
 
 
@@ -122,13 +122,13 @@ def test_an_arm_is_judged_by_all_prompts_it_was_to_explore() -> None:
 def test_bad_ranking_costs_steps_and_at_last_exploration() -> None:
     plan = planner(0.4, limited=False)
     for _ in range(2):
-        plan.learn(lesson(Arm(16, 4), brought(0.1), told(0.1)))
+        plan.learn(lesson(Arm(16, 4), brought(0.1), fidelity(0.1)))
     found = plan.decide(outlook())
     assert found.arm is not None
     assert found.arm.steps == 8
     assert not arms_of(plan)["32x4"]["trusted"]
     for _ in range(2):
-        plan.learn(lesson(Arm(16, 8), brought(0.1), told(0.2)))
+        plan.learn(lesson(Arm(16, 8), brought(0.1), fidelity(0.2)))
     found = plan.decide(outlook())
     assert (found.arm, found.metrics["chosen"]) == (None, None)
     assert "random seeds" in found.why
@@ -143,7 +143,7 @@ def test_a_fixed_arm_is_left_out_while_it_ranks_badly() -> None:
     fixed = FixedArm(Arm(16, 4), Trust(0.4))
     assert fixed.decide(outlook()).arm == Arm(16, 4)
     for _ in range(2):
-        fixed.learn(lesson(Arm(16, 4), None, told(0.0)))
+        fixed.learn(lesson(Arm(16, 4), None, fidelity(0.0)))
     assert fixed.decide(outlook()).arm is None
     again = FixedArm(Arm(16, 4), Trust(0.4))
     again.load(json.loads(json.dumps(fixed.snapshot())))
@@ -166,7 +166,7 @@ def test_a_restored_planner_decides_as_the_old_one(seed: int, cut: int) -> None:
             one.arm or GRID[0], source.uniform(40, 300), 40.0, source.randrange(9), source.randrange(64)
         )
         result = lesson(
-            one.arm, brought(source.gauss(0.3, 0.3), source.random()), told(source.uniform(-0.2, 1))
+            one.arm, brought(source.gauss(0.3, 0.3), source.random()), fidelity(source.uniform(-0.2, 1))
         )
         for plan in (straight, resumed):
             plan.observe(seen)

@@ -182,8 +182,8 @@ def test_in_a_run_costs_that_are_far_off_are_not_compared() -> None:
         planner=PlannerConfig(seed_counts=(8, 16), step_counts=(10,), costs=PreviewCostsConfig(step_s=20.0))
     )
     run = ran(section, iterations=6, keeps_previews=True)
-    told = [report["decision"].get("random_per_s") for report in run.reports]
+    rates = [report["decision"].get("random_per_s") for report in run.reports]
     assert run.reports[0]["window"]["workers"] == 0
-    assert told[:2] == [None, None]
+    assert rates[:2] == [None, None]
     random_s = ran(None, iterations=6).now / 6
-    assert [1 / per_s for per_s in told[2:]] == pytest.approx([random_s] * 4, rel=0.5)
+    assert [1 / per_s for per_s in rates[2:]] == pytest.approx([random_s] * 4, rel=0.5)

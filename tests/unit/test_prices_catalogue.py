@@ -79,13 +79,13 @@ def test_the_same_rows_of_another_cloud_are_not_added_up() -> None:
         ("p5,H100,8,1,1,,3,1,r,z,extra", ["more values; expected 10"]),
     ],
 )
-def test_a_bad_line_is_told_with_number_value_and_expectation(line: str, said: list[str]) -> None:
+def test_a_bad_line_is_reported_with_number_value_and_expectation(line: str, said: list[str]) -> None:
     with pytest.raises(PriceError) as raised:
         parse(HEADER + line + "\n")
     assert all(words in str(raised.value) for words in said), raised.value
 
 
-def test_all_bad_lines_are_told_at_once_up_to_ten() -> None:
+def test_all_bad_lines_are_reported_at_once_up_to_ten() -> None:
     with pytest.raises(PriceError) as raised:
         parse(HEADER + "p5,H100,8,1,1,,-3,1,r,z\n" * 12)
     assert "vms.csv:11" in str(raised.value)

@@ -139,7 +139,7 @@ def test_a_region_cannot_smuggle_a_filter_in() -> None:
     ],
     ids=["too large", "503", "redirects", "binary", "cut off", "no HTTP"],
 )
-def test_what_a_bad_server_does_is_told(answer: Callable[[Handler], None], said: str) -> None:
+def test_what_a_bad_server_does_is_reported(answer: Callable[[Handler], None], said: str) -> None:
     with serving(answer) as (url, _), pytest.raises(PriceError) as raised:
         get_text(f"{url}/vms.csv", PATIENT)
     assert said in str(raised.value)
@@ -239,7 +239,7 @@ def test_a_file_is_as_old_as_it_was_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "what://x"])
-def test_a_proxy_that_cannot_be_used_is_told(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_cannot_be_used_is_reported(proxy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
         for each in (name, name.lower()):
             monkeypatch.delenv(each, raising=False)

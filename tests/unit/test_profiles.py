@@ -46,7 +46,7 @@ def costs(profile: Profile = QWEN, **changes: object) -> ProfileCosts:
     return ProfileCosts(profile, ProfiledWorkload(**work))  # type: ignore[arg-type]
 
 
-def told(text: str) -> str:
+def refusal(text: str) -> str:
     with pytest.raises(ConfigError) as raised:
         parse_profile(text, "mine.yaml")
     return str(raised.value)
@@ -238,13 +238,13 @@ def test_the_degrees_that_can_be_timed() -> None:
         ("pass_share: {value: 0.1", "pass_share: {value: 1", "pass_share.value: found 1; expected below 1"),
     ],
 )
-def test_a_bad_profile_is_told_by_key(before: str, after: str, said: str) -> None:
+def test_a_bad_profile_is_reported_by_key(before: str, after: str, said: str) -> None:
     assert before in QWEN_TEXT
     changed = QWEN_TEXT.replace(before, after, 1)
     if not said:  # 1024x512 is another size, and a fine one
         assert parse_profile(changed, "mine.yaml").name == "Qwen-Image-20B"
         return
-    message = told(changed)
+    message = refusal(changed)
     assert "mine.yaml" in message
     assert said in message
 

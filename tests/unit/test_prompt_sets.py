@@ -98,8 +98,8 @@ def test_the_same_seed_makes_the_same_prompts_on_any_machine(sets: Any) -> None:
     assert digest == "1720659c0b22a6d2"
     other, _ = geneval_prompts(10, 6, seed=8, without=OFFICIAL)
     assert not [each for each in other if each in sets[0][:10]]
-    told = hashlib.sha256(json.dumps(ocr_prompts(300, 30, seed=7)).encode()).hexdigest()[:16]
-    assert told == "f27f775c4ed50bc8"
+    texts = hashlib.sha256(json.dumps(ocr_prompts(300, 30, seed=7)).encode()).hexdigest()[:16]
+    assert texts == "f27f775c4ed50bc8"
 
 
 def test_texts_to_draw_are_in_one_set_and_can_be_read() -> None:

@@ -58,7 +58,7 @@ class TestReading:
         ("source", "format", "tag"),
         [("a.jsonl", "auto", "counting"), ("a", "auto", "counting"), ("a.txt", "jsonl", "counting")],
     )
-    def test_the_format_is_told_by_ending_content_or_the_caller(
+    def test_the_format_is_known_by_ending_content_or_the_caller(
         self, source: str, format: str, tag: str
     ) -> None:
         (prompt,) = parse_prompts(lines(COUNTING), source, format)  # type: ignore[arg-type]
@@ -192,7 +192,7 @@ class TestBadFiles:
             in failure(text, "train.txt")
         )
 
-    def test_all_bad_lines_are_told_at_once_up_to_ten(self) -> None:
+    def test_all_bad_lines_are_reported_at_once_up_to_ten(self) -> None:
         found = failure("\n".join(["{}"] * 13)).split("\n")
         assert found[0] == "train.jsonl: malformed lines (13):"
         assert [line.split(":")[1] for line in found[1:11]] == [str(number) for number in range(1, 11)]

@@ -17,7 +17,7 @@ from spotlight.fleet.notices.notice import Cancelled, Noticed, Rebalance
 from spotlight.fleet.notices.sigterm import catching_sigterm
 
 
-def test_messages_are_numbered_and_told_again_until_they_are_passed() -> None:
+def test_messages_are_numbered_and_sent_again_until_they_are_passed() -> None:
     now_s = 100.0
     outbox = Outbox(clock=lambda: now_s)
     outbox.put(Noticed("aws", 130.0, "terminate"))
@@ -25,15 +25,15 @@ def test_messages_are_numbered_and_told_again_until_they_are_passed() -> None:
     outbox.put(Rebalance("aws", "risk"))
     outbox.put("no cloud")
     now_s = 110.0
-    told = read_messages(outbox.after(0, 0))
-    assert told == [
+    messages = read_messages(outbox.after(0, 0))
+    assert messages == [
         Message(1, NoticeUpdate.NOTICED, "terminate", 20.0),
         Message(2, NoticeUpdate.CANCELLED, "terminate"),
         Message(3, NoticeUpdate.REBALANCE, "risk"),
         Message(4, NoticeUpdate.UNWATCHED, "no cloud"),
     ]
-    assert read_messages(outbox.after(0, 0)) == told
-    assert read_messages(outbox.after(3, 0)) == told[3:]
+    assert read_messages(outbox.after(0, 0)) == messages
+    assert read_messages(outbox.after(3, 0)) == messages[3:]
     assert outbox.after(4, 0.01) == []
 
 
@@ -93,11 +93,11 @@ def test_the_end_of_a_workers_log(tmp_path: Path) -> None:
     write(7, "out", ":job_id:01000000\n:actor_name:w\n" + "".join(f"line {n}\n" for n in range(100)))
     write(7, "err", ":job_id:01000000\nFatal Python error: Aborted\n")
     write(77, "err", ":actor_name:other\nnot mine\n")
-    told = log_tail(tmp_path, 7, None, 3)
-    assert [line.strip() for line in told.splitlines() if line.startswith("  ")] == [
+    tail = log_tail(tmp_path, 7, None, 3)
+    assert [line.strip() for line in tail.splitlines() if line.startswith("  ")] == [
         "Fatal Python error: Aborted", "line 97", "line 98", "line 99",
     ]  # fmt: skip
-    assert log_tail(tmp_path, None, "w", 3) == told
+    assert log_tail(tmp_path, None, "w", 3) == tail
     assert "nothing written by pid 8" in log_tail(tmp_path, 8, None, 3)
     assert "nothing written by actor nobody" in log_tail(tmp_path, None, "nobody", 3)
     assert "nothing written" in log_tail(tmp_path / "absent", 7, None, 3)

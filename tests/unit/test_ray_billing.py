@@ -54,8 +54,8 @@ class Billed(CheckedSimulation):
         self.billing = Billing()
         self.present: dict[WorkerId, float] = {}
         self.there: Counter[WorkerId] = Counter()
-        self.told: defaultdict[WorkerId, float] = defaultdict(float)
-        self.nodes_told: dict[NodeId, Node] = {}
+        self.billed: defaultdict[WorkerId, float] = defaultdict(float)
+        self.nodes_seen: dict[NodeId, Node] = {}
         self.looked_s = 0.0
 
     def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
@@ -78,11 +78,11 @@ class Billed(CheckedSimulation):
             self.look()
 
     def _come(self, node: Node) -> None:
-        self.nodes_told[node.id] = node
+        self.nodes_seen[node.id] = node
         self.present |= dict.fromkeys(slots_of(node), self.now)
 
     def _leave(self, node: NodeId) -> None:
-        if (known := self.nodes_told.pop(node, None)) is not None:
+        if (known := self.nodes_seen.pop(node, None)) is not None:
             for slot in slots_of(known):
                 self.there[slot] += self.now - self.present.pop(slot)
 
@@ -91,18 +91,18 @@ class Billed(CheckedSimulation):
             assert spent.seconds > 0
             assert math.isfinite(spent.seconds)
             assert spent.price_usd_h >= 0
-            self.told[spent.slot] += spent.seconds
+            self.billed[spent.slot] += spent.seconds
 
     def look(self) -> None:
-        """At this moment: what was told, and what would be told if all ended now, is all there was."""
-        told = Counter(self.told)
+        """At this moment: what was billed, and what would be if all ended now, is all there was."""
+        billed = Counter(self.billed)
         for spent in copy.deepcopy(self.billing).finish(self.now):
-            told[spent.slot] += spent.seconds
+            billed[spent.slot] += spent.seconds
         there = Counter(self.there)
         for slot, since_s in self.present.items():
             there[slot] += self.now - since_s
-        for slot in told.keys() | there.keys():
-            assert told[slot] == pytest.approx(there[slot], abs=1e-6), slot
+        for slot in billed.keys() | there.keys():
+            assert billed[slot] == pytest.approx(there[slot], abs=1e-6), slot
 
     def restart_head(self, down_s: float) -> None:
         self.close()
@@ -236,7 +236,7 @@ def test_prices_are_those_of_a_slot() -> None:
     }
 
 
-def test_denoising_is_told_once_it_is_accepted() -> None:
+def test_denoising_is_reported_once_it_is_accepted() -> None:
     hand = Hand()
     hand.feed(ev.TimePassed(), grant(1, rollout("x")))
     hand.now += 5
@@ -353,7 +353,7 @@ def test_loading_all_weights_is_setup_and_an_adapter_is_not() -> None:
     assert hand.slot(A) == {Phase.SETUP: 4, Phase.WEIGHT_SYNC: 2, Phase.IDLE: 1}
 
 
-def test_a_node_that_returns_before_its_loss_was_told_loses_what_was_at_risk() -> None:
+def test_a_node_that_returns_before_its_loss_was_reported_loses_what_was_at_risk() -> None:
     hand = Hand()
     hand.feed(ev.TimePassed(), grant(1, rollout("x")))
     hand.feed(ev.NodeJoined(SPOT), after_s=4)

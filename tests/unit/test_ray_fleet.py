@@ -129,12 +129,12 @@ def spot(name: str, slots: int = 1) -> RayNode:
 
 def roles(fleet: Fleet, *names: str) -> list[str]:
     """What each node does to the controller, slot by slot."""
-    told = []
+    words = []
     for name in names:
         parts = [part.node for part in fleet._nodes[name * 8][1]]
         does = ("T" if part.trains else "r" if part.rolls_out else "-" for part in parts)
-        told.append("".join(what * part.gpus for what, part in zip(does, parts, strict=True)))
-    return told
+        words.append("".join(what * part.gpus for what, part in zip(does, parts, strict=True)))
+    return words
 
 
 def test_a_moving_learner_waits_for_room_and_all_nodes_roll_out_until_then() -> None:

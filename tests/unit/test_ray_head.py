@@ -245,9 +245,9 @@ def test_a_second_learner_that_does_not_start_is_formed_when_another_node_comes(
     assert clean(tmp_path).counts.trained == TRAINED
 
 
-@pytest.mark.parametrize(("moves", "told"), [(True, "before the end"), (False, "after the end")])
+@pytest.mark.parametrize(("moves", "moment"), [(True, "before the end"), (False, "after the end")])
 def test_a_learner_lost_in_the_last_evaluation_is_restored_for_the_export(
-    tmp_path: Path, moves: bool, told: str
+    tmp_path: Path, moves: bool, moment: str
 ) -> None:
     with world(tmp_path, *([MOVES] if moves else [])) as it:
         node = LEARNER if moves else RESERVED
@@ -269,7 +269,7 @@ def test_a_learner_lost_in_the_last_evaluation_is_restored_for_the_export(
             if iteration == 3:
                 lose()
 
-        if told == "before the end":
+        if moment == "before the end":
             it.score = lose_it_first  # type: ignore[method-assign]
         else:
             it.head.parts.observer.evaluated = evaluated  # type: ignore[method-assign]

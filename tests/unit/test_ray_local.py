@@ -1,4 +1,4 @@
-"""A local Ray's nodes, without a Ray: what fails to start is told as ours, and leaves nothing behind."""
+"""A local Ray's nodes, without a Ray: what fails to start is reported as ours, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spotlight.scheduler.types import NodeKind
 
 
 @pytest.mark.parametrize("error", [Exception, RuntimeError, SystemExit, OSError])
-def test_a_node_that_does_not_start_is_told_as_ours_and_its_name_is_free(
+def test_a_node_that_does_not_start_is_reported_as_ours_and_its_name_is_free(
     error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:

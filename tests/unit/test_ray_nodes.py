@@ -121,7 +121,7 @@ def test_kind_and_slots_by_resource_or_label(
         ({"spotlight_spot": 1, "spotlight_slot": 1.5}, {}, "1.5 slots", "a whole number"),
     ],
 )
-def test_nodes_that_contradict_themselves_are_told_with_the_flags_that_mend_them(
+def test_nodes_that_contradict_themselves_are_reported_with_the_flags_that_mend_them(
     resources: dict[str, float], labels: dict[str, str], found: str, remedy: str
 ) -> None:
     problem = read_node(row(resources=resources, labels=labels))
@@ -171,7 +171,7 @@ def test_a_node_that_comes_back_is_lost_and_joined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "ranks", "told"),
+    ("nodes", "ranks", "message"),
     [
         ([node("a", NodeKind.SPOT)], 1, "no reserved node"),
         ([node("a", slots=0)], 1, "no GPU and no spotlight_slot"),
@@ -183,11 +183,11 @@ def test_a_node_that_comes_back_is_lost_and_joined() -> None:
         ([], 1, "nodes: none"),
     ],
 )
-def test_clusters_that_cannot_train(nodes: list[RayNode], ranks: int, told: str) -> None:
+def test_clusters_that_cannot_train(nodes: list[RayNode], ranks: int, message: str) -> None:
     view = View({seen.ray_id: seen for seen in nodes}, {})
     with pytest.raises(ConfigError, match="the cluster at x") as caught:
         require_usable(view, ranks, "the cluster at x")
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "ray start" in str(caught.value) or "Lower it" in str(caught.value)
 
 
@@ -240,15 +240,15 @@ def test_parts_of_a_node_share_its_slots_and_price(slots: int, ranks: int, roll_
 
 
 def test_a_type_that_nobody_names_is_that_of_the_driver() -> None:
-    told, facts = node("a"), replace(FACTS, gpus=(Gpu("L4", 22 << 30),))
-    unknown = replace(told, gpu_type="")
+    labelled, facts = node("a"), replace(FACTS, gpus=(Gpu("L4", 22 << 30),))
+    unknown = replace(labelled, gpu_type="")
     assert typed(unknown, facts).gpu_type == "L4"
     assert typed(unknown, FACTS) == unknown
-    assert typed(replace(told, gpu_type="H100"), facts).gpu_type == "H100"
+    assert typed(replace(labelled, gpu_type="H100"), facts).gpu_type == "H100"
     assert typed(replace(unknown, gpus=False), facts).gpu_type == ""
 
 
-def test_gpus_of_two_kinds_in_one_node_are_told() -> None:
+def test_gpus_of_two_kinds_in_one_node_are_reported() -> None:
     big, small, odd = Gpu("H100", 80 << 30), Gpu("H100", 40 << 30), Gpu("L4", 80 << 30)
     nearly = Gpu("H100", (80 << 30) - (1 << 28))
     for gpus in ((), (big,), (big, nearly, big)):
@@ -272,7 +272,9 @@ def test_gpus_of_two_kinds_in_one_node_are_told() -> None:
         ({"python": "3.12.1"}, "python 3.12", "one image"),
     ],
 )
-def test_a_node_of_another_version_is_told_with_both(change: dict[str, str], found: str, remedy: str) -> None:
+def test_a_node_of_another_version_is_reported_with_both(
+    change: dict[str, str], found: str, remedy: str
+) -> None:
     problem = incompatibility("n", FACTS, replace(FACTS, **change))  # type: ignore[arg-type]
     assert problem is not None
     assert problem.found == found

@@ -1,4 +1,4 @@
-"""Workers' processes as the head sees them: a death told once, no tight loops, nobody old heard."""
+"""Workers' processes as the head sees them: a death reported once, no tight loops, nobody old believed."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ class FakeHandle:
     loop: VirtualTimeLoop
     up: asyncio.Future[Any]
     watches: list[asyncio.Future[Any]] = field(default_factory=list)
-    told: list[tuple[Command, asyncio.Future[Any]]] = field(default_factory=list)
+    sent: list[tuple[Command, asyncio.Future[Any]]] = field(default_factory=list)
     killed: bool = False
 
     def ready(self) -> asyncio.Future[Any]:
         return self.up
 
     def tell(self, command: Command) -> asyncio.Future[Any]:
-        self.told.append((command, self.loop.create_future()))
-        return self.told[-1][1]
+        self.sent.append((command, self.loop.create_future()))
+        return self.sent[-1][1]
 
     def watch(self, hang_s: float) -> asyncio.Future[Any]:
         self.watches.append(self.loop.create_future())
@@ -56,11 +56,11 @@ class FakeHandle:
 
     @property
     def commands(self) -> list[Command]:
-        return [command for command, _ in self.told]
+        return [command for command, _ in self.sent]
 
     def die(self, error: Exception | None = None) -> None:
         """As Ray tells it: every open call fails."""
-        for reference in (self.up, *self.watches, *(reference for _, reference in self.told)):
+        for reference in (self.up, *self.watches, *(reference for _, reference in self.sent)):
             if not reference.done():
                 reference.set_exception(error or RuntimeError("line\nthe actor died"))
                 reference.exception()  # nobody need wait for it
@@ -87,7 +87,7 @@ class FakeStarter:
 
 
 class Room:
-    """A pool, and what it told. The pool's methods are called from within its event loop."""
+    """A pool, and what it reported. The pool's methods are called from within its event loop."""
 
     def __init__(self) -> None:
         self.loop = VirtualTimeLoop()
@@ -149,7 +149,7 @@ def _rooms_end() -> Iterator[None]:
         ROOMS.pop().end()
 
 
-def test_a_process_is_told_of_when_it_is_up_and_watched_from_then_on() -> None:
+def test_a_process_is_reported_when_it_is_up_and_watched_from_then_on() -> None:
     room = Room()
     handle = room.start(1)
     assert room.take() == []
@@ -231,7 +231,7 @@ def test_a_newer_order_replaces_the_process_and_the_old_one_is_not_heard() -> No
     assert room.take() == [ev.WorkerStarted(A, 2)]
 
 
-def test_one_that_is_replaced_while_it_starts_is_not_told_as_up() -> None:
+def test_one_that_is_replaced_while_it_starts_is_not_reported_as_up() -> None:
     room = Room()
     old = room.start(1)
     old.up.set_result(None)  # on its way to the loop
@@ -240,7 +240,7 @@ def test_one_that_is_replaced_while_it_starts_is_not_told_as_up() -> None:
     assert room.take() == []
 
 
-def test_a_death_is_told_once_and_why() -> None:
+def test_a_death_is_reported_once_and_why() -> None:
     room = Room()
     handle = room.up()
     room.call("prove", A)
@@ -300,7 +300,7 @@ def fail_to_start(room: Room, times: int, *, up: bool = False) -> list[float]:
 
 
 @pytest.mark.parametrize("up", [False, True], ids=["never up", "up, but never with weights"])
-def test_what_does_not_start_is_told_once_and_tried_with_growing_pauses(up: bool) -> None:
+def test_what_does_not_start_is_reported_once_and_tried_with_growing_pauses(up: bool) -> None:
     room = Room()
     pauses = fail_to_start(room, 12, up=up)
     assert pauses[0] == pytest.approx(0, abs=1e-3)
@@ -312,7 +312,7 @@ def test_what_does_not_start_is_told_once_and_tried_with_growing_pauses(up: bool
     assert "the last lines of n/0" in note
 
 
-def test_weights_end_the_pauses_and_the_next_trouble_is_told_again() -> None:
+def test_weights_end_the_pauses_and_the_next_trouble_is_reported_again() -> None:
     room = Room()
     fail_to_start(room, 4)
     room.call("start", ef.StartWorker(A, NODE, 0, 5))
@@ -358,7 +358,7 @@ def test_a_node_s_loss_ends_its_processes_without_a_crash() -> None:
 
 def test_a_process_that_died_with_its_node_is_no_crash() -> None:
     room = Room()
-    room.up().die()  # before the node's loss is told
+    room.up().die()  # before the node's loss is reported
     room.loop.settle()
     room.take()
     room.call("start", ef.StartWorker(A, NODE, 0, 2))
@@ -390,7 +390,7 @@ def test_a_distrusted_process_is_ended_and_restarted() -> None:
     assert room.take() == []
 
 
-def test_after_the_end_nothing_lives_and_nothing_is_told() -> None:
+def test_after_the_end_nothing_lives_and_nothing_is_reported() -> None:
     room = Room()
     handle = room.up(1, A)
     room.start(1, B).die()

@@ -81,13 +81,13 @@ def test_every_call_ends_once_whenever_it_is_answered(plan: list[tuple[float, fl
         asked = reference()
         if answered_s is not None:
             asyncio.get_running_loop().call_later(
-                answered_s, lambda: asked.done() or asked.set_result("told")
+                answered_s, lambda: asked.done() or asked.set_result("in time")
             )
         try:
-            told: str = await answer(asked, "it", deadline_s)
+            text: str = await answer(asked, "it", deadline_s)
         except NoAnswerError:
             return "late"
-        return told
+        return text
 
     async def scene() -> list[str]:
         return await asyncio.gather(*(ask(*each) for each in plan))
@@ -96,7 +96,7 @@ def test_every_call_ends_once_whenever_it_is_answered(plan: list[tuple[float, fl
         if answered_s is None or answered_s > deadline_s:
             assert end == "late"
         elif answered_s < deadline_s:
-            assert end == "told"
+            assert end == "in time"
 
 
 def test_events_keep_their_order_and_end_a_wait() -> None:

@@ -34,7 +34,7 @@ class Cluster:
     def __init__(self, answer: Answer, **nodes: str) -> None:
         self.answer, self.kinds, self.gpus = answer, nodes, 0
         self.learner_slots = LearnerSlots({})
-        self.options_told: list[dict[str, Any]] = []
+        self.options_given: list[dict[str, Any]] = []
         self.orders: list[ScorerOrder] = []
         self.asked: list[tuple[str, str]] = []
         self.limits_s: list[float] = []
@@ -55,7 +55,7 @@ class Cluster:
 
     def options(self, *, scheduling_strategy: Any, **resources: object) -> Any:
         assert resources["num_cpus"] == 0
-        self.options_told.append(resources)
+        self.options_given.append(resources)
         return Actors(self, bytes.fromhex(scheduling_strategy.node_id).rstrip(b"\0").decode())
 
     def get(self, call: tuple[str, str], timeout: float) -> Any:
@@ -99,9 +99,9 @@ def scorer_on(
     monkeypatch.setattr(remote_scorer.ray, "nodes", cluster.nodes)
     for name in ("remote", "get", "kill"):
         monkeypatch.setattr(remote_scorer.ray, name, getattr(cluster, name))
-    reward, told = RewardConfig(name="ocr", device=device), list[str]()  # type: ignore[arg-type]
-    nodes = ScorerNodes("head", cluster.learner_slots, told.append)
-    return RemoteScorer(nodes, reward, 600.0, 0, 1), told
+    reward, notes = RewardConfig(name="ocr", device=device), list[str]()  # type: ignore[arg-type]
+    nodes = ScorerNodes("head", cluster.learner_slots, notes.append)
+    return RemoteScorer(nodes, reward, 600.0, 0, 1), notes
 
 
 def test_a_new_node_that_cannot_load_a_reward_which_has_scored_is_left_out(
@@ -114,13 +114,13 @@ def test_a_new_node_that_cannot_load_a_reward_which_has_scored_is_left_out(
 
     monkeypatch.setattr(remote_scorer, "_LOOK_FOR_SPOT_S", 0.0)
     cluster = Cluster(answer, head="reserved")
-    scorer, told = scorer_on(monkeypatch, cluster)
+    scorer, notes = scorer_on(monkeypatch, cluster)
     scorer.ask(Score(1.0, 1))
     cluster.kinds["bad"] = "spot"
     for _ in range(3):  # it looks for a spot node each time
         assert scorer.ask(Score(1.0, 1)) == VALUES[0]
     assert cluster.asked.count(("bad", "start")) == 1
-    assert any("'bad' is left out" in each and "no weights here" in each for each in told)
+    assert any("'bad' is left out" in each and "no weights here" in each for each in notes)
     cluster.kinds["good"] = "spot"
     scorer.ask(Score(1.0, 1))
     assert cluster.asked[-1] == ("good", "ask")
@@ -201,7 +201,7 @@ def test_a_reward_on_the_learner_s_device_goes_with_the_learner(
         return {ray_id: (node, 1) for ray_id, node in rows.items() if node.name == name}
 
     cluster.learner_slots.by_node = slots_on("trains")
-    scorer, told = scorer_on(monkeypatch, cluster, "learner")
+    scorer, notes = scorer_on(monkeypatch, cluster, "learner")
     scorer._start_deadline_s = 0.05
     scorer.start()
     del cluster.kinds["trains"]  # its slots are still planned there
@@ -214,6 +214,6 @@ def test_a_reward_on_the_learner_s_device_goes_with_the_learner(
     assert scorer.ask(Score(1.0, 1)) == VALUES[0]
     moves.join()
     assert [node for node, _ in cluster.asked] == ["trains", "trains", "other", "other"]
-    assert [each["num_gpus"] for each in cluster.options_told] == [0, 0]  # Ray gives the GPU to the rank
+    assert [each["num_gpus"] for each in cluster.options_given] == [0, 0]  # Ray gives the GPU to the rank
     assert [order.gpu for order in cluster.orders] == [0 if gpus else None] * 2
-    assert ("the learner's GPU 0" in told[-1]) == bool(gpus)
+    assert ("the learner's GPU 0" in notes[-1]) == bool(gpus)

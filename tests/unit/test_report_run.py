@@ -201,14 +201,14 @@ def test_a_model_given_by_a_relative_path_is_loaded_from_anywhere(
 
 
 def test_the_audit_tells_the_digest_in_one_line(run: RunRecord) -> None:
-    told = CliRunner().invoke(app, ["audit", str(run.paths.path)])
-    digests = [line.split()[1] for line in told.output.splitlines() if line.startswith("digest")]
+    result = CliRunner().invoke(app, ["audit", str(run.paths.path)])
+    digests = [line.split()[1] for line in result.output.splitlines() if line.startswith("digest")]
     assert [len(digest) for digest in digests] == [64]
 
 
 def test_the_audit_tells_what_filled_idle_time(run: RunRecord) -> None:
-    told = CliRunner().invoke(app, ["audit", str(run.paths.path)])
-    (line,) = [line for line in told.output.splitlines() if "idle time filled by" in line]
+    result = CliRunner().invoke(app, ["audit", str(run.paths.path)])
+    (line,) = [line for line in result.output.splitlines() if "idle time filled by" in line]
     assert line.split("filled by ", 1)[1] == "training beside rollouts 20.0, next iteration's rollouts 4.5"
     as_json = CliRunner().invoke(app, ["audit", str(run.paths.path), "--json"])
     assert json.loads(as_json.output)["filled_s"] == {"training": 20.0, "next": 4.5}

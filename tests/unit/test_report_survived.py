@@ -24,7 +24,7 @@ def record(**befell: object) -> RunRecord:
 
 
 @pytest.mark.parametrize(
-    ("befell", "told"),
+    ("befell", "text"),
     [
         ({}, ""),
         ({"undone": 5, "incidents": {(Incident.NODE_JOINED, True): 4, (LOST, True): 2}}, ""),
@@ -49,8 +49,8 @@ def record(**befell: object) -> RunRecord:
         ),
     ],
 )
-def test_survived(befell: dict[str, object], told: str) -> None:
-    assert survived(record(**befell)) == told
+def test_survived(befell: dict[str, object], text: str) -> None:
+    assert survived(record(**befell)) == text
 
 
 def test_prices_are_one_or_a_range() -> None:

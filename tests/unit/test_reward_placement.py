@@ -319,8 +319,8 @@ def test_output_is_taken_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_resumed_run_may_place_its_rewards_elsewhere_but_not_weigh_them_otherwise(tmp_path: Path) -> None:
     def opened(*overrides: str) -> None:
-        told = dump_config(load_config(None, list(overrides)))
-        RunDirectory.open(tmp_path, "run", told, RESUMABLE_KEYS).close()
+        text = dump_config(load_config(None, list(overrides)))
+        RunDirectory.open(tmp_path, "run", text, RESUMABLE_KEYS).close()
 
     opened("rewards=[{name: ocr}]")
     opened("rewards=[{name: ocr, device: cpu, replicas: 3, batch_size: 2}]")

@@ -125,8 +125,8 @@ def test_the_score_trained_on_does_not_depend_on_the_batch() -> None:
 
 def test_a_service_that_repeats_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SERVICE_KEY", "sk-secret")
-    told = {"results": [{}], "errors": [{"align": "bad key sk-secret"}], "rewards": ["sk-secret"]}
-    with reward_server(lambda request, body: as_json(told)) as server:
+    body_sent = {"results": [{}], "errors": [{"align": "bad key sk-secret"}], "rewards": ["sk-secret"]}
+    with reward_server(lambda request, body: as_json(body_sent)) as server:
         keyed = {**place(server.url), "api_key_env": "SERVICE_KEY"}
         (found,) = http(IMAGES[:1], ["a"], [{}], server=keyed, reward="align")["score"]
         with pytest.raises(RewardSetupError) as error:
@@ -159,7 +159,7 @@ def test_in_the_pool_an_error_of_the_service_reaches_its_sample() -> None:
     assert all(isinstance(each, ScoredSample) for index, each in enumerate(samples) if index != 2)
 
 
-def test_a_reward_that_the_service_lacks_is_told_before_any_work() -> None:
+def test_a_reward_that_the_service_lacks_is_reported_before_any_work() -> None:
     with reward_server(brightness) as server, pytest.raises(RewardSetupError, match="'align', 'other'"):
         service_scores.check(PROMPTS, METADATA, server=place(server.url), reward="alignment")
     with reward_server(brightness) as server:
@@ -183,8 +183,8 @@ def lightest(request: BaseHTTPRequestHandler, body: Any) -> Reply:
             frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
             fps = file.streams.video[0].average_rate
         assert list(turn) == ["text"]
-        told = {"frames": len(frames), "fps": float(fps or 0), "side": frames[0].shape[0]}
-        results.append({"videoalign": {"Overall": max(map(np.mean, frames)), **told}})
+        detail = {"frames": len(frames), "fps": float(fps or 0), "side": frames[0].shape[0]}
+        results.append({"videoalign": {"Overall": max(map(np.mean, frames)), **detail}})
     return as_json({"results": results, "errors": []})
 
 

@@ -115,9 +115,9 @@ def test_reading_is_the_same_in_a_process_and_at_an_endpoint(folder: Path) -> No
     assert all(isinstance(each, float) for each in here["score"])
 
 
-def test_what_scores_is_told_with_a_digest(sure: Path) -> None:
-    told = judge_module.scored_by(model=local(sure))
-    assert told.startswith(f"{sure}@")
+def test_what_scores_is_reported_with_a_digest(sure: Path) -> None:
+    scorer = judge_module.scored_by(model=local(sure))
+    assert scorer.startswith(f"{sure}@")
     judge_module.check([], [], model=local(sure))
 
 
@@ -158,7 +158,7 @@ def test_a_network_that_breaks_is_an_error_of_each_sample(sure: Path, tmp_path: 
     assert ["not finite" in str(each) for each in found["score"]] == [True] * 4
 
 
-def test_mistakes_are_told_with_the_remedy(sure: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_with_the_remedy(sure: Path, tmp_path: Path) -> None:
     def refused(**params: Any) -> str:
         with pytest.raises(RewardSetupError) as caught:
             ocr_module.scored_by(**params)

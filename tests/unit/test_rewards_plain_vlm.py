@@ -115,7 +115,7 @@ def test_scores_equal_the_formula_on_plain_answers(
     folder = save_tiny_vlm(tmp_path / "vlm", words, seed=0)
     reward = load(name, {"model": {"path": str(folder), "device": "cpu", "batch_size": 3}})
     plain = PlainVlm(folder)
-    told = set()
+    scores = set()
     for seed in range(2):
         images = pictures(seed)
         Image.fromarray(pictures(seed + 100)[0]).save(tmp_path / f"{seed}.png")
@@ -130,5 +130,5 @@ def test_scores_equal_the_formula_on_plain_answers(
             assert isinstance(score, float)
             record_property(f"{name}/difference", abs(score - other))
             assert score == pytest.approx(other, abs=1e-5)
-            told.add(round(score, 3))
-    assert len(told) > 1  # or it would prove little
+            scores.add(round(score, 3))
+    assert len(scores) > 1  # or it would prove little

@@ -106,9 +106,9 @@ class TestCheck:
             pool.check(["a SALE"], [{}])
             (sample,) = ask(pool, "a SALE")
             assert isinstance(sample, ScoredSample)
-            told = {name: score.scored_by for name, score in sample.scores.items()}
+            scorers = {name: score.scored_by for name, score in sample.scores.items()}
             code = Path("faulty.py").read_bytes()
-            assert told == {
+            assert scorers == {
                 "gray": f"code of faulty.py@{hashlib.sha256(code).hexdigest()}",
                 "reward_of_quotes": "a reader of SALE",
             }

@@ -182,9 +182,9 @@ def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:
     assert "batch_size is 0" in refusal(clip_score, params | {"batch_size": 0})
     (tmp_path / "empty").mkdir()
     empty = str(tmp_path / "empty")
-    told = refusal(pickscore, {"model": params["model"], "processor": empty})
-    assert "pickscore reward: processor" in told
-    assert "Name yuvalkirstain/PickScore_v1" in told
+    message = refusal(pickscore, {"model": params["model"], "processor": empty})
+    assert "pickscore reward: processor" in message
+    assert "Name yuvalkirstain/PickScore_v1" in message
     assert "holds none of HPS_v2.1_compressed.safetensors, HPS_v2.1_compressed.pt. Name xswu/HPSv2" in (
         refusal(hps, {"weights": empty, "tokenizer": params["model"]})
     )
@@ -223,17 +223,17 @@ def test_a_file_downloaded_before_is_found_where_the_hub_is_not(
         find_file("org/gone", names, **about)
 
 
-def test_a_hub_that_is_away_is_told_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_is_away_is_reported_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:1")
     hub._last.clear()
     begun_s = time.monotonic()
     try:
-        told = refusal(clip_score, {"model": "org/gone"})
+        message = refusal(clip_score, {"model": "org/gone"})
     finally:
         hub._last.clear()
     assert time.monotonic() - begun_s < 10
-    assert "http://127.0.0.1:1 cannot be reached (ConnectError" in told
-    assert "not downloaded before" in told
+    assert "http://127.0.0.1:1 cannot be reached (ConnectError" in message
+    assert "not downloaded before" in message
 
 
 def test_a_hub_that_answers_is_downloaded_from() -> None:

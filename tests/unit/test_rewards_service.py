@@ -167,8 +167,8 @@ def test_the_token_guards_all_but_health(service: str) -> None:
         assert httpx2.get(service + path).status_code == 401
     assert httpx2.post(f"{service}/score", json={}).status_code == 401
     headers = {"Authorization": "Bearer secret"}
-    told = httpx2.get(f"{service}/rewards", headers=headers).json()
-    assert told == {"rewards": ["level", "jpeg_size"], "scored_by": {"level": "own level", "jpeg_size": ""}}
+    answer = httpx2.get(f"{service}/rewards", headers=headers).json()
+    assert answer == {"rewards": ["level", "jpeg_size"], "scored_by": {"level": "own level", "jpeg_size": ""}}
     post(service, {"requests": [request_of(png_base64(grays(1)[0]), "jpeg_size")]})
     metrics = httpx2.get(f"{service}/metrics", headers=headers).text
     assert 'spotlight_reward_pictures_total{reward="jpeg_size",outcome="scored"}' in metrics

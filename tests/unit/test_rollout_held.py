@@ -54,7 +54,7 @@ def test_leases_are_committed_by_their_own_count() -> None:
     st.lists(st.tuples(st.integers(0, STEPS), st.integers(0, STEPS)), min_size=1, max_size=4),
     st.integers(0, 3),
 )
-def test_no_more_is_told_than_is_safe_of_each(members: list[tuple[int, int]], taken: int) -> None:
+def test_no_more_is_reported_than_is_safe_of_each(members: list[tuple[int, int]], taken: int) -> None:
     """(step it is at, step it is believed to have begun at) of each."""
     held = Leases()
     states = [state(f"r{i}", at) for i, (at, _) in enumerate(members)]

@@ -35,13 +35,13 @@ def part(
         Group(PromptId("p"), tuple(RolloutId(f"{g}/{i}") for i in range(len(group))))
         for g, group in enumerate(groups)
     ]
-    told = {
+    trained = {
         rollout: sample
         for group, found in zip(named, groups, strict=True)
         for rollout, sample in zip(group.rollouts, found, strict=True)
     }
     factors = {RolloutId(name): factor for name, factor in (weights or {}).items()}
-    return PrepareBatch(0, tuple(named), told, (), factors, partial=True, comparisons=comparisons)
+    return PrepareBatch(0, tuple(named), trained, (), factors, partial=True, comparisons=comparisons)
 
 
 VALUES = st.lists(st.floats(-10, 10), min_size=3, max_size=6).map(scores)

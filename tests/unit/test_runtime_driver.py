@@ -26,18 +26,18 @@ def rollouts(count: int, purpose: Purpose) -> list[Rollout]:
 
 
 def driver(
-    queue: PullQueue, told: list[tuple[Phase, float, int]], max_drop_share: float | None
+    queue: PullQueue, progress: list[tuple[Phase, float, int]], max_drop_share: float | None
 ) -> InlineDriver:
     controller = SimpleNamespace(queue=queue, plan=SimpleNamespace(max_drop_share=max_drop_share))
-    observer = SimpleNamespace(work=lambda *what: told.append(what))
+    observer = SimpleNamespace(work=lambda *what: progress.append(what))
     return InlineDriver(
         cast(InlineParts, SimpleNamespace(controller=controller, observer=observer, ranks=Ranks()))
     )
 
 
 def test_work_is_counted_in_samples_over_all_leases_of_an_iteration() -> None:
-    queue, told = PullQueue(lease_s=math.inf), list[tuple[Phase, float, int]]()
-    driven = driver(queue, told, None)
+    queue, progress = PullQueue(lease_s=math.inf), list[tuple[Phase, float, int]]()
+    driven = driver(queue, progress, None)
     queue.admit("w")  # type: ignore[arg-type]
     for _iteration in range(2):
         fresh = [
@@ -54,7 +54,7 @@ def test_work_is_counted_in_samples_over_all_leases_of_an_iteration() -> None:
             for r in (*rollouts(5, Purpose.TRAIN), *rollouts(2, Purpose.EVAL))
         ]
         queue.add(fresh)
-        told.clear()
+        progress.clear()
         while queue.outstanding:
             pulled = queue.pull("w", 3, 0.0)  # type: ignore[arg-type]
             assert pulled is not None
@@ -65,13 +65,16 @@ def test_work_is_counted_in_samples_over_all_leases_of_an_iteration() -> None:
                 report(share)
             for rollout in granted:
                 queue.complete(lease.id, lease.epoch, rollout.id)
-        assert [(done, total) for phase, done, total in told if phase is Phase.ROLLOUT] == [
+        assert [(done, total) for phase, done, total in progress if phase is Phase.ROLLOUT] == [
             (1.5, 5),
             (3.0, 5),
             (4.0, 5),
             (5.0, 5),
         ]
-        assert [(done, total) for phase, done, total in told if phase is Phase.EVALUATION] == [(1, 2), (2, 2)]
+        assert [(done, total) for phase, done, total in progress if phase is Phase.EVALUATION] == [
+            (1, 2),
+            (2, 2),
+        ]
 
 
 def scoring(result: RewardBatch | Exception | None) -> _Scoring:

@@ -158,17 +158,17 @@ def test_a_line_is_said_only_where_something_was_decided() -> None:
 
 
 def test_the_head_writes_a_report_into_the_iterations_row_and_says_why() -> None:
-    told: list[str] = []
+    notes: list[str] = []
 
     class Watcher:
         def note(self, text: str) -> None:
-            told.append(text)
+            notes.append(text)
 
     head: Any = Head(Mock(observer=Watcher()))
     for _ in range(2):  # the second after a learner was lost: the same iteration again
         head._carry_out(ReportExploration(3, REPORT))
     assert head.log.take()["exploration/contrast/gain"] == 0.03
-    assert told == [report_note(REPORT)] * 2
+    assert notes == [report_note(REPORT)] * 2
     assert head.log.take() == {}
 
 

@@ -58,7 +58,7 @@ def test_a_finished_run_shows_its_summary_until_more_is_asked_of_it(tmp_path: Pa
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"samples": 3}', "[]"])
-def test_a_damaged_summary_is_told_with_what_to_do(tmp_path: Path, content: str) -> None:
+def test_a_damaged_summary_is_reported_with_what_to_do(tmp_path: Path, content: str) -> None:
     make_run(tmp_path, Ending.FINISHED)
     (tmp_path / "demo" / "summary.json").write_text(content)
     with pytest.raises(StoreError, match=r"not a summary of a run .*delete it: `spotlight train` then"):

@@ -71,7 +71,7 @@ def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
     assert note.startswith("12 of 12 held-out prompts are in data.train too")
 
 
-def test_prompts_that_an_iteration_takes_twice_are_told(tmp_path: Path) -> None:
+def test_prompts_that_an_iteration_takes_twice_are_reported(tmp_path: Path) -> None:
     (tmp_path / "three.txt").write_text("a cat\na dog\na cow")
     data = [f"data.train={tmp_path}/three.txt", "data.test=testbed", "data.tags=[]"]
     enough = load_config(None, [*data, "rollout.prompts_per_iteration=3"])
@@ -101,7 +101,7 @@ def test_held_out_prompts_are_read_without_those_to_train_on() -> None:
         load_prompts(config)
 
 
-def test_a_tag_that_no_prompt_has_is_told_with_its_key() -> None:
+def test_a_tag_that_no_prompt_has_is_reported_with_its_key() -> None:
     with pytest.raises(PromptFileError, match=r"^data\.tags: no prompt in .* has the tag 'weather'"):
         load_prompts(load_config(None, ["data.tags=[weather]"]))
 

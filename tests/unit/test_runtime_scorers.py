@@ -93,9 +93,9 @@ def test_a_run_resumed_with_another_scorer_is_refused_and_goes_on_with_the_first
         with pytest.raises(RewardSetupError, match=f"{re.escape(said)} .*Put back the weights"):
             go_on(tmp_path, other)
         assert contents(tmp_path) == before
-    go_on(tmp_path, {**first, "new": "told since"})
+    go_on(tmp_path, {**first, "new": "named since"})
     report = audit(tmp_path / "run", AuditLimits())
-    assert report.scorers == {"geneval": ("detector a",), "ocr": ("reader",), "new": ("told since",)}
+    assert report.scorers == {"geneval": ("detector a",), "ocr": ("reader",), "new": ("named since",)}
 
 
 def test_another_scorer_may_score_where_no_score_of_the_first_is_kept(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_run_of_an_older_version_takes_the_prompts_that_it_is_resumed_with(tmp
 
 
 @pytest.mark.parametrize(
-    ("settings", "error", "told"),
+    ("settings", "error", "message"),
     [
         (
             "rewards=[{name: shapes, device: cuda, replicas: 99}]",
@@ -151,10 +151,10 @@ def test_a_run_of_an_older_version_takes_the_prompts_that_it_is_resumed_with(tmp
     ],
 )
 def test_mistakes_in_rewards_are_said_before_a_model_is_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, error: type[Exception], told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, error: type[Exception], message: str
 ) -> None:
     monkeypatch.setattr("spotlight.runtime.build.components.load_family", None)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         train(load_config(None, [f"runs_dir={tmp_path}", "device=cpu", settings]), Silent())
 
 
@@ -163,11 +163,11 @@ def test_under_torchrun_a_reward_finds_the_gpu_of_its_rank_only(monkeypatch: pyt
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    told: dict[str, dict[str, str]] = {}
+    environments: dict[str, dict[str, str]] = {}
     directories = set[str]()
 
     def started(reward, deadline_s, replica, replicas, environment, directory):  # type: ignore[no-untyped-def]
-        told[reward.curve] = environment
+        environments[reward.curve] = environment
         directories.add(directory)
 
     monkeypatch.setattr(build, "RewardProcess", started)
@@ -176,7 +176,7 @@ def test_under_torchrun_a_reward_finds_the_gpu_of_its_rank_only(monkeypatch: pyt
     start = build.local_starter(config, Path("elsewhere/renamed"))
     for reward in config.rewards:
         start(reward, 1.0, 0, 1)
-    assert {curve: each["CUDA_VISIBLE_DEVICES"] for curve, each in told.items()} == {
+    assert {curve: each["CUDA_VISIBLE_DEVICES"] for curve, each in environments.items()} == {
         "shapes": "5", "ocr": "", "jpeg_size": "7",
     }  # fmt: skip
     assert directories == {str(Path.cwd() / "elsewhere" / "renamed")}

@@ -37,7 +37,7 @@ ALL = tuple(STRATEGIES)
 SKYPILOT = '{"metadata": {"gap_seconds": 600}, "data": [4, 4, 3]}'
 
 
-def told(*overrides: str, name: str = "paper-512") -> str:
+def refusal(*overrides: str, name: str = "paper-512") -> str:
     """What is said of a scenario that cannot be simulated, when it is read or prepared."""
     with pytest.raises((ConfigError, PriceError, TraceError)) as raised:
         read(name, overrides)
@@ -117,20 +117,20 @@ def test_a_base_without_a_trace_takes_the_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["[a]", "{a: b}", "null", "1"])
-def test_a_kind_of_trace_that_is_no_name_is_told(kind: str, tmp_path: Path) -> None:
+def test_a_kind_of_trace_that_is_no_name_is_reported(kind: str, tmp_path: Path) -> None:
     (tmp_path / "one.yaml").write_text(f"base: paper-512\ntrace: {{kind: {kind}}}\n")
     with pytest.raises(ConfigError, match=r"trace\.kind"):
         load_scenario(str(tmp_path / "one.yaml"))
-    assert "trace.kind" in told(f"trace={{kind: {kind}}}")
+    assert "trace.kind" in refusal(f"trace={{kind: {kind}}}")
 
 
 def test_a_public_trace_that_is_not_there_says_how_to_fetch_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPOTLIGHT_TRACES", str(tmp_path))
-    message = told(name="skypilot-v100")
+    message = refusal(name="skypilot-v100")
     assert f"curl -fL --create-dirs -o '{tmp_path}/skypilot-16-us-west-2a-v100.json' https://" in message
-    assert "Did you mean 'bamboo-p3'?" in told("trace.name=bambo-p3", name="bamboo-p3")
+    assert "Did you mean 'bamboo-p3'?" in refusal("trace.name=bambo-p3", name="bamboo-p3")
 
 
 def test_a_trace_of_the_command_line_keeps_the_scenarios_notices(tmp_path: Path) -> None:
@@ -214,9 +214,9 @@ def test_where_the_learner_may_be_on_spot_nodes() -> None:
 
 def test_no_reserved_node_is_needed_where_the_learner_is_on_spot_nodes() -> None:
     none = ("cluster.reserved.nodes=0", "strategies=[all_spot]")
-    assert "or learner.gpus" in told(*none)
+    assert "or learner.gpus" in refusal(*none)
     read("paper-512", [*none, "learner.gpus=4"])
-    assert "1 or more for spotlight" in told(
+    assert "1 or more for spotlight" in refusal(
         "cluster.reserved.nodes=0", "learner.gpus=4", "strategies=[spotlight]"
     )
 
@@ -239,7 +239,7 @@ def test_scorers_and_bytes_between_regions_cost_money() -> None:
     assert egress is not None
     # A picture; before and after each of two timesteps, and after every fifth step of 20, a latent.
     assert egress.sample_bytes == 512 * 512 * (3 + 4 + 4)
-    assert "egress.source: found 'x'" in told(
+    assert "egress.source: found 'x'" in refusal(
         "egress={to_spot_usd_gb: 0, from_spot_usd_gb: 0, bytes_s: 1, source: x}"
     )
 
@@ -283,7 +283,7 @@ def test_a_committed_rate_is_not_the_price_on_demand() -> None:
     assert prices_of(prepare(file, ALL, NOW))["on demand"].usd_gpu_h == pytest.approx(6.88)
 
 
-def test_the_price_on_demand_is_always_told() -> None:
+def test_the_price_on_demand_is_always_reported() -> None:
     prices = prices_of(prepare(load_scenario("paper-512"), ALL, NOW))
     assert prices["on demand"] == prices["reserved"]
     assert "on demand" not in prices_of(prepare(load_scenario("paper-512"), ("spotlight",), NOW))
@@ -291,7 +291,7 @@ def test_the_price_on_demand_is_always_told() -> None:
 
 def test_prices_on_demand_that_are_missing_can_be_stated() -> None:
     other = ["cluster.spot.gpu_type=H20", "cluster.spot.usd_gpu_h=1", "strategies=[all_on_demand]"]
-    message = told(*other)
+    message = refusal(*other)
     assert "no on-demand price of H20" in message
     assert "State it as cluster.spot.usd_gpu_h_on_demand" in message
     read("paper-512", [*other, "cluster.spot.usd_gpu_h_on_demand=1.5"])
@@ -377,25 +377,25 @@ def test_only_degrees_with_figures_are_ever_formed() -> None:
     ],
 )  # fmt: skip
 def test_bad_values_are_named_before_any_work(override: str, parts: tuple[str, ...]) -> None:
-    message = told(override)
+    message = refusal(override)
     for part in parts:
         assert part in message
 
 
 def test_models_larger_than_memory_are_refused() -> None:
     small = ["cluster.reserved.gpu_type=H20", "cluster.spot.gpu_type=L4", "cluster.spot.usd_gpu_h=1"]
-    assert "L4 with 24 GiB" in told(*small, "cluster.reserved.usd_gpu_h=1", "strategies=[spotlight]")
+    assert "L4 with 24 GiB" in refusal(*small, "cluster.reserved.usd_gpu_h=1", "strategies=[spotlight]")
 
 
 def test_gpus_without_figures_are_refused() -> None:
     prices = ["cluster.reserved.usd_gpu_h=1", "cluster.spot.usd_gpu_h=1"]
-    message = told(*prices, "cluster.spot.gpu_type=H200", "strategies=[spotlight]")
+    message = refusal(*prices, "cluster.spot.gpu_type=H200", "strategies=[spotlight]")
     assert "gpus.H200" in message
     assert "only for H20, H100, A100-80GB" in message
 
 
 def test_more_learner_gpus_than_samples_are_refused() -> None:
-    message = told("cluster.reserved.nodes=200")
+    message = refusal("cluster.reserved.nodes=200")
     assert "512 samples" in message
     assert "800 learner GPUs" in message
 
@@ -413,27 +413,27 @@ def test_more_learner_gpus_than_samples_are_refused() -> None:
 def test_bad_traces_are_refused(text: str, part: str, tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text(text)
-    assert part in told("trace.kind=file", f"trace.path={path}")
+    assert part in refusal("trace.kind=file", f"trace.path={path}")
 
 
 def test_prices_by_the_trace_need_prices_in_the_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("0,add,a\n3600000,remove,a\n")
-    assert "trace.use_prices" in told("trace.kind=file", f"trace.path={path}", "trace.use_prices=true")
+    assert "trace.use_prices" in refusal("trace.kind=file", f"trace.path={path}", "trace.use_prices=true")
 
 
 def test_profiles_with_missing_figures_are_refused(tmp_path: Path) -> None:
     text = files("spotlight.planning.scenarios").joinpath("profiles/qwen-image-20b.yaml").read_text()
     path = tmp_path / "mine.yaml"
     path.write_text(text.replace("prepare_s:", "prepare_secs:"))
-    message = told(f"workload.profile={path}")
+    message = refusal(f"workload.profile={path}")
     assert "prepare_s: found nothing" in message
 
 
 def test_scenarios_that_are_not_there(tmp_path: Path) -> None:
-    assert "Did you mean 'paper-512'?" in told(name="paper-51")
+    assert "Did you mean 'paper-512'?" in refusal(name="paper-51")
     (tmp_path / "loop.yaml").write_text("base: loop.yaml\n")
-    assert "at most 8 deep" in told(name=str(tmp_path / "loop.yaml"))
+    assert "at most 8 deep" in refusal(name=str(tmp_path / "loop.yaml"))
 
 
 def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
@@ -457,7 +457,7 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "parts"),
     [
         (
             "exploration.planner={seed_counts: [8, 24], step_counts: [8]}",
@@ -480,10 +480,10 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
         ),
     ],
 )
-def test_an_exploration_that_cannot_be_is_refused(override: str, told: tuple[str, ...]) -> None:
+def test_an_exploration_that_cannot_be_is_refused(override: str, parts: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as raised:
         load_scenario("paper-512", [override])
-    for words in told:
+    for words in parts:
         assert words in str(raised.value)
 
 

@@ -83,7 +83,7 @@ def test_a_second_learner_that_is_not_needed_any_more_holds_no_slot(formed: bool
     played(scene())
 
 
-def test_a_second_learner_that_does_not_start_is_told_once() -> None:
+def test_a_second_learner_that_does_not_start_is_reported_once() -> None:
     async def scene() -> None:
         world = World()
         launcher = await world.up()
@@ -99,40 +99,40 @@ def test_a_second_learner_that_does_not_start_is_told_once() -> None:
 
 def test_places_are_given_up_for_the_second_learner_that_was_asked_for_last_only() -> None:
     async def scene() -> None:
-        world, given_up, told = World(), list[str](), list[ev.Event]()
+        world, given_up, events = World(), list[str](), list[ev.Event]()
         launcher = await world.up()
         places = SimpleNamespace(second_failed=lambda: given_up.append("places"))
         rest: Any = [None] * 4
-        driver = LearnerDriver(rest[0], world.group, *rest[:3], (), told.append, world.notes.append, places)  # type: ignore[arg-type]
+        driver = LearnerDriver(rest[0], world.group, *rest[:3], (), events.append, world.notes.append, places)  # type: ignore[arg-type]
         launcher.answers["build"] = PENDING
         world.ask(driver.prepare_second(1), "first")
         await settle()
         world.ask(driver.prepare_second(2), "second")
         await settle()
-        assert told == [ev.LearnerPrepared(1, formed=False)]
+        assert events == [ev.LearnerPrepared(1, formed=False)]
         assert not given_up
         launcher.lives[-1][0].die()
         await settle()
-        assert told[1:] == [ev.LearnerPrepared(2, formed=False)]
+        assert events[1:] == [ev.LearnerPrepared(2, formed=False)]
         assert given_up == ["places"]
 
     played(scene())
 
 
-def test_a_loss_is_told_before_nodes_change_their_roles() -> None:
+def test_a_loss_is_reported_before_nodes_change_their_roles() -> None:
     """Else the controller would lease the GPUs where the learner starts next."""
 
     async def scene() -> None:
-        world, told = World(), list[object]()
+        world, order = World(), list[object]()
         await world.up()
-        places: Any = SimpleNamespace(lost=lambda: told.append("roles"))
+        places: Any = SimpleNamespace(lost=lambda: order.append("roles"))
         unused: Any = None
         driver = LearnerDriver(
-            unused, world.group, unused, unused, unused, (), told.append, world.notes.append, places
+            unused, world.group, unused, unused, unused, (), order.append, world.notes.append, places
         )
         driver._begun = True
         driver.lost("killed")
-        assert told == [ev.LearnerLost("killed"), "roles"]
+        assert order == [ev.LearnerLost("killed"), "roles"]
 
     played(scene())
 

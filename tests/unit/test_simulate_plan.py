@@ -204,18 +204,18 @@ def test_a_run_that_is_cut_off_says_so() -> None:
 def test_too_short_a_span_for_preemptions_is_warned_of(strategy: str, uptime_h: float, warned: bool) -> None:
     prep = prepared(f"trace.mean_uptime_h={uptime_h}", "trace.bursts_per_h=0", "run.until_h=300")
     _, outcome = ran(prep, strategy)
-    told = [
+    warnings = [
         line
         for note in notes_of(prep, [StrategyRuns((outcome,))], NOW)
         for line in note.lines
         if "hardly show" in line
     ]
-    assert len(told) == warned
+    assert len(warnings) == warned
     if warned:
-        assert re.search(r"hardly show: set run\.iterations=1\d\d to simulate to the target\.$", told[0])
+        assert re.search(r"hardly show: set run\.iterations=1\d\d to simulate to the target\.$", warnings[0])
 
 
-def test_uneven_ranks_are_told() -> None:
+def test_uneven_ranks_are_reported() -> None:
     _, outcome = ran_small("all_on_demand")
     assert outcome.dropped_share == pytest.approx(64 % 12 / 64)
 
@@ -224,10 +224,10 @@ def test_results_do_not_depend_on_processes() -> None:
     prep = prepared("run.iterations=2")
     tasks = [SimulationTask(prep, name) for name in ("reserved_only", "spotlight")]
     # Each process imports Spotlight again: the slowest test of this file, and the only one with processes.
-    told: list[str] = []
-    together = run_tasks(tasks, 2, lambda task: told.append(task.strategy))
+    done: list[str] = []
+    together = run_tasks(tasks, 2, lambda task: done.append(task.strategy))
     assert repr(together) == repr(tuple(map(run_task, tasks)))  # by repr, because NaN is not NaN
-    assert told == ["reserved_only", "spotlight"]
+    assert done == ["reserved_only", "spotlight"]
 
 
 # -- traces ------------------------------------------------------------------------------------------------
@@ -458,16 +458,16 @@ def test_the_front_is_what_nobody_beats() -> None:
         assert beaten == (one not in front)
 
 
-def test_what_cannot_be_simulated_is_left_out_and_told() -> None:
+def test_what_cannot_be_simulated_is_left_out_and_reported() -> None:
     file = quick(
         "plan.gpu_types=[H100,H20,L4]", "plan.reserved_nodes=[1,7]", "plan.strategies=[reserved_only]"
     )
     found = search(file, Goal(deadline_h=1000.0), NOW)
     assert {one.candidate.reserved_nodes for one in found.evaluated} == {1}
-    told = "\n".join(found.left_out)
-    assert "no on-demand price of H20" in told
-    assert "no on-demand price of L4" in told
-    assert "28 learner GPUs do not divide" in told
+    reasons = "\n".join(found.left_out)
+    assert "no on-demand price of H20" in reasons
+    assert "no on-demand price of L4" in reasons
+    assert "28 learner GPUs do not divide" in reasons
 
 
 def test_clusters_that_cannot_explore_are_not_recommended() -> None:

@@ -333,11 +333,13 @@ def test_every_part_shortens_an_iteration_that_waits_for_rollouts() -> None:
         ("pipeline-wan", "all_on_demand", True),
     ],
 )
-def test_gpus_that_cannot_hold_both_of_their_tasks_are_told(name: str, strategy: str, crowded: bool) -> None:
+def test_gpus_that_cannot_hold_both_of_their_tasks_are_reported(
+    name: str, strategy: str, crowded: bool
+) -> None:
     one = dataclasses.replace(outcome("disaggregated"), strategy=strategy)
     notes = notes_of(prepared(strategy, name=name), [StrategyRuns((one,))], NOW)
-    told = [line for note in notes if note.heading == "Mind" for line in note.lines if strategy in line]
-    assert any("would hold, for both" in line for line in told) is crowded
+    lines = [line for note in notes if note.heading == "Mind" for line in note.lines if strategy in line]
+    assert any("would hold, for both" in line for line in lines) is crowded
 
 
 def test_memory_is_that_of_the_gpus_that_train() -> None:
@@ -345,8 +347,8 @@ def test_memory_is_that_of_the_gpus_that_train() -> None:
     pools = ("cluster.reserved.gpu_type=H20", "cluster.spot.gpu_type=H100", "learner.gpus=2")
     one = dataclasses.replace(outcome("disaggregated"), strategy="all_spot")
     notes = notes_of(prepared("all_spot", *pools, name="paper-512"), [StrategyRuns((one,))], NOW)
-    (told,) = [line for note in notes for line in note.lines if "would hold, for both" in line]
-    assert "; H100 has 80." in told
+    (found,) = [line for note in notes for line in note.lines if "would hold, for both" in line]
+    assert "; H100 has 80." in found
 
 
 def test_the_table_says_what_filled_idle_time() -> None:
@@ -408,9 +410,9 @@ def test_a_plan_has_the_parts_that_pay_and_no_other() -> None:
     times = {one.candidate.strategy: one.outcome.iteration_s for one in found.evaluated}
     for part in parts:
         assert times[kept] < times[without_part(kept, part)] * (1 - GAIN_MIN)
-    (told,) = found.parts
-    assert f"{kept} pays; left off: " in told
-    assert "+tsp" in told
+    (note,) = found.parts
+    assert f"{kept} pays; left off: " in note
+    assert "+tsp" in note
 
 
 def test_parts_may_be_ruled_out() -> None:

@@ -76,9 +76,9 @@ def test_as_many_give_way_as_it_takes_and_one_that_does_not_pull_is_not_counted_
     room = Room(SMALL)
     groups = room.bring_up(dataclasses.replace(SPOT, gpus=5))
     grants = [only(room.pull(group), ef.GrantLease) for group in groups]
-    told = of(room.feed(crash(room, groups[0])), ef.AbandonLease)
-    assert len(told) == 1, "one rollout waits"
-    assert told[0].lease == grants[-1].lease.id, "the youngest previews lose least"
+    abandoned = of(room.feed(crash(room, groups[0])), ef.AbandonLease)
+    assert len(abandoned) == 1, "one rollout waits"
+    assert abandoned[0].lease == grants[-1].lease.id, "the youngest previews lose least"
     assert not of(room.wait(SMALL.cluster.answer_s / 2), ef.AbandonLease)
     later = of(room.wait(SMALL.cluster.answer_s), ef.AbandonLease)
     assert [one.lease for one in later] == [grants[-2].lease.id]

@@ -146,7 +146,7 @@ def beside(scaler: SpotScaler, steps: AsyncIterator[bool]) -> None:
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_what_is_decided_is_asked_for_and_told() -> None:
+def test_what_is_decided_is_asked_for_and_reported() -> None:
     fleet = Fleet()
     scaler = scaler_of(fleet)
 
@@ -243,7 +243,7 @@ def test_a_node_that_holds_the_learner_has_the_time_that_a_move_takes() -> None:
     assert fleet.ends == {"spot-1": 0.0, "spot-2": 7.0}
 
 
-def test_a_provider_that_fails_is_asked_again_and_told_once() -> None:
+def test_a_provider_that_fails_is_asked_again_and_reported_once() -> None:
     fleet = Fleet(fails="the API is down")
     scaler = scaler_of(fleet, wanted=3)
 
@@ -354,7 +354,7 @@ def test_a_provider_that_does_a_part_at_a_time_is_asked_again_at_once() -> None:
     assert fleet.asked_for == [(4, ())] * 3
 
 
-def test_what_is_not_given_back_at_the_end_is_told() -> None:
+def test_what_is_not_given_back_at_the_end_is_reported() -> None:
     fleet = Fleet()
     scaler = scaler_of(fleet)
 
@@ -367,7 +367,7 @@ def test_what_is_not_given_back_at_the_end_is_told() -> None:
     assert fleet.decisions == ["not all spot nodes are given back: spot-1 may still cost money"]
 
 
-def test_what_the_rest_takes_is_told_every_hour() -> None:
+def test_what_the_rest_takes_is_reported_every_hour() -> None:
     fleet = Fleet()
     scaler = scaler_of(fleet, report_s=0.2)
 

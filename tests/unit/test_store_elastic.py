@@ -1,4 +1,4 @@
-"""The account of a cluster: workers that come and go, what befell it, and how that is told."""
+"""The account of a cluster: workers that come and go, what befell it, and how that is recorded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from spotlight.store.store_errors import LedgerError
 
 T0 = 1000.0
 TOLD_S = 25
-"""Last second that a killed head told of."""
+"""Last second that a killed head recorded."""
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_a_killed_attempt_bills_nobody_beyond_when_it_was_last_seen(run: Path) -
         }
 
 
-def test_seconds_that_were_not_told_are_found(run: Path) -> None:
+def test_seconds_that_were_not_reported_are_found(run: Path) -> None:
     with SqliteLedger(run / "ledger.sqlite") as ledger:
         begin(ledger)
         ledger.start_billing({WorkerId("w"): 1.0}, T0)
@@ -219,9 +219,9 @@ def test_what_filled_idle_time_adds_up_without_what_is_undone(run: Path) -> None
         ledger.fill(2, {})
         with pytest.raises(LedgerError, match="what filled GPUs in iteration 3"):
             ledger.fill(3, {Filler.NEXT: -1.0})
-    told = {Filler.TRAINING: 1.5, Filler.NEXT: 5.5}
-    assert read_history(run).filled_s == told
-    assert audit(run, AuditLimits()).filled_s == told
+    filled = {Filler.TRAINING: 1.5, Filler.NEXT: 5.5}
+    assert read_history(run).filled_s == filled
+    assert audit(run, AuditLimits()).filled_s == filled
 
 
 def with_detail(record: Record) -> Record:
@@ -259,8 +259,10 @@ def test_every_score_has_what_gave_it_whatever_is_undone(
                 "SELECT seq, scored_by FROM scores JOIN rewards "
                 "ON rewards.rollout = scores.rollout AND name = reward WHERE name LIKE 'strict%'"
             ).fetchall()
-            told = connection.execute("SELECT COUNT(*) FROM scores WHERE scored_by IS NOT NULL").fetchone()[0]
-        assert told == len(found)
+            scored = connection.execute("SELECT COUNT(*) FROM scores WHERE scored_by IS NOT NULL").fetchone()[
+                0
+            ]
+        assert scored == len(found)
         for seq, scorer in found:
             assert scorer == models[bisect_left(ends, seq)]
         assert set(audit(run, AuditLimits()).scorers) == ({"strict"} if attempts else set())

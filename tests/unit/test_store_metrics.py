@@ -201,7 +201,7 @@ class FullSink:
 
 
 @pytest.mark.parametrize("at", ["write", "flush", "close"])
-def test_a_sink_on_a_full_disk_is_told_as_ours(tmp_path: Path, at: str) -> None:
+def test_a_sink_on_a_full_disk_is_reported_as_ours(tmp_path: Path, at: str) -> None:
     full, other = FullSink(at), FullSink("never")
 
     def write_all() -> None:
@@ -223,7 +223,7 @@ def test_closing_a_full_sink_does_not_hide_the_first_error(tmp_path: Path) -> No
         raise KeyError("the first")
 
 
-def test_tensorboard_that_cannot_be_written_is_told_as_ours(tmp_path: Path) -> None:
+def test_tensorboard_that_cannot_be_written_is_reported_as_ours(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     with pytest.raises(StoreError, match="cannot write the curves"):
         TensorBoard(RunPaths(tmp_path), resume_at=0)

@@ -176,7 +176,7 @@ def test_a_configuration_that_is_none_is_damaged_not_another(
         assert not isinstance(caught.value, OtherConfigurationError)
 
 
-def test_a_name_that_is_too_long_is_told(tmp_path: Path) -> None:
+def test_a_name_that_is_too_long_is_reported(tmp_path: Path) -> None:
     for look in (check_run_directory, RunDirectory.open):
         with pytest.raises(StoreError, match=r"has 256 bytes: expected at most 255.*shorter"):
             look(tmp_path, "a" * 256, CONFIG)

@@ -141,17 +141,17 @@ def test_other_iterations_for_seeds_of_the_same_kind_are_warned_of(value: int, w
     target = Target(value=value, source="assumed: for a test")
     named = [replace(one, strategy="spot_rollout_only", target=target) for one in alone.outcomes]
     like = StrategyRuns(tuple(named))
-    told = [line for note in notes_of(prepared(), [alone, exploring, like], NOW) for line in note.lines]
-    assert any("(reserved_only 200; spot_rollout_only 240)" in line for line in told) is warned
+    lines = [line for note in notes_of(prepared(), [alone, exploring, like], NOW) for line in note.lines]
+    assert any("(reserved_only 200; spot_rollout_only 240)" in line for line in lines) is warned
 
 
-def test_what_holds_for_some_starts_is_told_of_these() -> None:
+def test_what_holds_for_some_starts_is_reported_of_these() -> None:
     (_, one) = three_starts()
     some = StrategyRuns(
         (*one.outcomes[:2], replace(one.first, problem="cut off", target=None, target_h=math.nan))
     )
-    told = [line for note in notes_of(prepared(), [some], NOW) for line in note.lines]
-    assert "spotlight from 1 of 3 starts did not come to its end: cut off" in told
+    lines = [line for note in notes_of(prepared(), [some], NOW) for line in note.lines]
+    assert "spotlight from 1 of 3 starts did not come to its end: cut off" in lines
     assert between(hours, *some.ends_h).endswith("or more")
 
 

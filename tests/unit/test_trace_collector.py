@@ -60,7 +60,7 @@ def test_a_store_that_fails_costs_the_trace_and_no_run(tmp_path: Path, error: Ex
     assert [note.partition(":")[0] for note in notes[1:]] == ["no trace of training steps was taken"]
 
 
-def test_what_came_late_is_kept_and_what_is_missing_told(tmp_path: Path) -> None:
+def test_what_came_late_is_kept_and_what_is_missing_reported(tmp_path: Path) -> None:
     traces, notes = collector(tmp_path, StoredBlob(0, b"trace"))
     asyncio.run(traces.finish())
     assert (tmp_path / "rollout.json.gz").read_bytes() == b"trace"

@@ -34,8 +34,8 @@ def present_at(trace: Trace, time_s: float) -> int:
     return next(part.nodes for part in availability(trace) if part.start_s <= time_s < part.end_s)
 
 
-def events(*told: tuple[float, TraceEventKind, str]) -> tuple[TraceEvent, ...]:
-    return tuple(TraceEvent(time_s, kind, node, 2) for time_s, kind, node in told)
+def events(*rows: tuple[float, TraceEventKind, str]) -> tuple[TraceEvent, ...]:
+    return tuple(TraceEvent(time_s, kind, node, 2) for time_s, kind, node in rows)
 
 
 @given(specs)

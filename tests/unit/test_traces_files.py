@@ -1,4 +1,4 @@
-"""Trace files of every form are read exactly, or the bad line is told by its number."""
+"""Trace files of every form are read exactly, or the bad line is named by its number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ADD, NOTICE, REMOVE = TraceEventKind.ADD, TraceEventKind.NOTICE, TraceEventKind.
 REAL = Path(os.environ.get("SPOTLIGHT_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
 
 
-def told(text: str) -> str:
+def refusal(text: str) -> str:
     with pytest.raises(TraceError) as raised:
         parse_trace(text, "trace")
     return str(raised.value)
@@ -76,11 +76,11 @@ def test_skypilots_counts_come_back(counts: list[int]) -> None:
     ],
 )
 def test_bad_bamboo_lines(text: str, said: str) -> None:
-    assert said in told(text)
+    assert said in refusal(text)
 
 
-def test_every_bad_line_is_told_up_to_ten() -> None:
-    message = told("x,add,a\n" * 12)
+def test_every_bad_line_is_reported_up_to_ten() -> None:
+    message = refusal("x,add,a\n" * 12)
     assert "trace:10" in message
     assert "... and 2 more" in message
 
@@ -103,7 +103,7 @@ def test_every_bad_line_is_told_up_to_ten() -> None:
     ],
 )
 def test_bad_skypilot_files(text: str, said: str) -> None:
-    assert said in told(text)
+    assert said in refusal(text)
 
 
 HEAD = '{"format": "spotlight-trace", "version": 1, "horizon_s": 10}\n'
@@ -136,7 +136,7 @@ HEAD = '{"format": "spotlight-trace", "version": 1, "horizon_s": 10}\n'
     ],
 )
 def test_bad_canonical_files(text: str, said: str) -> None:
-    assert said in told(text)
+    assert said in refusal(text)
 
 
 def test_an_impossible_trace_cannot_be_made() -> None:

@@ -56,9 +56,9 @@ def asked(run: Path, *, prompt: str = HOSTILE, asks_name: bool = False) -> Ballo
 
 def cast(client: TestClient, ballot: Ballot | str, vote: object = None, **headers: str) -> tuple[int, str]:
     name = ballot if isinstance(ballot, str) else ballot.id
-    told = {"Content-Type": "application/json", **headers}
+    sent = {"Content-Type": "application/json", **headers}
     content = json.dumps({"ranking": []} if vote is None else vote)
-    answer = client.post(f"/api/runs/run/ballots/{name}", content=content, headers=told)
+    answer = client.post(f"/api/runs/run/ballots/{name}", content=content, headers=sent)
     return answer.status_code, answer.text
 
 

@@ -185,7 +185,7 @@ def test_modules_are_counted_on_both_sides() -> None:
         pack(1, 0, contents(learnt()), 0)
 
 
-def test_what_cannot_be_packed_is_told() -> None:
+def test_what_cannot_be_packed_is_reported() -> None:
     with pytest.raises(WeightsError, match="slot 'policy' of version 1 has 0 tensors"):
         pack(1, 0, {"policy": {}}, 1)
     with pytest.raises(WeightsError, match=r"is torch\.complex64; expected one of"):

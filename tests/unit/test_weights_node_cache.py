@@ -223,7 +223,7 @@ def test_no_space_is_a_clear_error_and_leaves_nothing_behind(tmp_path: Path) -> 
 
 
 @pytest.mark.slow  # another cause of the error above, in a process with torch
-def test_full_shared_memory_is_told_with_what_is_free(tmp_path: Path) -> None:
+def test_full_shared_memory_is_reported_with_what_is_free(tmp_path: Path) -> None:
     mount = shutil.which("mount")
     target = tmp_path / "shm"
     target.mkdir()

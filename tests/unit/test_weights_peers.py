@@ -178,7 +178,7 @@ def test_a_dead_or_silent_peer_is_lost(home: Path, tmp_path: Path) -> None:
         (struct.pack("<I", 900) + b"{}", "is gone"),
     ],
 )
-def test_a_stranger_at_the_socket_is_told_as_such(tmp_path: Path, answer: bytes, says: str) -> None:
+def test_a_stranger_at_the_socket_is_reported_as_such(tmp_path: Path, answer: bytes, says: str) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.bind(str(tmp_path / "s.sock"))
         stranger.listen()
@@ -266,7 +266,7 @@ def test_a_change_that_failed_is_lent_by_nobody_unless_nothing_was_written() -> 
     assert served.digest == "v3"
 
 
-def test_what_cannot_be_lent_is_told(home: Path) -> None:
+def test_what_cannot_be_lent_is_reported(home: Path) -> None:
     with pytest.raises(WeightsError, match="found 0 tensors of 1 modules on no device"):
         ServedWeights({}, 1, "d")
     with pytest.raises(WeightsError, match="found 1 tensors of 0 modules"):

@@ -50,18 +50,18 @@ class PlainVlm:
             self.end, *self.spelled("\n"), self.id_of("<|im_start|>"), *self.spelled("assistant\n"),
         ]  # fmt: skip
         written: list[int] = []
-        told: list[torch.Tensor] = []
+        log_probs: list[torch.Tensor] = []
         for _ in range(tokens_max):
             tokens = torch.tensor([ids + written])
             logits = self.model(
                 input_ids=tokens, pixel_values=pixels, use_cache=False,
                 image_grid_thw=torch.tensor(grids), mm_token_type_ids=(tokens == pad).int(),
             ).logits[0, -1]  # fmt: skip
-            told.append(logits.double().log_softmax(-1))
+            log_probs.append(logits.double().log_softmax(-1))
             if (token := int(logits.argmax())) == self.end:
                 break
             written.append(token)
-        return self.tokenizer.decode(written), told
+        return self.tokenizer.decode(written), log_probs
 
     def spelled(self, text: str) -> list[int]:
         """Words the model answers with are one token, all else is bytes."""
@@ -69,13 +69,13 @@ class PlainVlm:
 
     def serve(self, request: Any, body: Any) -> Reply:
         """As vLLM does: a completion with the first token's candidates."""
-        text, told = self.ask([picture_in(body)], question_in(body), body["max_tokens"])
-        top = told[0].topk(body.get("top_logprobs", 1))
+        text, log_probs = self.ask([picture_in(body)], question_in(body), body["max_tokens"])
+        top = log_probs[0].topk(body.get("top_logprobs", 1))
         candidates = {
             self.tokenizer.decode([token]): value
             for token, value in zip(top.indices.tolist(), top.values.tolist(), strict=True)
         }
-        cut_off = len(told) == body["max_tokens"] and int(told[-1].argmax()) != self.end
+        cut_off = len(log_probs) == body["max_tokens"] and int(log_probs[-1].argmax()) != self.end
         return completion(text, top=candidates, finish="length" if cut_off else "stop")
 
 
