@@ -18,8 +18,8 @@ and dollars of a simulated cluster (the production controller in virtual time, w
 profile, all forwards of an algorithm's loss, and spot slots that come and go). CPU seconds are those of the
 process and its rewards, without evaluations, by the case's fastest run. Exploration in idle time is emulated
 in one process: its CPU seconds hold the previews, which on the cluster fill time that is paid for. Gains are
-ratios to the baseline with bootstrapped 90 % intervals; the file also has those that hold for all cases at
-once.
+ratios to the baseline with two bootstrapped 90 % intervals: of the case alone, and one that holds for all
+that ``--case`` may name at once. ``figures`` in the JSON file are those that the last command printed.
 
 Extra arguments are overrides of all runs.
 """
@@ -307,7 +307,7 @@ def figures_of(
         },
         "gains": {
             name: {"target": target_of(target, [*runs[kind][BASELINE].values()])} | {
-                case: gains(target, runs[kind][BASELINE], those, len(trees) - 1)
+                case: gains(target, runs[kind][BASELINE], those, len(CASES) - 1)
                 for case, those in runs[kind].items()
             }
             for name, kind, target in targets
@@ -330,14 +330,20 @@ def shown(figures: Tree) -> Iterator[tuple[str, list[Tree]]]:
         for case in rates:
             cells = {axis: _text(each) for axis, each in found[case].items()}
             rows.append({"case": case} | cells)
-        yield f"cost of {name} ({found['target']:.3f}), and how many times less (90 %)", rows
+        yield (
+            f"cost of {name} ({found['target']:.3f}), and how many times less (90 %; of all cases at once)",
+            rows,
+        )
 
 
 def _text(gain: Tree) -> str:
     if gain["cost"] is None:
         return "not reached"
-    value, low, high = ("?" if gain[key] is None else f"{gain[key]:.2f}" for key in ("ratio", "low", "high"))
-    return f"{gain['cost']:.4g} ({value}: {low}-{high})"
+    keys = ("ratio", "low", "high", "low_all", "high_all")
+    if all(gain[key] == 1.0 for key in keys):  # the baseline itself
+        return f"{gain['cost']:.4g}"
+    value, *ends = ("?" if gain[key] is None else f"{gain[key]:.2f}" for key in keys)
+    return f"{gain['cost']:.4g} ({value}: {ends[0]}-{ends[1]}; {ends[2]}-{ends[3]})"
 
 
 # -- the program -------------------------------------------------------------------------------------------

@@ -64,17 +64,17 @@ def assert_gradient(
     np.testing.assert_allclose(found, expected, rtol=2e-3, atol=1e-3 * abs(expected).max())
 
 
-def finals(policy: TinyPolicy) -> TrainBatch:
-    """Two groups of three final latents, each with draws of its own."""
-    advantages = torch.tensor(ADVANTAGES, dtype=torch.float32)
+def finals(policy: TinyPolicy, size: int = 3) -> TrainBatch:
+    """Six final latents in groups of ``size``, each group with draws of its own."""
+    advantages, count = torch.tensor(ADVANTAGES, dtype=torch.float32), 6 // size
     groups = GroupRows(
-        group=torch.tensor([0, 0, 0, 1, 1, 1]),
-        member=torch.tensor([0, 1, 2] * 2),
-        advantages=advantages.view(2, 3),
-        present=torch.ones(2, 3, dtype=torch.bool),
+        group=torch.arange(count).repeat_interleave(size),
+        member=torch.arange(size).repeat(count),
+        advantages=advantages.view(count, size),
+        present=torch.ones(count, size, dtype=torch.bool),
         over_ranks=lambda table: table,
     )
-    seeds = (100,) * 3 + (200,) * 3
+    seeds = tuple(100 * (row // size + 1) for row in range(6))
     return replace(rollout(policy, ODE()), advantages=advantages, groups=groups, seeds=seeds)
 
 
@@ -144,14 +144,23 @@ def test_several_timesteps_in_a_pass_compare_each_one_alone() -> None:
         torch.testing.assert_close(together, torch.cat(single), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["extremes", "ranks"])
-def test_diffusion_dpo_is_the_papers_pairwise_loss(kind: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "size", "chosen"),
+    [
+        ("extremes", 3, [(0, 1), (3, 5)]),
+        ("ranks", 3, [(0, 1), (3, 5)]),
+        ("extremes", 6, [(3, 5)]),
+        ("ranks", 6, [(3, 5), (0, 1), (2, 4)]),
+    ],
+)
+def test_diffusion_dpo_is_the_papers_pairwise_loss(
+    kind: Any, size: int, chosen: list[tuple[int, int]]
+) -> None:
     policy = moved()
-    batch = finals(policy)
+    batch = finals(policy, size)
     at = noised(batch, 0, 1, "uniform")
     d = errors(policy, batch, at)
     reference = d(array(policy.weights["reference"]))
-    chosen = [(0, 1), (3, 5)]  # in groups of three, ranks have the same pairs as extremes
 
     def mean_loss(w: Array) -> float:
         behind = d(w) - reference
