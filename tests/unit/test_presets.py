@@ -54,10 +54,17 @@ def test_the_users_settings_win(tmp_path: Path) -> None:
     assert read_config(dump_config(config), "a dump") == config
 
 
-def test_another_algorithm_starts_from_its_own_defaults() -> None:
+def test_another_algorithm_starts_from_its_own_defaults_but_for_what_it_does_with_groups() -> None:
     config = load_config(None, ["like=flow_grpo-sd3", "algorithm.name=grpo-guard"])
     assert config.algorithm.model_dump()["clip_range"] == 2e-6
+    assert config.algorithm.silent_groups == "skip"
     assert config.rollout.true_cfg_scale == 4.5
+    config = load_config(
+        None, ["like=dance-flux", "algorithm.name=grpo-guard", "algorithm.advantage.clip=4.0"]
+    )
+    advantage = {"std": "group", "ddof": 1, "epsilon": 1e-8, "clip": 4.0}
+    assert config.algorithm.advantage.model_dump().items() >= advantage.items()
+    assert config.algorithm.model_dump()["train_timesteps"] is None
 
 
 def test_an_unknown_preset_is_named_with_those_there_are() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spotlight.config.errors import ConfigError, Problem
+from spotlight.config.sections.algorithm import KEYS_OF_GROUPS
 from spotlight.config.tree import merge, read_tree
 
 _DIRECTORY = Path(__file__).with_name("presets")
@@ -50,12 +51,16 @@ def load_preset(name: object) -> Preset:
 
 
 def with_preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``tree`` on top of the preset it names, if any; with another algorithm, without the preset's."""
+    """``tree`` on top of the preset it names, if any.
+
+    With another algorithm only :data:`KEYS_OF_GROUPS` stay of the preset's.
+    """
     if (name := tree.get("like")) is None:
         return tree
     settings = dict(load_preset(name).settings)
     chosen = tree.get("algorithm")
     other = chosen.get("name") if isinstance(chosen, Mapping) else None
-    if other not in (None, settings["algorithm"]["name"]):
-        del settings["algorithm"]
+    theirs = settings["algorithm"]
+    if other not in (None, theirs["name"]):
+        settings["algorithm"] = {key: theirs[key] for key in KEYS_OF_GROUPS if key in theirs}
     return merge(settings, tree)
