@@ -90,7 +90,7 @@ class AlgorithmSection(Section):
     train_policy: TrainPolicy = "max_variance"
     """Which: the subset with the largest variance of rewards, ``top_and_bottom`` halves, those ``farthest``
     from the group's mean (largest ``|advantage|``), or ``random`` ones, the control. All but these rank by
-    the total reward. Unused without ``train_samples``.
+    the total reward. Needs ``train_samples``.
     """
     silent_groups: SilentGroups = "train"
     """Groups whose chosen rewards are all equal, so whose advantages are 0: ``train`` them, ``skip`` them
@@ -230,6 +230,12 @@ class AlgorithmSection(Section):
                     "algorithm.advantage.over", "'generated'", "'trained' without algorithm.train_samples",
                     "All samples are trained, so both are the same: leave it out, or set "
                     "algorithm.train_samples.",
+                )  # fmt: skip
+            if self.train_policy != "max_variance":
+                yield Problem(
+                    "algorithm.train_policy", repr(self.train_policy),
+                    "nothing without algorithm.train_samples",
+                    "All samples are trained: leave it out, or set algorithm.train_samples.",
                 )  # fmt: skip
             return
         if chosen > group:

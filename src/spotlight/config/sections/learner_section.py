@@ -162,6 +162,13 @@ class LearnerConfig(Section):
             trained = rollout.prompts_per_iteration * (run.algorithm.train_samples or rollout.group_size)
             per_iteration = trained / (self.schedule_samples or trained)
             yield from self._decay_problems(run.iterations, self.decay_iterations, per_iteration)
+        scheduled = self.warmup_steps or self.decay_iterations is not None or run.algorithm.uses_old_policy
+        if self.schedule_samples is not None and not scheduled:
+            yield Problem(
+                "learner.schedule_samples", str(self.schedule_samples), "nothing where nothing is scheduled",
+                "It counts learner.warmup_steps, learner.decay_iterations and an old policy's decay: set "
+                "one, or leave it out.",
+            )  # fmt: skip
         if self.keep_gathered is True and (run.fleet.driver == "ray" or self.shard == "none"):
             reason = "learner.shard=none" if self.shard == "none" else "fleet.driver=ray"
             yield Problem(

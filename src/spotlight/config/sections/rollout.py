@@ -91,6 +91,15 @@ class RolloutConfig(Section):
                 f"'rollout' with rollout.sde_window.kind={self.sde_window.kind}",
                 "Only random windows are drawn: leave it out, or set rollout.sde_window.kind=random.",
             )  # fmt: skip
+        for key in ("every", "decay"):
+            value, default = getattr(self.sde_window, key), SdeWindowConfig.model_fields[key].default
+            if self.sde_window.kind != "sliding" and value != default:
+                yield Problem(
+                    f"rollout.sde_window.{key}", f"{value:g}",
+                    f"nothing with rollout.sde_window.kind={self.sde_window.kind}",
+                    "Only sliding windows move by iteration: leave it out, or set "
+                    "rollout.sde_window.kind=sliding.",
+                )  # fmt: skip
         yield from self._sharing_problems(run)
         name = run.algorithm.name
         if not run.algorithm.learns_from_clean_samples:
