@@ -15,7 +15,7 @@ from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
 from spotlight.scheduler.exploration.fidelity import Fidelity, Trust
-from spotlight.scheduler.exploration.planner import FixedArm, Lesson, Outlook, Planner
+from spotlight.scheduler.exploration.planner import ArmOutcome, FixedArm, PlanContext, Planner
 
 GRID = arm_grid((16, 32), (4, 8))
 COSTS = PreviewCostsConfig(step_s=1.0, fixed_s=1.0, reward_s=2.0)
@@ -26,8 +26,8 @@ def planner(threshold: float | None = None, *, limited: bool = True, caution: fl
     return Planner(DiscountedUCB(GRID, alpha=0.5), Forecast(COSTS, caution), Trust(threshold), limited)
 
 
-def outlook(iteration: int = 1, workers: int = WORKERS) -> Outlook:
-    return Outlook(iteration, PROMPTS, workers)
+def context(iteration: int = 1, workers: int = WORKERS) -> PlanContext:
+    return PlanContext(iteration, PROMPTS, workers)
 
 
 def window(arm: Arm, open_s: float, share: float = 1.0) -> WindowSeen:
@@ -44,26 +44,26 @@ def brought(gain: float, random_contrast: float = 1.0) -> Contrast:
     return Contrast(4, random_contrast + gain, random_contrast)
 
 
-def lesson(arm: Arm | None, contrast: Contrast | None, fidelity: Fidelity | None = None) -> Lesson:
+def outcome(arm: Arm | None, contrast: Contrast | None, fidelity: Fidelity | None = None) -> ArmOutcome:
     """Of previews that chose every group."""
-    return Lesson(arm, contrast, fidelity, PROMPTS, PROMPTS)
+    return ArmOutcome(arm, contrast, fidelity, PROMPTS, PROMPTS)
 
 
 def test_only_arms_that_fit_are_taken() -> None:
     plan = planner(caution=0.0)
-    first = plan.decide(outlook())
+    first = plan.decide(context())
     assert (first.arm, first.metrics["capacity"]["cautious_s"]) == (Arm(16, 4), None)  # type: ignore[index]
     # 16x8 takes 4 * 16 * 9 = 576 worker-seconds, 32x4 takes 640; 8 workers deliver 600 in 2 + 75 s.
     plan.forecast.observe(WindowSeen(Arm(16, 4), 77.0, 77.0, WORKERS, 120))
     fits = {name for name, one in arms_of(plan).items() if one["fits"]}
     assert fits == {"16x4", "16x8"}
     assert all(one["fits"] for one in arms_of(plan, 2 * WORKERS).values())
-    lost = plan.decide(outlook(workers=0))
+    lost = plan.decide(context(workers=0))
     assert (lost.arm, "no arm fits" in lost.why) == (Arm(16, 4), True)
 
 
 def arms_of(plan: Planner, workers: int = WORKERS) -> dict[str, dict[str, Any]]:
-    found = plan.decide(outlook(workers=workers)).metrics["arms"]
+    found = plan.decide(context(workers=workers)).metrics["arms"]
     assert isinstance(found, dict)
     return found
 
@@ -97,11 +97,11 @@ def test_realised_gain_decides_and_prompts_do_not() -> None:
     worth = {Arm(16, 4): 0.1, Arm(16, 8): 0.3, Arm(32, 4): 0.2, Arm(32, 8): 0.9}
     taken = []
     for turn in range(60):
-        arm = plan.decide(outlook(turn)).arm
+        arm = plan.decide(context(turn)).arm
         assert arm is not None
         noise = source.gauss(0, 0.1)
         prompts = 0.5 if arm == Arm(32, 8) else source.uniform(2, 5)
-        plan.learn(lesson(arm, brought(worth[arm] + noise, prompts)))
+        plan.learn(outcome(arm, brought(worth[arm] + noise, prompts)))
         taken.append(arm)
     assert taken[-30:].count(Arm(32, 8)) > 20
 
@@ -109,12 +109,12 @@ def test_realised_gain_decides_and_prompts_do_not() -> None:
 def test_an_arm_is_judged_by_all_prompts_it_was_to_explore() -> None:
     """Neither tried again and again because nothing was learnt, nor judged by the prompts it served alone."""
     plan = planner(limited=False)
-    first = plan.decide(outlook()).arm
+    first = plan.decide(context()).arm
     assert first is not None
-    plan.learn(Lesson(first, None, None, chosen=0, prompts=PROMPTS))
-    assert plan.decide(outlook()).arm != first
+    plan.learn(ArmOutcome(first, None, None, chosen=0, prompts=PROMPTS))
+    assert plan.decide(context()).arm != first
     for arm, chosen in ((Arm(16, 8), 4), (Arm(32, 8), 1)):
-        plan.learn(Lesson(arm, brought(0.5), None, chosen, PROMPTS))
+        plan.learn(ArmOutcome(arm, brought(0.5), None, chosen, PROMPTS))
     found = arms_of(plan)
     assert found["16x8"]["mean"] == pytest.approx(4 * found["32x8"]["mean"])
 
@@ -122,32 +122,32 @@ def test_an_arm_is_judged_by_all_prompts_it_was_to_explore() -> None:
 def test_bad_ranking_costs_steps_and_at_last_exploration() -> None:
     plan = planner(0.4, limited=False)
     for _ in range(2):
-        plan.learn(lesson(Arm(16, 4), brought(0.1), fidelity(0.1)))
-    found = plan.decide(outlook())
+        plan.learn(outcome(Arm(16, 4), brought(0.1), fidelity(0.1)))
+    found = plan.decide(context())
     assert found.arm is not None
     assert found.arm.steps == 8
     assert not arms_of(plan)["32x4"]["trusted"]
     for _ in range(2):
-        plan.learn(lesson(Arm(16, 8), brought(0.1), fidelity(0.2)))
-    found = plan.decide(outlook())
+        plan.learn(outcome(Arm(16, 8), brought(0.1), fidelity(0.2)))
+    found = plan.decide(context())
     assert (found.arm, found.metrics["chosen"]) == (None, None)
     assert "random seeds" in found.why
     waited = 0
-    while plan.decide(outlook()).arm is None:
-        plan.learn(lesson(None, None))
+    while plan.decide(context()).arm is None:
+        plan.learn(outcome(None, None))
         waited += 1
     assert 0 < waited < 20, "it is tried again"
 
 
 def test_a_fixed_arm_is_left_out_while_it_ranks_badly() -> None:
     fixed = FixedArm(Arm(16, 4), Trust(0.4))
-    assert fixed.decide(outlook()).arm == Arm(16, 4)
+    assert fixed.decide(context()).arm == Arm(16, 4)
     for _ in range(2):
-        fixed.learn(lesson(Arm(16, 4), None, fidelity(0.0)))
-    assert fixed.decide(outlook()).arm is None
+        fixed.learn(outcome(Arm(16, 4), None, fidelity(0.0)))
+    assert fixed.decide(context()).arm is None
     again = FixedArm(Arm(16, 4), Trust(0.4))
     again.load(json.loads(json.dumps(fixed.snapshot())))
-    assert again.decide(outlook()) == fixed.decide(outlook())
+    assert again.decide(context()) == fixed.decide(context())
 
 
 @given(seed=st.integers(0, 200), cut=st.integers(0, 25))
@@ -159,13 +159,13 @@ def test_a_restored_planner_decides_as_the_old_one(seed: int, cut: int) -> None:
             state = json.loads(json.dumps(resumed.snapshot()))
             resumed = planner(0.3)
             resumed.load(state)
-        one, other = (plan.decide(outlook(turn)) for plan in (straight, resumed))
+        one, other = (plan.decide(context(turn)) for plan in (straight, resumed))
         assert one == other
         json.dumps(one.metrics, allow_nan=False)
         seen = WindowSeen(
             one.arm or GRID[0], source.uniform(40, 300), 40.0, source.randrange(9), source.randrange(64)
         )
-        result = lesson(
+        result = outcome(
             one.arm, brought(source.gauss(0.3, 0.3), source.random()), fidelity(source.uniform(-0.2, 1))
         )
         for plan in (straight, resumed):
@@ -175,12 +175,12 @@ def test_a_restored_planner_decides_as_the_old_one(seed: int, cut: int) -> None:
 
 def test_a_planner_resumes_with_another_grid() -> None:
     old = planner(limited=False)
-    awaited = old.decide(outlook()).arm
+    awaited = old.decide(context()).arm
     assert awaited is not None
     left = [arm for arm in GRID if arm != awaited]
     new = Planner(DiscountedUCB(left, alpha=0.5), Forecast(COSTS, 1.0), Trust(None), limited=False)
     new.load(json.loads(json.dumps(old.snapshot())))
-    assert new.decide(outlook(2)).arm in left
+    assert new.decide(context(2)).arm in left
 
 
 def test_a_broken_snapshot_is_refused() -> None:

@@ -17,7 +17,7 @@ from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.exploration.budget import Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
 from spotlight.scheduler.exploration.fidelity import Trust
-from spotlight.scheduler.exploration.planner import Lesson, Outlook, Planner
+from spotlight.scheduler.exploration.planner import ArmOutcome, PlanContext, Planner
 
 GRID = arm_grid((16, 32, 64), (5, 10))
 PROMPTS, GROUP, WORKERS, STEPS = 4, 8, 8, 10
@@ -54,14 +54,14 @@ class World:
         return (1 + (self.worth[arm] if arm else 0.0)) / self.seconds(arm)
 
     def play(self, plan: Planner, turn: int) -> Arm | None:
-        arm = plan.decide(Outlook(turn, PROMPTS, WORKERS)).arm
+        arm = plan.decide(PlanContext(turn, PROMPTS, WORKERS)).arm
         if arm is not None:
             opens_s = self.window_s(arm)
             plan.observe(WindowSeen(arm, opens_s, opens_s, WORKERS, PROMPTS * arm.seeds_per_prompt))
-        plan.rested(arm, self.seconds(arm) - (self.window_s(arm) if arm else 0.0))
+        plan.learn_rest(arm, self.seconds(arm) - (self.window_s(arm) if arm else 0.0))
         gain = self.worth[arm] + self.source.gauss(0, 0.05) if arm else 0.0
         found = Contrast(PROMPTS, 1 + gain, 1.0)
-        plan.learn(Lesson(arm, found if arm else None, None, PROMPTS, PROMPTS))
+        plan.learn(ArmOutcome(arm, found if arm else None, None, PROMPTS, PROMPTS))
         return arm
 
 
@@ -108,8 +108,8 @@ def test_seconds_of_what_was_not_played_follow_from_what_was(rest_s: float, keep
     opens_s = world.window_s(played)
     seen = WindowSeen(played, opens_s, opens_s, WORKERS, PROMPTS * 32)
     seconds.forecast.observe(seen)
-    seconds.windowed(seen)
-    seconds.rested(played, world.seconds(played) - opens_s)
+    seconds.learn_window(seen)
+    seconds.learn_rest(played, world.seconds(played) - opens_s)
     for arm in (None, *GRID):
         assert seconds.of(arm, PROMPTS, WORKERS) == pytest.approx(world.seconds(arm))
     again = seconds_of(keeps)
@@ -125,8 +125,8 @@ def test_a_window_that_opens_before_there_are_workers_tells_no_seconds() -> None
         seen = WindowSeen(arm, opens_s, opens_s, workers, PROMPTS * arm.seeds_per_prompt)
         assert seconds.of(None, PROMPTS, WORKERS) is None
         seconds.forecast.observe(seen)
-        seconds.windowed(seen)
-        seconds.rested(arm, world.seconds(arm) - world.window_s(arm))
+        seconds.learn_window(seen)
+        seconds.learn_rest(arm, world.seconds(arm) - world.window_s(arm))
     for each in (None, first, second):
         assert seconds.of(each, PROMPTS, WORKERS) == pytest.approx(world.seconds(each))
 
@@ -137,7 +137,7 @@ def test_decisions_and_seconds_survive_a_restart() -> None:
         world.play(plan, turn)
     again = planner()
     again.load(json.loads(json.dumps(plan.snapshot())))
-    assert again.decide(Outlook(12, PROMPTS, WORKERS)) == plan.decide(Outlook(12, PROMPTS, WORKERS))
+    assert again.decide(PlanContext(12, PROMPTS, WORKERS)) == plan.decide(PlanContext(12, PROMPTS, WORKERS))
     older = {name: value for name, value in plan.snapshot().items() if name != "seconds"}
     planner().load(json.loads(json.dumps(older)))
 

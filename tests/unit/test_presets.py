@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -19,11 +20,17 @@ from spotlight.config.load import (
     with_new_keys,
 )
 from spotlight.config.preset import load_preset, preset_names
+from spotlight.config.schema import RunConfig
 from spotlight.dry_run.run_plan import make_plan
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [f"data.{name}={ROOT}/examples/prompts/ocr_{name}.txt" for name in ("train", "test")]
 PAGE = (ROOT / "docs/howto/coming-from.md").read_text()
+MODELS = {
+    "Qwen/Qwen-Image": "Qwen-Image",
+    "black-forest-labs/FLUX.1-dev": "FLUX.1-dev",
+    "stabilityai/stable-diffusion-3.5-medium": "SD3.5-M",
+}
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -39,6 +46,71 @@ def test_a_preset_plans_and_is_described(name: str) -> None:
     changed = changed_keys(config)
     for section, settings in preset.settings.items():
         assert any(key == section or key.startswith(f"{section}.") for key in changed), (section, settings)
+
+
+def number(value: float) -> str:
+    """As the page writes it: .04, 1e-4, 4.5."""
+    if 0 < value < 1e-2:
+        return f"{value:.0e}".replace("e-0", "e-")
+    return f"{value:g}".removeprefix("0") or "0"
+
+
+def trained_steps(config: RunConfig) -> str:
+    window, stochastic = config.rollout.sde_window, config.rollout.steps - 1  # the last step is ODE
+    trained = config.algorithm.train_timesteps
+    if window.kind == "sliding":
+        return f"{window.size} steps, sliding"
+    if window.kind == "random":
+        assert window.high is not None
+        steps = f"steps {window.low} to {window.high - 1}"
+        return steps if window.size == window.high - window.low else f"{window.size} of {steps}"
+    return f"{trained} of {stochastic} steps" if trained else f"{stochastic} steps"
+
+
+def cells(config: RunConfig) -> list[str]:
+    """What the page's table says of a preset's settings."""
+    algorithm, rollout, learner = config.algorithm.model_dump(), config.rollout, config.learner
+    if rollout.sampler == "ode":
+        beta = f"beta {number(algorithm['beta'])}, " if "beta" in algorithm else ""
+        trained = f"{beta}{algorithm['train_timesteps']} levels"
+        kl = number(algorithm["reference_weight"])
+    else:
+        sampler = "" if rollout.sampler == "flow-sde" else f"`{rollout.sampler}` "
+        trained = f"{sampler}noise {number(rollout.noise_level)}, {trained_steps(config)}"
+        kl = f"{number(algorithm['kl_weight'])}, {number(algorithm['clip_range'])}"
+    assert rollout.height == rollout.width
+    guidance = rollout.embedded_guidance or rollout.true_cfg_scale
+    guided = "no guidance" if guidance == 1 else f"guidance {number(guidance)}"
+    weights = "all" if learner.mode == "full" else f"LoRA {learner.lora.rank}"
+    average = f", {number(learner.ema.cap)} every {learner.ema.every}" if learner.ema else ""
+    advantage = config.algorithm.advantage
+    divided = [
+        "group" if advantage.std == "group" else "batch",
+        "unbiased" if advantage.ddof else "population",
+        *(["each reward"] if advantage.combine == "normalise_each" else []),
+    ]
+    return [
+        f"`{algorithm['name']}`, {trained}",
+        f"{MODELS[config.model.path]}, {rollout.height}, {rollout.steps}, {guided}",
+        f"{weights}, {number(learner.learning_rate)}{average}",
+        f"{rollout.prompts_per_iteration} x {rollout.group_size}, {learner.updates_per_batch}",
+        " + ".join(
+            f"{'' if reward.weight == 1 else number(reward.weight) + ' '}`{reward.name}`"
+            for reward in config.rewards
+        ),
+        kl,
+        ", ".join(divided),
+    ]
+
+
+def test_the_pages_table_says_what_the_presets_set() -> None:
+    table = PAGE.partition("| `like` |")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    assert sorted(row[0].strip("`") for row in rows) == preset_names()
+    for name, source, *found in rows:
+        preset = load_preset(name.strip("`"))
+        assert re.findall(r"`([^`]+)`", source)[0] in preset.source
+        assert found == cells(load_config(None, [f"like={preset.name}"])), name
 
 
 def test_the_users_settings_win(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 Of a sample, with n noise levels t_j and noises e_j that all samples of its group share:
 
-    x̂0_j = x_j - t_j v(x_j, t_j),   s_j = -<(x̂0_j - x0)²> / stopgrad <|x̂0_j - x0|>
+    x̂0_j = x_j - t_j v(x_j, t_j),   s_j = -<(x̂0_j - x0)²> / stopgrad max(<|x̂0_j - x0|>, 1e-5)
     r = exp(1/n Σ_j (s_j - s_j,old)),   L = max(-A r, -A clip(r, 1 ± c))
 
 with A or, softly clipped, η tanh(A/η). ``old`` are the weights before the batch: in its first update r is 1

@@ -156,12 +156,12 @@ class IterationSeconds:
         costs = self.forecast.costs
         return rest_s + self._work_s(arm.steps, prompts * arm.seeds_per_prompt, speed) + costs.reward_s
 
-    def windowed(self, seen: WindowSeen) -> None:
+    def learn_window(self, seen: WindowSeen) -> None:
         """Learn from a window that was waited for; not if it waited for workers, as a run's first may."""
         if seen.workers > 0:
             self._learn(self._windows.setdefault(seen.arm, DecayedMean()), seen.open_s)
 
-    def rested(self, arm: Arm | None, rest_s: float) -> None:
+    def learn_rest(self, arm: Arm | None, rest_s: float) -> None:
         """Learn from the rest of an iteration, after the window of ``arm``."""
         self._learn(self._rest.setdefault(self._kept(arm), DecayedMean()), rest_s)
 

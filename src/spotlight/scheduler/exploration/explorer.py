@@ -19,7 +19,7 @@ from spotlight.scheduler.exploration.contrast import contrast
 from spotlight.scheduler.exploration.decayed_mean import section
 from spotlight.scheduler.exploration.fidelity import Trust, fidelity
 from spotlight.scheduler.exploration.halving import rungs_of
-from spotlight.scheduler.exploration.planner import ArmPolicy, FixedArm, Lesson, Outlook, Planner
+from spotlight.scheduler.exploration.planner import ArmOutcome, ArmPolicy, FixedArm, PlanContext, Planner
 from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.exploration.window import Choice, ExploredGroup, Window, choose, flat
 from spotlight.scheduler.plan import Plan
@@ -70,10 +70,10 @@ class Explorer:
         """
         if self._closed is not None and self._exploration.where == "critical_path":
             arm, closed_s = self._closed
-            self.policy.rested(arm, now - closed_s)
+            self.policy.learn_rest(arm, now - closed_s)
         self._closed = None
         explored = {slot: prompt for slot, prompt in enumerate(prompts) if slot >= early}
-        decision = self.policy.decide(Outlook(iteration, len(explored), workers))
+        decision = self.policy.decide(PlanContext(iteration, len(explored), workers))
         self._planned = list(prompts)
         self._decided = {"iteration": iteration, "decision": dict(decision.metrics)}
         rungs = rungs_of(self._exploration, self._plan.group_size, self._plan.rollout_steps)
@@ -213,7 +213,7 @@ class Explorer:
         gained = contrast(evidence[REWARD])
         arm = Arm.parse(str(report["arm"])) if report["arm"] is not None else None
         prompts = cast("int", section(report, "window")["prompts"])
-        self.policy.learn(Lesson(arm, gained, ranked[REWARD], len(self.groups), prompts))
+        self.policy.learn(ArmOutcome(arm, gained, ranked[REWARD], len(self.groups), prompts))
         report["staleness"] = version - cast("int", report.pop("version"))
         report["contrast"] = dict(gained.as_metrics()) if gained is not None else {}
         report["fidelity"] = {name: dict(one.as_metrics()) for name, one in ranked.items()}

@@ -26,7 +26,7 @@ _NO_CONTRAST = 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class PlanContext:
     """What is known when a window opens.
 
     Attributes:
@@ -49,7 +49,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Lesson:
+class ArmOutcome:
     """Outcome of an iteration's exploration.
 
     Attributes:
@@ -68,7 +68,7 @@ class Lesson:
 class ArmPolicy(Protocol):
     """Chooses how much to explore in each iteration."""
 
-    def decide(self, outlook: Outlook) -> Decision:
+    def decide(self, context: PlanContext) -> Decision:
         """Choose the arm of a window that opens now."""
         ...
 
@@ -76,11 +76,11 @@ class ArmPolicy(Protocol):
         """Learn from a window's length and throughput."""
         ...
 
-    def rested(self, arm: Arm | None, rest_s: float) -> None:
+    def learn_rest(self, arm: Arm | None, rest_s: float) -> None:
         """Learn how long an iteration took after the window of ``arm``."""
         ...
 
-    def learn(self, lesson: Lesson) -> None:
+    def learn(self, outcome: ArmOutcome) -> None:
         """Learn from the regenerated groups, once per iteration."""
         ...
 
@@ -100,23 +100,23 @@ class FixedArm:
     arm: Arm
     trust: Trust
 
-    def decide(self, outlook: Outlook) -> Decision:
+    def decide(self, context: PlanContext) -> Decision:
         """See :class:`ArmPolicy`."""
         doubted = self.trust.doubts(self.arm.steps)
         arm = None if doubted else self.arm
         why = _doubt(self.trust) if doubted else "the only arm"
-        metrics = {"iteration": outlook.iteration, "chosen": arm and arm.name, "why": why}
+        metrics = {"iteration": context.iteration, "chosen": arm and arm.name, "why": why}
         return Decision(arm, why, metrics | {"tau": self.trust.tau(self.arm.steps)})
 
     def observe(self, seen: WindowSeen) -> None:
         """Nothing depends on it."""
 
-    def rested(self, arm: Arm | None, rest_s: float) -> None:
+    def learn_rest(self, arm: Arm | None, rest_s: float) -> None:
         """Nothing depends on it."""
 
-    def learn(self, lesson: Lesson) -> None:
+    def learn(self, outcome: ArmOutcome) -> None:
         """See :class:`ArmPolicy`."""
-        _learn_trust(self.trust, lesson)
+        _learn_trust(self.trust, outcome)
 
     def snapshot(self) -> dict[str, object]:
         """See :class:`ArmPolicy`."""
@@ -157,14 +157,14 @@ class Planner:
     _unit: DecayedMean = field(default_factory=DecayedMean)
     _awaited: Arm | None = None
 
-    def decide(self, outlook: Outlook) -> Decision:
+    def decide(self, context: PlanContext) -> Decision:
         """See :class:`ArmPolicy`."""
-        capacity = self.forecast.capacity(outlook.workers)
-        work_s = {arm: self._work_s(arm, outlook.prompts) for arm in self.bandit.arms}
+        capacity = self.forecast.capacity(context.workers)
+        work_s = {arm: self._work_s(arm, context.prompts) for arm in self.bandit.arms}
         fits = {arm for arm in self.bandit.arms if self._fits(work_s[arm], capacity)}
         trusted = {arm for arm in self.bandit.arms if not self.trust.doubts(arm.steps)}
         estimates = self.bandit.estimates()
-        rates = self._rates(outlook, estimates)
+        rates = self._rates(context, estimates)
         cheapest = min(trusted, key=lambda arm: (work_s[arm], arm)) if trusted else None
         if not trusted:
             arm, why = None, _doubt(self.trust)
@@ -189,7 +189,7 @@ class Planner:
             for one in self.bandit.arms
         }
         self._awaited = arm
-        metrics: dict[str, object] = {"iteration": outlook.iteration, "chosen": arm and arm.name, "why": why}
+        metrics: dict[str, object] = {"iteration": context.iteration, "chosen": arm and arm.name, "why": why}
         metrics |= {"random_per_s": rates[None]} if rates else {}
         return Decision(arm, why, metrics | {"capacity": capacity.as_metrics(), "arms": arms})
 
@@ -197,31 +197,31 @@ class Planner:
         """See :class:`ArmPolicy`."""
         self.forecast.observe(seen)
         if self.seconds is not None:
-            self.seconds.windowed(seen)
+            self.seconds.learn_window(seen)
 
-    def rested(self, arm: Arm | None, rest_s: float) -> None:
+    def learn_rest(self, arm: Arm | None, rest_s: float) -> None:
         """See :class:`ArmPolicy`."""
         if self.seconds is not None:
-            self.seconds.rested(arm, rest_s)
+            self.seconds.learn_rest(arm, rest_s)
 
-    def learn(self, lesson: Lesson) -> None:
+    def learn(self, outcome: ArmOutcome) -> None:
         """See :class:`ArmPolicy`."""
-        _learn_trust(self.trust, lesson)
-        if lesson.arm is None:
+        _learn_trust(self.trust, outcome)
+        if outcome.arm is None:
             if self.seconds is not None:
                 self.bandit.forget()  # so that what did not pay is tried again
             return
-        self._awaited = None if self._awaited == lesson.arm else self._awaited
-        if lesson.contrast is None:
-            self.bandit.learn(lesson.arm, 0.0)
+        self._awaited = None if self._awaited == outcome.arm else self._awaited
+        if outcome.contrast is None:
+            self.bandit.learn(outcome.arm, 0.0)
             return
-        unit = lesson.contrast.random if self._unit.mean is None else self._unit.mean
-        if lesson.contrast.random > _NO_CONTRAST:
+        unit = outcome.contrast.random if self._unit.mean is None else self._unit.mean
+        if outcome.contrast.random > _NO_CONTRAST:
             self._unit.forget(self.bandit.discount)
-            self._unit.add(lesson.contrast.random)
+            self._unit.add(outcome.contrast.random)
         # Groups that lost samples count like the others: that is not the arm's fault.
-        share = lesson.chosen / lesson.prompts
-        self.bandit.learn(lesson.arm, share * lesson.contrast.gain / unit if unit > _NO_CONTRAST else 0.0)
+        share = outcome.chosen / outcome.prompts
+        self.bandit.learn(outcome.arm, share * outcome.contrast.gain / unit if unit > _NO_CONTRAST else 0.0)
 
     def snapshot(self) -> dict[str, object]:
         """See :class:`ArmPolicy`."""
@@ -246,12 +246,12 @@ class Planner:
         arm = None if awaited is None else Arm.parse(str(awaited))
         self._awaited = arm if arm in self.bandit.arms else None  # the configured grid may have changed
 
-    def _rates(self, outlook: Outlook, estimates: Mapping[Arm, ArmEstimate]) -> dict[Arm | None, float]:
+    def _rates(self, context: PlanContext, estimates: Mapping[Arm, ArmEstimate]) -> dict[Arm | None, float]:
         """Contrast per second by arm, None for random seeds; empty where seconds are free or not known."""
         if self.seconds is None:
             return {}
         arms: tuple[Arm | None, ...] = (None, *self.bandit.arms)
-        seconds = {arm: self.seconds.of(arm, outlook.prompts, outlook.workers) for arm in arms}
+        seconds = {arm: self.seconds.of(arm, context.prompts, context.workers) for arm in arms}
         brings = {arm: 1.0 if arm is None else max(0.0, 1 + estimates[arm].index) for arm in arms}
         known = {arm: brings[arm] / taken for arm, taken in seconds.items() if taken}
         return known if len(known) == len(arms) else {}
@@ -284,9 +284,9 @@ class Planner:
         }
 
 
-def _learn_trust(trust: Trust, lesson: Lesson) -> None:
-    steps = None if lesson.arm is None else lesson.arm.steps
-    trust.learn(steps, None if lesson.fidelity is None else lesson.fidelity.judged)
+def _learn_trust(trust: Trust, outcome: ArmOutcome) -> None:
+    steps = None if outcome.arm is None else outcome.arm.steps
+    trust.learn(steps, None if outcome.fidelity is None else outcome.fidelity.judged)
 
 
 def _doubt(trust: Trust) -> str:
