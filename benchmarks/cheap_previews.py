@@ -1,4 +1,4 @@
-"""What cheaper previews cost and how well they rank: fewer steps, reused blocks, half precision, looks.
+"""What cheaper previews cost and how well they rank: fewer steps, reused blocks, half precision, predictions.
 
     python -m benchmarks.cheap_previews --json cheap-previews.json
 
@@ -7,9 +7,9 @@ misses it misses by its own shortcut. Prompt by prompt, all settings take turns;
 within a prompt, between the rewards of its previews and of its whole rollouts. Seconds are those of denoising
 and decoding, as this process computed them; rewards are not timed.
 
-A look is the sample that the model predicts on the way of a whole rollout. With looks at rungs some previews
-stop early (``exploration.rungs``): the second table has the steps that are left to take, and the contrast of
-the groups that are left to be chosen, from the same rewards and by the scheduler's own decisions.
+A prediction is the sample that the model predicts on the way of a whole rollout. With those at rungs, some
+previews stop early (``exploration.rungs``): the second table has the steps that are left to take, and the
+contrast of the groups that are left to be chosen, from the same rewards and by the scheduler's own decisions.
 """
 
 from __future__ import annotations
@@ -66,21 +66,21 @@ class Setting:
 
     Attributes:
         step_cache: see :class:`spotlight.rollout.state.Recipe`.
-        look: step of a rollout of ``steps`` at which its prediction is taken.
+        prediction: step of a rollout of ``steps`` at which its prediction is taken.
         small: half as high and wide, from the rollout's initial noise averaged over 2 x 2 latents.
     """
 
     steps: int
     step_cache: int = 1
     half: bool = False
-    look: int | None = None
+    prediction: int | None = None
     small: bool = False
 
     def __str__(self) -> str:
         if self.small:
             return f"{self.steps} steps, half the size"
-        if self.look is not None:
-            return f"look after {self.look} of {self.steps} steps"
+        if self.prediction is not None:
+            return f"prediction after {self.prediction} of {self.steps} steps"
         known = [f"{self.steps} steps"]
         if self.step_cache > 1:
             known.append(f"step_cache {self.step_cache}")
@@ -98,12 +98,12 @@ def settings_of(steps: int) -> list[Setting]:
     cached = [Setting(steps, every) for every in (2, 3, 5) if every <= steps]
     together = [Setting(n, 2) for n in fewer if n < steps][:1]
     halves = [Setting(steps, half=True), Setting(steps, 2, half=True)]
-    looks = [Setting(steps, look=n) for n in looks_of(steps)]
+    predictions = [Setting(steps, prediction=n) for n in predictions_of(steps)]
     halves.append(Setting(steps, small=True))
-    return [*(Setting(n) for n in fewer if n < steps), *cached, *together, *halves, *looks]
+    return [*(Setting(n) for n in fewer if n < steps), *cached, *together, *halves, *predictions]
 
 
-def looks_of(steps: int) -> list[int]:
+def predictions_of(steps: int) -> list[int]:
     """Steps at which rollouts are looked at."""
     return list(range(max(1, steps // 5), steps))
 
@@ -167,7 +167,7 @@ class Bench:
             Rollout(
                 RolloutId(f"{place}-{member}"), purpose, 0, self.prompts[place].id, member,
                 derive_seed(self.config.run_seed, "cheap", place, member), setting.steps, PolicyVersion(0),
-                setting.look,
+                setting.prediction,
             )
             for member in range(self.seeds)
         ]  # fmt: skip
@@ -229,12 +229,19 @@ def measure(
     )
     rewards = {name: [bench.scores(place, made[place]) for place in sorted(made)]
                for name, made in pictures.items()}  # fmt: skip
-    looks = {setting.look: rewards[str(setting)] for setting in settings if setting.look is not None}
+    predictions = {
+        setting.prediction: rewards[str(setting)] for setting in settings if setting.prediction is not None
+    }
     halvings = [
         halved(
-            sampler, rewards["whole"], {step: looks[step] for step in rungs}, finishers, group, whole.steps
+            sampler,
+            rewards["whole"],
+            {step: predictions[step] for step in rungs},
+            finishers,
+            group,
+            whole.steps,
         )
-        for rungs in rungs_tried(sorted(looks))
+        for rungs in rungs_tried(sorted(predictions))
         for finishers in (group, group + group // 2)
         if finishers < bench.seeds
     ]
@@ -251,16 +258,16 @@ def measure(
     ], halvings
 
 
-def rungs_tried(looks: Sequence[int]) -> list[tuple[int, ...]]:
+def rungs_tried(predictions: Sequence[int]) -> list[tuple[int, ...]]:
     """One rung at some steps, and pairs."""
-    pairs = [(a, b) for a in looks[1:-3] for b in looks if b - a == max(1, len(looks) // 3)]
-    return [*((step,) for step in looks[:-1]), *pairs]
+    pairs = [(a, b) for a in predictions[1:-3] for b in predictions if b - a == max(1, len(predictions) // 3)]
+    return [*((step,) for step in predictions[:-1]), *pairs]
 
 
 def halved(
     sampler: str,
     whole: Sequence[Sequence[float]],
-    looks: Mapping[int, Sequence[Sequence[float]]],
+    predictions: Mapping[int, Sequence[Sequence[float]]],
     finishers: int,
     group: int,
     steps: int,
@@ -268,17 +275,17 @@ def halved(
     """Replay the scheduler's decisions on measured rewards.
 
     Args:
-        whole: rewards of whole rollouts: [prompts][seeds]; ``looks``: those at each rung.
+        whole: rewards of whole rollouts: [prompts][seeds]; ``predictions``: those at each rung.
         steps: of a whole rollout.
     """
     seeds = len(whole[0])
-    explores = ExplorationConfig(seeds_per_prompt=seeds, rungs=tuple(looks), finishers=finishers)
+    explores = ExplorationConfig(seeds_per_prompt=seeds, rungs=tuple(predictions), finishers=finishers)
     rungs = rungs_of(explores, group, steps)
     columns = [list[float]() for _ in range(5)]
     for place, rewards in enumerate(whole):
         left, taken = set(range(seeds)), 0
         for rung in rungs:
-            seen = {seed: looks[rung.step][place][seed] for seed in sorted(left)}
+            seen = {seed: predictions[rung.step][place][seed] for seed in sorted(left)}
             ends = stopped(seen, rung.goes_on, SelectionPolicy.MAX_VARIANCE)
             left, taken = left - ends, taken + rung.step * len(ends)
         taken += steps * len(left)
@@ -289,7 +296,7 @@ def halved(
         fewer = round(seeds * columns[0][-1])
         parts = [[(at + first) % seeds for at in range(fewer)] for first in range(seeds)]
         columns[4].append(statistics.fmean(chosen_variance(rewards, part, group) for part in parts))
-    return Halved(sampler, tuple(looks), finishers, *columns)
+    return Halved(sampler, tuple(predictions), finishers, *columns)
 
 
 def chosen_variance(rewards: Sequence[float], pool: Sequence[int], group: int) -> float:
@@ -368,7 +375,7 @@ def main(
     seeds: Annotated[int, typer.Option(help="Previews of a prompt.")] = 24,
     steps: Annotated[int, typer.Option(help="Of a whole rollout.")] = 10,
     group: Annotated[int, typer.Option(help="Seeds chosen of a prompt, where previews stop at rungs.")] = 8,
-    only: Annotated[str, typer.Option(help="Settings whose name has this in it, e.g. look.")] = "",
+    only: Annotated[str, typer.Option(help="Settings whose name has this in it, e.g. prediction.")] = "",
     pipeline: Annotated[str, typer.Option(help="Directory, or testbed.")] = "testbed",
     clock: Annotated[Clock, typer.Option(help=CLOCK_HELP)] = Clock.CPU,
     json: Annotated[Path | None, typer.Option(help="Also write everything measured here.")] = None,
