@@ -56,6 +56,17 @@ def test_killed_while_it_trains_a_run_chooses_the_same_samples_again(job: Job) -
     assert [(row["choice/trained"], row["choice/not_chosen"]) for row in rows] == [(4, 4)] * 2
 
 
+def test_of_seeds_that_were_explored_a_part_is_trained(job: Job) -> None:
+    overrides = (*SUBSET, "exploration={seeds_per_prompt: 8}")
+    assert job.train("explored", *overrides).iterations == [0, 1]
+    report = clean_audit(job.root / "explored", TWO_OF_FOUR)
+    assert report.counts.trained == 2 * 2 * 2
+    assert report.counts.train_dropped == {DropReason.NOT_CHOSEN: 2 * 2 * 2}
+    require_best(job.root / "explored")
+    rows = [row.values for row in read_metrics(job.root / "explored") if "choice/trained" in row.values]
+    assert [row["exploration/selection/pool_size"] for row in rows] == [8, 8]
+
+
 @pytest.mark.slow
 def test_two_ranks_choose_and_train_what_one_does(job: Job) -> None:
     overrides = [*SUBSET, "learner.learning_rate=0.001"]
