@@ -51,7 +51,8 @@ def test_a_preset_plans_and_is_described(name: str) -> None:
 def number(value: float) -> str:
     """As the page writes it: .04, 1e-4, 4.5."""
     if 0 < value < 1e-2:
-        return f"{value:.0e}".replace("e-0", "e-")
+        mantissa, exponent = f"{value:e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
     return f"{value:g}".removeprefix("0") or "0"
 
 
