@@ -266,6 +266,29 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "exploration.planner.costs",
             "leave it out",
         ),
+        (["exploration={drawn_seeds: 4}"], "exploration.drawn_seeds", "set one of them"),
+        (
+            ["algorithm={name: awm, old_weight: 0, old_policy: {cap: 0.4}}"],
+            "algorithm.old_policy",
+            "Leave it out",
+        ),
+        (
+            [
+                "algorithm={name: dgpo, clip_range: null, old_policy: {cap: 0.4}}",
+                "learner.micro_batch_size=48",
+            ],
+            "algorithm.old_policy",
+            "a weight or a clip",
+        ),
+        (
+            [
+                "algorithm.name=grpo-guard",
+                "rollout.sampler=flow-sde",
+                "learner={schedule_samples: 96, warmup_steps: 0, decay_iterations: null}",
+            ],
+            "learner.schedule_samples",
+            "set one, or leave it out",
+        ),
         (["exploration.drawn_seeds=17"], "exploration.drawn_seeds", "Two are enough"),
         (["exploration.sampled_prompts=13"], "exploration.sampled_prompts", "Lower it"),
         (

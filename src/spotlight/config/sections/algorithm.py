@@ -145,6 +145,12 @@ class AlgorithmSection(Section):
         """
         yield from self.advantage.problems_of_parts(run.pipeline.axis)
         yield from self._subset_problems(run)
+        field, given = type(self).model_fields.get("old_policy"), getattr(self, "old_policy", None)
+        if field is not None and not self.uses_old_policy and given != field.default:
+            yield Problem(
+                "algorithm.old_policy", str(given), f"nothing where {self.name} uses no old policy",
+                "Leave it out, or give the old policy a weight or a clip.",
+            )  # fmt: skip
         if self.compares_groups:
             yield from self._group_problems(run)
         elif self.shares_draws and run.pipeline.axis == "generation":
@@ -225,18 +231,16 @@ class AlgorithmSection(Section):
     def _choice_problems(self, run: RunConfig) -> Iterator[Problem]:
         group, chosen = run.rollout.group_size, self.train_samples
         if chosen is None:
-            if self.advantage.over == "generated":
-                yield Problem(
-                    "algorithm.advantage.over", "'generated'", "'trained' without algorithm.train_samples",
-                    "All samples are trained, so both are the same: leave it out, or set "
-                    "algorithm.train_samples.",
-                )  # fmt: skip
-            if self.train_policy != "max_variance":
-                yield Problem(
-                    "algorithm.train_policy", repr(self.train_policy),
-                    "nothing without algorithm.train_samples",
-                    "All samples are trained: leave it out, or set algorithm.train_samples.",
-                )  # fmt: skip
+            found = {
+                "algorithm.advantage.over": (self.advantage.over, "trained"),
+                "algorithm.train_policy": (self.train_policy, "max_variance"),
+            }
+            for key, (value, wanted) in found.items():
+                if value != wanted:
+                    yield Problem(
+                        key, repr(value), f"{wanted!r} without algorithm.train_samples",
+                        "All samples are trained: leave it out, or set algorithm.train_samples.",
+                    )  # fmt: skip
             return
         if chosen > group:
             yield Problem(

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 
+_DRAWN_SEEDS = 2
+
+
 class PreviewCostsConfig(Section):
     """Profiled cost of previews: the planner's initial estimate, corrected by what it measures."""
 
@@ -100,7 +103,7 @@ class SeedChoiceConfig(Section):
     """Up to this many prompts per iteration whose previews show no contrast may be replaced by others."""
     sampled_prompts: Annotated[int, Field(ge=0)] = 0
     """Groups per iteration that keep some randomly drawn seeds, to measure how well previews rank."""
-    drawn_seeds: Annotated[int, Field(ge=0)] = 2
+    drawn_seeds: Annotated[int, Field(ge=0)] = _DRAWN_SEEDS
     """Number of randomly drawn seeds in each such group, at least 2 for measuring; with ``undo_selection`` at
     least 1, in every group.
     """
@@ -158,6 +161,12 @@ class SeedChoiceConfig(Section):
             yield Problem(
                 "exploration.drawn_seeds", str(self.drawn_seeds),
                 f"at most {section}.group_size = {group_size}", "Two are enough to measure with.",
+            )  # fmt: skip
+        elif self.drawn_seeds != _DRAWN_SEEDS and not self.sampled_prompts and not self.undo_selection:
+            yield Problem(
+                "exploration.drawn_seeds", str(self.drawn_seeds),
+                "nothing without exploration.sampled_prompts or exploration.undo_selection",
+                "No group keeps drawn seeds then: leave it out, or set one of them.",
             )  # fmt: skip
         if self.sampled_prompts and (self.draws or self.drawn_seeds < 2):
             yield Problem(

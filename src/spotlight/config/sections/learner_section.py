@@ -162,7 +162,8 @@ class LearnerConfig(Section):
             trained = rollout.prompts_per_iteration * (run.algorithm.train_samples or rollout.group_size)
             per_iteration = trained / (self.schedule_samples or trained)
             yield from self._decay_problems(run.iterations, self.decay_iterations, per_iteration)
-        scheduled = self.warmup_steps or self.decay_iterations is not None or run.algorithm.uses_old_policy
+        follows = run.algorithm.uses_old_policy and not run.algorithm.old_policy_starts_batch
+        scheduled = self.warmup_steps or self.decay_iterations is not None or follows
         if self.schedule_samples is not None and not scheduled:
             yield Problem(
                 "learner.schedule_samples", str(self.schedule_samples), "nothing where nothing is scheduled",

@@ -34,6 +34,10 @@ class SdeWindowConfig(Section):
     """Which rollouts share a window: none, or all of an iteration (``random``)."""
 
 
+_WINDOW_KEYS = {"per": "random", "every": "sliding", "decay": "sliding"}
+"""Of keys that one kind of window alone reads, the kind."""
+
+
 class RolloutConfig(Section):
     """How an iteration's samples are generated."""
 
@@ -85,20 +89,13 @@ class RolloutConfig(Section):
                 f"nothing with model.family={run.model.family}",
                 "Its models take no scale as an input: leave it out, and guide by rollout.true_cfg_scale.",
             )  # fmt: skip
-        if self.sde_window.per == "iteration" and self.sde_window.kind != "random":
-            yield Problem(
-                "rollout.sde_window.per", "'iteration'",
-                f"'rollout' with rollout.sde_window.kind={self.sde_window.kind}",
-                "Only random windows are drawn: leave it out, or set rollout.sde_window.kind=random.",
-            )  # fmt: skip
-        for key in ("every", "decay"):
-            value, default = getattr(self.sde_window, key), SdeWindowConfig.model_fields[key].default
-            if self.sde_window.kind != "sliding" and value != default:
+        for key, kind in _WINDOW_KEYS.items():
+            value = getattr(self.sde_window, key)
+            if self.sde_window.kind != kind and value != SdeWindowConfig.model_fields[key].default:
                 yield Problem(
-                    f"rollout.sde_window.{key}", f"{value:g}",
+                    f"rollout.sde_window.{key}", repr(value),
                     f"nothing with rollout.sde_window.kind={self.sde_window.kind}",
-                    "Only sliding windows move by iteration: leave it out, or set "
-                    "rollout.sde_window.kind=sliding.",
+                    f"It is for {kind} windows: leave it out, or set rollout.sde_window.kind={kind}.",
                 )  # fmt: skip
         yield from self._sharing_problems(run)
         name = run.algorithm.name
