@@ -58,12 +58,14 @@ def test_killed_while_it_trains_a_run_chooses_the_same_samples_again(job: Job) -
 
 def test_of_seeds_that_were_explored_a_part_is_trained(job: Job) -> None:
     overrides = (*SUBSET, "exploration={seeds_per_prompt: 8}")
-    assert job.train("explored", *overrides).iterations == [0, 1]
-    report = clean_audit(job.root / "explored", TWO_OF_FOUR)
+    assert job.train("chosen-explored", *overrides).iterations == [0, 1]
+    report = clean_audit(job.root / "chosen-explored", TWO_OF_FOUR)
     assert report.counts.trained == 2 * 2 * 2
     assert report.counts.train_dropped == {DropReason.NOT_CHOSEN: 2 * 2 * 2}
-    require_best(job.root / "explored")
-    rows = [row.values for row in read_metrics(job.root / "explored") if "choice/trained" in row.values]
+    require_best(job.root / "chosen-explored")
+    rows = [
+        row.values for row in read_metrics(job.root / "chosen-explored") if "choice/trained" in row.values
+    ]
     assert [row["exploration/selection/pool_size"] for row in rows] == [8, 8]
 
 
