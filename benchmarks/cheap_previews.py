@@ -41,8 +41,6 @@ from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.family import Condition
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.latents import pack, unpack
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import ScoredSample
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
 from spotlight.runtime.build import components as build
@@ -52,7 +50,10 @@ from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau
 from spotlight.scheduler.exploration.halving import rungs_of, stopped
 from spotlight.scheduler.exploration.selection import SelectionPolicy, sample_variance, select
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.results import ScoredSample
 
 SAMPLERS = {
     "ode": ("algorithm.name=diffusion-nft", "rollout.sampler=ode"),

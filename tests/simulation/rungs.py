@@ -9,7 +9,7 @@ from dataclasses import replace
 from spotlight.scheduler.exploration.halving import rungs_of
 from spotlight.scheduler.records import SampleDropped
 from spotlight.scheduler.types import Purpose, Rollout, RolloutId
-from spotlight.simulation.scenario import Scenario
+from spotlight_plan.simulation.scenario import Scenario
 
 
 def check_stopped(

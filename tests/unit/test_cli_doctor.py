@@ -72,7 +72,7 @@ def test_missing_files_of_the_embedded_model_fail(tmp_path: Path, monkeypatch: p
 
 
 def test_without_tesseract_only_the_ocr_reward_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spotlight.rewards import ocr
+    from spotlight_rewards import ocr
 
     ocr._engine.cache_clear()
     monkeypatch.setitem(sys.modules, "tesserocr", None)

@@ -141,7 +141,7 @@ def test_it_saves_steps_and_keeps_most_of_the_contrast() -> None:
 
 
 def test_a_prompt_that_looks_flat_stops_nothing_and_a_spare_one_is_halved_too() -> None:
-    from spotlight.simulation.virtual_rewards import RewardModel
+    from spotlight_plan.simulation.virtual_rewards import RewardModel
 
     run = kept(HALVED.model_copy(update={"spare_prompts": 4}), rewards=RewardModel(flat_share=0.4))
     flat = [report["selection"].get("no_contrast", 0) for report in run.reports]
@@ -178,7 +178,7 @@ def test_settings_that_contradict_rungs_are_named(changes: dict[str, Any], key: 
 
 @pytest.mark.parametrize("other", ["where=idle", "step_cache=2", "dtype=bfloat16"])
 def test_rungs_need_previews_that_are_rollouts(other: str) -> None:
-    from spotlight.config.errors import ConfigError
+    from spotlight_rewards.base.errors import ConfigError
 
     ray = ["fleet.driver=ray", "exploration.rungs=[4]"]
     with pytest.raises(ConfigError, match=r"exploration\.rungs"):

@@ -13,8 +13,9 @@ from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.runtime.denoiser import PausedRollouts
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import PromptId
 
 T = TypeVar("T")
 RECIPE = Recipe(MediaSize(16, 16), ODE(), None, 1.0, "final")

@@ -17,7 +17,8 @@ from store_history import SCRATCH
 
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.manifest import CheckpointHeader
-from spotlight.store.store_errors import DamagedCheckpointError, StoreError
+from spotlight.store.store_errors import DamagedCheckpointError
+from spotlight_rewards.base.file_errors import StoreError
 
 
 def header(iteration: int) -> CheckpointHeader:

@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
-from spotlight.config.errors import Problem
+from spotlight_rewards.base.errors import Problem
+from spotlight_rewards.base.strict_section import StrictSection
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 
-class Section(BaseModel):
-    """A strict, immutable part of the configuration."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
+class Section(StrictSection):
+    """A part of the configuration that can speak about the others."""
 
     def problems(self, run: RunConfig) -> Iterator[Problem]:
         """Conflicts within this section or with others of ``run``; none unless overridden."""

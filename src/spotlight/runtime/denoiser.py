@@ -20,9 +20,10 @@ from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import pack_state, unpack_state
 from spotlight.rollout.state import FailedRollout, FinishedRollout, RolloutState
 from spotlight.runtime.build.components import Recipes
-from spotlight.scheduler.types import PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Purpose, Rollout, RolloutId
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import PromptId
 
 
 @dataclass(slots=True)
