@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.family import ModelFamily
+    from spotlight.scheduler.policy import Policy
     from spotlight.store.metrics import SinkFactory
 
 
@@ -102,3 +103,11 @@ SINKS: Registry[SinkFactory] = Registry(
 
 COMMANDS: Registry[Callable[[Typer], None]] = Registry("the command line", "spotlight.commands", {})
 """Commands of other packages: a function that adds them to the command line."""
+
+POLICIES: Registry[type[Policy[Any]]] = Registry(
+    "policies",
+    "spotlight.policies",
+    {},
+    base="spotlight.scheduler.policy:Policy",
+)
+"""What a run may do beside the default: a :class:`~spotlight.scheduler.policy.Policy`."""

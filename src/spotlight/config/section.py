@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
+from spotlight.config.requires import Requirement
 from spotlight_rewards.base.errors import Problem
 from spotlight_rewards.base.strict_section import StrictSection
 
@@ -15,8 +16,24 @@ if TYPE_CHECKING:
 class Section(StrictSection):
     """A part of the configuration that can speak about the others."""
 
+    requires: ClassVar[Sequence[Requirement[RunConfig]]] = ()
+    """Contradictions within this section, or with others of a run; a subclass adds its own to these."""
+
+    @classmethod
+    def requirements(cls) -> Iterator[Requirement[RunConfig]]:
+        """The rows of this class and of those it is derived from."""
+        for base in reversed(cls.__mro__):
+            yield from base.__dict__.get("requires", ())
+
+    def sections(self) -> Iterator[Section]:
+        """This section and those in it."""
+        yield self
+        for name in type(self).model_fields:
+            if isinstance(value := getattr(self, name), Section):
+                yield from value.sections()
+
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Conflicts within this section or with others of ``run``; none unless overridden."""
+        """Contradictions that are no rows yet."""
         yield from ()
 
     def notes(self, run: RunConfig) -> Iterator[str]:
