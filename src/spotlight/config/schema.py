@@ -17,11 +17,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-<<<<<<< HEAD
-=======
-from spotlight_rewards.base.errors import Problem
 from spotlight.config.requires import problems_of
->>>>>>> main
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AlgorithmConfig, DiffusionNFTConfig
 from spotlight.config.sections.evaluation import EvaluationConfig
