@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.family import ModelFamily
+    from spotlight.scheduler.policy import Policy
     from spotlight.store.metrics import SinkFactory
 
 T = TypeVar("T")
@@ -268,3 +269,11 @@ SINKS: Registry[SinkFactory] = Registry(
     },
 )
 """Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""
+
+POLICIES: Registry[type[Policy[Any]]] = Registry(
+    "policies",
+    "spotlight.policies",
+    {},
+    base="spotlight.scheduler.policy:Policy",
+)
+"""What a run may do beside the default: a :class:`~spotlight.scheduler.policy.Policy`."""
