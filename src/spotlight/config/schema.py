@@ -18,6 +18,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from spotlight.config.errors import Problem
+from spotlight.config.requires import problems_of
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AlgorithmConfig, DiffusionNFTConfig
 from spotlight.config.sections.evaluation import EvaluationConfig
@@ -80,7 +81,9 @@ class RunConfig(Section):
     """The hardware, and what it costs."""
 
     def every_problem(self) -> Iterator[Problem]:
-        """All conflicts between keys."""
+        """All contradictions between keys."""
+        for section in self.sections():
+            yield from problems_of(section.requirements(), self)
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):
                 yield from section.problems(self)

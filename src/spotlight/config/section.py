@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
 from spotlight.config.errors import Problem
+from spotlight.config.requires import Requirement
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -24,8 +25,24 @@ class Section(BaseModel):
         allow_inf_nan=False,
     )
 
+    requires: ClassVar[Sequence[Requirement[RunConfig]]] = ()
+    """Contradictions within this section, or with others of a run; a subclass adds its own to these."""
+
+    @classmethod
+    def requirements(cls) -> Iterator[Requirement[RunConfig]]:
+        """The rows of this class and of those it is derived from."""
+        for base in reversed(cls.__mro__):
+            yield from base.__dict__.get("requires", ())
+
+    def sections(self) -> Iterator[Section]:
+        """This section and those in it."""
+        yield self
+        for name in type(self).model_fields:
+            if isinstance(value := getattr(self, name), Section):
+                yield from value.sections()
+
     def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Conflicts within this section or with others of ``run``; none unless overridden."""
+        """Contradictions that are no rows yet."""
         yield from ()
 
     def notes(self, run: RunConfig) -> Iterator[str]:

@@ -1,0 +1,224 @@
+"""What configuration keys require of each other, as data: the checks, their messages and a page of the
+reference (``docs/reference/exclusions.md``) are made from the same rows.
+
+A section, an algorithm or a policy declares its rows beside its keys, as the class attribute ``requires``::
+
+    requires = (
+        Requires("fleet.learner_ranks", {"fleet.driver": "inline"}, 1, "Set fleet.driver=ray."),
+        Requires("pipeline.slice_size", {"pipeline.axis": "generation"},
+                 less_than("rollout.group_size"), "A slice is a part of a group: lower it."),
+    )
+
+and gets ``fleet.learner_ranks: found 4; expected 1 with fleet.driver=inline. Set fleet.driver=ray.``
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+from pydantic import BaseModel
+
+from spotlight.config.errors import Problem
+
+Run = TypeVar("Run")
+"""What is checked: a run's configuration, or another tree of sections with these keys."""
+
+_HOLE = re.compile(r"\{([\w.]+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Of the value of one key.
+
+    Attributes:
+        text: completes "expected ...".
+        holds: whether a value is as wanted; given it and what the key ``other`` has.
+        other: key, or constant, to compare with.
+    """
+
+    text: str
+    holds: Callable[[Any, Any], bool]
+    other: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class That(Generic[Run]):
+    """A fact that is computed. ``{key}`` in ``text`` becomes the key's value (any attribute's)."""
+
+    text: str
+    holds: Callable[[Run], bool]
+
+
+Value: TypeAlias = Need | str | int | float | bool | tuple[object, ...] | None
+"""A test; or the value wanted; or a tuple of those that will do."""
+
+SET = Need("set", lambda value, _: bool(value))
+UNSET = Need("nothing", lambda value, _: not value)
+"""None, 0, false or empty."""
+
+
+def at_most(other: str | float) -> Need:
+    """A bound: a number, or the key that has it."""
+    return Need("at most", operator.le, other)
+
+
+def at_least(other: str | float) -> Need:
+    """As :func:`at_most`."""
+    return Need("at least", operator.ge, other)
+
+
+def less_than(other: str | float) -> Need:
+    """As :func:`at_most`."""
+    return Need("less than", operator.lt, other)
+
+
+def more_than(other: str | float) -> Need:
+    """As :func:`at_most`."""
+    return Need("more than", operator.gt, other)
+
+
+def other_than(*values: object) -> Need:
+    """Anything but these."""
+    return Need(f"another than {' or '.join(map(shown, values))}", lambda value, _: value not in values)
+
+
+@dataclass(frozen=True, slots=True)
+class Requires(Generic[Run]):
+    """One requirement.
+
+    Attributes:
+        key: the key to change; one ``*`` stands for every index of a list (``rewards.*.device``), and for the
+            same index in ``when``.
+        when: keys and values under which this applies, all together; ``{}``: always.
+        needs: of the key's value; where the key's section is off, nothing.
+        remedy: what to do, in sentences; with ``{key}`` as in :class:`That`.
+    """
+
+    key: str
+    when: Mapping[str, Value] | That[Run]
+    needs: Value | That[Run]
+    remedy: str
+
+    def problems(self, run: Run) -> Iterator[Problem]:
+        """What contradicts this row."""
+        listed, star, _ = self.key.partition(".*")
+        for index in range(len(value_at(run, listed))) if star else [None]:
+            here = str(index)
+            if _is_off(run, key := self.key.replace("*", here)):
+                continue
+            if not self._applies(run, here) or self._fits(run, key):
+                continue
+            found = shown(value_at(run, key))
+            expected = f"{self._wanted(run)} {self.condition(run, here)}".strip()
+            yield Problem(re.sub(r"\.(\d+)", r"[\1]", key), found, expected, filled(self.remedy, run))
+
+    def _applies(self, run: Run, here: str) -> bool:
+        if isinstance(self.when, That):
+            return self.when.holds(run)
+        pairs = self.when.items()
+        return all(_holds(test, value_at(run, key.replace("*", here)), run) for key, test in pairs)
+
+    def _fits(self, run: Run, key: str) -> bool:
+        if isinstance(self.needs, That):
+            return self.needs.holds(run)
+        return _holds(self.needs, value_at(run, key), run)
+
+    def _wanted(self, run: Run | None) -> str:
+        return filled(self.needs.text, run) if isinstance(self.needs, That) else _text(self.needs, run)
+
+    def condition(self, run: Run | None, here: str = "*") -> str:
+        """``when`` in words, with the values of a run if one is given: "with fleet.driver=inline"."""
+        if isinstance(self.when, That):
+            return filled(self.when.text, run)
+        words = {"with": list[str](), "without": list[str]()}
+        for key, test in self.when.items():
+            key = key.replace("*", here)
+            if test is UNSET:
+                words["without"].append(key)
+            elif test is SET:
+                words["with"].append(key)
+            else:
+                value = shown(value_at(run, key)) if run is not None else _text(test, None)
+                words["with"].append(
+                    f"{key} {value}" if run is None and isinstance(test, Need) else f"{key}={value}"
+                )
+        return ", ".join(f"{word} {' and '.join(keys)}" for word, keys in words.items() if keys)
+
+    def row(self) -> tuple[str, str, str, str]:
+        """(key, what it needs, under which condition, remedy), of any run."""
+        return self.key, self._wanted(None), self.condition(None), filled(self.remedy, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed(Generic[Run]):
+    """A requirement whose key, or whose remedy, has to be computed: a function in the same list."""
+
+    key: str
+    needs: str
+    problems: Callable[[Run], Iterator[Problem]]
+
+    def row(self) -> tuple[str, str, str, str]:
+        """As :meth:`Requires.row`."""
+        return self.key, self.needs, "", ""
+
+
+Requirement: TypeAlias = Requires[Run] | Computed[Run]
+
+
+def problems_of(rows: Iterable[Requirement[Run]], run: Run) -> Iterator[Problem]:
+    """All that contradicts the rows, in their order."""
+    for row in rows:
+        yield from row.problems(run)
+
+
+def value_at(tree: object, key: str) -> Any:
+    """Value of a dotted key; None where a section on the way is off."""
+    for part in key.split("."):
+        if tree is None:
+            return None
+        tree = tree[int(part)] if isinstance(tree, Sequence) else getattr(tree, part)
+    return tree
+
+
+def shown(value: object) -> str:
+    """A value, in messages."""
+    if value is None or isinstance(value, bool):
+        return {None: "nothing", True: "true", False: "false"}[value]
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(shown, value))}]"
+    return "set" if isinstance(value, BaseModel) else str(value)
+
+
+def filled(text: str, run: object | None) -> str:
+    """``text`` with the values of the keys in braces; without a run, with the keys' names."""
+    if run is None:
+        return _HOLE.sub(lambda hole: hole[1].rpartition(".")[2], re.sub(r" = \{[\w.]+\}", "", text))
+    return _HOLE.sub(lambda hole: shown(value_at(run, hole[1])), text)
+
+
+def _is_off(run: object, key: str) -> bool:
+    section, _, _ = key.rpartition(".")
+    return bool(section) and value_at(run, section) is None
+
+
+def _holds(test: Value, value: object, run: object) -> bool:
+    if isinstance(test, Need):
+        other = value_at(run, test.other) if isinstance(test.other, str) else test.other
+        return test.holds(value, other)
+    return value in test if isinstance(test, tuple) else value == test
+
+
+def _text(test: Value, run: object | None) -> str:
+    if isinstance(test, tuple):
+        return " or ".join(map(shown, test))
+    if not isinstance(test, Need):
+        return shown(test)
+    if isinstance(test.other, str):
+        return filled(f"{test.text} {test.other} = {{{test.other}}}", run)
+    return test.text if test.other is None else f"{test.text} {shown(test.other)}"
