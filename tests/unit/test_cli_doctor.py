@@ -53,7 +53,7 @@ def test_a_file_in_the_way_of_the_runs_fails(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spotlight.store.store_errors.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("spotlight_rewards.base.file_errors.free_bytes", lambda _: 1000)
     assert only(doctor_checks.disk(tmp_path), "disk").verdict is Verdict.WARN
 
 

@@ -12,7 +12,6 @@ from PIL import Image, ImageFont
 
 from spotlight.store.images import (
     Tile,
-    _wrap,
     drawn_iterations,
     drop_pictures,
     read_tile_notes,
@@ -23,7 +22,7 @@ from spotlight.store.images import (
 )
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.base.picture_page import picture_of
+from spotlight_rewards.base.picture_page import _wrap, picture_of
 
 BETTER, WORSE = (0x1A, 0x7F, 0x4B), (0xB3, 0x38, 0x2C)
 

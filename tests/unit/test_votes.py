@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from spotlight.store import ballots as ballots_module
 from spotlight_dashboard.dashboard_app import dashboard_app
 from spotlight_dashboard.run_folders import RunFolder
+from spotlight_rewards import ballots as ballots_module
 from spotlight_rewards.ballots import AWAITED_FOR_S, Ballot, BallotBox, NoSuchBallotError, picture_name
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.reward_process import RewardProcess
