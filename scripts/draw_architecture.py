@@ -41,11 +41,11 @@ def packages() -> dict[str, Path]:
     return {path.name: path for path in found if (path / "__init__.py").exists()}
 
 
-def code_lines(text: str, tree: ast.Module) -> int:
+def code_lines(text: str, nodes: Sequence[ast.AST]) -> int:
     """Lines that are not blank, a comment, or of a docstring."""
     documented = {
         line
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
@@ -63,9 +63,8 @@ def room_of(module: Sequence[str]) -> str:
     return ".".join(module[:2]) if len(module) > 1 and (package / module[1]).is_dir() else module[0]
 
 
-def imported(tree: ast.Module) -> Iterator[str]:
+def imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Full names of modules that run when the code does; imports for type checkers do not."""
-    nodes = list(ast.walk(tree))
     skipped = {
         id(inner)
         for node in nodes
@@ -92,10 +91,10 @@ def read() -> tuple[dict[str, int], dict[str, set[str]]]:
         for path in folder.rglob("*.py"):
             module = (package, *path.relative_to(folder).with_suffix("").parts)
             source = path.read_text()
-            tree = ast.parse(source)
+            nodes = list(ast.walk(ast.parse(source)))
             room = room_of(module)
-            lines[room] += code_lines(source, tree)
-            for name in imported(tree):
+            lines[room] += code_lines(source, nodes)
+            for name in imported(nodes):
                 parts = name.split(".")
                 if parts[0] in known and (target := room_of(parts)) != room:
                     uses[room].add(target)
