@@ -459,10 +459,8 @@ def test_a_family_that_cannot_be_split_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, [*BASE, *split])
     (problem,) = caught.value.problems
-    assert (problem.key, problem.expected) == (
-        "fleet.sequence_parallel.degrees",
-        "[1] with model.family=sd3",
-    )
+    assert problem.key == "fleet.sequence_parallel.degrees"
+    assert problem.expected.startswith("[1] with model.family=sd3, whose forwards cannot be split")
 
 
 @pytest.mark.parametrize(

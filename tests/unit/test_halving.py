@@ -171,9 +171,9 @@ CRITICAL = dict(HALVED)
 )
 def test_settings_that_contradict_rungs_are_named(changes: dict[str, Any], key: str) -> None:
     section = ExplorationConfig.model_validate({**CRITICAL, **changes})
-    (problem,) = section.seed_problems(group_size=6, steps=10, section="rollout")
+    (problem,) = section.rung_problems(group_size=6, steps=10, section="rollout")
     assert problem.key == f"exploration.{key}"
-    assert not [*HALVED.seed_problems(group_size=6, steps=10, section="rollout")]
+    assert not [*HALVED.rung_problems(group_size=6, steps=10, section="rollout")]
 
 
 @pytest.mark.parametrize("other", ["where=idle", "step_cache=2", "dtype=bfloat16"])
