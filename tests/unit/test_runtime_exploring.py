@@ -63,12 +63,6 @@ def test_the_controller_takes_the_section_itself() -> None:
     assert plan.pool_max == 50
 
 
-@pytest.mark.parametrize(("policy", "deepest"), [("max_variance", None), ("proportional", 256)])
-def test_pools_are_not_deepened_for_a_choice_by_rank_that_is_undone(policy: str, deepest: int | None) -> None:
-    explores = f"exploration={{where: idle, undo_selection: true, policy: {policy}}}"
-    assert build.cluster_plan_of(load_config(None, ["fleet.driver=ray", explores])).pool_max == deepest
-
-
 @pytest.mark.parametrize(("sampler", "path"), [((), None), (SDE, 10)])
 def test_previews_follow_the_path_of_their_rollouts(sampler: tuple[str, ...], path: int | None) -> None:
     explores = ("exploration={steps: 6, guidance: 1}", "rollout.true_cfg_scale=4")

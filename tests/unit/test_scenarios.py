@@ -438,15 +438,13 @@ def test_scenarios_that_are_not_there(tmp_path: Path) -> None:
 
 def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
     arms = "exploration.planner={seed_counts: [16, 20, 28], step_counts: [8, 12, 16], alpha: 0}"
-    file = load_scenario(
-        "paper-512", [arms, "exploration.fidelity_min=0.2", "exploration.rewards={exponent: 0.82}"]
-    )
+    file = load_scenario("paper-512", [arms, "exploration.rewards={exponent: 0.82}"])
     prepared = prepare(file, ("spotlight", "critical_path", "reserved_only"), NOW)
     scenario = scenario_of(prepared, STRATEGIES["spotlight"])
     plan = scenario.plan.exploration
     assert plan is not None
     assert plan.planner is not None
-    assert (plan.fidelity_min, len(scenario.plan.arms), plan.planner.alpha) == (0.2, 9, 0)
+    assert (len(scenario.plan.arms), plan.planner.alpha) == (9, 0)
     assert scenario.rewards.exponent == 0.82
     costs = plan.planner.costs
     size = scenario.costs.lease_size("H100", file.pixels, 1)
@@ -474,10 +472,6 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
             ("exploration.sampled_prompts", "1", "0 with exploration.drawn_seeds=1"),
         ),
         ("exploration.policy=best", ("exploration.policy", "max_variance")),
-        (
-            "exploration={rungs: [12], steps: 20, seeds_per_prompt: 32}",
-            ("exploration.rungs", "nothing with spotlight"),
-        ),
     ],
 )
 def test_an_exploration_that_cannot_be_is_refused(override: str, parts: tuple[str, ...]) -> None:
@@ -485,12 +479,3 @@ def test_an_exploration_that_cannot_be_is_refused(override: str, parts: tuple[st
         load_scenario("paper-512", [override])
     for words in parts:
         assert words in str(raised.value)
-
-
-def test_rungs_are_for_the_critical_path() -> None:
-    only = ["strategies=[critical_path]", "plan.strategies=[critical_path]"]
-    rungs = ["exploration={rungs: [12], steps: 20, seeds_per_prompt: 32}", *only]
-    prepared = prepare(load_scenario("paper-512", rungs), ("critical_path",), NOW)
-    explores = scenario_of(prepared, STRATEGIES["critical_path"]).plan.exploration
-    assert explores is not None
-    assert explores.rungs == (12,)

@@ -302,10 +302,6 @@ SEVERAL = ("rewards=[{name: shapes}, {name: jpeg_size}]", "algorithm.advantage.c
         (["algorithm.train_samples=8", *SEVERAL], "algorithm.train_policy"),
         (["algorithm.silent_groups=skip", *SEVERAL], "algorithm.silent_groups"),
         (
-            ["algorithm.train_samples=8", "exploration={undo_selection: true, policy: proportional}"],
-            "exploration.undo_selection",
-        ),
-        (
             [
                 "algorithm={name: diffusion-nft, train_samples: 8, advantage: {std: group}}",
                 "pipeline={axis: generation, baseline: slice}",

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 
 from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.preset import with_preset
+from spotlight.config.removed import without_removed
 from spotlight.config.schema import RUN_NAME, RunConfig
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
 from spotlight.config.tree import merge, parse_yaml, read_tree, yaml_trouble
@@ -78,6 +79,9 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
 
 def _parsed(tree: Mapping[str, Any], source: str, *, any_name: bool = False) -> RunConfig:
     """Validate each key by itself."""
+    tree, removed = without_removed(tree)
+    if removed:
+        raise ConfigError(source, removed)
     try:
         # Through JSON: strict mode then accepts lists as tuples and strings as paths, but `steps: "8"` and
         # `steps: yes` are errors, not 8 and 1.

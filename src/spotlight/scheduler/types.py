@@ -89,7 +89,7 @@ class DropReason(StrEnum):
     STALE = "stale"
     EXPLORATION_OVER = "exploration_over"
     STOPPED_EARLY = "stopped_early"
-    """A preview whose reward at a rung was not among its prompt's most different."""
+    """Only in ledgers of older versions: a preview whose first steps looked like those of others."""
 
     @property
     def by_choice(self) -> bool:
@@ -148,7 +148,6 @@ class Rollout:
         seed: 63-bit; fixes all randomness: initial noise, SDE noise, SDE window.
         member: index within its group, or among its prompt's evaluation images.
         version: the one policy version that must make all of it.
-        pause: step at which a preview stops to be scored by its predicted sample, and may go on from there.
     """
 
     id: RolloutId
@@ -159,12 +158,6 @@ class Rollout:
     seed: int
     steps: int
     version: PolicyVersion
-    pause: int | None = None
-
-    @property
-    def until(self) -> int:
-        """The step up to which it is to be made: where it pauses, or its end."""
-        return self.steps if self.pause is None else self.pause
 
 
 class Maker(NamedTuple):

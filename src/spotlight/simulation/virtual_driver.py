@@ -215,8 +215,6 @@ class Simulation:
                     if rollout in accepted:
                         self.store.samples[rollout] = receipt.weights
                         self.store.progress.pop(rollout, None)
-                paused = {name: (step, receipt.weights) for name, step in receipt.progress}
-                self.store.progress |= {name: at for name, at in paused.items() if name in accepted}
                 counts = bool(accepted)
                 if counts and self.scenario.egress is not None:
                     purpose, kind = next(iter(accepted.values())), receipt.kind

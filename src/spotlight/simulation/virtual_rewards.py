@@ -71,8 +71,8 @@ class RewardModel:
         quality = _normal("quality", rollout.seed)
         if rollout.purpose is Purpose.EXPLORE:
             stale = plan.exploration is not None and plan.exploration.where == "idle"
-            rho = self.correlation(rollout.until, plan.rollout_steps, stale=stale)
-            noise = _normal("preview", rollout.seed, rollout.until)
+            rho = self.correlation(rollout.steps, plan.rollout_steps, stale=stale)
+            noise = _normal("preview", rollout.seed, rollout.steps)
             quality = rho * quality + math.sqrt(1 - rho * rho) * noise
         flatness, width, level = _prompt(rollout.prompt_id)
         if flatness < self.flat_share:

@@ -340,7 +340,7 @@ class VirtualWorkers:
 
     def _next_chunk(self, group: VirtualGroup, run: LeaseWork) -> None:
         first = group.members[0]
-        to_finish = min(rollout.until - start - run.done for rollout, start in run.left.values())
+        to_finish = min(rollout.steps - start - run.done for rollout, start in run.left.values())
         run.chunk = min(to_finish, self.commit_every - run.done % self.commit_every)
         seconds = self.costs.model.denoise_step_s(
             first.gpu_type, self.costs.pixels, len(run.left), len(group.members)
@@ -359,7 +359,7 @@ class VirtualWorkers:
             self.host.after(thaw_s - self.host.now + 1e-3, self._chunk_done, group, run, turn)
             return
         run.done, run.chunk = run.done + run.chunk, 0
-        finished = [rollout for rollout, start in run.left.values() if start + run.done >= rollout.until]
+        finished = [rollout for rollout, start in run.left.values() if start + run.done >= rollout.steps]
         if not finished:
             self._report_progress(group, run, group.members[0])
             self._next_chunk(group, run)
@@ -379,8 +379,7 @@ class VirtualWorkers:
         if not run.left:
             group.run = None
         completed = ev.LeaseCompleted(group.leader, run.lease.id, group.epoch, names, run.weights.version)
-        paused = tuple((rollout.id, rollout.pause) for rollout in finished if rollout.pause is not None)
-        self.host.send(completed, first, Receipt(segments, run.phase, run.weights, group, paused))
+        self.host.send(completed, first, Receipt(segments, run.phase, run.weights, group))
         if run.left:
             run.committed = run.done
             self._next_chunk(group, run)
@@ -394,7 +393,7 @@ class VirtualWorkers:
         steps = tuple(
             (name, start + run.done)
             for name, (rollout, start) in run.left.items()
-            if start + run.done < rollout.until
+            if start + run.done < rollout.steps
         )
         receipt = Receipt(self._closed_segments(group, run), run.phase, run.weights, group, steps)
         self.host.send(

@@ -112,7 +112,5 @@ class RolloutStarter:
 
 
 def _same(one: Rollout, other: Rollout) -> bool:
-    """Equal but for the version number (restored learners reuse numbers, and the digest identifies the
-    weights) and for where it pauses.
-    """
-    return dataclasses.replace(one, version=other.version, pause=other.pause) == other
+    """Equal but for the version number: restored learners reuse it, and the digest identifies the weights."""
+    return dataclasses.replace(one, version=other.version) == other

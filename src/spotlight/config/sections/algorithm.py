@@ -247,12 +247,6 @@ class AlgorithmSection(Section):
                 "algorithm.train_samples", str(chosen), f"at most rollout.group_size = {group}",
                 "They are chosen among the generated ones: lower it, or raise rollout.group_size.",
             )  # fmt: skip
-        if run.exploration is not None and run.exploration.undo_selection:
-            yield Problem(
-                "exploration.undo_selection", "true", "false with algorithm.train_samples",
-                "Weights that undo the choice of seeds do not undo the choice of samples: leave one of them "
-                "out.",
-            )  # fmt: skip
 
 
 class FlowGRPOConfig(AlgorithmSection):

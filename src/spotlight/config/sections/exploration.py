@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
@@ -11,15 +11,12 @@ from spotlight.config.errors import Problem
 from spotlight.config.requires import (
     SET,
     UNSET,
-    Computed,
     Requirement,
     Requires,
     That,
-    Value,
     at_most,
     less_than,
     more_than,
-    other_than,
     value_at,
 )
 from spotlight.config.section import Section
@@ -84,7 +81,7 @@ PreviewTime: TypeAlias = Literal["critical_path", "idle"]
 """Before the rollouts whose seeds previews choose, or while the learner trains."""
 
 
-SeedPolicy: TypeAlias = Literal["max_variance", "top_and_bottom", "top", "random", "proportional"]
+SeedPolicy: TypeAlias = Literal["max_variance", "top_and_bottom", "top", "random"]
 """Which previewed seeds form a group."""
 
 
@@ -95,8 +92,7 @@ class SeedChoiceConfig(Section):
     """Previews per prompt; default: twice the group's size. Not with a ``planner``."""
     seeds_per_prompt_max: PositiveInt | None = None
     """Workers still idle when all planned previews are done continue up to this many seeds per prompt.
-    Default: 16 times the group's size, or the planned number if larger. Only for previews in idle time, and
-    not with ``undo_selection`` unless ``policy`` is random or proportional.
+    Default: 16 times the group's size, or the planned number if larger. Only for previews in idle time.
     """
     steps: PositiveInt | None = None
     """Denoising steps per preview; default: as many as rollouts have. Fewer cost less, rank worse. Not with
@@ -105,7 +101,6 @@ class SeedChoiceConfig(Section):
     policy: SeedPolicy = "max_variance"
     """Which previews form the group. ``max_variance``: the subset with the largest reward variance (PODS).
     ``top_and_bottom``: half the best, half the worst. ``top``: the best. ``random``: any (the control).
-    ``proportional``: at random, more likely the farther from the mean.
     """
     contrast_min: Annotated[float, Field(ge=0)] = 0.0
     """Previews of a prompt whose rewards lie within a range of this width do not select its seeds."""
@@ -114,88 +109,20 @@ class SeedChoiceConfig(Section):
     sampled_prompts: Annotated[int, Field(ge=0)] = 0
     """Groups per iteration that keep some randomly drawn seeds, to measure how well previews rank."""
     drawn_seeds: Annotated[int, Field(ge=0)] = _DRAWN_SEEDS
-    """Number of randomly drawn seeds in each such group, at least 2 for measuring; with ``undo_selection`` at
-    least 1, in every group.
-    """
-    fidelity_min: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """Minimum Kendall's tau between preview and regenerated rewards; below it, previews do not select seeds
-    (a planner first spends more steps). Default: they always do.
-    """
-    rungs: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """After each of these numbers of steps, previews in the middle of their prompt's rewards so far stop
-    (successive halving); what is scored there is the sample that the model predicts. Default: all previews
-    are made to their end. Only on the critical path, for previews of all of a rollout's steps.
-    """
-    finishers: PositiveInt | None = None
-    """Previews per prompt that are made to their end with ``rungs``; default: the group's size, half as many
-    more.
-    """
-    undo_selection: bool = False
-    """Weight samples so that seed selection does not bias the gradient; prompts whose previews show no
-    contrast then train on any of the previewed seeds. Not with ``spare_prompts``.
-    """
+    """Number of randomly drawn seeds in each such group, at least 2 for measuring."""
     planner: BanditConfig | None = None
     """Decides how much to explore; default: the same in every iteration."""
 
     @property
     def draws(self) -> bool:
         """Whether ``policy`` selects by chance rather than by rank."""
-        return self.policy in ("random", "proportional")
-
-    def finishers_of(self, group_size: int) -> int:
-        """Previews of a prompt that are made to their end with ``rungs``."""
-        return self.finishers or group_size + group_size // 2
+        return self.policy == "random"
 
     def arms(self, group_size: int, rollout_steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Possible (previews per prompt, steps per preview), defaults resolved."""
         if self.planner is not None:
             return self.planner.seed_counts, self.planner.step_counts
         return (self.seeds_per_prompt or 2 * group_size,), (self.steps or rollout_steps,)
-
-    def rung_problems(self, group_size: int, steps: int, section: str) -> Iterator[Problem]:
-        """Previews that stop where they cannot, or of which too many or too few go on."""
-        rungs, finishers = self.rungs, self.finishers_of(group_size)
-        if rungs is None:
-            if self.finishers is not None:
-                yield Problem(
-                    "exploration.finishers", str(self.finishers), "nothing without exploration.rungs",
-                    "Without rungs all previews are made to their end: set rungs, or leave it out.",
-                )  # fmt: skip
-            return
-        key, found = "exploration.rungs", str(list(rungs))
-        if list(rungs) != sorted(set(rungs)) or rungs[-1] >= steps:
-            yield Problem(
-                key, found, f"ascending numbers below {section}.steps = {steps}",
-                "Each is the number of steps after which some previews stop.",
-            )  # fmt: skip
-        for name, value in (
-            ("planner", self.planner), ("steps", None if self.steps == steps else self.steps),
-            ("sampled_prompts", self.sampled_prompts), ("undo_selection", self.undo_selection),
-        ):  # fmt: skip
-            if value:
-                text = "set" if name == "planner" else str(value).lower()
-                yield Problem(
-                    f"exploration.{name}", text, "nothing with exploration.rungs",
-                    "Previews that stop at rungs are rollouts of a fixed number of seeds, chosen by rank: "
-                    "leave one of the two keys out.",
-                )  # fmt: skip
-        if self.draws:
-            yield Problem(
-                "exploration.policy", self.policy, "one that ranks, with exploration.rungs",
-                "What stops is what ranks in the middle: set max_variance, top_and_bottom or top.",
-            )  # fmt: skip
-        seeds = max(self.arms(group_size, steps)[0])
-        if not group_size <= finishers < seeds:
-            yield Problem(
-                "exploration.finishers", str(finishers),
-                f"{section}.group_size = {group_size} or more, and less than {self.seeds_key} = {seeds}",
-                "So many run to their end, and the group is chosen from them: preview more, or lower it.",
-            )  # fmt: skip
-
-    @property
-    def seeds_key(self) -> str:
-        """The key that sets the planned number of seeds."""
-        return f"exploration.{'planner.seed_counts' if self.planner else 'seeds_per_prompt'}"
 
     @property
     def steps_key(self) -> str:
@@ -204,19 +131,12 @@ class SeedChoiceConfig(Section):
 
 
 _CRITICAL = {"exploration.where": "critical_path"}
-_UNDOES: dict[str, Value] = {"exploration.undo_selection": True}
-_RANKS = {"exploration.policy": other_than("random", "proportional")}
 _WAITED_FOR = "Previews are waited for there, and nothing has to fit: leave it out"
 
 
 def _arms(run: Any, section: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     choice: SeedChoiceConfig = run.exploration
     return choice.arms(value_at(run, f"{section}.group_size"), value_at(run, f"{section}.steps"))
-
-
-def _rung_problems(run: Any, section: str) -> Iterator[Problem]:
-    group, steps = value_at(run, f"{section}.group_size"), value_at(run, f"{section}.steps")
-    yield from run.exploration.rung_problems(group, steps, section)
 
 
 def seeds_require(section: str) -> tuple[Requirement[Any], ...]:
@@ -230,30 +150,20 @@ def seeds_require(section: str) -> tuple[Requirement[Any], ...]:
         lambda run: (run.exploration.seeds_per_prompt_max or 1e9) >= max(_arms(run, section)[0]),
     )
     return (
-        Requires("exploration.seeds_per_prompt_max", {**_UNDOES, **_RANKS}, UNSET,
-                 "Drawn seeds stand for most of the pool, and weigh the more, the deeper it is: leave it "
-                 "out, or set exploration.policy=proportional."),
         Requires("exploration.seeds_per_prompt_max", {}, planned,
                  lambda run: f"{max(_arms(run, section)[0])} are planned: raise it, or leave it out."),
         *(Requires(key, {}, at_most(f"{section}.steps"),
                    "Previews follow the noise path of the rollouts that they choose seeds for: lower it.")
           for key in ("exploration.steps", "exploration.planner.step_counts")),
-        Computed("exploration.rungs", "", lambda run: _rung_problems(run, section)),
         Requires("exploration.drawn_seeds", {}, at_most(f"{section}.group_size"),
                  "Two are enough to measure with."),
-        Requires("exploration.drawn_seeds",
-                 {"exploration.sampled_prompts": UNSET, "exploration.undo_selection": UNSET}, _DRAWN_SEEDS,
-                 "No group keeps drawn seeds then: leave it out, or set one of them."),
+        Requires("exploration.drawn_seeds", {"exploration.sampled_prompts": UNSET}, _DRAWN_SEEDS,
+                 "No group keeps drawn seeds then: leave it out, or set that key."),
         *(Requires("exploration.sampled_prompts", condition, 0,
                    "What a group measures it measures by pairs: set exploration.drawn_seeds=2, or leave it "
                    "out.")
           for condition in (
-              {"exploration.drawn_seeds": less_than(2)}, {"exploration.policy": ("random", "proportional")})),
-        Requires("exploration.undo_selection", {**_RANKS, "exploration.drawn_seeds": 0}, False,
-                 "Seeds that are never chosen cannot be weighted: set exploration.drawn_seeds=2 or "
-                 "exploration.policy=proportional."),
-        Requires("exploration.spare_prompts", _UNDOES, 0,
-                 "No weights undo that a prompt is replaced for its rewards: leave one of the two keys out."),
+              {"exploration.drawn_seeds": less_than(2)}, {"exploration.policy": "random"})),
     )  # fmt: skip
 
 
@@ -292,7 +202,7 @@ class ExplorationConfig(SeedChoiceConfig):
 
     def seeds_max(self, group_size: int, rollout_steps: int) -> int | None:
         """Maximum number of previewed seeds per prompt; None: only the planned ones."""
-        if self.where != "idle" or (self.undo_selection and not self.draws):
+        if self.where != "idle":
             return None
         return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
 
@@ -327,14 +237,6 @@ class ExplorationConfig(SeedChoiceConfig):
         Requires("exploration.seeds_per_prompt_max", _CRITICAL, UNSET,
                  "Only idle time previews more seeds than were planned: leave it out."),
         *seeds_require("rollout"),
-        Requires("exploration.rungs", {},
-                 That("nothing with where=idle, guidance, step_cache or dtype", lambda run:
-                      run.exploration is None or run.exploration.rungs is None
-                      or run.exploration.makes_rollouts(run.rollout.true_cfg_scale)),
-                 "What goes on past the rungs is kept as a rollout, made by the same weights and as exactly: "
-                 "leave these keys out."),
-        Requires("pipeline.baseline", {"exploration.rungs": SET}, ("group", "slice"),
-                 "The rewards of previews that stopped are not known."),
         Requires("exploration.sampled_prompts", {}, at_most("rollout.prompts_per_iteration"), "Lower it."),
         Requires("exploration.guidance", {}, at_most("rollout.true_cfg_scale"),
                  "Previews stand for rollouts and may only be cheaper: leave it out, or set 1 for none."),

@@ -82,9 +82,6 @@ class PipelineConfig(Section):
         Requires("pipeline.baseline", {"pipeline.axis": ("none", "prompt")}, "group",
                  "Only slices of groups need another baseline: set pipeline.axis=generation, or leave it "
                  "out."),
-        Requires("exploration.undo_selection", _EARLY_SLICES, False,
-                 "Weights of samples need their whole group: set pipeline.axis=prompt and baseline=group, or "
-                 "leave it out."),
         Requires("algorithm.silent_groups", _EARLY_SLICES, "train",
                  "Whether a group is silent is known only when all of it is scored, and its slices are "
                  "trained before: set pipeline.baseline=group, or leave it out."),

@@ -239,11 +239,6 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
         yield Problem("exploration", "nothing", f"a section, for {', '.join(exploring)}", remedy)
     if explore is not None:
         yield from problems_of(_SEEDS, scenario)
-        idle = [name for name in exploring if strategies[name].explore == "idle"]
-        if explore.rungs is not None and (idle or scenario.pipeline.baseline == "exploration"):
-            expected = f"nothing with {', '.join(idle) or 'pipeline.baseline=exploration'}"
-            remedy = "Previews stop early on the critical path only, and all are needed for a baseline."
-            yield Problem("exploration.rungs", str(list(explore.rungs)), expected, remedy)
     if (scenario.workload.train_samples or 0) > group:
         remedy = "They are chosen among the generated ones."
         found = str(scenario.workload.train_samples)

@@ -276,7 +276,6 @@ class TrainingTasks:
             tuple(part.group for _, part in parts),
             {rollout: at.scores[rollout] for rollout in kept},
             tuple(batches),
-            self._work.weights(kept),
             partial,
             () if plain else comparisons,
         )
