@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from spotlight.config.errors import Problem
 from spotlight.config.requires import (
     SET,
     UNSET,
@@ -20,6 +19,7 @@ from spotlight.config.requires import (
     value_at,
 )
 from spotlight.config.section import Section
+from spotlight_rewards.base.errors import Problem
 
 _DRAWN_SEEDS = 2
 
