@@ -38,7 +38,8 @@ from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.types import DropReason, LeaseId, Maker, PolicyVersion, Prompt, Rollout, RolloutId
+from spotlight.scheduler.types import DropReason, LeaseId, Maker, PolicyVersion, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt
 
 ROLLOUT_ATTEMPTS = 2
 """A rollout failing this often is dropped: with fixed randomness it would fail again."""

@@ -23,7 +23,8 @@ from spotlight.scheduler.exploration.window import Choice, ExploredGroup, Window
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import spares_of_iteration
-from spotlight.scheduler.types import PolicyVersion, Prompt
+from spotlight.scheduler.types import PolicyVersion
+from spotlight_rewards.base.prompts import Prompt
 
 
 class Explorer:

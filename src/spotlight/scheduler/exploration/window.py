@@ -28,7 +28,8 @@ from spotlight.scheduler.exploration.selection import (
 )
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import Maker, PolicyVersion, Prompt, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import Maker, PolicyVersion, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 _START = PolicyVersion(0)
 

@@ -45,15 +45,7 @@ from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import (
-    Baseline,
-    Comparison,
-    DropReason,
-    Group,
-    MicroBatch,
-    Purpose,
-    RolloutId,
-)
+from spotlight.scheduler.types import Baseline, Comparison, DropReason, Group, MicroBatch, Purpose, RolloutId
 
 Task: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 Answer: TypeAlias = ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
