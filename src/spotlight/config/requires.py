@@ -1,5 +1,5 @@
 """What configuration keys require of each other, as data: the checks, their messages and a page of the
-reference (``docs/reference/exclusions.md``) are made from the same rows.
+reference (``docs/reference/configuration.md``) are made from the same rows.
 
 A section, an algorithm or a policy declares its rows beside its keys, as the class attribute ``requires``::
 
@@ -208,13 +208,13 @@ def shown(value: object) -> str:
         return f"{value:g}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(shown, value))}]"
-    return "set" if isinstance(value, BaseModel) else str(value)
+    return str(getattr(value, "name", "set")) if isinstance(value, BaseModel) else str(value)
 
 
 def filled(text: str, run: object | None) -> str:
     """``text`` with the values of the keys in braces; without a run, with the keys' names."""
     if run is None:
-        return _HOLE.sub(lambda hole: hole[1].rpartition(".")[2], re.sub(r" = \{[\w.]+\}", "", text))
+        return _HOLE.sub(lambda hole: hole[1].rpartition(".")[2], re.sub(r" ?= ?\{[\w.]+\}", "", text))
     return _HOLE.sub(lambda hole: shown(value_at(run, hole[1])), text)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from spotlight.config.requires import Requirement
-from spotlight_rewards.base.errors import Problem
 from spotlight_rewards.base.strict_section import StrictSection
 
 if TYPE_CHECKING:
@@ -31,10 +30,6 @@ class Section(StrictSection):
         for name in type(self).model_fields:
             if isinstance(value := getattr(self, name), Section):
                 yield from value.sections()
-
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Contradictions that are no rows yet."""
-        yield from ()
 
     def notes(self, run: RunConfig) -> Iterator[str]:
         """What is valid, but may not be what was meant; nothing unless overridden."""
