@@ -67,17 +67,14 @@ def at_most(other: str | float) -> Need:
 
 
 def at_least(other: str | float) -> Need:
-    """As :func:`at_most`."""
     return _bound("at least", operator.ge, other)
 
 
 def less_than(other: str | float) -> Need:
-    """As :func:`at_most`."""
     return _bound("less than", operator.lt, other)
 
 
 def more_than(other: str | float) -> Need:
-    """As :func:`at_most`."""
     return _bound("more than", operator.gt, other)
 
 
@@ -90,7 +87,6 @@ def _bound(text: str, compare: Callable[[Any, Any], bool], other: str | float) -
 
 
 def other_than(*values: object) -> Need:
-    """Anything but these."""
     return Need(f"another than {' or '.join(map(shown, values))}", lambda value, _: value not in values)
 
 
@@ -112,7 +108,6 @@ class Requires(Generic[Run]):
     remedy: str | Callable[[Run], str]
 
     def problems(self, run: Run) -> Iterator[Problem]:
-        """What contradicts this row."""
         listed, star, _ = self.key.partition(".*")
         for index in range(len(value_at(run, listed))) if star else [None]:
             here = str(index)
@@ -201,7 +196,6 @@ def value_at(tree: object, key: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value, in messages."""
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
     if isinstance(value, float):

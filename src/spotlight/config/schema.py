@@ -82,7 +82,6 @@ class RunConfig(Section):
     """The hardware, and what it costs."""
 
     def every_problem(self) -> Iterator[Problem]:
-        """All contradictions between keys."""
         rows = (row for section in self.sections() for row in section.requirements())
         return problems_of(rows, self)
 

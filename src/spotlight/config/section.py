@@ -25,7 +25,6 @@ class Section(StrictSection):
             yield from base.__dict__.get("requires", ())
 
     def sections(self) -> Iterator[Section]:
-        """This section and those in it."""
         yield self
         for name in type(self).model_fields:
             if isinstance(value := getattr(self, name), Section):

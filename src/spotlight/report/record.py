@@ -54,12 +54,10 @@ class ValidationChange:
 
     @property
     def margin(self) -> float:
-        """The gain."""
         return self.after.mean - self.before.mean
 
     @property
     def noise(self) -> float:
-        """See the class."""
         return math.hypot(self.before.stderr, self.after.stderr)
 
     @property

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny, ValidationInfo
 from pydantic_core import PydanticKnownError
 
-from spotlight.config.requires import UNSET, Computed, Requires, That, at_most, other_than
+from spotlight.config.requires import UNSET, Computed, Requirement, Requires, That, at_most, other_than
 from spotlight.config.section import Section
 from spotlight.registry import ALGORITHMS
 from spotlight_rewards.base.errors import Problem
@@ -189,7 +189,7 @@ class AlgorithmSection(Section):
                 f"Its loss compares the samples of a group: set {wanted}, or another {key}.",
             )  # fmt: skip
 
-    requires = (
+    requires: ClassVar[Sequence[Requirement[RunConfig]]] = (
         Requires("algorithm.train_samples", {}, at_most("rollout.group_size"),
                  "They are chosen among the generated ones: lower it, or raise rollout.group_size."),
         Requires("algorithm.train_policy",
@@ -257,12 +257,10 @@ class FlowGRPOConfig(AlgorithmSection):
 
     @property
     def uses_reference(self) -> bool:
-        """With a KL term."""
         return self.kl_weight > 0
 
     @property
     def recomputes_log_probs(self) -> bool:
-        """With ``old_log_probs: recompute``."""
         return self.old_log_probs == "recompute"
 
 
@@ -294,17 +292,14 @@ class ForwardProcessSection(AlgorithmSection):
     at random, or ``stratified_steps``, one of each part.
     """
 
-    @property
-    def learns_from_clean_samples(self) -> bool:
-        """Always."""
-        return True
+    learns_from_clean_samples: ClassVar[bool] = True
 
     @property
     def levels(self) -> int | None:
         """How many of the schedule's levels, from pure noise on, are trained; None: all."""
         return None
 
-    requires = (
+    requires: ClassVar[Sequence[Requirement[RunConfig]]] = (
         Requires("algorithm.train_timesteps", {"algorithm.noise_levels": ("steps", "stratified_steps")},
                  That("at most the levels to choose from",
                       lambda run: (run.algorithm.train_timesteps or 1) <= _levels(run)),
@@ -352,29 +347,18 @@ class DiffusionNFTConfig(ForwardProcessSection):
     old_policy: OldPolicyConfig = OldPolicyConfig()
     """How fast the behaviour policy follows the trained one."""
 
-    @property
-    def uses_old_policy(self) -> bool:
-        """Always."""
-        return True
+    uses_old_policy: ClassVar[bool] = True
 
     @property
     def uses_reference(self) -> bool:
-        """If its weight is positive."""
         return self.reference_weight > 0
 
 
 class BatchStartSection(AlgorithmSection):
     """Compares the policy with the one before the batch, which the ``old`` slot holds."""
 
-    @property
-    def uses_old_policy(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def old_policy_starts_batch(self) -> bool:
-        """Always."""
-        return True
+    uses_old_policy: ClassVar[bool] = True
+    old_policy_starts_batch: ClassVar[bool] = True
 
 
 class GRPOGuardConfig(BatchStartSection):
@@ -421,17 +405,14 @@ class AWMConfig(ForwardProcessSection):
 
     @property
     def recomputes_log_probs(self) -> bool:
-        """With ``old_log_probs: recompute``."""
         return self.old_log_probs == "recompute"
 
     @property
     def uses_old_policy(self) -> bool:
-        """If its weight is positive."""
         return self.old_weight > 0
 
     @property
     def uses_reference(self) -> bool:
-        """If its weight is positive."""
         return self.reference_weight > 0
 
 

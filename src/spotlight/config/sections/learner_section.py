@@ -129,7 +129,6 @@ class LearnerConfig(Section):
 
     @property
     def pass_memory_bytes(self) -> int | None:
-        """``pass_memory_gib`` in bytes."""
         return None if self.pass_memory_gib is None else int(self.pass_memory_gib * 2**30)
 
     def scheduled(self, steps: int, batches: int, samples: int) -> tuple[float, float]:

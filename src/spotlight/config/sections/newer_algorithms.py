@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -56,15 +56,8 @@ class VGRPOConfig(ForwardProcessSection):
     noise_levels: NoiseLevels = "stratified_steps"
     """Their distribution; see ``diffusion-nft``."""
 
-    @property
-    def shares_draws(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def recomputes_log_probs(self) -> bool:
-        """Always."""
-        return True
+    shares_draws: ClassVar[bool] = True
+    recomputes_log_probs: ClassVar[bool] = True
 
     requires = (
         Requires("learner.timesteps_per_pass", {"learner.updates_per_batch": more_than(1)},
@@ -78,20 +71,9 @@ class VGRPOConfig(ForwardProcessSection):
 class PreferenceSection(ForwardProcessSection):
     """Compares the samples of a group with each other, relative to the reference, at the same noise draws."""
 
-    @property
-    def uses_reference(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def shares_draws(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def compares_groups(self) -> bool:
-        """Always."""
-        return True
+    uses_reference: ClassVar[bool] = True
+    shares_draws: ClassVar[bool] = True
+    compares_groups: ClassVar[bool] = True
 
 
 class DGPOConfig(PreferenceSection):
@@ -122,12 +104,10 @@ class DGPOConfig(PreferenceSection):
 
     @property
     def levels(self) -> int | None:
-        """``noisiest_steps``."""
         return self.noisiest_steps
 
     @property
     def uses_old_policy(self) -> bool:
-        """With a clip."""
         return self.clip_range is not None
 
     requires = (
