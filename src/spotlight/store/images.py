@@ -33,7 +33,7 @@ from spotlight.store.picture_names import (
     tiles_of,
 )
 from spotlight.store.run_directory import RunPaths
-from spotlight_rewards.base.file_errors import StoreError, storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.files import write_atomically
 from spotlight_rewards.base.picture_page import (
     BEFORE_AFTER,
@@ -99,22 +99,18 @@ def write_grid(
             Block(each[0].caption, (*shown, *cells[i : i + columns])) for i in range(0, len(cells), columns)
         ]
     path = grid_path(paths, iteration)
-    try:
+    with storage_errors("cannot write the pictures", paths.images):
         _keep(paths, iteration, tiles)
         write_page(path, title, blocks, present[0].fps)
-    except OSError as error:
-        raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
 
 
 def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
     """Remove the images of evaluations from ``resume_at`` on. Raises StoreError."""
-    try:
+    with storage_errors("cannot remove undone pictures", paths.images):
         for iteration, path in (*stored_tiles(paths), *stored_grids(paths)):
             if iteration >= resume_at:
                 path.unlink()
-    except OSError as error:
-        raise storage_error("cannot remove undone pictures", paths.images, error) from error
 
 
 def drawn_iterations(paths: RunPaths) -> list[int]:
@@ -186,10 +182,8 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
             f"there are pictures of iterations {drawn_iterations(paths)}."
         )
     path = paths.images / BEFORE_AFTER
-    try:
+    with storage_errors("cannot write the pictures", paths.images):
         write_page(path, title, [_pair(old, new) for old, new in pairs], pairs[0][1].fps)
-    except OSError as error:
-        raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
 
 
@@ -222,11 +216,9 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
         for prompt, seed in common
     ]
     path = paths.images / "progress.png"
-    try:
+    with storage_errors("cannot write the pictures", paths.images):
         prompt, seed = common[0]
         write_strips(path, title, strips, fps=drawn[0][prompt][seed].fps)
-    except OSError as error:
-        raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
 
 
