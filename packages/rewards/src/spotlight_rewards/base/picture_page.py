@@ -96,8 +96,7 @@ def write_page(path: Path, title: str, blocks: Sequence[Block], fps: float) -> N
     if frames == 1:
         return
     first, *others = [
-        _page(title, blocks, partial(_at, share=at / (frames - 1)))
-        for at in _spread(frames, _PLAYED_MAX)
+        _page(title, blocks, partial(_at, share=at / (frames - 1))) for at in _spread(frames, _PLAYED_MAX)
     ]
     buffer = io.BytesIO()
     duration_ms = round(1000 / fps * frames / (1 + len(others)))
