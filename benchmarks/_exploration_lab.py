@@ -151,7 +151,7 @@ class Lab:
             InlineParts(
                 controller=Controller(plan, self.prompts.train, self.prompts.test),
                 denoiser=self.denoiser,
-                trainer=self.learning.trainer,
+                feed=self.learning.feed,
                 rewards=self.rewards,
                 recorder=recorder,
                 clock=PhaseClock(Phase.IDLE, now_s=now_s),

@@ -172,7 +172,7 @@ def _drive(
         InlineParts(
             controller=controller,
             denoiser=materials.denoiser,
-            trainer=materials.learning.trainer,
+            feed=materials.learning.feed,
             rewards=materials.rewards,
             recorder=recorder,
             clock=clock,
