@@ -23,8 +23,8 @@ from spotlight.config.sections.exploration import PreviewTime
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import ScoredSample
 from spotlight.rollout.state import FinishedRollout
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.denoiser import Denoiser
 from spotlight.runtime.inline import InlineDriver, InlineParts

@@ -45,8 +45,8 @@ from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import ScoredSample
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import Model, prepare_model
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import Model, prepare_model
 from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau
 from spotlight.scheduler.exploration.halving import rungs_of, stopped

@@ -17,8 +17,8 @@ from spotlight.models.slots import Slot
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import pack_sample
 from spotlight.rollout.state import FinishedRollout, SampleTensors
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import PrepareBatch

@@ -15,7 +15,7 @@ from spotlight.models.family import ModelFamily
 from spotlight.models.peft_layers import LoraSpec, eject, inject
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition
-from spotlight.runtime.build import components as build
+from spotlight.runtime.assembly import components as build
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
 from spotlight.weights.weight_errors import WeightsError

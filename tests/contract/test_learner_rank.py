@@ -28,7 +28,7 @@ from spotlight.cluster.workers.worker_weights import BundleLoader
 from spotlight.config.errors import ConfigError
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import unpack_condition
-from spotlight.runtime.build.learner_parts import Learning, rollout_slots
+from spotlight.runtime.assembly.learner_parts import Learning, rollout_slots
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
 from spotlight.store.run_directory import RunPaths

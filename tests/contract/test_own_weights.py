@@ -21,7 +21,7 @@ from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.report.loading import loading_snippet
-from spotlight.runtime.build import components as build
+from spotlight.runtime.assembly import components as build
 
 SIZE = MediaSize(16, 16)
 SPEC = LoraSpec(rank=3, alpha=6.0, targets=("to_q", "img_mlp.net.2"))

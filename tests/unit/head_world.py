@@ -28,8 +28,8 @@ from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight.rollout.serialization import _pack
+from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import Attempt, RunResult, open_attempt
-from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Silent
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev

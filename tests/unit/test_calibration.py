@@ -27,7 +27,7 @@ from spotlight.planning.calibration.run_prediction import predict_run, replayed
 from spotlight.planning.calibration.run_times import read_run_times
 from spotlight.planning.scenarios.profile import Profile, figures, load_profile
 from spotlight.planning.scenarios.profile_costs import ProfileCosts
-from spotlight.runtime.build.controller_plan import cluster_plan_of
+from spotlight.runtime.assembly.controller_plan import cluster_plan_of
 from spotlight.scheduler.events import NodeLost
 from spotlight.scheduler.types import NodeId
 from spotlight.store.ledger.ledger_schema import SCHEMA

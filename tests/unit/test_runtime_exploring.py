@@ -12,8 +12,8 @@ from spotlight.cluster.head import Head
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts
 from spotlight.models.shared.flop_count import Work
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.preview_settings import (
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.preview_settings import (
     preview_steps,
     report_note,
     report_row,

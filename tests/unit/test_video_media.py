@@ -20,8 +20,8 @@ from spotlight.rewards import reward_registry
 from spotlight.rewards.frames import FrameRule, OverFrames
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.results import ScoredSample
-from spotlight.runtime.build.components import cluster_plan_of
-from spotlight.runtime.build.controller_plan import FRAMES_PER_LATENT
+from spotlight.runtime.assembly.components import cluster_plan_of
+from spotlight.runtime.assembly.controller_plan import FRAMES_PER_LATENT
 from spotlight.store.images import Tile, drop_pictures, read_tiles, write_comparison, write_grid
 from spotlight.store.media_files import encode_video
 from spotlight.store.run_directory import RunPaths

@@ -43,8 +43,8 @@ from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rollout.sequence_parallel.rendezvous import Address
+from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import Attempt
-from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import CONTROLLER_FILE
 from spotlight.scheduler.controller import Controller

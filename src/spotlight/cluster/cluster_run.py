@@ -46,8 +46,8 @@ from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.reward_process import RewardProcess, Scorer
 from spotlight.rewards.results import require_names
 from spotlight.rollout.sequence_parallel.rendezvous import serve
+from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
-from spotlight.runtime.build import components as build
 from spotlight.runtime.conclusion import conclude_run
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk

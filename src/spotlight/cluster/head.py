@@ -39,7 +39,7 @@ from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.models.shared.flop_count import Work
 from spotlight.rollout.serialization import unpack_image
-from spotlight.runtime.build.preview_settings import report_note, report_row
+from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder, shown
 from spotlight.scheduler import effects as ef

@@ -19,7 +19,7 @@ from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import pack_state, unpack_state
 from spotlight.rollout.state import FailedRollout, FinishedRollout, RolloutState
-from spotlight.runtime.build.components import Recipes
+from spotlight.runtime.assembly.components import Recipes
 from spotlight.scheduler.types import PromptId, Purpose, Rollout, RolloutId
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.sharding import Ranks

@@ -28,7 +28,7 @@ from spotlight.rewards.pool.waiting import SampleGroup
 from spotlight.rewards.results import RewardBatch, RewardFailure
 from spotlight.rewards.reward import RewardInputError
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
-from spotlight.runtime.build import components as build
+from spotlight.runtime.assembly import components as build
 from spotlight.runtime.observer import Observer, Silent
 from spotlight.runtime.process import prepare_process
 from spotlight.runtime.recorder import LEARNER_FOLDER

@@ -29,7 +29,7 @@ from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.waiting import SampleGroup
 from spotlight.rewards.results import RewardBatch, ScoredSample
 from spotlight.rollout.state import FailedRollout, FinishedRollout
-from spotlight.runtime.build.preview_settings import report_note, report_row
+from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.denoiser import Denoiser, PausedRollouts
 from spotlight.runtime.observer import Observer

@@ -26,7 +26,7 @@ def show_prediction(run: str, profile_name: str | None, as_json: Path | None) ->
     from spotlight.planning.calibration.run_times import read_run_times
     from spotlight.planning.output_files import require_place, write_file
     from spotlight.planning.scenarios.profile import load_profile
-    from spotlight.runtime.build.controller_plan import cluster_plan_of
+    from spotlight.runtime.assembly.controller_plan import cluster_plan_of
 
     directory = find_run(run)
     with errors_without_traceback():

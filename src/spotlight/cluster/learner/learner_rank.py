@@ -39,8 +39,8 @@ from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition, unpack_sample
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import (
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import (
     Learning,
     Model,
     assemble,

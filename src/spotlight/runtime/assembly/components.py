@@ -48,9 +48,9 @@ from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rewards.pool.reward_process import RewardProcess, Scorer
 from spotlight.rewards.results import require_names
 from spotlight.rollout.state import Recipe
-from spotlight.runtime.build.controller_plan import cluster_plan_of as cluster_plan_of
-from spotlight.runtime.build.controller_plan import plan_of as plan_of
-from spotlight.runtime.build.preview_settings import preview_recipe
+from spotlight.runtime.assembly.controller_plan import cluster_plan_of as cluster_plan_of
+from spotlight.runtime.assembly.controller_plan import plan_of as plan_of
+from spotlight.runtime.assembly.preview_settings import preview_recipe
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose
 from spotlight.testbed import pipeline_directory

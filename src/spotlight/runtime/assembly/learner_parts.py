@@ -18,8 +18,8 @@ from spotlight.dry_run.model_checks import require_model, require_supported
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.preview_settings import preview_steps
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.preview_settings import preview_steps
 from spotlight.scheduler.types import Prompt
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import BatchFeed
