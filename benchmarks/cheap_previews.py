@@ -1,4 +1,4 @@
-"""What cheaper previews cost and how well they rank: fewer steps, reused blocks, half precision, predictions.
+"""What cheaper previews cost and how well they rank: fewer steps, reused blocks, half precision.
 
     python -m benchmarks.cheap_previews --json cheap-previews.json
 
@@ -6,10 +6,6 @@ Rollouts of the testbed as it is shipped, and previews of the same seeds with th
 misses it misses by its own shortcut. Prompt by prompt, all settings take turns; Kendall's tau (tau-b) is
 within a prompt, between the rewards of its previews and of its whole rollouts. Seconds are those of denoising
 and decoding, as this process computed them; rewards are not timed.
-
-A prediction is the sample that the model predicts on the way of a whole rollout. With those at rungs, some
-previews stop early (``exploration.rungs``): the second table has the steps that are left to take, and the
-contrast of the groups that are left to be chosen, from the same rewards and by the scheduler's own decisions.
 """
 
 from __future__ import annotations
@@ -35,24 +31,22 @@ from rich.table import Table
 from benchmarks._measure import CLOCK_HELP, Clock, machine, ratio, take_turns, wide_console
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.family import Condition
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.latents import pack, unpack
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import ScoredSample
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Model, prepare_model
 from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau
-from spotlight.scheduler.exploration.halving import rungs_of, stopped
-from spotlight.scheduler.exploration.selection import SelectionPolicy, sample_variance, select
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.results import ScoredSample
 
 SAMPLERS = {
     "ode": ("algorithm.name=diffusion-nft", "rollout.sampler=ode"),
@@ -66,21 +60,17 @@ class Setting:
 
     Attributes:
         step_cache: see :class:`spotlight.rollout.state.Recipe`.
-        prediction: step of a rollout of ``steps`` at which its prediction is taken.
         small: half as high and wide, from the rollout's initial noise averaged over 2 x 2 latents.
     """
 
     steps: int
     step_cache: int = 1
     half: bool = False
-    prediction: int | None = None
     small: bool = False
 
     def __str__(self) -> str:
         if self.small:
             return f"{self.steps} steps, half the size"
-        if self.prediction is not None:
-            return f"prediction after {self.prediction} of {self.steps} steps"
         known = [f"{self.steps} steps"]
         if self.step_cache > 1:
             known.append(f"step_cache {self.step_cache}")
@@ -98,14 +88,8 @@ def settings_of(steps: int) -> list[Setting]:
     cached = [Setting(steps, every) for every in (2, 3, 5) if every <= steps]
     together = [Setting(n, 2) for n in fewer if n < steps][:1]
     halves = [Setting(steps, half=True), Setting(steps, 2, half=True)]
-    predictions = [Setting(steps, prediction=n) for n in predictions_of(steps)]
     halves.append(Setting(steps, small=True))
-    return [*(Setting(n) for n in fewer if n < steps), *cached, *together, *halves, *predictions]
-
-
-def predictions_of(steps: int) -> list[int]:
-    """Steps at which rollouts are looked at."""
-    return list(range(max(1, steps // 5), steps))
+    return [*(Setting(n) for n in fewer if n < steps), *cached, *together, *halves]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,29 +111,6 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class Halved:
-    """What rungs leave, prompt by prompt.
-
-    Attributes:
-        finishers: of the seeds.
-        steps: taken, as a share of those of whole rollouts of all seeds.
-        variance: of the rewards of the group that is chosen.
-        of_all: the same of the group that would be chosen from all seeds.
-        of_pool: of all seeds' rewards: that of a random group.
-        of_fewer: of the group chosen from as many whole rollouts as these steps make.
-    """
-
-    sampler: str
-    rungs: Sequence[int]
-    finishers: int
-    steps: Sequence[float]
-    variance: Sequence[float]
-    of_all: Sequence[float]
-    of_pool: Sequence[float]
-    of_fewer: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
 class Bench:
     """A loaded model and what judges it."""
 
@@ -167,7 +128,6 @@ class Bench:
             Rollout(
                 RolloutId(f"{place}-{member}"), purpose, 0, self.prompts[place].id, member,
                 derive_seed(self.config.run_seed, "cheap", place, member), setting.steps, PolicyVersion(0),
-                setting.prediction,
             )
             for member in range(self.seeds)
         ]  # fmt: skip
@@ -208,9 +168,7 @@ class Bench:
         return [s.curves()["reward"] for s in batch.samples if isinstance(s, ScoredSample)]
 
 
-def measure(
-    bench: Bench, sampler: str, settings: Sequence[Setting], clock: Clock, group: int
-) -> tuple[list[Figures], list[Halved]]:
+def measure(bench: Bench, sampler: str, settings: Sequence[Setting], clock: Clock) -> list[Figures]:
     """Every setting against whole rollouts; a round is a prompt, and a first one does not count."""
     whole = Setting(bench.config.rollout.steps)
     turns = {"whole": (Purpose.TRAIN, whole)} | {str(s): (Purpose.EXPLORE, s) for s in settings}
@@ -229,22 +187,6 @@ def measure(
     )
     rewards = {name: [bench.scores(place, made[place]) for place in sorted(made)]
                for name, made in pictures.items()}  # fmt: skip
-    predictions = {
-        setting.prediction: rewards[str(setting)] for setting in settings if setting.prediction is not None
-    }
-    halvings = [
-        halved(
-            sampler,
-            rewards["whole"],
-            {step: predictions[step] for step in rungs},
-            finishers,
-            group,
-            whole.steps,
-        )
-        for rungs in rungs_tried(sorted(predictions))
-        for finishers in (group, group + group // 2)
-        if finishers < bench.seeds
-    ]
     return [
         Figures(
             sampler,
@@ -255,54 +197,7 @@ def measure(
             [_hits(*pair) for pair in zip(rewards[name], rewards["whole"], strict=True)],
         )
         for name in turns
-    ], halvings
-
-
-def rungs_tried(predictions: Sequence[int]) -> list[tuple[int, ...]]:
-    """One rung at some steps, and pairs."""
-    pairs = [(a, b) for a in predictions[1:-3] for b in predictions if b - a == max(1, len(predictions) // 3)]
-    return [*((step,) for step in predictions[:-1]), *pairs]
-
-
-def halved(
-    sampler: str,
-    whole: Sequence[Sequence[float]],
-    predictions: Mapping[int, Sequence[Sequence[float]]],
-    finishers: int,
-    group: int,
-    steps: int,
-) -> Halved:
-    """Replay the scheduler's decisions on measured rewards.
-
-    Args:
-        whole: rewards of whole rollouts: [prompts][seeds]; ``predictions``: those at each rung.
-        steps: of a whole rollout.
-    """
-    seeds = len(whole[0])
-    explores = ExplorationConfig(seeds_per_prompt=seeds, rungs=tuple(predictions), finishers=finishers)
-    rungs = rungs_of(explores, group, steps)
-    columns = [list[float]() for _ in range(5)]
-    for place, rewards in enumerate(whole):
-        left, taken = set(range(seeds)), 0
-        for rung in rungs:
-            seen = {seed: predictions[rung.step][place][seed] for seed in sorted(left)}
-            ends = stopped(seen, rung.goes_on, SelectionPolicy.MAX_VARIANCE)
-            left, taken = left - ends, taken + rung.step * len(ends)
-        taken += steps * len(left)
-        columns[0].append(taken / (steps * seeds))
-        columns[1].append(chosen_variance(rewards, sorted(left), group))
-        columns[2].append(chosen_variance(rewards, range(seeds), group))
-        columns[3].append(sample_variance(rewards))
-        fewer = round(seeds * columns[0][-1])
-        parts = [[(at + first) % seeds for at in range(fewer)] for first in range(seeds)]
-        columns[4].append(statistics.fmean(chosen_variance(rewards, part, group) for part in parts))
-    return Halved(sampler, tuple(predictions), finishers, *columns)
-
-
-def chosen_variance(rewards: Sequence[float], pool: Sequence[int], group: int) -> float:
-    """Variance of the rewards of the group that is chosen from a pool."""
-    chosen = select({seed: rewards[seed] for seed in pool}, group, SelectionPolicy.MAX_VARIANCE).seeds
-    return sample_variance([rewards[seed] for seed in chosen])
+    ]
 
 
 def _hits(previews: Sequence[float], whole: Sequence[float]) -> float | None:
@@ -337,45 +232,12 @@ def show(figures: Sequence[Figures], title: str) -> None:
     wide_console().print(table)
 
 
-_CAPTION = "contrast: variance of the chosen group over that from all; of whole rollouts with as many steps"
-
-
-def show_halvings(halvings: Sequence[Halved], title: str) -> None:
-    """Print what rungs leave."""
-    table = Table(title=title, caption=_CAPTION)
-    for column in (
-        "sampler",
-        "rungs",
-        "run to their end",
-        "steps",
-        "contrast left",
-        "of fewer whole",
-        "times random",
-    ):
-        table.add_column(column, justify="left" if column in ("sampler", "rungs") else "right")
-    for row in halvings:
-        all_of_them, pool = sum(row.of_all), sum(row.of_pool)
-        table.add_row(
-            row.sampler,
-            ", ".join(map(str, row.rungs)),
-            str(row.finishers),
-            f"{statistics.fmean(row.steps):.2f}",
-            *(
-                f"{sum(part) / all_of_them:.2f}" if all_of_them else "-"
-                for part in (row.variance, row.of_fewer)
-            ),
-            f"{sum(row.variance) / pool:.2f} of {all_of_them / pool:.2f}" if pool else "-",
-        )
-    wide_console().print(table)
-
-
 def main(
     sampler: Annotated[list[str], typer.Option(help="ode, flow-sde; repeatable.")] = list(SAMPLERS),  # noqa: B006
     prompts: Annotated[int, typer.Option(help="Each is a round.")] = 6,
     seeds: Annotated[int, typer.Option(help="Previews of a prompt.")] = 24,
     steps: Annotated[int, typer.Option(help="Of a whole rollout.")] = 10,
-    group: Annotated[int, typer.Option(help="Seeds chosen of a prompt, where previews stop at rungs.")] = 8,
-    only: Annotated[str, typer.Option(help="Settings whose name has this in it, e.g. prediction.")] = "",
+    only: Annotated[str, typer.Option(help="Settings whose name has this in it, e.g. step_cache.")] = "",
     pipeline: Annotated[str, typer.Option(help="Directory, or testbed.")] = "testbed",
     clock: Annotated[Clock, typer.Option(help=CLOCK_HELP)] = Clock.CPU,
     json: Annotated[Path | None, typer.Option(help="Also write everything measured here.")] = None,
@@ -384,7 +246,6 @@ def main(
     device = torch.device("cpu")
     prepare_process(device, deterministic=False)
     figures: list[Figures] = []
-    halvings: list[Halved] = []
     for name in sampler:
         with tempfile.TemporaryDirectory() as cache:
             overrides = [*SAMPLERS[name], f"rollout.steps={steps}", f"cache_dir={cache}"]
@@ -399,23 +260,18 @@ def main(
         with build.make_reward_pool(config) as rewards:
             bench = Bench(config, model, engine, rewards, chosen, conditions, seeds)
             settings = [setting for setting in settings_of(steps) if only in str(setting)]
-            measured, left = measure(bench, name, settings, clock, group)
-            figures += measured
-            halvings += left
+            figures += measure(bench, name, settings, clock)
     size = f"rollouts of {steps} steps, {prompts} prompts x {seeds} seeds"
     show(figures, f"Previews of {size}, {clock} time")
-    if halvings:
-        show_halvings(halvings, f"Previews that stop at rungs: {size}, groups of {group}")
     if json is not None:
         asked: dict[str, object] = {"prompts": prompts, "seeds": seeds, "steps": steps}
-        asked |= {"clock": clock, "group": group, "only": only}
-        write(json, figures, halvings, device, asked)
+        asked |= {"clock": clock, "only": only}
+        write(json, figures, device, asked)
 
 
 def write(
     path: Path,
     figures: Sequence[Figures],
-    halvings: Sequence[Halved],
     device: torch.device,
     settings: Mapping[str, object],
 ) -> None:
@@ -430,7 +286,6 @@ def write(
         "rows": [
             asdict(row) | {"of_whole": asdict(ratio(row.seconds, row.whole_seconds))} for row in figures
         ],
-        "halvings": [asdict(row) for row in halvings],
     }
     path.write_text(json_module.dumps(content, indent=2, default=str) + "\n")
 

@@ -23,9 +23,10 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.types import Group, MicroBatch, PolicyVersion, Prompt, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Group, MicroBatch, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.settings import autocast_type
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import Prompt
 
 TINY = (
     "device=cpu",

@@ -25,19 +25,19 @@ from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.learner import learner_rank
 from spotlight.cluster.learner.learner_rank import NEGATIVE, RankPlace, write_token
 from spotlight.cluster.workers.worker_weights import BundleLoader
-from spotlight.config.errors import ConfigError
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import unpack_condition
 from spotlight.runtime.assembly.learner_parts import Learning, rollout_slots
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import TrainingError
 from spotlight.weights.bundle import WeightsManifest, bind, pack, read
 from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.weight_errors import WeightsError
 from spotlight.worker.reports import Report
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.file_errors import StoreError
 
 WEIGHT_TOLERANCE = 2e-6
 """Largest difference of a weight between one rank and two, after two steps at learning rate 1e-3."""

@@ -21,17 +21,14 @@ from main_job import (
     learner_digest,
     outcome,
     run_process,
-    run_ranks,
 )
-from ray_job import running
 
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.exploration.selection import SelectionPolicy, select
-from spotlight.scheduler.types import DropReason, Phase, RolloutId
+from spotlight.scheduler.types import Phase, RolloutId
 from spotlight.store.ledger import ledger_queries as queries
-from spotlight.store.ledger.ledger_audit import AuditLimits
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.batching import feed
@@ -41,7 +38,7 @@ SHORT = ("iterations=2", "evaluation.every=9")
 EXPLORES = (*GRPO, *SHORT, "exploration={seeds_per_prompt: 7, steps: 2, sampled_prompts: 1}")
 PLANNED = (
     *(*NFT, *SHORT),
-    "exploration={undo_selection: true, drawn_seeds: 1, planner: {seed_counts: [4, 6], step_counts: [2, 3]}}",
+    "exploration={planner: {seed_counts: [4, 6], step_counts: [2, 3]}}",
 )
 
 
@@ -133,52 +130,6 @@ def test_previews_that_are_rollouts_are_not_made_again_and_nothing_else_changes(
         6,
         6,
     ]
-
-
-@pytest.mark.slow  # two processes
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_previews_that_stop_early_are_shared_by_two_ranks(job: Job, algorithm: str) -> None:
-    """What goes on from a rung is dealt again, so that some of it was begun by the other rank."""
-    settings = (
-        *(*ALGORITHMS[algorithm], *SHORT, "rollout.steps=5", "rollout.group_size=4", "rollout.batch_size=4"),
-        "learner.learning_rate=0.001",
-        "exploration={seeds_per_prompt: 9, rungs: [2, 3], finishers: 5}",
-    )
-    name = settings[0].partition("=")[2]
-    one, two = job.root / f"halved-{name}", job.root / f"halved-by-two-{name}"
-    job.train(one.name, *settings)
-    ended = run_ranks(2, job.arguments(two.name, *settings), answer=two)
-    assert [(each.exit_code, each.error) for each in ended] == [(0, None)] * 2
-    ours, theirs = (clean_audit(run, AuditLimits(group_size=4)).counts for run in (one, two))
-    assert (ours.kept, ours.explored) == (theirs.kept, theirs.explored) == (2 * 2 * 4, 2 * 2 * 5)
-    assert ours == theirs
-    scores = [sorted(scores_of(run)) for run in (one, two)]
-    assert [row[:3] for row in scores[0]] == [row[:3] for row in scores[1]]
-    assert [row[3] for row in scores[0]] == pytest.approx([row[3] for row in scores[1]], rel=1e-3)
-    assert largest_difference(one, two) <= 1e-5
-
-
-@pytest.mark.slow  # it starts a Ray
-@pytest.mark.timeout(600)
-def test_previews_that_stop_early_are_made_by_a_group_of_two_gpus(job: Job) -> None:
-    settings = (*NFT, *SHORT, "rollout.steps=5", "learner.learning_rate=0.001")
-    halved = "exploration={seeds_per_prompt: 7, rungs: [2, 3], finishers: 4}"
-    alone, pair = job.root / "halved-alone", job.root / "halved-by-a-pair"
-    job.train(alone.name, *settings, halved)
-    cluster = ("fleet={driver: ray, spot: {nodes: 1, slots: 2}, sequence_parallel: {degrees: [2]}}",)
-    with running(pair, job.arguments(pair.name, *settings, halved, *cluster)) as it:
-        assert it.end() == 0, it.printed
-        it.require_nothing_left()
-    ours, theirs = (clean_audit(run).counts for run in (alone, pair))
-    assert (ours.kept, ours.explored) == (theirs.kept, theirs.explored) == (2 * 2 * 3, 2 * 2 * 4)
-    assert ours.dropped == theirs.dropped == {DropReason.STOPPED_EARLY: 2 * 2 * 3}
-    with closing(queries.open_readonly(RunPaths(pair).ledger)) as connection:
-        makers = connection.execute("SELECT DISTINCT worker FROM samples").fetchall()
-    assert len(makers) == 1, "the second slot's worker follows"
-    scores = [sorted(scores_of(run)) for run in (alone, pair)]
-    assert [row[:3] for row in scores[0]] == [row[:3] for row in scores[1]]
-    assert [row[3] for row in scores[0]] == pytest.approx([row[3] for row in scores[1]], rel=1e-3)
-    assert largest_difference(alone, pair) <= 1e-5
 
 
 def scores_of(run: Path) -> set[tuple[object, ...]]:

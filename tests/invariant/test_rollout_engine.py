@@ -24,7 +24,8 @@ from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, from_tensors
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import PromptId
 
 TOLERANCE = 2e-5
 """Largest difference of latents (standard deviation about 1) that batch mates may make."""
@@ -431,44 +432,6 @@ def test_previews_do_not_depend_on_company_or_moves(family: QwenImage) -> None:
         one = finished(engine(family).run(family.transformer, [state]))[0]
         assert_same(one, results[place], TOLERANCE)
     assert_same(run(family, [5])[0], results[3], TOLERANCE)
-
-
-@pytest.mark.parametrize("recipe", [TRAIN, NFT, EVAL], ids=["trajectory", "final", "ode"])
-def test_a_preview_that_pauses_shows_what_is_predicted_and_goes_on_as_its_rollout(
-    family: QwenImage, recipe: Recipe
-) -> None:
-    """Bitwise what it is without pauses, at the same batch shape; by way of bytes."""
-    for_previews = recipe.preview(FULL, keeps=recipe.keeps)
-    (expected,) = finished(engine(family).run(family.transformer, previews(family, [FULL], for_previews)))
-    (state,) = previews(family, [FULL], for_previews)
-    for pause in (2, 5, None):
-        state = dataclasses.replace(state, rollout=dataclasses.replace(state.rollout, pause=pause))
-        before = state
-        while not state.done:
-            before, (state,) = state, engine(family).step(family.transformer, [state])
-        (result,) = finished(engine(family).finish([state]))
-        if pause is None:
-            assert_same(result, expected)
-            break
-        assert (state.step, result.tensors.latents) == (pause, None)
-        sigma = before.sigmas[pause - 1 : pause]
-        with torch.no_grad():
-            condition = family.collate([before.condition])
-            velocity = family.velocity(family.transformer, before.latents[None], sigma, condition, None, SIZE)
-        predicted = before.latents - sigma * velocity[0]
-        assert (result.tensors.final - predicted).abs().max() <= TOLERANCE
-        header, tensors = state.to_tensors()
-        state = from_tensors(json.loads(json.dumps(header)), tensors, for_previews)
-        (again,) = finished(engine(family).finish([state]))
-        assert np.array_equal(again.image, result.image), "as its state is stored, it can be shown again"
-
-
-def test_only_previews_pause_and_before_their_end(family: QwenImage) -> None:
-    conditions, for_previews = family.encode([PROMPTS[0]]), EVAL.preview(FULL)
-    for purpose, pause in ((Purpose.TRAIN, 3), (Purpose.EXPLORE, 0), (Purpose.EXPLORE, FULL)):
-        one = dataclasses.replace(rollout(0, FULL), purpose=purpose, pause=pause)
-        with pytest.raises(ValueError, match="expected a preview, and a step before its last"):
-            engine(family).start([one], conditions, for_previews)
 
 
 def test_recipes_of_previews_that_cannot_be_are_refused(family: QwenImage) -> None:

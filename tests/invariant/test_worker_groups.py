@@ -6,7 +6,6 @@ import random
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,29 +161,6 @@ def test_survivors_of_a_killed_rank_finish_its_rollouts(
     ranks.form(survivors[2])
     ranks.grant(TRIO[2:], resume(TRIO[2:], mishap.step))
     assert_made(ranks, expected, TRIO)
-
-
-def test_a_preview_pauses_in_one_group_and_goes_on_in_another(
-    ranks: Ranks, expected: dict[RolloutId, Tensor]
-) -> None:
-    """Scored by what is predicted at a rung, it ends as if it had not paused; of the rest nothing is made."""
-    whole = [rollout(seed, STEPS, Purpose.EXPLORE) for seed in (1, 2, 3)]
-    paused = [replace(one, pause=3) for one in whole]
-    ranks.form("w0", "w1")
-    ranks.grant(paused)
-    ranks.until(lambda: {one.id for one in paused} <= completed(ranks))
-    for one in paused:
-        assert ("image", one.id, mark_of(0)) in ranks.home.values
-        assert ("sample", one.id, mark_of(0)) not in ranks.home.values
-        assert ranks.home.step_of(one.id, mark_of(0)) == 3
-    ranks.home.clear()
-    ranks.form("w3", "w2")
-    ranks.grant(whole[1:], {one.id: 3 for one in whole[1:]})
-    ranks.until(lambda: {one.id for one in whole[1:]} <= completed(ranks))
-    for seed, one in ((2, whole[1]), (3, whole[2])):
-        found = ranks.home.sample(one.id, mark_of(0))
-        assert (found["final"] - expected[rollout(seed, STEPS).id]).abs().max() <= TOLERANCE
-    assert ("sample", whole[0].id, mark_of(0)) not in ranks.home.values
 
 
 def test_survivors_who_are_told_nothing_commit_and_say_so(

@@ -282,40 +282,6 @@ def test_a_rollout_kept_at_its_end_is_only_decoded(body: Body, home: MemoryHome)
     assert (home.sample(PAIR[0].id, mark_of(0))["final"] - made["final"]).abs().max() < 2e-5
 
 
-def test_a_preview_that_paused_goes_on_elsewhere_or_is_shown_again(body: Body, home: MemoryHome) -> None:
-    preview = rollout(1, STEPS, Purpose.EXPLORE)
-    worker, _ = loop(body, home)
-    ready(worker, home)
-    worker.tell(grant(1, [dataclasses.replace(preview, pause=2)]))
-    work_off(worker)
-    assert home.of(LeaseCompleted)[-1].rollouts == (preview.id,)
-    assert home.step_of(preview.id, mark_of(0)) == 2
-    looked = home.values["image", preview.id, mark_of(0)]
-    assert looked.step == 2
-    assert ("sample", preview.id, mark_of(0)) not in home.values, "the learner gets no predicted latents"
-
-    del home.values["image", preview.id, mark_of(0)]  # another worker, if the completion was lost
-    steps = body.steps
-    other, _ = loop(body, home)
-    ready(other, home)
-    other.tell(grant(2, [dataclasses.replace(preview, pause=2)]))
-    work_off(other)
-    assert body.steps - steps == 2, "granted from its start"
-    other.tell(grant(3, [dataclasses.replace(preview, pause=2)], **{preview.id: 1}))
-    work_off(other)
-    assert body.steps - steps == 2, "its state is there already"
-    assert home.values["image", preview.id, mark_of(0)].data == looked.data
-
-    other.tell(grant(4, [preview], **{preview.id: 2}))
-    work_off(other)
-    assert body.steps - steps == STEPS
-    whole = dataclasses.replace(rollout(1, STEPS))
-    other.tell(grant(5, [whole]))
-    work_off(other)
-    made, expected = (home.sample(one.id, mark_of(0)) for one in (preview, whole))
-    assert all(bool((made[name] == expected[name]).all()) for name in expected), "as it is made in one go"
-
-
 def test_a_rollout_that_fails_fails_alone(
     body: Body, home: MemoryHome, monkeypatch: pytest.MonkeyPatch
 ) -> None:

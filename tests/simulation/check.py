@@ -27,11 +27,10 @@ from rich.progress import track
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.recovery import Recovery
-from spotlight.scheduler.records import SampleDropped
-from spotlight.scheduler.types import DropReason, Filler, Node
-from spotlight.simulation.scenario import NodeEvent
-from spotlight.simulation.virtual_driver import Simulation
-from spotlight.simulation.virtual_workers import Receipt
+from spotlight.scheduler.types import Filler, Node
+from spotlight_plan.simulation.scenario import NodeEvent
+from spotlight_plan.simulation.virtual_driver import Simulation
+from spotlight_plan.simulation.virtual_workers import Receipt
 from tests.simulation.faults import FaultInjector, FaultKind
 from tests.simulation.reference_model import ReferenceModel
 from tests.simulation.swarm import Trial, draw_trial
@@ -46,11 +45,8 @@ OVERLAPS = (
     "pipeline/early_samples",
     "choice/not_chosen",
     "choice/silent",
-    STOPPED := "preview_stopped",
 )
-"""What an iteration's pipeline and choice report, counted by iterations in which there was some; and previews
-that stopped at a rung.
-"""
+"""What an iteration's pipeline and choice report, counted by iterations in which there was some."""
 PROGRAM = "python -m tests.simulation.check"
 EXAMPLES = f"""\
 Run it from the root of a checkout (`make env` installs what it needs).
@@ -99,9 +95,6 @@ class CheckedSimulation(Simulation):
         self.reference.check(event, effects, receipt)
         choices = (effect.row() for effect in effects if isinstance(effect, ef.ReportChoice))
         self.branches.update(name for row in choices for name, amount in row.items() if amount)
-        records = [effect.record for effect in effects if isinstance(effect, ef.WriteRecord)]
-        drops = [record.reason for record in records if isinstance(record, SampleDropped)]
-        self.branches[STOPPED] += drops.count(DropReason.STOPPED_EARLY)
         self.injector.advance()
 
     def happen(self, event: NodeEvent) -> None:

@@ -25,10 +25,7 @@ from spotlight.scheduler.cluster.members import Worker, WorkerGroup
 from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLease
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.exploration import window as window_module
-from spotlight.scheduler.exploration.halving import stopped
 from spotlight.scheduler.exploration.kept import KeptPreviews, KeptSample
-from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.iteration import Iteration, Unsaved
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
@@ -48,15 +45,13 @@ from spotlight.scheduler.types import (
     NodeId,
     Phase,
     PolicyVersion,
-    Prompt,
     Rollout,
     RolloutId,
     WorkerId,
 )
-from spotlight.scheduler.types import (
-    Group as SampleGroup,
-)
-from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts
+from spotlight.scheduler.types import Group as SampleGroup
+from spotlight_plan.simulation.gpu_accounts import BilledSegment, GpuAccounts
+from spotlight_rewards.base.prompts import Prompt
 from tests.simulation.check import run_trial
 from tests.simulation.swarm import draw_trial
 
@@ -91,7 +86,7 @@ _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueu
 _choose_seeds, _micro_batches = choose_seeds, micro_batches
 _load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
 _add, _confirm = GpuAccounts.add, GpuAccounts.confirm
-_take, _stopped = KeptPreviews.take, stopped
+_take = KeptPreviews.take
 _place_learner, _limit_s = Controller._place_learner, AnswerLimits.limit_s
 
 
@@ -331,20 +326,6 @@ def _keeps_twice(self: KeptPreviews, rollout: Rollout) -> KeptSample | None:
     return sample
 
 
-def _stops_the_extremes(looks: Mapping[int, float], goes_on: int, policy: SelectionPolicy) -> frozenset[int]:
-    centre, ends = sum(looks.values()) / len(looks), len(_stopped(looks, goes_on, policy))
-    return frozenset(sorted(looks, key=lambda seed: -abs(looks[seed] - centre))[:ends])
-
-
-def _stops_one_too_many(looks: Mapping[int, float], goes_on: int, policy: SelectionPolicy) -> frozenset[int]:
-    return _stopped(looks, goes_on - 1, policy)
-
-
-def _goes_on_from_the_start(self: PullQueue, rollout: Rollout, step: int) -> None:
-    self._done.discard(rollout.id)
-    self.add([rollout])
-
-
 _ALL_GROUPS = property(lambda self: self.prompts_per_iteration if self.pipeline.next_share else 0)
 _NEVER = property(lambda self: False)
 
@@ -395,9 +376,6 @@ MUTATIONS = (
     Mutation("previews of fewer steps are kept", ((KeptPreviews, "wants", _keeps_short_previews),)),
     Mutation("rollouts are made that were previewed", ((KeptPreviews, "take", _keeps_nothing),)),
     Mutation("a preview is kept as several rollouts", ((KeptPreviews, "take", _keeps_twice),)),
-    Mutation("the most different previews stop", ((window_module, "stopped", _stops_the_extremes),)),
-    Mutation("one preview too many stops", ((window_module, "stopped", _stops_one_too_many),)),
-    Mutation("previews begin again after a rung", ((PullQueue, "go_on", _goes_on_from_the_start),)),
     Mutation("a lost learner is not restored", ((LearnerLife, "lost", _forgets_the_learner),)),
     Mutation(
         "the learner is restored before its loss is reported",

@@ -20,9 +20,9 @@ from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
-from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.scenario import NodeEvent, OnDemandOffer, PriceChanged, Scenario
-from spotlight.simulation.virtual_rewards import RewardModel
+from spotlight_plan.simulation.costs import ConstantCosts
+from spotlight_plan.simulation.scenario import NodeEvent, OnDemandOffer, PriceChanged, Scenario
+from spotlight_plan.simulation.virtual_rewards import RewardModel
 from tests.simulation.faults import Fault, FaultKind, draw_faults
 
 
@@ -161,7 +161,7 @@ def _draw_plan(seed: int, source: random.Random, ranks: int, degree_min: int) ->
         bounded=bounded,
         choice=_draw_choice(seed, group_size, pipeline),
     )
-    return _with_rungs(seed, _with_divided_groups(seed, _with_whole_groups(seed, plan)))
+    return _with_divided_groups(seed, _with_whole_groups(seed, plan))
 
 
 def _with_moving_learner(
@@ -219,26 +219,6 @@ def _with_divided_groups(seed: int, plan: Plan) -> Plan:
     return replace(plan, update_split=random.Random(f"updates {seed}").choice(get_args(UpdateSplit)))
 
 
-def _with_rungs(seed: int, plan: Plan) -> Plan:
-    """With previews that stop early, perhaps; drawn apart, so that it changes nothing else of a trial."""
-    source, explores, group = random.Random(f"rungs {seed}"), plan.exploration, plan.group_size
-    # A baseline of previews needs the rewards of all.
-    compares = plan.pipeline.baseline == "exploration"
-    if explores is None or explores.where == "idle" or compares or source.random() < 0.5:
-        return plan
-    number = min(source.choice([1, 2]), plan.rollout_steps - 1)
-    rungs = sorted(source.sample(range(1, plan.rollout_steps), k=number))
-    finishers = group + source.choice([0, 1])
-    halved = ExplorationConfig(
-        seeds_per_prompt=finishers + source.choice([1, 2, 5]),
-        policy=source.choice(["max_variance", "top_and_bottom", "top"]),
-        spare_prompts=explores.spare_prompts,
-        rungs=tuple(rungs),
-        finishers=finishers,
-    )
-    return replace(plan, exploration=halved, keeps_previews=True)
-
-
 def _draw_choice(seed: int, group_size: int, pipeline: PipelineConfig) -> TrainingChoice:
     """What is trained of what was generated; drawn apart, so that it changes nothing else of a trial."""
     source = random.Random(f"choice {seed}")
@@ -282,21 +262,16 @@ def _draw_exploration(
             caution=source.choice([0.0, 1.0]),
             costs=costs,
         )
-    policy = source.choice(get_args(SeedPolicy))
+    policy = source.choice((*get_args(SeedPolicy), "max_variance"))
     deepest = source.choice([0, 2, 12]) if where == "idle" else None
     spares, sampled = source.choice([0, 0, 1, 3]), source.choice([0, 1, 2])
-    fidelity_min, undo = source.choice([None, None, 0.95]), source.random() < 0.3
-    if undo and policy not in ("random", "proportional"):
-        deepest = None  # pools are not deepened then
     return ExplorationConfig(
         where=where,
         seeds_per_prompt=group_size + more,
         steps=steps,
         policy=policy,
-        spare_prompts=0 if undo else spares,
+        spare_prompts=spares,
         sampled_prompts=sampled,
-        fidelity_min=fidelity_min,
-        undo_selection=undo,
         planner=planner,
         seeds_per_prompt_max=None if deepest is None else group_size + 4 + deepest,
     )

@@ -122,35 +122,6 @@ def test_bad_conventions_are_errors(field: dict[str, object]) -> None:
         AdvantageConfig(**field)  # type: ignore[arg-type]
 
 
-@given(GROUPS, PARAMS, st.data())
-def test_importance_weighs_means_spreads_and_samples(
-    groups: list[list[float]], params: AdvantageConfig, data: st.DataObject
-) -> None:
-    weights = [[data.draw(st.sampled_from([0.25, 1.0, 2.5])) for _ in group] for group in groups]
-    named = [[{"r": value} for value in group] for group in groups]
-    result = advantages(named, {"r": 1.0}, params, weights)
-    everything, shares = np.concatenate(groups), np.concatenate(weights)
-    for group, values, share in zip(result, groups, weights, strict=True):
-        pool, by = (everything, shares) if params.std == "global" else (np.array(values), np.array(share))
-        centre = np.average(pool, weights=by)
-        freedom = (len(pool) - params.ddof) / len(pool) if len(pool) > 1 else 1.0
-        spread = math.sqrt(np.average((pool - centre) ** 2, weights=by) / freedom) if len(pool) > 1 else 0.0
-        mean = np.average(values, weights=share)
-        expected = np.array(share) * (np.array(values) - mean) / (spread + params.epsilon)
-        np.testing.assert_allclose(group, expected, rtol=1e-6, atol=1e-5)
-        # A mean that is no float64 is off by up to half a unit in the last place, for each value.
-        rounding = len(values) * np.spacing(max(map(abs, values))) / (spread + params.epsilon)
-        assert abs(math.fsum(group)) <= 1e-8 * (1 + max(map(abs, group))) + rounding
-    ones = [[1.0] * len(group) for group in groups]
-    assert advantages(named, {"r": 1.0}, params, ones) == advantages(named, {"r": 1.0}, params)
-
-
-@pytest.mark.parametrize("importance", [[[1.0]], [[1.0, 1.0], [1.0]], [[1.0, 0.0]], [[1.0, math.inf]]])
-def test_importance_is_one_positive_number_a_sample(importance: list[list[float]]) -> None:
-    with pytest.raises(ValueError, match="importance"):
-        advantages([[{"r": 0.0}, {"r": 1.0}]], {"r": 1.0}, AdvantageConfig(), importance)
-
-
 def test_gdpo_normalises_each_reward_by_group_and_their_sum_over_the_batch() -> None:
     config = AdvantageConfig(combine="gdpo", std="group", epsilon=1e-9)
     weights = {"a": 1.0, "b": 0.5}

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.config.sections.rollout import RolloutConfig
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 BASE = (
     "algorithm.name=diffusion-nft",
@@ -192,11 +192,6 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "set pipeline.axis=none",
         ),
         (
-            ["algorithm.name=diffusion-dpo", "exploration={undo_selection: true, drawn_seeds: 4}"],
-            "exploration.undo_selection",
-            "leave it out",
-        ),
-        (
             ["algorithm={name: v-grpo, advantage: {std: group}}", "pipeline.axis=generation"],
             "pipeline.axis",
             "pipeline.axis=prompt",
@@ -301,21 +296,10 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "exploration.sampled_prompts",
             "drawn_seeds=2",
         ),
-        (
-            ["exploration={undo_selection: true, drawn_seeds: 0}"],
-            "exploration.undo_selection",
-            "policy=proportional",
-        ),
-        (
-            ["exploration={undo_selection: true, spare_prompts: 1}"],
-            "exploration.spare_prompts",
-            "leave one of the two",
-        ),
-        (
-            ["exploration={where: idle, undo_selection: true, seeds_per_prompt_max: 64}", "fleet.driver=ray"],
-            "exploration.seeds_per_prompt_max",
-            "policy=proportional",
-        ),
+        (["exploration.undo_selection=true"], "exploration.undo_selection", "policy=random"),
+        (["exploration.rungs=[6]"], "exploration.rungs", "fewer exploration.steps"),
+        (["exploration.finishers=12"], "exploration.finishers", "leave it out"),
+        (["exploration.fidelity_min=.3"], "exploration.fidelity_min", "more exploration.steps"),
         (["exploration.guidance=2"], "exploration.guidance", "cheaper"),
         (["exploration={step_cache: 4, steps: 3}"], "exploration.step_cache", "2 ranks best"),
         (["exploration={step_cache: 7, planner: {}}"], "exploration.step_cache", "lower it"),
@@ -357,8 +341,7 @@ def test_what_looks_odd_but_is_fine() -> None:
         ["exploration={}"],
         ["exploration.planner={}"],
         ["exploration.where=idle", "fleet.driver=ray"],
-        ["exploration={undo_selection: true, drawn_seeds: 0, policy: proportional}"],
-        ["exploration={undo_selection: true, drawn_seeds: 1}"],
+        ["exploration={undo_selection: false, rungs: null, finishers: null, fidelity_min: null}"],
         ["exploration.guidance=1", "rollout.true_cfg_scale=4"],
         ["exploration={step_cache: 3, steps: 3, dtype: bfloat16}"],
         ["learner.micro_batch_size=1000"],

@@ -7,14 +7,14 @@ import itertools
 import pytest
 
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.pipeline import NO_OVERLAP
 from spotlight.diffusion.schedule import RandomWindow
 from spotlight.runtime.assembly.components import cluster_plan_of, make_window, plan_of
 from spotlight.scheduler.plan import require_usable
-from spotlight.scheduler.types import Prompt, PromptId
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 BASE = (
     "algorithm={name: diffusion-nft, advantage: {std: group}}",
@@ -68,7 +68,6 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         ([SLICES, "pipeline.slice_size=2"], "pipeline.slice_size", "raise it"),
         ([BY_EXPLORATION], "pipeline.baseline", "pipeline.baseline=slice"),
         ([SLICES, "algorithm.silent_groups=skip"], "algorithm.silent_groups", "pipeline.baseline=group"),
-        ([SLICES, "exploration.undo_selection=true"], "exploration.undo_selection", "pipeline.axis=prompt"),
         (["pipeline.trainers_generate=true"], "pipeline.trainers_generate", "fleet.driver=ray"),
         (
             [RAY, "pipeline.trainers_generate=true", "learner.timesteps_per_pass=auto"],
@@ -117,7 +116,6 @@ def test_every_switch_works_alone_and_with_all_others() -> None:
     for overrides in (["pipeline.axis=prompt"], [SLICES]):
         load_config(None, [*BASE, *overrides])
     load_config(None, [*BASE, *GRPO, RAY, "pipeline.next_share=1", "algorithm.old_log_probs=rollout"])
-    load_config(None, [*BASE, "pipeline.axis=prompt", "exploration.undo_selection=true"])
     # A pool just above the group: a slice is compared with the rest of the group too.
     load_config(None, [*BASE, BY_EXPLORATION, "exploration.seeds_per_prompt=17"])
 

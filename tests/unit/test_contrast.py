@@ -119,7 +119,6 @@ def scored_0_or_1(
             (SelectionPolicy.MAX_VARIANCE, 0, False),
             (SelectionPolicy.TOP_AND_BOTTOM, 2, True),
             (SelectionPolicy.TOP, 0, True),
-            (SelectionPolicy.PROPORTIONAL, 0, True),
         )
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import statistics
@@ -15,7 +14,6 @@ from scipy import stats
 
 from spotlight.scheduler.exploration.evidence import GroupEvidence
 from spotlight.scheduler.exploration.fidelity import (
-    Trust,
     fidelity,
     hit_rate,
     kendall_tau,
@@ -102,37 +100,3 @@ def test_worse_than_chance_is_negative() -> None:
     assert found.tau < -0.3
     assert found.tau_by_slope is not None
     assert found.tau_by_slope < -0.3
-
-
-def test_doubt_falls_on_few_steps_first_and_fades() -> None:
-    trust = Trust(0.4)
-    assert not trust.doubts(4)
-    trust.learn(4, 0.1)
-    assert not trust.doubts(4), "one iteration is no evidence yet"
-    trust.learn(4, 0.2)
-    assert trust.doubts(4)
-    assert trust.doubts(2), "fewer steps rank no better"
-    assert not trust.doubts(8)
-    again = Trust(0.4)
-    again.load(json.loads(json.dumps(trust.snapshot())))
-    waited = 0
-    while trust.doubts(4):
-        assert again.doubts(4)
-        trust.learn(None, None)
-        again.learn(None, None)
-        waited += 1
-    assert 1 <= waited <= 20
-    assert not again.doubts(4)
-    trust.learn(8, 0.2)
-    trust.learn(8, 0.2)
-    assert trust.doubts(8)
-    assert not Trust(None).doubts(1)
-
-
-def test_steps_that_are_known_to_do_are_not_doubted_for_more_steps() -> None:
-    trust = Trust(0.4)
-    for _ in range(3):
-        trust.learn(4, 0.6)
-        trust.learn(8, 0.1)
-    assert trust.doubts(8)
-    assert not trust.doubts(4)

@@ -17,9 +17,9 @@ from virtual_time import played, settle
 from spotlight.cluster.learner.failures import STUCK_MAX, Failures
 from spotlight.cluster.learner.learner_group import LearnerError
 from spotlight.cluster.learner.life import FINAL
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.scheduler import effects as ef
 from spotlight.training.settings import TrainingError
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 STEP = ef.StepOptimizer(0, 0, 8)
 

@@ -18,13 +18,14 @@ from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import Conversations
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.group_gate import GroupProgress
-from spotlight.scheduler.types import LeaseId, Prompt, RolloutId, WorkerId
+from spotlight.scheduler.types import LeaseId, RolloutId, WorkerId
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.reports import Report
+from spotlight_rewards.base.prompts import Prompt
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.reward_config import RewardConfig
 
 DIGEST = "d" * 8
 REWARDS = [RewardConfig(name="jpeg_size", label=name) for name in ("one", "two", "three")]
@@ -105,7 +106,7 @@ def test_samples_wait_at_the_head_for_the_rest_of_their_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "whole.py").write_text(
-        "from spotlight.rewards.reward import takes_groups\n"
+        "from spotlight_rewards.reward import takes_groups\n"
         "@takes_groups\n"
         "def group_size(images, prompts, metadata):\n"
         "    return [len(images)] * len(images)\n"

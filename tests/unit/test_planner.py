@@ -14,16 +14,15 @@ from spotlight.config.sections.exploration import PreviewCostsConfig
 from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
-from spotlight.scheduler.exploration.fidelity import Fidelity, Trust
-from spotlight.scheduler.exploration.planner import ArmOutcome, FixedArm, PlanContext, Planner
+from spotlight.scheduler.exploration.planner import ArmOutcome, PlanContext, Planner
 
 GRID = arm_grid((16, 32), (4, 8))
 COSTS = PreviewCostsConfig(step_s=1.0, fixed_s=1.0, reward_s=2.0)
 PROMPTS, WORKERS = 4, 8
 
 
-def planner(threshold: float | None = None, *, limited: bool = True, caution: float = 1.0) -> Planner:
-    return Planner(DiscountedUCB(GRID, alpha=0.5), Forecast(COSTS, caution), Trust(threshold), limited)
+def planner(*, limited: bool = True, caution: float = 1.0) -> Planner:
+    return Planner(DiscountedUCB(GRID, alpha=0.5), Forecast(COSTS, caution), limited)
 
 
 def context(iteration: int = 1, workers: int = WORKERS) -> PlanContext:
@@ -36,17 +35,13 @@ def window(arm: Arm, open_s: float, share: float = 1.0) -> WindowSeen:
     return WindowSeen(arm, open_s, open_s, WORKERS, scored)
 
 
-def fidelity(tau: float) -> Fidelity:
-    return Fidelity(1, 1, tau, tau, tau, tau, 1.0, 1.0)
-
-
 def brought(gain: float, random_contrast: float = 1.0) -> Contrast:
     return Contrast(4, random_contrast + gain, random_contrast)
 
 
-def outcome(arm: Arm | None, contrast: Contrast | None, fidelity: Fidelity | None = None) -> ArmOutcome:
+def outcome(arm: Arm | None, contrast: Contrast | None) -> ArmOutcome:
     """Of previews that chose every group."""
-    return ArmOutcome(arm, contrast, fidelity, PROMPTS, PROMPTS)
+    return ArmOutcome(arm, contrast, PROMPTS, PROMPTS)
 
 
 def test_only_arms_that_fit_are_taken() -> None:
@@ -111,53 +106,22 @@ def test_an_arm_is_judged_by_all_prompts_it_was_to_explore() -> None:
     plan = planner(limited=False)
     first = plan.decide(context()).arm
     assert first is not None
-    plan.learn(ArmOutcome(first, None, None, chosen=0, prompts=PROMPTS))
+    plan.learn(ArmOutcome(first, None, chosen=0, prompts=PROMPTS))
     assert plan.decide(context()).arm != first
     for arm, chosen in ((Arm(16, 8), 4), (Arm(32, 8), 1)):
-        plan.learn(ArmOutcome(arm, brought(0.5), None, chosen, PROMPTS))
+        plan.learn(ArmOutcome(arm, brought(0.5), chosen, PROMPTS))
     found = arms_of(plan)
     assert found["16x8"]["mean"] == pytest.approx(4 * found["32x8"]["mean"])
-
-
-def test_bad_ranking_costs_steps_and_at_last_exploration() -> None:
-    plan = planner(0.4, limited=False)
-    for _ in range(2):
-        plan.learn(outcome(Arm(16, 4), brought(0.1), fidelity(0.1)))
-    found = plan.decide(context())
-    assert found.arm is not None
-    assert found.arm.steps == 8
-    assert not arms_of(plan)["32x4"]["trusted"]
-    for _ in range(2):
-        plan.learn(outcome(Arm(16, 8), brought(0.1), fidelity(0.2)))
-    found = plan.decide(context())
-    assert (found.arm, found.metrics["chosen"]) == (None, None)
-    assert "random seeds" in found.why
-    waited = 0
-    while plan.decide(context()).arm is None:
-        plan.learn(outcome(None, None))
-        waited += 1
-    assert 0 < waited < 20, "it is tried again"
-
-
-def test_a_fixed_arm_is_left_out_while_it_ranks_badly() -> None:
-    fixed = FixedArm(Arm(16, 4), Trust(0.4))
-    assert fixed.decide(context()).arm == Arm(16, 4)
-    for _ in range(2):
-        fixed.learn(outcome(Arm(16, 4), None, fidelity(0.0)))
-    assert fixed.decide(context()).arm is None
-    again = FixedArm(Arm(16, 4), Trust(0.4))
-    again.load(json.loads(json.dumps(fixed.snapshot())))
-    assert again.decide(context()) == fixed.decide(context())
 
 
 @given(seed=st.integers(0, 200), cut=st.integers(0, 25))
 def test_a_restored_planner_decides_as_the_old_one(seed: int, cut: int) -> None:
     source = random.Random(seed)
-    straight, resumed = planner(0.3), planner(0.3)
+    straight, resumed = planner(), planner()
     for turn in range(25):
         if turn == cut:
             state = json.loads(json.dumps(resumed.snapshot()))
-            resumed = planner(0.3)
+            resumed = planner()
             resumed.load(state)
         one, other = (plan.decide(context(turn)) for plan in (straight, resumed))
         assert one == other
@@ -165,9 +129,7 @@ def test_a_restored_planner_decides_as_the_old_one(seed: int, cut: int) -> None:
         seen = WindowSeen(
             one.arm or GRID[0], source.uniform(40, 300), 40.0, source.randrange(9), source.randrange(64)
         )
-        result = outcome(
-            one.arm, brought(source.gauss(0.3, 0.3), source.random()), fidelity(source.uniform(-0.2, 1))
-        )
+        result = outcome(one.arm, brought(source.gauss(0.3, 0.3), source.random()))
         for plan in (straight, resumed):
             plan.observe(seen)
             plan.learn(result)
@@ -178,7 +140,7 @@ def test_a_planner_resumes_with_another_grid() -> None:
     awaited = old.decide(context()).arm
     assert awaited is not None
     left = [arm for arm in GRID if arm != awaited]
-    new = Planner(DiscountedUCB(left, alpha=0.5), Forecast(COSTS, 1.0), Trust(None), limited=False)
+    new = Planner(DiscountedUCB(left, alpha=0.5), Forecast(COSTS, 1.0), limited=False)
     new.load(json.loads(json.dumps(old.snapshot())))
     assert new.decide(context(2)).arm in left
 
@@ -186,5 +148,3 @@ def test_a_planner_resumes_with_another_grid() -> None:
 def test_a_broken_snapshot_is_refused() -> None:
     with pytest.raises(ValueError, match="bandit"):
         planner().load({})
-    with pytest.raises(ValueError, match="trust"):
-        FixedArm(Arm(1, 1), Trust(None)).load({"trust": 3})

@@ -16,7 +16,6 @@ from spotlight.config.sections.exploration import ExplorationConfig, PlannerConf
 from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
 from spotlight.scheduler.exploration.budget import Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
-from spotlight.scheduler.exploration.fidelity import Trust
 from spotlight.scheduler.exploration.planner import ArmOutcome, PlanContext, Planner
 
 GRID = arm_grid((16, 32, 64), (5, 10))
@@ -30,7 +29,7 @@ def seconds_of(keeps: bool = True) -> IterationSeconds:
 def planner(alpha: float = 0.1, keeps: bool = True) -> Planner:
     seconds = seconds_of(keeps)
     bandit = DiscountedUCB(GRID, alpha, discount=0.95)
-    return Planner(bandit, seconds.forecast, Trust(None), limited=False, seconds=seconds)
+    return Planner(bandit, seconds.forecast, limited=False, seconds=seconds)
 
 
 class World:

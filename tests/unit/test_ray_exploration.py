@@ -125,28 +125,6 @@ def test_previews_that_are_rollouts_are_trained_where_they_are_stored(
     assert granted == [], "none is made again"
 
 
-@pytest.mark.parametrize("loses_learner", [False, True])
-def test_previews_that_stop_at_rungs_are_freed_and_the_others_trained(
-    tmp_path: Path, loses_learner: bool
-) -> None:
-    with world(tmp_path, "exploration={seeds_per_prompt: 5, rungs: [3, 6], finishers: 3}") as it:
-        it.join(RESERVED, SPOT)
-        if loses_learner:
-            lose_at_second_step(it)
-        it.when("prepare", lambda: require_stored(it), 3)
-        it.run()
-    assert it.head.error is None
-    report = audit(tmp_path / "run", AuditLimits(group_size=2))
-    assert report.ok, report.violations
-    assert report.counts.kept == report.counts.trained == 3 * 2 * 2
-    assert report.counts.dropped[DropReason.STOPPED_EARLY] == 3 * 2 * 2
-    assert report.counts.explored == 3 * 2 * 3
-    rows = [row.values for row in read_metrics(tmp_path / "run") if "head/events" in row.values]
-    assert loses_learner or [row["exploration/halving/stopped"] for row in rows] == [4, 4, 4]
-    dropped = {name for kind, names in it.store.dropped if kind == "progress" for name in names}
-    assert len({name for name in dropped if name[0] == "x"}) == 3 * 2 * 5, "states of those that stop, too"
-
-
 def test_the_audit_finds_a_preview_that_stopped_early_and_was_finished(tmp_path: Path) -> None:
     with world(tmp_path, *WHOLE) as it:
         it.join(RESERVED, SPOT)

@@ -12,8 +12,9 @@ from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, RolloutId
+from spotlight.scheduler.types import Baseline, Comparison, Group, RolloutId
 from spotlight.training.batching.sample_advantages import sample_advantages
+from spotlight_rewards.base.prompts import PromptId
 
 WEIGHTS = {"ocr": 1.0, "jpeg": 0.5}
 OWN = AdvantageConfig(std="group")
@@ -101,18 +102,13 @@ def test_what_cannot_be_compared_is_named() -> None:
         sample_advantages(part([some]), {"clip": 1.0}, OWN)
 
 
-def test_a_whole_batch_is_scaled_together_and_weights_of_samples_reach_their_advantages() -> None:
+def test_a_whole_batch_is_scaled_together() -> None:
     groups, config = [scores([0.0, 0.4, 1.0]), scores([0.5, 0.5, 3.0])], AdvantageConfig()
     rows = [only(group) for group in groups]
     plain = sample_advantages(replace(part(groups), partial=False), WEIGHTS, config)
     assert list(plain.values()) == [v for values in advantages(rows, WEIGHTS, config) for v in values]
-    effect = replace(part(groups, weights={"0/0": 0.5, "1/2": 2.0}), partial=False)
-    importance = [[0.5, 1.0, 1.0], [1.0, 1.0, 2.0]]
-    weighted = list(sample_advantages(effect, WEIGHTS, config).values())
-    assert weighted == [v for values in advantages(rows, WEIGHTS, config, importance) for v in values]
-    assert weighted != list(plain.values())
     with pytest.raises(ValueError, match="'clip' is missing"):
-        sample_advantages(effect, {"clip": 1.0}, config)
+        sample_advantages(replace(part(groups), partial=False), {"clip": 1.0}, config)
 
 
 @given(

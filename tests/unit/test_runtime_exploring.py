@@ -24,8 +24,9 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import DiscardSamples, FormGroup, GrantLease, ReportExploration
 from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
-from spotlight.scheduler.types import LeaseId, PolicyVersion, Prompt, PromptId, Purpose
+from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose
 from spotlight.training.iteration_log import IterationLog
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 SDE = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")
 REPORT: dict[str, object] = {
@@ -61,12 +62,6 @@ def test_the_controller_takes_the_section_itself() -> None:
     plan = build.cluster_plan_of(config)
     assert plan.exploration is config.exploration
     assert plan.pool_max == 50
-
-
-@pytest.mark.parametrize(("policy", "deepest"), [("max_variance", None), ("proportional", 256)])
-def test_pools_are_not_deepened_for_a_choice_by_rank_that_is_undone(policy: str, deepest: int | None) -> None:
-    explores = f"exploration={{where: idle, undo_selection: true, policy: {policy}}}"
-    assert build.cluster_plan_of(load_config(None, ["fleet.driver=ray", explores])).pool_max == deepest
 
 
 @pytest.mark.parametrize(("sampler", "path"), [((), None), (SDE, 10)])

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_controller import PLAN, Run
 
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.algorithm import DiffusionNFTConfig, SilentGroups, TrainPolicy
@@ -24,6 +23,7 @@ from spotlight.scheduler.exploration.selection import sample_variance
 from spotlight.scheduler.overlap.subset import choose_seeds
 from spotlight.scheduler.plan import TRAINS_ALL, Plan, TrainingChoice
 from spotlight.scheduler.types import Baseline, DropReason, MicroBatch, Rollout
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 REWARDS = st.dictionaries(
     st.integers(0, 2**62),
@@ -301,10 +301,6 @@ SEVERAL = ("rewards=[{name: shapes}, {name: jpeg_size}]", "algorithm.advantage.c
         (["algorithm.advantage.over=generated"], "algorithm.advantage.over"),
         (["algorithm.train_samples=8", *SEVERAL], "algorithm.train_policy"),
         (["algorithm.silent_groups=skip", *SEVERAL], "algorithm.silent_groups"),
-        (
-            ["algorithm.train_samples=8", "exploration={undo_selection: true, policy: proportional}"],
-            "exploration.undo_selection",
-        ),
         (
             [
                 "algorithm={name: diffusion-nft, train_samples: 8, advantage: {std: group}}",

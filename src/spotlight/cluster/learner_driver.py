@@ -22,9 +22,10 @@ from spotlight.cluster.workers.worker_weights import version_name
 from spotlight.runtime.recorder import LEARNER_FOLDER
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.types import PolicyVersion, PromptId
+from spotlight.scheduler.types import PolicyVersion
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.weights.bundle import WeightsManifest
+from spotlight_rewards.base.prompts import PromptId
 
 T = TypeVar("T")
 VERSIONS_KEPT = 2

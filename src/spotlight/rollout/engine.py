@@ -163,13 +163,13 @@ class Engine:
         if running:
             raise ValueError(
                 f"rollout {running[0].rollout.id} is at step {running[0].step} of "
-                f"{running[0].rollout.until}: finish takes states whose steps are all taken"
+                f"{running[0].rollout.steps}: finish takes states whose steps are all taken"
             )
         results: list[FinishedRollout | FailedRollout | None] = [_failure(state) for state in states]
         sound = [i for i, result in enumerate(results) if result is None]
         for size, members in _grouped((states[i].recipe.size, i) for i in sound):
             for batch in _chunks(members, decode_batch(size, self.max_batch)):
-                decoded = self._family.decode(torch.stack([states[i].shown for i in batch]), size)
+                decoded = self._family.decode(torch.stack([states[i].latents for i in batch]), size)
                 for i, frames in zip(batch, decoded, strict=True):
                     image = frames[0] if size.frames == 1 else frames
                     results[i] = FinishedRollout(states[i].rollout, image.copy(), _sample_tensors(states[i]))
@@ -201,11 +201,6 @@ class Engine:
         sigma, sigma_next = _levels(states).to(self._family.device)
         velocity, added = self._velocity(model, latents, sigma, states, passes)
         advanced = list(states)
-        predicted = {
-            i: latents[i] - sigma[i] * velocity[i].float()
-            for i, state in enumerate(states)
-            if state.step + 1 == state.rollout.pause
-        }
         groups = _grouped((state.recipe.sampler, i) for i, state in enumerate(states))
         for sampler, members_at in groups:
             members = [states[i] for i in members_at]
@@ -221,8 +216,7 @@ class Engine:
             )
             new = zip(members_at, stepped.latents.unbind(0), stepped.log_prob.unbind(0), strict=True)
             for i, row, log_prob in new:
-                moved = _advance(states[i], row, log_prob, added[i])
-                advanced[i] = dataclasses.replace(moved, predicted=predicted.get(i))
+                advanced[i] = _advance(states[i], row, log_prob, added[i])
         return advanced
 
     def _velocity(
@@ -340,14 +334,6 @@ def _own_kicks(states: Sequence[RolloutState], shape: torch.Size, device: torch.
 
 
 def _require_preview(recipe: Recipe, rollout: Rollout) -> None:
-    pauses = rollout.pause is None or (
-        rollout.purpose is Purpose.EXPLORE and 0 < rollout.pause < rollout.steps
-    )
-    if not pauses:
-        raise ValueError(
-            f"rollout {rollout.id} to {rollout.purpose} pauses at step {rollout.pause} of {rollout.steps}; "
-            "expected a preview, and a step before its last"
-        )
     if recipe.approximate and rollout.purpose is not Purpose.EXPLORE:
         raise ValueError(
             f"rollout {rollout.id} is to {rollout.purpose} with step_cache {recipe.step_cache} and autocast "
@@ -377,8 +363,8 @@ def _advance(state: RolloutState, latents: Tensor, log_prob: Tensor, added: Adde
 
 
 def _sample_tensors(state: RolloutState) -> SampleTensors:
-    final = state.shown.to("cpu", copy=True)
-    if state.rollout.pause is not None or not state.recipe.keeps_trajectory(state.rollout):
+    final = state.latents.to("cpu", copy=True)
+    if not state.recipe.keeps_trajectory(state.rollout):
         return SampleTensors(final, state.sigmas)
     return SampleTensors(
         final,
@@ -389,7 +375,7 @@ def _sample_tensors(state: RolloutState) -> SampleTensors:
 
 
 def _failure(state: RolloutState) -> FailedRollout | None:
-    if not bool(torch.isfinite(state.shown).all()):
+    if not bool(torch.isfinite(state.latents).all()):
         return FailedRollout(state.rollout, "the final latents are not finite: the model has diverged")
     if state.log_probs and not bool(torch.isfinite(torch.stack(state.log_probs)).all()):
         return FailedRollout(state.rollout, "a step's log-prob is not finite")

@@ -21,7 +21,8 @@ from spotlight.diffusion.schedule import SdeWindow
 from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import PromptId
 
 _FORMAT = 5
 _CONDITION = "condition."
@@ -143,14 +144,13 @@ class RolloutState:
 
     Attributes:
         condition: the prompt's embeddings.
-        step: index of the next step; ``rollout.until`` when done.
+        step: index of the next step; ``rollout.steps`` when done.
         latents: float32, in the family's ``latent_shape``.
         sigmas: [steps + 1] float32 on the CPU; replay uses the same values.
         window: indices of the stochastic steps (contiguous; empty for an ODE).
         kept: latents before the first stochastic step and after each one so far; empty if the recipe keeps x0
             only.
         log_probs: scalars, one per stochastic step so far.
-        predicted: the final latents that the model predicts, float32; only where the rollout has paused.
         added: block residuals for reuse; None: run all blocks. Valid only on this rank in its current group;
             never serialized.
     """
@@ -164,21 +164,12 @@ class RolloutState:
     window: range
     kept: tuple[Tensor, ...] = ()
     log_probs: tuple[Tensor, ...] = ()
-    predicted: Tensor | None = None
     added: Added | None = None
 
     @property
     def done(self) -> bool:
-        """Whether all steps up to ``rollout.until`` are taken."""
-        return self.step == self.rollout.until
-
-    @property
-    def shown(self) -> Tensor:
-        """The latents to be decoded: final ones, or where the rollout has paused, those predicted."""
-        if self.rollout.pause is None:
-            return self.latents
-        assert self.predicted is not None, f"{self.rollout.id} paused without a prediction"
-        return self.predicted
+        """Whether all steps are taken."""
+        return self.step == self.rollout.steps
 
     @property
     def stochastic(self) -> bool:
@@ -200,8 +191,6 @@ class RolloutState:
             "kept": torch.stack(self.kept) if self.kept else self.latents.new_empty(0, *self.latents.shape),
             "log_probs": torch.stack(self.log_probs) if self.log_probs else self.latents.new_empty(0),
         }
-        if self.predicted is not None:
-            tensors["predicted"] = self.predicted
         tensors |= {_CONDITION + name: tensor for name, tensor in self.condition.tensors.items()}
         return header, {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
@@ -245,7 +234,6 @@ def from_tensors(
         window=range(start, stop),
         kept=moved["kept"].unbind(0),
         log_probs=moved["log_probs"].unbind(0),
-        predicted=moved.get("predicted"),
     )
     _check(state)
     return state
@@ -315,7 +303,6 @@ def _rollout(fields: Mapping[str, object]) -> Rollout:
         seed=_integer(fields["seed"]),
         steps=_integer(fields["steps"]),
         version=PolicyVersion(_integer(fields["version"])),
-        pause=None if fields["pause"] is None else _integer(fields["pause"]),
     )
 
 

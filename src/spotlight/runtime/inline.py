@@ -25,13 +25,10 @@ from typing import assert_never
 
 import numpy as np
 
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.waiting import SampleGroup
-from spotlight.rewards.results import RewardBatch, ScoredSample
 from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.denoiser import Denoiser, PausedRollouts
+from spotlight.runtime.denoiser import Denoiser
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
@@ -55,6 +52,9 @@ from spotlight.scheduler.types import (
 from spotlight.training.batching.feed import BatchFeed
 from spotlight.training.batching.redistribute import even_shares
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.waiting import SampleGroup
+from spotlight_rewards.results import RewardBatch, ScoredSample
 
 NODE = Node(
     NodeId("local"),
@@ -113,7 +113,6 @@ class InlineDriver:
     _unsubmitted: list[Rollout] = field(default_factory=list)
     _gate: GroupGate = field(default_factory=GroupGate)
     _groups: dict[RolloutId, SampleGroup] = field(default_factory=dict)
-    _paused: PausedRollouts = field(default_factory=PausedRollouts)
     _group_turn: int = 0
     _lineage: int = 0
     _group: ef.FormGroup | None = None
@@ -179,8 +178,7 @@ class InlineDriver:
                 self._answer(effect)
             case ef.GrantLease(lease, rollouts):
                 self.parts.recorder.grant(effect)
-                for leg in self._paused.legs(rollouts) if self.parts.ranks.world > 1 else [rollouts]:
-                    self._denoise(lease, leg)
+                self._denoise(lease, rollouts)
             case ef.ScoreSamples(rollouts, lineage):
                 self._lineage = lineage
                 if self.parts.rewards.compares_groups:
@@ -193,7 +191,6 @@ class InlineDriver:
                 self.parts.feed.learner.log.scored(kept, scores)
             case ef.DiscardSamples(rollouts):
                 self._gate.forget(rollouts)
-                self._paused.forget(rollouts)
                 for rollout in rollouts:
                     self._samples.pop(rollout, None)
             case ef.ReportEvaluation():
@@ -244,12 +241,8 @@ class InlineDriver:
         began = time.perf_counter()
         with parts.clock.phase(phase):
             around = partial(parts.around, phase)
-            results = parts.denoiser.run(work, self._progress(phase, rollouts), around, self._paused)
-            known = parts.denoiser.conditions.of
-            self._paused.share(parts.ranks, mine, rollouts, known, parts.denoiser.engine.device)
+            results = parts.denoiser.run(work, self._progress(phase, rollouts), around)
         self._measure(phase, time.perf_counter() - began)
-        for rollout in rollouts:
-            self._samples.pop(rollout.id, None)  # of a part of it that another rank may have made
         failures: dict[str, str] = {}
         own = {rollout.id for rollout in mine}
         for result in (each for each in results if each.rollout.id in own):
@@ -259,7 +252,6 @@ class InlineDriver:
                 self._samples[result.rollout.id] = result
         for shared in parts.ranks.share(failures):
             failures |= shared
-        self._paused.forget(map(RolloutId, failures))
         self._seen = lease.id
         holder = lease.worker, lease.id, lease.epoch
         if done := tuple(rollout.id for rollout in rollouts if rollout.id not in failures):

@@ -64,7 +64,8 @@ from spotlight.scheduler.stages import (
     StageMachine,
     Trigger,
 )
-from spotlight.scheduler.types import Filler, PolicyVersion, Prompt, Rollout, RolloutId
+from spotlight.scheduler.types import Filler, PolicyVersion, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt
 
 
 class Controller:

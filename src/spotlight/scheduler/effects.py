@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from spotlight.scheduler.records import Record
@@ -58,7 +58,6 @@ class PrepareBatch:
     Attributes:
         groups: whole groups, or with ``comparisons`` also slices.
         micro_batches: in training order; old log-probs are computed in the same batches.
-        weights: importance weights that undo seed selection; 1 where absent.
         comparisons: one per group; empty: each group is compared within itself.
     """
 
@@ -66,7 +65,6 @@ class PrepareBatch:
     groups: tuple[Group, ...]
     scores: Mapping[RolloutId, Mapping[str, float]]
     micro_batches: tuple[MicroBatch, ...]
-    weights: Mapping[RolloutId, float] = field(default_factory=dict)
     partial: bool = False
     comparisons: tuple[Comparison, ...] = ()
 

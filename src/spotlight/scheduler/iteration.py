@@ -10,16 +10,8 @@ from dataclasses import dataclass, field
 
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import (
-    DropReason,
-    Maker,
-    PolicyVersion,
-    Prompt,
-    PromptId,
-    Purpose,
-    Rollout,
-    RolloutId,
-)
+from spotlight.scheduler.types import DropReason, Maker, PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
 def train_rollouts(

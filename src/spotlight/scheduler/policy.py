@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
 from spotlight.config.section import Section
-from spotlight.scheduler.types import Maker, PolicyVersion, Prompt, Rollout, RolloutId
+from spotlight.scheduler.types import Maker, PolicyVersion, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt
 
 if TYPE_CHECKING:
     from spotlight.scheduler.rollouts import Rollouts

@@ -23,7 +23,6 @@ from spotlight.scheduler.cluster.queue import CommitVerdict, WorkClass
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import DiscardSamples, Effect, KeepPreview, ReportExploration, ScoreSamples
 from spotlight.scheduler.exploration.explorer import Explorer
-from spotlight.scheduler.exploration.halving import next_pause
 from spotlight.scheduler.exploration.kept import KeptPreviews
 from spotlight.scheduler.exploration.window import Window
 from spotlight.scheduler.group_gate import GroupProgress
@@ -39,7 +38,8 @@ from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.types import DropReason, LeaseId, Maker, PolicyVersion, Prompt, Rollout, RolloutId
+from spotlight.scheduler.types import DropReason, LeaseId, Maker, PolicyVersion, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt
 
 ROLLOUT_ATTEMPTS = 2
 """A rollout failing this often is dropped: with fixed randomness it would fail again."""
@@ -273,33 +273,9 @@ class Rollouts:
         steps, prompts = window.arm.steps, window.prompts
         previews = preview_rollouts(self.plan, members, prompts, steps, window.iteration, window.version)
         for slot, prompt, rollout in previews:
-            paused = replace(rollout, pause=next_pause(window.rungs, 0))
-            window.issue(slot, paused)
+            window.issue(slot, rollout)
             self.ledger.issue(rollout, prompt)
-            self.queue.add([paused])
-
-    def _look(self, rollout: Rollout, scores: Mapping[str, float]) -> None:
-        """A preview that waits at a rung is scored."""
-        slot = self.window.slots[rollout.id]
-        self.window.look(rollout.id, scores)
-        self._climb(slot)
-
-    def _climb(self, slot: int) -> None:
-        """Let the previews of a prompt go on or stop, if they have all come to a rung."""
-        assert self.explorer is not None
-        window = self.window
-        go_on, ends = self.explorer.climb(slot)
-        for name in go_on:
-            paused = window.rollouts[name]
-            window.rollouts[name] = onwards = replace(paused, pause=next_pause(window.rungs, paused.until))
-            window.finished.discard(name)
-            self.queue.go_on(onwards, paused.until)
-        for name in ends:
-            at = window.rollouts[name]
-            window.stop(name)
-            self.drop_quietly(
-                name, DropReason.STOPPED_EARLY, f"in the middle after {at.until} of {at.steps} steps"
-            )
+            self.queue.add([rollout])
 
     def _preview_spare(self, slot: int) -> None:
         spare = self.explorer.spare(slot) if self.explorer else None
@@ -343,14 +319,6 @@ class Rollouts:
         named = (self.at.rollouts.get(name) for name in members)
         return self.explorer.explored_beside(slot, {rollout.seed for rollout in named if rollout is not None})
 
-    def weights(self, rollouts: Iterable[RolloutId]) -> dict[RolloutId, float]:
-        """Importance weights that undo seed selection, where they differ from 1."""
-        if self.explorer is None:
-            return {}
-        slots = {name: slot for (slot, _), members in self.at.groups.items() for name in members}
-        weights = {name: self.explorer.weight(slots[name], self.at.rollouts[name].seed) for name in rollouts}
-        return {name: weight for name, weight in weights.items() if weight != 1.0}
-
     # -- made ------------------------------------------------------------------------------------------
 
     def _admit(self, verdict: CommitVerdict, rollout: RolloutId | None) -> bool:
@@ -381,7 +349,7 @@ class Rollouts:
                 self.older.discard(name)
                 work.finished.add(name)
                 work.makers[name] = Maker(worker, epoch)
-                if work is not self.early and rollout.pause is None:
+                if work is not self.early:
                     self.ledger.finish(rollout, work.makers[name])
                 accepted.append(rollout)
         if accepted:
@@ -411,9 +379,7 @@ class Rollouts:
                 self._drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
                 continue
             work = self._work_of(rollout)
-            if work.rollouts[rollout].pause is not None:
-                self._look(work.rollouts[rollout], scores)
-            elif isinstance(work, Window):
+            if isinstance(work, Window):
                 self.ledger.score(rollout, scores)
                 work.score(rollout, scores, now)
                 if not self.kept.wants(work.rollouts[rollout]):
@@ -469,7 +435,6 @@ class Rollouts:
         slot = self.window.slots[rollout]
         self.drop_quietly(rollout, reason, detail)
         self.window.drop(rollout)
-        self._climb(slot)
         self._preview_spare(slot)
 
     def drop_quietly(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:

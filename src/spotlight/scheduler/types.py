@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, NewType
 
-PromptId = NewType("PromptId", str)
+from spotlight_rewards.base.prompts import PromptId
+
 RolloutId = NewType("RolloutId", str)
 WorkerId = NewType("WorkerId", str)
 NodeId = NewType("NodeId", str)
@@ -89,7 +90,7 @@ class DropReason(StrEnum):
     STALE = "stale"
     EXPLORATION_OVER = "exploration_over"
     STOPPED_EARLY = "stopped_early"
-    """A preview whose reward at a rung was not among its prompt's most different."""
+    """Only in ledgers of older versions: a preview whose first steps looked like those of others."""
 
     @property
     def by_choice(self) -> bool:
@@ -126,21 +127,6 @@ class Baseline(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt, with the metadata its reward needs."""
-
-    id: PromptId
-    text: str
-    metadata: Mapping[str, object]
-
-    @property
-    def references(self) -> tuple[str, ...]:
-        """Paths of the pictures that the prompt is about (metadata ``references``)."""
-        found = self.metadata.get("references", ())
-        return tuple(map(str, found)) if isinstance(found, (list, tuple)) else ()
-
-
-@dataclass(frozen=True, slots=True)
 class Rollout:
     """One (prompt, seed) to denoise.
 
@@ -148,7 +134,6 @@ class Rollout:
         seed: 63-bit; fixes all randomness: initial noise, SDE noise, SDE window.
         member: index within its group, or among its prompt's evaluation images.
         version: the one policy version that must make all of it.
-        pause: step at which a preview stops to be scored by its predicted sample, and may go on from there.
     """
 
     id: RolloutId
@@ -159,12 +144,6 @@ class Rollout:
     seed: int
     steps: int
     version: PolicyVersion
-    pause: int | None = None
-
-    @property
-    def until(self) -> int:
-        """The step up to which it is to be made: where it pauses, or its end."""
-        return self.steps if self.pause is None else self.pause
 
 
 class Maker(NamedTuple):

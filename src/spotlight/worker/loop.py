@@ -422,14 +422,12 @@ class WorkerLoop:
     def _finish(self, role: GroupRole) -> None:
         completed: dict[LeaseId, list[RolloutId]] = {}
         done = [state for state in role.leases.states if state.done]
-        for state, result in zip(done, self._decoded(done), strict=True):
+        for result in self._decoded(done):
             lease = role.leases.remove(result.rollout.id)
             if isinstance(result, FailedRollout):
                 self._fail(role, lease, result)
             else:
                 self._outbox.keep_finished(result)
-                if result.rollout.pause is not None:
-                    self._outbox.keep_progress(state)
                 completed.setdefault(lease, []).append(result.rollout.id)
         for lease, names in completed.items():
             event = LeaseCompleted(role.leader, lease, role.epoch, tuple(names), self._version)

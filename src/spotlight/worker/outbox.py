@@ -46,11 +46,10 @@ class ReportOutbox:
         self._values.append(ReportedValue("progress", state.rollout.id, pack_state(state), state.step))
 
     def keep_finished(self, finished: FinishedRollout) -> None:
-        """Add the image for rewards and, unless the rollout has only paused, the sample for the learner."""
-        name, step = finished.rollout.id, finished.rollout.until
+        """Add the image for rewards and the sample for the learner."""
+        name, step = finished.rollout.id, finished.rollout.steps
         self._values.append(ReportedValue("image", name, pack_image(finished), step))
-        if finished.rollout.pause is None:
-            self._values.append(ReportedValue("sample", name, pack_sample(finished), step))
+        self._values.append(ReportedValue("sample", name, pack_sample(finished), step))
 
     @property
     def due_s(self) -> float | None:

@@ -30,10 +30,8 @@ from torch._C._distributed_c10d import Store
 import spotlight
 from spotlight.cluster.blobs.blob_server import NEGATIVE
 from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
-from spotlight.config.tree import parse_yaml
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rollout.sequence_parallel import rendezvous
@@ -54,14 +52,17 @@ from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import Phase, Prompt, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import Phase, Rollout, RolloutId
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.redistribute import passes_of, share_of
 from spotlight.training.lora_export import whole_state
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight.weights.bundle import WeightsManifest, pack
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.base.yaml_tree import parse_yaml
 
 log = logging.getLogger("spotlight.learner")
 

@@ -11,14 +11,14 @@ import torch
 
 from spotlight.cluster.learner.learner_rank import LearnerRank
 from spotlight.cluster.remote_calls import AbandonedError, wait_within
-from spotlight.config.errors import ConfigError
 from spotlight.models.model_errors import ModelError
 from spotlight.runtime.process import DeviceMemoryError
-from spotlight.store.store_errors import StoreError
 from spotlight.training.learner_state import StateError
 from spotlight.training.settings import TrainingError
 from spotlight.weights.bundle import WeightsManifest
 from spotlight.weights.weight_errors import WeightsError
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.file_errors import StoreError
 
 P = ParamSpec("P")
 T = TypeVar("T")

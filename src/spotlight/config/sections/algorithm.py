@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny, ValidationInfo
 from pydantic_core import PydanticKnownError
 
-from spotlight.config.errors import Problem
 from spotlight.config.section import Section
-from spotlight.registry import ALGORITHMS, ANY_NAME
+from spotlight.registry import ALGORITHMS
+from spotlight_rewards.base.errors import Problem
+from spotlight_rewards.registry import ANY_NAME
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -246,12 +247,6 @@ class AlgorithmSection(Section):
             yield Problem(
                 "algorithm.train_samples", str(chosen), f"at most rollout.group_size = {group}",
                 "They are chosen among the generated ones: lower it, or raise rollout.group_size.",
-            )  # fmt: skip
-        if run.exploration is not None and run.exploration.undo_selection:
-            yield Problem(
-                "exploration.undo_selection", "true", "false with algorithm.train_samples",
-                "Weights that undo the choice of seeds do not undo the choice of samples: leave one of them "
-                "out.",
             )  # fmt: skip
 
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from spotlight.config.errors import Problem
 from spotlight.config.section import Section
+from spotlight_rewards.base.errors import Problem
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -74,7 +74,7 @@ PreviewTime: TypeAlias = Literal["critical_path", "idle"]
 """Before the rollouts whose seeds previews choose, or while the learner trains."""
 
 
-SeedPolicy: TypeAlias = Literal["max_variance", "top_and_bottom", "top", "random", "proportional"]
+SeedPolicy: TypeAlias = Literal["max_variance", "top_and_bottom", "top", "random"]
 """Which previewed seeds form a group."""
 
 
@@ -85,8 +85,7 @@ class SeedChoiceConfig(Section):
     """Previews per prompt; default: twice the group's size. Not with a ``planner``."""
     seeds_per_prompt_max: PositiveInt | None = None
     """Workers still idle when all planned previews are done continue up to this many seeds per prompt.
-    Default: 16 times the group's size, or the planned number if larger. Only for previews in idle time, and
-    not with ``undo_selection`` unless ``policy`` is random or proportional.
+    Default: 16 times the group's size, or the planned number if larger. Only for previews in idle time.
     """
     steps: PositiveInt | None = None
     """Denoising steps per preview; default: as many as rollouts have. Fewer cost less, rank worse. Not with
@@ -95,7 +94,6 @@ class SeedChoiceConfig(Section):
     policy: SeedPolicy = "max_variance"
     """Which previews form the group. ``max_variance``: the subset with the largest reward variance (PODS).
     ``top_and_bottom``: half the best, half the worst. ``top``: the best. ``random``: any (the control).
-    ``proportional``: at random, more likely the farther from the mean.
     """
     contrast_min: Annotated[float, Field(ge=0)] = 0.0
     """Previews of a prompt whose rewards lie within a range of this width do not select its seeds."""
@@ -104,37 +102,14 @@ class SeedChoiceConfig(Section):
     sampled_prompts: Annotated[int, Field(ge=0)] = 0
     """Groups per iteration that keep some randomly drawn seeds, to measure how well previews rank."""
     drawn_seeds: Annotated[int, Field(ge=0)] = _DRAWN_SEEDS
-    """Number of randomly drawn seeds in each such group, at least 2 for measuring; with ``undo_selection`` at
-    least 1, in every group.
-    """
-    fidelity_min: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """Minimum Kendall's tau between preview and regenerated rewards; below it, previews do not select seeds
-    (a planner first spends more steps). Default: they always do.
-    """
-    rungs: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """After each of these numbers of steps, previews in the middle of their prompt's rewards so far stop
-    (successive halving); what is scored there is the sample that the model predicts. Default: all previews
-    are made to their end. Only on the critical path, for previews of all of a rollout's steps.
-    """
-    finishers: PositiveInt | None = None
-    """Previews per prompt that are made to their end with ``rungs``; default: the group's size, half as many
-    more.
-    """
-    undo_selection: bool = False
-    """Weight samples so that seed selection does not bias the gradient; prompts whose previews show no
-    contrast then train on any of the previewed seeds. Not with ``spare_prompts``.
-    """
+    """Number of randomly drawn seeds in each such group, at least 2 for measuring."""
     planner: BanditConfig | None = None
     """Decides how much to explore; default: the same in every iteration."""
 
     @property
     def draws(self) -> bool:
         """Whether ``policy`` selects by chance rather than by rank."""
-        return self.policy in ("random", "proportional")
-
-    def finishers_of(self, group_size: int) -> int:
-        """Previews of a prompt that are made to their end with ``rungs``."""
-        return self.finishers or group_size + group_size // 2
+        return self.policy == "random"
 
     def arms(self, group_size: int, rollout_steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Possible (previews per prompt, steps per preview), defaults resolved."""
@@ -156,88 +131,29 @@ class SeedChoiceConfig(Section):
                 self.steps_key, str(max(step_counts)), f"at most {section}.steps = {steps}",
                 "Previews follow the noise path of the rollouts that they choose seeds for: lower it.",
             )  # fmt: skip
-        yield from self._rung_problems(group_size, steps, section)
         if self.drawn_seeds > group_size:
             yield Problem(
                 "exploration.drawn_seeds", str(self.drawn_seeds),
                 f"at most {section}.group_size = {group_size}", "Two are enough to measure with.",
             )  # fmt: skip
-        elif self.drawn_seeds != _DRAWN_SEEDS and not self.sampled_prompts and not self.undo_selection:
+        elif self.drawn_seeds != _DRAWN_SEEDS and not self.sampled_prompts:
             yield Problem(
                 "exploration.drawn_seeds", str(self.drawn_seeds),
-                "nothing without exploration.sampled_prompts or exploration.undo_selection",
-                "No group keeps drawn seeds then: leave it out, or set one of them.",
+                "nothing without exploration.sampled_prompts",
+                "No group keeps drawn seeds then: leave it out, or set that key.",
             )  # fmt: skip
         if self.sampled_prompts and (self.draws or self.drawn_seeds < 2):
             yield Problem(
                 "exploration.sampled_prompts", str(self.sampled_prompts),
-                "0 with exploration.drawn_seeds below 2, or with a policy that draws by itself",
+                "0 with exploration.drawn_seeds below 2, or with exploration.policy=random",
                 "What a group measures it measures by pairs: set exploration.drawn_seeds=2, or leave it out.",
-            )  # fmt: skip
-        if self.undo_selection and not self.draws and self.drawn_seeds == 0:
-            yield Problem(
-                "exploration.undo_selection", "true",
-                f"false with exploration.policy={self.policy} and drawn_seeds=0",
-                "Seeds that are never chosen cannot be weighted: set exploration.drawn_seeds=2 or "
-                "exploration.policy=proportional.",
-            )  # fmt: skip
-        if self.undo_selection and self.spare_prompts:
-            yield Problem(
-                "exploration.spare_prompts", str(self.spare_prompts), "0 with exploration.undo_selection",
-                "No weights undo that a prompt is replaced for its rewards: leave one of the two keys out.",
             )  # fmt: skip
 
     def _pool_problems(self, limit: int, planned: int) -> Iterator[Problem]:
-        if self.undo_selection and not self.draws:
-            yield Problem(
-                "exploration.seeds_per_prompt_max", str(limit),
-                f"nothing with exploration.undo_selection and policy={self.policy}",
-                "Drawn seeds stand for most of the pool, and weigh the more, the deeper it is: leave it out, "
-                "or set exploration.policy=proportional.",
-            )  # fmt: skip
-        elif limit < planned:
+        if limit < planned:
             yield Problem(
                 "exploration.seeds_per_prompt_max", str(limit), f"at least {self.seeds_key} = {planned}",
                 "So many are planned: raise it, or leave it out.",
-            )  # fmt: skip
-
-    def _rung_problems(self, group_size: int, steps: int, section: str) -> Iterator[Problem]:
-        rungs, finishers = self.rungs, self.finishers_of(group_size)
-        if rungs is None:
-            if self.finishers is not None:
-                yield Problem(
-                    "exploration.finishers", str(self.finishers), "nothing without exploration.rungs",
-                    "Without rungs all previews are made to their end: set rungs, or leave it out.",
-                )  # fmt: skip
-            return
-        key, found = "exploration.rungs", str(list(rungs))
-        if list(rungs) != sorted(set(rungs)) or rungs[-1] >= steps:
-            yield Problem(
-                key, found, f"ascending numbers below {section}.steps = {steps}",
-                "Each is the number of steps after which some previews stop.",
-            )  # fmt: skip
-        for name, value in (
-            ("planner", self.planner), ("steps", None if self.steps == steps else self.steps),
-            ("sampled_prompts", self.sampled_prompts), ("undo_selection", self.undo_selection),
-        ):  # fmt: skip
-            if value:
-                text = "set" if name == "planner" else str(value).lower()
-                yield Problem(
-                    f"exploration.{name}", text, "nothing with exploration.rungs",
-                    "Previews that stop at rungs are rollouts of a fixed number of seeds, chosen by rank: "
-                    "leave one of the two keys out.",
-                )  # fmt: skip
-        if self.draws:
-            yield Problem(
-                "exploration.policy", self.policy, "one that ranks, with exploration.rungs",
-                "What stops is what ranks in the middle: set max_variance, top_and_bottom or top.",
-            )  # fmt: skip
-        seeds = max(self.arms(group_size, steps)[0])
-        if not group_size <= finishers < seeds:
-            yield Problem(
-                "exploration.finishers", str(finishers),
-                f"{section}.group_size = {group_size} or more, and less than {self.seeds_key} = {seeds}",
-                "So many run to their end, and the group is chosen from them: preview more, or lower it.",
             )  # fmt: skip
 
     @property
@@ -286,7 +202,7 @@ class ExplorationConfig(SeedChoiceConfig):
 
     def seeds_max(self, group_size: int, rollout_steps: int) -> int | None:
         """Maximum number of previewed seeds per prompt; None: only the planned ones."""
-        if self.where != "idle" or (self.undo_selection and not self.draws):
+        if self.where != "idle":
             return None
         return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
 
@@ -308,18 +224,6 @@ class ExplorationConfig(SeedChoiceConfig):
         rollout = run.rollout
         yield from self._arm_problems(run)
         yield from self.seed_problems(rollout.group_size, rollout.steps, "rollout")
-        if self.rungs is not None and not self.makes_rollouts(rollout.true_cfg_scale):
-            yield Problem(
-                "exploration.rungs", str(list(self.rungs)),
-                "nothing with where=idle, guidance, step_cache or dtype",
-                "What goes on past the rungs is kept as a rollout, made by the same weights and as exactly: "
-                "leave these keys out.",
-            )  # fmt: skip
-        if self.rungs is not None and run.pipeline.baseline == "exploration":
-            yield Problem(
-                "pipeline.baseline", "exploration", "'group' or 'slice' with exploration.rungs",
-                "The rewards of previews that stopped are not known.",
-            )  # fmt: skip
         if self.sampled_prompts > rollout.prompts_per_iteration:
             yield Problem(
                 "exploration.sampled_prompts", str(self.sampled_prompts),

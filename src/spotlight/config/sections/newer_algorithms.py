@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from spotlight.config.errors import Problem
 from spotlight.config.sections.algorithm import (
     BatchStartSection,
     ForwardProcessSection,
     NoiseLevels,
     OldPolicyConfig,
 )
+from spotlight_rewards.base.errors import Problem
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -158,11 +158,3 @@ class DiffusionDPOConfig(PreferenceSection):
     """
     train_timesteps: PositiveInt = 1
     """Noise levels trained per pair."""
-
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Weights of samples, which are not preferences."""
-        if run.exploration is not None and run.exploration.undo_selection:
-            yield Problem(
-                "exploration.undo_selection", "true", f"false with algorithm.name={self.name}",
-                "It takes the order of rewards alone, which weights would change: leave it out.",
-            )  # fmt: skip

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from spotlight.config.errors import Problem
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AlgorithmSection, FlowGRPOConfig
+from spotlight_rewards.base.errors import Problem
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -98,12 +98,6 @@ class PipelineConfig(Section):
                 "Only slices of groups need another baseline: set pipeline.axis=generation, or leave it out.",
             )  # fmt: skip
             return
-        if exploration is not None and exploration.undo_selection:
-            yield Problem(
-                "exploration.undo_selection", "true", f"false with pipeline.baseline={self.baseline}",
-                "Weights of samples need their whole group: set pipeline.axis=prompt and baseline=group, or "
-                "leave it out.",
-            )  # fmt: skip
         if run.algorithm.silent_groups != "train":
             yield Problem(
                 "algorithm.silent_groups", repr(run.algorithm.silent_groups),

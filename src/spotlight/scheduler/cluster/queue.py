@@ -119,11 +119,6 @@ class PullQueue:
             self._outstanding[worth] += 1
             self._push(entry)
 
-    def go_on(self, rollout: Rollout, step: int) -> None:
-        """Queue a finished part's next one: ``rollout`` has paused at ``step``."""
-        self._done.discard(rollout.id)
-        self.add([rollout], {rollout.id: step})
-
     def promote(self) -> None:
         """Begin the next iteration: class NEXT becomes TRAIN."""
         for entry in self._entries.values():
@@ -254,7 +249,7 @@ class PullQueue:
             entry, safe = self._entries[rollout], held.start[rollout] + steps
             # Messages arrive out of order: an older one can still advance a rollout the newer one
             # could not (it would have been past its end).
-            if entry.step < safe < entry.rollout.until:
+            if entry.step < safe < entry.rollout.steps:
                 entry.step, news = safe, True
         if not news:
             return CommitVerdict.DUPLICATE
@@ -411,7 +406,7 @@ class PullQueue:
         assert set(held) | set(waiting) == set(self._entries), "a rollout is neither waiting nor held"
         assert self._done.isdisjoint(self._entries), "a finished rollout is still queued"
         for entry in self._entries.values():
-            assert 0 <= entry.step < entry.rollout.until, "a committed step outside the rollout"
+            assert 0 <= entry.step < entry.rollout.steps, "a committed step outside the rollout"
             assert entry.lease is None or entry.lease in self._held, (
                 "a rollout is held by a lease that is gone"
             )
@@ -431,7 +426,7 @@ class PullQueue:
 
     def _push(self, entry: _QueuedRollout) -> None:
         rollout = entry.rollout
-        remaining = rollout.until - entry.step
+        remaining = rollout.steps - entry.step
         item = (entry.value, 0 if entry.step else 1, -remaining, entry.order, rollout.id)
         heapq.heappush(self._heap, item)
         self._waiting[entry.value] += 1
@@ -452,7 +447,7 @@ class PullQueue:
 
     def _remaining(self, rollout: RolloutId) -> int:
         entry = self._entries[rollout]
-        return entry.rollout.until - entry.step
+        return entry.rollout.steps - entry.step
 
     def _check(self, lease: LeaseId, epoch: int, rollout: RolloutId) -> CommitVerdict:
         if rollout in self._done:

@@ -168,7 +168,7 @@ class Serving:
         if group.trains:
             self.trainer_budget -= len(taken)
             self.trainers_served[group.leader] = group
-        steps = sum(rollout.until - resume.get(rollout.id, 0) for rollout in taken)
+        steps = sum(rollout.steps - resume.get(rollout.id, 0) for rollout in taken)
         filler = Filler.TRAINERS if group.trains else _FILLER.get(value)
         fills = filler is not Filler.EXPLORATION or self.spare.explores
         begins_s = now + self._turn(group)

@@ -4,7 +4,7 @@
 
 Invariants
     1. The state between iterations is JSON; a restored explorer continues identically.
-    2. Only seeds, and weights derived from how they were chosen, reach training.
+    2. Only seeds reach training.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB
 from spotlight.scheduler.exploration.budget import Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.exploration.contrast import contrast
 from spotlight.scheduler.exploration.decayed_mean import section
-from spotlight.scheduler.exploration.fidelity import Trust, fidelity
-from spotlight.scheduler.exploration.halving import rungs_of
+from spotlight.scheduler.exploration.fidelity import fidelity
 from spotlight.scheduler.exploration.planner import ArmOutcome, ArmPolicy, FixedArm, PlanContext, Planner
-from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.exploration.window import Choice, ExploredGroup, Window, choose, flat
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import spares_of_iteration
-from spotlight.scheduler.types import PolicyVersion, Prompt, RolloutId
+from spotlight.scheduler.types import PolicyVersion
+from spotlight_rewards.base.prompts import Prompt
 
 
 class Explorer:
@@ -76,8 +75,7 @@ class Explorer:
         decision = self.policy.decide(PlanContext(iteration, len(explored), workers))
         self._planned = list(prompts)
         self._decided = {"iteration": iteration, "decision": dict(decision.metrics)}
-        rungs = rungs_of(self._exploration, self._plan.group_size, self._plan.rollout_steps)
-        self.window = Window(iteration, decision.arm, version, now, workers, rungs, explored)
+        self.window = Window(iteration, decision.arm, version, now, workers, explored)
         self.window.scored_s = now
         return self.window
 
@@ -96,10 +94,6 @@ class Explorer:
         new = plan.prompts_per_iteration + spares
         window.replace(slot, new, found[spares])
         return new, found[spares]
-
-    def climb(self, slot: int) -> tuple[list[RolloutId], list[RolloutId]]:
-        """Previews of a slot that go on from a rung, and those that stop there, once all have been seen."""
-        return self.window.climb(slot, SelectionPolicy(self._exploration.policy))
 
     def deepen(self) -> dict[int, range]:
         """The next round of extra previews: members by slot."""
@@ -127,7 +121,6 @@ class Explorer:
             busy_s = open_s if window.unscored else window.scored_s - window.opened_s
             scored = len(window.scores)
             self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored))
-        halving = {"stopped": window.stopped, "steps_saved": window.steps_saved} if window.rungs else {}
         self.report = self._decided | {
             "arm": window.arm and window.arm.name,
             "version": window.version,
@@ -136,11 +129,10 @@ class Explorer:
                 "workers": window.workers,
                 "prompts": sum(slot < plan.prompts_per_iteration for slot in window.prompts),
                 "planned": window.planned,
-                "issued": len(window.rollouts) + window.stopped,
+                "issued": len(window.rollouts),
                 "scored": len(window.scores),
                 "cut_off": window.cut_off,
             },
-            **({"halving": halving} if halving else {}),
             "selection": {
                 "policy": exploration.policy,
                 "replaced_prompts": choice.replaced,
@@ -181,12 +173,6 @@ class Explorer:
             *(scores for seed, scores in beside if seed not in seeds),
         )
 
-    def weight(self, slot: int, seed: int) -> float:
-        """Importance weight of a sample that undoes the selection of its seed, else 1."""
-        if not self._exploration.undo_selection or slot not in self.groups:
-            return 1.0
-        return self.groups[slot].weights().get(seed, 1.0)
-
     def learn(
         self,
         realised: Mapping[int, Mapping[int, Mapping[str, float]]],
@@ -213,7 +199,7 @@ class Explorer:
         gained = contrast(evidence[REWARD])
         arm = Arm.parse(str(report["arm"])) if report["arm"] is not None else None
         prompts = cast("int", section(report, "window")["prompts"])
-        self.policy.learn(ArmOutcome(arm, gained, ranked[REWARD], len(self.groups), prompts))
+        self.policy.learn(ArmOutcome(arm, gained, len(self.groups), prompts))
         report["staleness"] = version - cast("int", report.pop("version"))
         report["contrast"] = dict(gained.as_metrics()) if gained is not None else {}
         report["fidelity"] = {name: dict(one.as_metrics()) for name, one in ranked.items()}
@@ -254,17 +240,16 @@ class Explorer:
 
 def make_policy(plan: Plan, exploration: ExplorationConfig) -> ArmPolicy:
     """The planner, or a fixed arm."""
-    trust = Trust(exploration.fidelity_min)
     planner = exploration.planner
     if planner is None:
-        return FixedArm(plan.arms[0], trust)
+        return FixedArm(plan.arms[0])
     # The bandit tries arms in this order: the largest that fits first, to fill the window.
     arms = sorted(plan.arms, key=lambda arm: (-planner.costs.work_s(arm.steps, arm.seeds_per_prompt), arm))
     bandit = DiscountedUCB(arms, planner.alpha, planner.discount, planner.sharing)
     forecast = Forecast(planner.costs, planner.caution)
     if exploration.where == "idle":
-        return Planner(bandit, forecast, trust)
+        return Planner(bandit, forecast)
     if planner.maximises == "contrast":
-        return Planner(bandit, forecast, trust, limited=False)
+        return Planner(bandit, forecast, limited=False)
     seconds = IterationSeconds(forecast, plan.rollout_steps, plan.group_size, plan.keeps_previews)
-    return Planner(bandit, forecast, trust, limited=False, seconds=seconds)
+    return Planner(bandit, forecast, limited=False, seconds=seconds)

@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from spotlight.scheduler.exploration.decayed_mean import DecayedMean, section
 from spotlight.scheduler.exploration.evidence import GroupEvidence, fit_lines
 
 
@@ -62,14 +61,6 @@ class Fidelity:
     group_rho: float | None
     top_hit: float | None
     bottom_hit: float | None
-
-    @property
-    def judged(self) -> float | None:
-        """The estimate for decisions: by slope if known.
-
-        One iteration's estimate by design is mostly noise; it serves to check the slope's on average.
-        """
-        return self.tau if self.tau_by_slope is None else self.tau_by_slope
 
     def as_metrics(self) -> Mapping[str, float]:
         """Measured values by name."""
@@ -125,57 +116,6 @@ def tau_by_slope(groups: Sequence[GroupEvidence]) -> float | None:
         return None
     rho = math.copysign(math.sqrt(min(1.0, max(0.0, explained / total))), direction)
     return 2 / math.pi * math.asin(rho)
-
-
-@dataclass(slots=True)
-class Trust:
-    """Which numbers of preview steps rank well enough.
-
-    Steps are doubted while their discounted mean tau is below ``threshold``, as are fewer steps without own
-    evidence. Evidence decays; below ``needed`` iterations' worth, steps are tried again.
-
-    Attributes:
-        threshold: of Kendall's tau; None: never doubt.
-        discount: decay of evidence per iteration.
-    """
-
-    threshold: float | None
-    discount: float = 0.9
-    needed: float = 1.5
-    _taus: dict[int, DecayedMean] = field(default_factory=dict)
-
-    def learn(self, steps: int | None, tau: float | None) -> None:
-        """Add an iteration's tau; None: nothing was measured."""
-        for memory in self._taus.values():
-            memory.forget(self.discount)
-        if steps is not None and tau is not None:
-            self._taus.setdefault(steps, DecayedMean()).add(tau)
-
-    def tau(self, steps: int) -> float | None:
-        """Mean tau of previews with ``steps``; None with too little evidence."""
-        memory = self._taus.get(steps)
-        return memory.mean if memory is not None and memory.weight >= self.needed else None
-
-    def doubts(self, steps: int) -> bool:
-        """Whether previews with ``steps`` should not choose seeds."""
-        if self.threshold is None:
-            return False
-        known = self.tau(steps)
-        if known is not None:
-            return known < self.threshold
-        more = [tau for other in self._taus if other > steps and (tau := self.tau(other)) is not None]
-        return any(tau < self.threshold for tau in more)
-
-    def snapshot(self) -> dict[str, object]:
-        """JSON-able state."""
-        return {
-            "tau": {str(steps): memory.to_list() for steps, memory in self._taus.items() if memory.weight}
-        }
-
-    def load(self, state: Mapping[str, object]) -> None:
-        """Restore a snapshot."""
-        taus = section(state, "tau")
-        self._taus = {int(steps): DecayedMean.from_list(value) for steps, value in taus.items()}
 
 
 # -- inside ------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from spotlight.scheduler.exploration.bandit import Arm, ArmEstimate, DiscountedU
 from spotlight.scheduler.exploration.budget import Capacity, Forecast, IterationSeconds, WindowSeen
 from spotlight.scheduler.exploration.contrast import Contrast
 from spotlight.scheduler.exploration.decayed_mean import DecayedMean, section
-from spotlight.scheduler.exploration.fidelity import Fidelity, Trust
 
 _NO_CONTRAST = 1e-12
 """Gains are not divided by a random contrast below this."""
@@ -54,13 +53,12 @@ class ArmOutcome:
 
     Attributes:
         arm: None: none was played.
-        contrast, fidelity: None: not measurable.
+        contrast: None: not measurable.
         chosen: groups, out of ``prompts`` explored, whose seeds were selected by previews.
     """
 
     arm: Arm | None
     contrast: Contrast | None
-    fidelity: Fidelity | None
     chosen: int
     prompts: int
 
@@ -95,18 +93,14 @@ class ArmPolicy(Protocol):
 
 @dataclass(slots=True)
 class FixedArm:
-    """One arm for every iteration, or random seeds while its previews rank too poorly."""
+    """One arm for every iteration."""
 
     arm: Arm
-    trust: Trust
 
     def decide(self, context: PlanContext) -> Decision:
         """See :class:`ArmPolicy`."""
-        doubted = self.trust.doubts(self.arm.steps)
-        arm = None if doubted else self.arm
-        why = _doubt(self.trust) if doubted else "the only arm"
-        metrics = {"iteration": context.iteration, "chosen": arm and arm.name, "why": why}
-        return Decision(arm, why, metrics | {"tau": self.trust.tau(self.arm.steps)})
+        why = "the only arm"
+        return Decision(self.arm, why, {"iteration": context.iteration, "chosen": self.arm.name, "why": why})
 
     def observe(self, seen: WindowSeen) -> None:
         """Nothing depends on it."""
@@ -115,21 +109,19 @@ class FixedArm:
         """Nothing depends on it."""
 
     def learn(self, outcome: ArmOutcome) -> None:
-        """See :class:`ArmPolicy`."""
-        _learn_trust(self.trust, outcome)
+        """Nothing depends on it."""
 
     def snapshot(self) -> dict[str, object]:
         """See :class:`ArmPolicy`."""
-        return {"trust": self.trust.snapshot()}
+        return {}
 
     def load(self, state: Mapping[str, object]) -> None:
         """See :class:`ArmPolicy`."""
-        self.trust.load(section(state, "trust"))
 
 
 @dataclass(slots=True)
 class Planner:
-    """The arm with the largest upper confidence bound among trusted arms that fit the window.
+    """The arm with the largest upper confidence bound among the arms that fit the window.
 
     An arm's reward is the mean gain (:mod:`spotlight.scheduler.exploration.contrast`) over the prompts
     explored, 0 for those left with random seeds. Its unit is the random groups' contrast in earlier
@@ -151,7 +143,6 @@ class Planner:
 
     bandit: DiscountedUCB
     forecast: Forecast
-    trust: Trust
     limited: bool = True
     seconds: IterationSeconds | None = None
     _unit: DecayedMean = field(default_factory=DecayedMean)
@@ -162,29 +153,27 @@ class Planner:
         capacity = self.forecast.capacity(context.workers)
         work_s = {arm: self._work_s(arm, context.prompts) for arm in self.bandit.arms}
         fits = {arm for arm in self.bandit.arms if self._fits(work_s[arm], capacity)}
-        trusted = {arm for arm in self.bandit.arms if not self.trust.doubts(arm.steps)}
         estimates = self.bandit.estimates()
         rates = self._rates(context, estimates)
-        cheapest = min(trusted, key=lambda arm: (work_s[arm], arm)) if trusted else None
-        if not trusted:
-            arm, why = None, _doubt(self.trust)
-        elif self.limited and capacity.cautious_s is None:
+        cheapest = min(self.bandit.arms, key=lambda arm: (work_s[arm], arm))
+        arm: Arm | None
+        if self.limited and capacity.cautious_s is None:
             arm, why = cheapest, "no window was timed yet: the cheapest arm"
-        elif not fits & trusted:
+        elif not fits:
             arm, why = cheapest, "no arm fits the window: the cheapest, for as many prompts as it lasts"
         else:
-            arm = self.bandit.choose(self._worth_trying(fits & trusted, estimates), estimates)
+            arm = self.bandit.choose(self._worth_trying(fits, estimates), estimates)
             tried = estimates[arm].mean is not None
             why = "the largest index of those that fit" if tried else "fits, and was not tried yet"
             if tried and rates:
-                arm = max(trusted, key=lambda one: (rates[one], one))
+                arm = max(self.bandit.arms, key=lambda one: (rates[one], one))
                 pays = rates[arm] > rates[None]
                 why = (
                     "the most contrast per second" if pays else "random seeds: no previews pay for their time"
                 )
                 arm = arm if pays else None
         arms = {
-            one.name: self._explain(one, work_s[one], one in fits, one in trusted, estimates[one])
+            one.name: self._explain(work_s[one], one in fits, estimates[one])
             | ({"per_s": rates[one]} if math.isfinite(rates.get(one, math.inf)) else {})
             for one in self.bandit.arms
         }
@@ -206,7 +195,6 @@ class Planner:
 
     def learn(self, outcome: ArmOutcome) -> None:
         """See :class:`ArmPolicy`."""
-        _learn_trust(self.trust, outcome)
         if outcome.arm is None:
             if self.seconds is not None:
                 self.bandit.forget()  # so that what did not pay is tried again
@@ -228,7 +216,6 @@ class Planner:
         return {
             "bandit": self.bandit.snapshot(),
             "forecast": self.forecast.snapshot(),
-            "trust": self.trust.snapshot(),
             "unit": self._unit.to_list(),
             "awaited": self._awaited and self._awaited.name,
             "seconds": {} if self.seconds is None else self.seconds.snapshot(),
@@ -238,7 +225,6 @@ class Planner:
         """See :class:`ArmPolicy`."""
         self.bandit.load(section(state, "bandit"))
         self.forecast.load(section(state, "forecast"))
-        self.trust.load(section(state, "trust"))
         self._unit = DecayedMean.from_list(state.get("unit"))
         if self.seconds is not None:
             self.seconds.load(section(state, "seconds") if "seconds" in state else {})
@@ -269,25 +255,12 @@ class Planner:
             return True
         return capacity.cautious_s is not None and work_s <= capacity.cautious_s
 
-    def _explain(
-        self, arm: Arm, work_s: float, fits: bool, trusted: bool, estimate: ArmEstimate
-    ) -> dict[str, object]:
+    def _explain(self, work_s: float, fits: bool, estimate: ArmEstimate) -> dict[str, object]:
         return {
             "work_s": work_s,
             "fits": fits,
-            "trusted": trusted,
-            "tau": self.trust.tau(arm.steps),
             "plays": estimate.plays,
             "mean": estimate.mean,
             "bonus": estimate.bonus if math.isfinite(estimate.bonus) else None,
             "index": estimate.index if math.isfinite(estimate.index) else None,
         }
-
-
-def _learn_trust(trust: Trust, outcome: ArmOutcome) -> None:
-    steps = None if outcome.arm is None else outcome.arm.steps
-    trust.learn(steps, None if outcome.fidelity is None else outcome.fidelity.judged)
-
-
-def _doubt(trust: Trust) -> str:
-    return f"random seeds: previews rank below tau {trust.threshold} with regenerated rewards"

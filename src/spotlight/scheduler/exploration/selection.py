@@ -6,7 +6,6 @@ Invariants
     2. Previews without contrast choose nothing: the group takes fresh seeds, which may still differ. With
        ``draw_flat`` it draws from the pool instead: redrawing flat pools, more frequent where rewards are
        low, would be biased.
-    3. ``inclusion`` is exact: the probability over ``draw_seed``, given the previews.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from spotlight.scheduler.seeds import derive_seed
 _TIE = 1e-12
 """Relative difference below which variances count as equal (rounding of prefix sums)."""
 
-_FLOOR = 0.5
-"""Minimum size of a seed under PROPORTIONAL, in mean absolute deviations; bounds the weights."""
-
 
 class SelectionPolicy(StrEnum):
     """How seeds are chosen among previews.
@@ -31,15 +27,12 @@ class SelectionPolicy(StrEnum):
     MAX_VARIANCE: the subset with the largest reward variance (PODS, arXiv 2504.13818).
     TOP_AND_BOTTOM: half with the highest rewards, half with the lowest (one more of the highest if odd).
     TOP: the highest rewards. RANDOM: uniform, the control.
-    PROPORTIONAL: random; the probability grows with the distance from the mean reward and is never 0, so that
-    weights can undo it.
     """
 
     MAX_VARIANCE = "max_variance"
     TOP_AND_BOTTOM = "top_and_bottom"
     TOP = "top"
     RANDOM = "random"
-    PROPORTIONAL = "proportional"
 
 
 class SelectionVerdict(StrEnum):
@@ -57,15 +50,12 @@ class Selection:
     Attributes:
         seeds: those drawn at random last; empty with too few previews, or without contrast unless
             ``draw_flat``.
-        inclusion: selection probabilities given the previews; None where some seed of the pool had none, so
-            that no weights undo the choice.
         kept_at_random: number of seeds, at the end, drawn uniformly from those left by rank: all under RANDOM
-            or without contrast, none under PROPORTIONAL.
+            or without contrast.
     """
 
     verdict: SelectionVerdict
     seeds: tuple[int, ...] = ()
-    inclusion: tuple[float, ...] | None = None
     kept_at_random: int = 0
 
 
@@ -103,16 +93,12 @@ def select(
         verdict = SelectionVerdict.NO_CONTRAST
         return _drawn(verdict, rewards, count, draw_seed) if draw_flat else Selection(verdict)
     if len(rewards) == count:
-        return Selection(SelectionVerdict.CHOSEN, tuple(sorted(rewards)), (1.0,) * count)
+        return Selection(SelectionVerdict.CHOSEN, tuple(sorted(rewards)))
     ranked = sorted(rewards, key=lambda seed: (rewards[seed], seed))
-    match policy:
-        case SelectionPolicy.RANDOM:
-            return _drawn(SelectionVerdict.CHOSEN, rewards, count, draw_seed)
-        case SelectionPolicy.PROPORTIONAL:
-            return _proportional(rewards, count, draw_seed)
-        case _:
-            chosen = _by_rank(ranked, rewards, count - kept_at_random, policy)
-            return _with_random(ranked, chosen, kept_at_random, draw_seed)
+    if policy is SelectionPolicy.RANDOM:
+        return _drawn(SelectionVerdict.CHOSEN, rewards, count, draw_seed)
+    chosen = _by_rank(ranked, rewards, count - kept_at_random, policy)
+    return _with_random(ranked, chosen, kept_at_random, draw_seed)
 
 
 def max_variance(rewards: Sequence[float], count: int) -> int:
@@ -148,7 +134,7 @@ def sample_variance(values: Sequence[float]) -> float:
 
 def _drawn(verdict: SelectionVerdict, rewards: Mapping[int, float], count: int, draw_seed: int) -> Selection:
     drawn = _shuffled(list(rewards), draw_seed)[:count]
-    return Selection(verdict, tuple(drawn), (count / len(rewards),) * count, count)
+    return Selection(verdict, tuple(drawn), count)
 
 
 def _by_rank(
@@ -170,38 +156,7 @@ def _with_random(ranked: Sequence[int], chosen: Sequence[int], kept: int, draw_s
     taken = set(chosen)
     left = [seed for seed in ranked if seed not in taken]
     drawn = _shuffled(left, draw_seed)[:kept]
-    inclusion = (1.0,) * len(chosen) + (kept / len(left),) * kept if kept else None
-    return Selection(SelectionVerdict.CHOSEN, (*chosen, *drawn), inclusion, kept)
-
-
-def _proportional(rewards: Mapping[int, float], count: int, draw_seed: int) -> Selection:
-    """Systematic sampling (Madow 1949) in random order: exactly ``count`` seeds with exact probabilities."""
-    order = _shuffled(list(rewards), draw_seed)
-    mean = sum(rewards[seed] for seed in order) / len(order)
-    sizes = {seed: abs(rewards[seed] - mean) for seed in order}
-    floor = _FLOOR * sum(sizes.values()) / len(sizes)
-    shares = _shares({seed: size + floor for seed, size in sizes.items()}, count)
-    at = derive_seed(draw_seed, "start") / 2**63
-    chosen: list[int] = []
-    reached = 0.0
-    for seed in order:
-        reached += shares[seed]
-        if len(chosen) < count and at + len(chosen) < reached:
-            chosen.append(seed)
-    chosen += [seed for seed in order if seed not in chosen][: count - len(chosen)]  # rounding at the end
-    return Selection(SelectionVerdict.CHOSEN, tuple(chosen), tuple(shares[seed] for seed in chosen))
-
-
-def _shares(sizes: Mapping[int, float], count: int) -> dict[int, float]:
-    """Probabilities proportional to size, capped at 1, with sum ``count``."""
-    certain: set[int] = set()
-    while True:
-        rest = sum(size for seed, size in sizes.items() if seed not in certain)
-        scale = (count - len(certain)) / rest if rest else 0.0
-        more = {seed for seed, size in sizes.items() if seed not in certain and size * scale >= 1}
-        if not more:
-            return {seed: 1.0 if seed in certain else size * scale for seed, size in sizes.items()}
-        certain |= more
+    return Selection(SelectionVerdict.CHOSEN, (*chosen, *drawn), kept)
 
 
 def _shuffled(seeds: Sequence[int], draw_seed: int) -> list[int]:

@@ -2,8 +2,8 @@
 
 Previews have the lowest priority and are expendable: those not scored when the window closes are dropped, and
 a prompt with fewer previews than group members gets fresh seeds. So does a prompt without contrast, unless a
-spare prompt replaces it, or weights undo the selection: then it keeps random previewed seeds. Idle workers
-deepen pools round-robin, so pool sizes depend on time, never on rewards.
+spare prompt replaces it. Idle workers deepen pools round-robin, so pool sizes depend on time, never on
+rewards.
 
 Previews are not trained on: chosen seeds are regenerated, and advantages use only the new rewards. But a
 preview that is what its rollout would be is kept as that rollout (:mod:`.kept`).
@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.exploration.evidence import GroupEvidence
-from spotlight.scheduler.exploration.halving import Rung, pool_variance, stopped
 from spotlight.scheduler.exploration.selection import (
     Selection,
     SelectionPolicy,
@@ -29,7 +28,8 @@ from spotlight.scheduler.exploration.selection import (
 )
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import Maker, PolicyVersion, Prompt, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import Maker, PolicyVersion, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 _START = PolicyVersion(0)
 
@@ -41,7 +41,6 @@ class ExploredGroup:
     Attributes:
         previews: preview scores of ``seeds``, in order.
         drawn: number of seeds, at the end, drawn at random from those left by rank.
-        inclusion: selection probabilities; None where some seed of the pool had none.
         pool: number of previews chosen from.
         pool_variance: unbiased variance over the pool, by score name.
         unchosen: preview scores of the pool's other seeds.
@@ -51,7 +50,6 @@ class ExploredGroup:
     seeds: tuple[int, ...]
     previews: tuple[Mapping[str, float], ...]
     drawn: int
-    inclusion: tuple[float, ...] | None
     pool: int
     pool_variance: Mapping[str, float]
     unchosen: tuple[Mapping[str, float], ...] = ()
@@ -80,13 +78,6 @@ class ExploredGroup:
             drawn,
         )
 
-    def weights(self) -> dict[int, float]:
-        """Importance weights by seed for an unbiased estimate of the pool mean; empty if impossible."""
-        if self.inclusion is None:
-            return {}
-        share = len(self.seeds) / self.pool
-        return {seed: share / chance for seed, chance in zip(self.seeds, self.inclusion, strict=True)}
-
     def to_dict(self) -> dict[str, object]:
         """JSON-able, for :meth:`from_dict`."""
         return {
@@ -94,7 +85,6 @@ class ExploredGroup:
             "seeds": list(self.seeds),
             "previews": [dict(scores) for scores in self.previews],
             "drawn": self.drawn,
-            "inclusion": None if self.inclusion is None else list(self.inclusion),
             "pool": self.pool,
             "pool_variance": dict(self.pool_variance),
             "unchosen": [dict(scores) for scores in self.unchosen],
@@ -109,7 +99,6 @@ class ExploredGroup:
                 "seeds": [*seeds],
                 "previews": [*previews],
                 "drawn": int(drawn),
-                "inclusion": inclusion,
                 "pool": int(pool),
                 "pool_variance": {**variance},
                 "unchosen": [*unchosen],
@@ -119,7 +108,6 @@ class ExploredGroup:
                     tuple(int(seed) for seed in seeds),
                     tuple(_numbers(scores) for scores in previews),
                     drawn,
-                    None if inclusion is None else tuple(float(chance) for chance in inclusion),
                     pool,
                     _numbers(variance),
                     tuple(_numbers(scores) for scores in unchosen),
@@ -134,15 +122,11 @@ class Window:
     Attributes:
         opened_s: controller time; None while closed.
         workers: number that could explore when it opened.
-        rungs: where previews pause; none without successive halving.
         prompts: by slot; slots beyond the iteration's hold spare prompts.
         unscored: neither scored nor dropped; ``open`` counts those planned by the arm, by slot.
         issued: by slot, pool-deepening previews included.
         replaced: slots without contrast that have a spare prompt.
         pools: seeds of scored previews, by slot.
-        looks: scores of predicted samples, by slot, rung and seed; without previews that were lost.
-        at_rung: scores of the previews of a slot that wait at a rung.
-        stopped: number that ended at a rung; ``steps_saved``: those that they did not take.
         scored_s: time of the last score.
         is_full: no slot can be deepened, until a spare prompt is added.
     """
@@ -152,7 +136,6 @@ class Window:
     version: PolicyVersion = _START
     opened_s: float | None = None
     workers: int = 0
-    rungs: tuple[Rung, ...] = ()
     prompts: dict[int, Prompt] = field(default_factory=dict)
     rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
     slots: dict[RolloutId, int] = field(default_factory=dict)
@@ -164,10 +147,6 @@ class Window:
     issued: Counter[int] = field(default_factory=Counter)
     replaced: set[int] = field(default_factory=set)
     pools: dict[int, dict[RolloutId, int]] = field(default_factory=dict)
-    looks: dict[int, dict[int, dict[int, Mapping[str, float]]]] = field(default_factory=dict)
-    at_rung: dict[int, dict[RolloutId, Mapping[str, float]]] = field(default_factory=dict)
-    stopped: int = 0
-    steps_saved: int = 0
     scored_s: float = 0.0
     is_full: bool = False
 
@@ -189,47 +168,10 @@ class Window:
 
     def drop(self, rollout: RolloutId) -> None:
         """Remove a preview that will not be scored."""
-        for looks in self.looks.get(self.slots[rollout], {}).values():
-            looks.pop(self.rollouts[rollout].seed, None)
-        self._remove(rollout)
-
-    def _remove(self, rollout: RolloutId) -> None:
         if rollout in self.unscored:
             self.open[self.slots[rollout]] -= self._planned(self.rollouts[rollout])
         self.unscored.discard(rollout)
         del self.rollouts[rollout], self.slots[rollout]
-
-    def look(self, rollout: RolloutId, scores: Mapping[str, float]) -> None:
-        """Record the scores of a preview that waits at a rung."""
-        slot, seed, step = self.slots[rollout], self.rollouts[rollout].seed, self.rollouts[rollout].until
-        self.looks.setdefault(slot, {}).setdefault(step, {})[seed] = scores
-        self.at_rung.setdefault(slot, {})[rollout] = scores
-
-    def climb(self, slot: int, policy: SelectionPolicy) -> tuple[list[RolloutId], list[RolloutId]]:
-        """Decide a slot's rung, once all of its previews that are left have been looked at.
-
-        Returns:
-            Those that go on, and those that stop; both in the order of their ids.
-        """
-        waiting = self.at_rung.get(slot, {})
-        if not waiting or len(waiting) < self.open[slot]:
-            return [], []
-        del self.at_rung[slot]
-        names = sorted(waiting)
-        step = self.rollouts[names[0]].pause
-        goes_on = next(rung.goes_on for rung in self.rungs if rung.step == step)
-        rewards = {self.rollouts[name].seed: waiting[name][REWARD] for name in names}
-        ends = stopped(rewards, goes_on, policy)
-        return (
-            [name for name in names if self.rollouts[name].seed not in ends],
-            [name for name in names if self.rollouts[name].seed in ends],
-        )
-
-    def stop(self, rollout: RolloutId) -> None:
-        """End a preview at its rung."""
-        self.stopped += 1
-        self.steps_saved += self.rollouts[rollout].steps - self.rollouts[rollout].until
-        self._remove(rollout)
 
     def replace(self, slot: int, new: int, spare: Prompt) -> None:
         """Add a spare prompt's slot for one without contrast."""
@@ -304,7 +246,7 @@ def choose(window: Window, explores: ExplorationConfig, group_size: int, slots: 
     """
     rankable = [slot for slot in window.prompts if len(window.rewards(slot)) > group_size]
     sampled = sorted(rankable, key=lambda slot: derive_seed(run_seed, "sampled", window.iteration, slot))
-    drawing = set(rankable if explores.undo_selection else sampled[: explores.sampled_prompts])
+    drawing = set(sampled[: explores.sampled_prompts])
     found: dict[int, Selection] = {}
     for slot in window.prompts:
         draw_seed = derive_seed(run_seed, "select", window.iteration, slot)
@@ -350,7 +292,6 @@ def _select(
         draw_seed=draw_seed,
         kept_at_random=drawn,
         contrast_min=explores.contrast_min,
-        draw_flat=explores.undo_selection,
     )
 
 
@@ -359,16 +300,13 @@ def _group(window: Window, slot: int, selection: Selection) -> ExploredGroup:
     # Scores missing from some preview cannot be compared over the pool.
     names = [name for name in next(iter(scores.values())) if all(name in one for one in scores.values())]
     finite = [name for name in names if all(math.isfinite(one[name]) for one in scores.values())]
-    looks = [window.looks[slot][step] for step in sorted(window.looks[slot])] if slot in window.looks else []
-    everyone = scores.keys() | (looks[0].keys() if looks else set())
-    variance = {name: _variance(name, looks, scores) for name in finite}
+    variance = {name: sample_variance([one[name] for one in scores.values()]) for name in finite}
     return ExploredGroup(
         prompt=window.prompts[slot].id,
         seeds=selection.seeds,
         previews=tuple({name: scores[seed][name] for name in finite} for seed in selection.seeds),
         drawn=selection.kept_at_random,
-        inclusion=selection.inclusion,
-        pool=len(everyone),
+        pool=len(scores),
         pool_variance=variance,
         unchosen=tuple(
             {name: one[name] for name in finite}
@@ -376,15 +314,3 @@ def _group(window: Window, slot: int, selection: Selection) -> ExploredGroup:
             if seed not in selection.seeds
         ),
     )
-
-
-def _variance(
-    name: str, looks: Sequence[Mapping[int, Mapping[str, float]]], scores: Mapping[int, Mapping[str, float]]
-) -> float:
-    """Of the pool's scores ``name``; of seeds that stopped, only the looks are known."""
-    finished = {seed: one[name] for seed, one in scores.items()}
-    seen = [{seed: one.get(name, math.nan) for seed, one in rung.items()} for rung in looks]
-    known = all(math.isfinite(value) for rung in seen for value in rung.values())
-    if not looks or looks[0].keys() <= scores.keys() or not known:
-        return sample_variance(list(finished.values()))
-    return pool_variance(seen, finished)

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spotlight.config.sections.pipeline import PipelineConfig
-from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, RolloutId
+from spotlight.scheduler.types import Baseline, Comparison, Group, RolloutId
+from spotlight_rewards.base.prompts import PromptId
 
 Scores = Mapping[str, float]
 

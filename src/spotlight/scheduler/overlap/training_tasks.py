@@ -45,15 +45,7 @@ from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import (
-    Baseline,
-    Comparison,
-    DropReason,
-    Group,
-    MicroBatch,
-    Purpose,
-    RolloutId,
-)
+from spotlight.scheduler.types import Baseline, Comparison, DropReason, Group, MicroBatch, Purpose, RolloutId
 
 Task: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 Answer: TypeAlias = ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
@@ -276,7 +268,6 @@ class TrainingTasks:
             tuple(part.group for _, part in parts),
             {rollout: at.scores[rollout] for rollout in kept},
             tuple(batches),
-            self._work.weights(kept),
             partial,
             () if plain else comparisons,
         )

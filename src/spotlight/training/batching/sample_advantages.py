@@ -18,7 +18,7 @@ from spotlight.scheduler.types import Baseline, Comparison, RolloutId
 def sample_advantages(
     effect: PrepareBatch, weights: Mapping[str, float], config: AdvantageConfig
 ) -> dict[RolloutId, float]:
-    """Advantages of all samples of ``effect``, times the importance weights of their seeds.
+    """Advantages of all samples of ``effect``.
 
     In a part, slice members with fewer than two others to compare with get 0, like a group of one.
 
@@ -31,10 +31,8 @@ def sample_advantages(
     """
     if not effect.partial:
         groups = [[_only(weights, effect.scores[name]) for name in group.rollouts] for group in effect.groups]
-        factors = [[effect.weights.get(name, 1.0) for name in group.rollouts] for group in effect.groups]
-        chosen = any(factor != 1.0 for each in factors for factor in each)
         others = [[_only(weights, scores) for scores in each.others] for each in effect.comparisons]
-        scaled = advantages(groups, weights, config, factors if chosen else None, others or None)
+        scaled = advantages(groups, weights, config, others or None)
         names = (name for group in effect.groups for name in group.rollouts)
         return dict(zip(names, (value for values in scaled for value in values), strict=True))
     return _part_advantages(effect, weights, config)
@@ -52,8 +50,7 @@ def _part_advantages(
     for group, comparison in zip(effect.groups, comparisons, strict=True):
         rewards = [_only(weights, effect.scores[rollout]) for rollout in group.rollouts]
         others = [_only(weights, scores) for scores in comparison.others]
-        factors = [effect.weights.get(rollout, 1.0) for rollout in group.rollouts]
-        values = _values(comparison.baseline, rewards, others, factors, weights, config)
+        values = _values(comparison.baseline, rewards, others, weights, config)
         found |= dict(zip(group.rollouts, values, strict=True))
     return found
 
@@ -62,7 +59,6 @@ def _values(
     baseline: Baseline,
     rewards: Sequence[Rewards],
     others: Sequence[Rewards],
-    factors: Sequence[float],
     weights: Mapping[str, float],
     config: AdvantageConfig,
 ) -> list[float]:
@@ -73,14 +69,13 @@ def _values(
                     "advantage.std is 'global', the spread of the whole batch, which a part does not know: "
                     "set it to 'group', or pipeline.axis to 'none'"
                 )
-            return advantages([rewards], weights, config, [factors], [others])[0]
+            return advantages([rewards], weights, config, [others])[0]
         case Baseline.SLICE if len(rewards) + len(others) - 1 < COMPARED_MIN:
             return [0.0] * len(rewards)
         case Baseline.SLICE:
-            values = slice_advantages(rewards, others, weights, config)
+            return slice_advantages(rewards, others, weights, config)
         case Baseline.EXPLORATION:
-            values = exploration_advantages(rewards, others, weights, config)
-    return [factor * value for factor, value in zip(factors, values, strict=True)]
+            return exploration_advantages(rewards, others, weights, config)
 
 
 def _only(weights: Mapping[str, float], scores: Mapping[str, float]) -> dict[str, float]:
