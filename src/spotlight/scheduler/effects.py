@@ -301,16 +301,14 @@ class FinishRun:
     error: str | None
 
 
+TrainEffect: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 ClusterEffect: TypeAlias = StartWorker | PullWeights | FormGroup | StopGroup | AbandonLease
 
 Effect: TypeAlias = (
     WriteRecord
     | GrantLease
     | ScoreSamples
-    | PrepareBatch
-    | TrainMicroBatch
-    | StepOptimizer
-    | FinishBatch
+    | TrainEffect
     | PublishWeights
     | ReportEvaluation
     | ReportExploration
