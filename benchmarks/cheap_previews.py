@@ -43,7 +43,7 @@ from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Model, prepare_model
 from spotlight.runtime.process import prepare_process
-from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau
+from spotlight.scheduler.policies.exploration.fidelity import hit_rate, kendall_tau
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
 

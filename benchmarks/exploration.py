@@ -47,8 +47,8 @@ from benchmarks._record import Record, Tree
 from spotlight.planning.compare import SimulationTask, run_task
 from spotlight.planning.scenarios.prepare import prepare
 from spotlight.planning.scenarios.scenario_load import build_scenario
-from spotlight.scheduler.exploration.selection import SelectionPolicy
 from spotlight.scheduler.seeds import prompts_of_iteration
+from spotlight.scheduler.selection import SelectionPolicy
 from spotlight.scheduler.types import Purpose
 
 

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
     from pydantic import ValidationInfo
 
     from spotlight.cluster.scaling.node_provider import NodeProviderKind
+    from spotlight.config.section import Section
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.family import ModelFamily
     from spotlight.scheduler.policy import Policy
+    from spotlight.scheduler.rollouts import Rollouts
     from spotlight.store.metrics import SinkFactory
 
 T = TypeVar("T")
@@ -270,10 +272,17 @@ SINKS: Registry[SinkFactory] = Registry(
 )
 """Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""
 
-POLICIES: Registry[type[Policy[Any]]] = Registry(
+POLICIES: Registry[Callable[[Rollouts, Section | None], Policy]] = Registry(
     "policies",
     "spotlight.policies",
-    {},
+    {
+        "next-iteration": "spotlight.scheduler.policies.next_iteration.next_iteration:NextIteration",
+        "exploration": "spotlight.scheduler.policies.exploration.exploration:Exploration",
+        "subset": "spotlight.scheduler.policies.subset.subset:Subset",
+        "overlap": "spotlight.scheduler.policies.overlap.overlap:Overlap",
+        "trainers": "spotlight.scheduler.policies.trainers.trainers:Trainers",
+        "whole-groups": "spotlight.scheduler.policies.whole_groups.whole_groups:WholeGroups",
+    },
     base="spotlight.scheduler.policy:Policy",
 )
-"""What a run may do beside the default: a :class:`~spotlight.scheduler.policy.Policy`."""
+"""What a run may do beside the default, in the order asked: a :class:`~spotlight.scheduler.policy.Policy`."""

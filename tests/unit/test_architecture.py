@@ -84,7 +84,7 @@ MESSAGES = {f"spotlight.scheduler.{module}" for module in ("types", "effects", "
 SPEAK_MESSAGES = {"rollout", "worker", "training", "report", "dashboard"}
 ALSO = {
     ("rollout", "spotlight.scheduler.seeds"),
-    ("training", "spotlight.scheduler.overlap.slices"),
+    ("training", "spotlight.scheduler.policies.overlap.slices"),
     ("training", "spotlight.store.store_errors"),
     ("rewards", "spotlight.store.ballots"),
     ("rewards", "spotlight.store.media_files"),
@@ -105,7 +105,7 @@ SCHEDULER_PARTS: dict[str, set[str]] = {
     "controller": {"messages", "exploration", "cluster", "learner", "rollouts", "overlap"},
 }
 """Who may import whom inside the scheduler; ``messages`` is every module of its own level not named here."""
-PLAN_NAMES = {"spotlight.scheduler.exploration.bandit"}
+PLAN_NAMES = {"spotlight.scheduler.policies.exploration.bandit"}
 """The plan speaks of arms as exploration defines them."""
 
 LIGHT = ("config", "dashboard", "data", "scheduler", "fleet", "planning", "rewards", "simulation", "store")

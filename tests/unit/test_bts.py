@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.executed_lines import executed_lines
 
-from spotlight.scheduler.overlap.look_ahead import Generator, RolloutBudget, Timeline, find_budget
+from spotlight.scheduler.policies.trainers.look_ahead import Generator, RolloutBudget, Timeline, find_budget
 
 
 @dataclass(frozen=True)

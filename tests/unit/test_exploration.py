@@ -17,9 +17,9 @@ from spotlight.config.sections.exploration import ExplorationConfig, PlannerConf
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.exploration.explorer import Explorer
-from spotlight.scheduler.exploration.window import ExploredGroup
 from spotlight.scheduler.plan import ClusterPlan, Plan
+from spotlight.scheduler.policies.exploration.explorer import Explorer
+from spotlight.scheduler.policies.exploration.window import ExploredGroup
 from spotlight.scheduler.records import RolloutIssued, SampleDropped, SampleExplored, SampleTrained
 from spotlight.scheduler.types import (
     Node,

@@ -28,6 +28,7 @@ from spotlight.planning.scenarios.scenario_load import load_scenario, scenario_n
 from spotlight.planning.scenarios.side_costs import egress_between
 from spotlight.planning.scenarios.strategies import STRATEGIES, SpotPlaces, strategy_named
 from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.types import NodeKind
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
@@ -444,7 +445,7 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
     plan = scenario.plan.exploration
     assert plan is not None
     assert plan.planner is not None
-    assert (len(scenario.plan.arms), plan.planner.alpha) == (9, 0)
+    assert (len(arms_of(scenario.plan)), plan.planner.alpha) == (9, 0)
     assert scenario.rewards.exponent == 0.82
     costs = plan.planner.costs
     size = scenario.costs.lease_size("H100", file.pixels, 1)

@@ -14,9 +14,9 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.pace import Pace
 from spotlight.scheduler.cluster.queue import WorkClass
-from spotlight.scheduler.overlap import trainer_budget as takes_module
-from spotlight.scheduler.overlap.look_ahead import RolloutBudget, Timeline, find_budget
-from spotlight.scheduler.overlap.trainer_budget import Backlog, Remaining, groups_soon
+from spotlight.scheduler.policies.trainers import trainer_budget as takes_module
+from spotlight.scheduler.policies.trainers.look_ahead import RolloutBudget, Timeline, find_budget
+from spotlight.scheduler.policies.trainers.trainer_budget import Backlog, Remaining, groups_soon
 from spotlight.scheduler.types import (
     Filler,
     GroupKind,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.members import ABLE, GroupState
 from spotlight.scheduler.cluster.queue import PullQueue, WorkClass
-from spotlight.scheduler.overlap.look_ahead import Generator, Timeline, find_budget
+from spotlight.scheduler.policies.trainers.look_ahead import Generator, Timeline, find_budget
 from spotlight.scheduler.types import GroupKind
 
 _UNITS = 32
