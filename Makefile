@@ -22,11 +22,13 @@ help: ## Show these targets
 
 env: $(STAMP) ## Create the environment from the lock file (nothing to do when it is up to date)
 
-$(STAMP): requirements.lock pyproject.toml $(TESSERACT)
+PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
+
+$(STAMP): requirements.lock pyproject.toml $(PACKAGES:=/pyproject.toml) $(TESSERACT)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Spotlight needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11 or the like.")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --no-compile $(PIP_ARGS) -r requirements.lock
-	$(BIN)/pip install --no-compile $(PIP_ARGS) --no-deps -e .
+	$(BIN)/pip install --no-compile $(PIP_ARGS) --no-deps -e . $(PACKAGES:%=-e %)
 	@# pip compiles on one core. Left out: tests and model files that few import. A template that is no Python may fail.
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib || true
 	$(if $(TESSERACT),sh $(TESSERACT) || true)
@@ -49,7 +51,7 @@ test-long: env ## Run the tests, the long tier included, on newly drawn examples
 check: env ## Lint, formatting, types, and a strict build of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy src/spotlight scripts benchmarks tools tests/simulation
+	$(BIN)/mypy src/spotlight $(wildcard packages/*/src/*/) scripts benchmarks tools tests/simulation
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: env ## Repair what ruff can
@@ -81,5 +83,5 @@ lock: ## Resolve requirements.lock again
 	PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" scripts/lock.sh
 
 clean: ## Remove the environment and caches; runs stay
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site src/*.egg-info
-	find src tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist site src/*.egg-info packages/*/src/*.egg-info
+	find src packages tests benchmarks scripts -name __pycache__ -type d -prune -exec rm -rf {} +

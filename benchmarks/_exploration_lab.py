@@ -20,8 +20,6 @@ from torch import Tensor
 
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.exploration import PreviewTime
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import ScoredSample
 from spotlight.rollout.state import FinishedRollout
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
@@ -38,9 +36,12 @@ from spotlight.scheduler.effects import CommitCheckpoint, GrantLease, ReportEval
 from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.records import Record
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import Phase, PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.results import ScoredSample
 
 Weights = dict[str, Tensor]
 

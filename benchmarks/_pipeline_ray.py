@@ -33,7 +33,7 @@ from spotlight.report.record import read_run
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_summary import read_summary
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 
 RANKS = 2
 ROLLOUT_SLOTS = 2

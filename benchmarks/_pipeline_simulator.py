@@ -19,12 +19,12 @@ from math import ceil, inf
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_tasks
-from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import PipelinePart, strategy_named
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.types import Phase
+from spotlight_plan.compare import SimulationOutcome, SimulationTask, run_tasks
+from spotlight_plan.scenarios.prepare import Prepared, prepare, scenario_of
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import PipelinePart, strategy_named
 
 MODELS = {
     "HunyuanVideo": "pipeline-hunyuanvideo",

@@ -59,7 +59,7 @@ class Process:
         for start, kind in _TITLES.items():
             if self.title.startswith(start):
                 return kind
-        return TargetKind.REWARD if "spotlight.rewards.pool.reward_worker" in self.title else None
+        return TargetKind.REWARD if "spotlight_rewards.pool.reward_worker" in self.title else None
 
     @property
     def is_raylet(self) -> bool:

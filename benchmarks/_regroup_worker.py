@@ -27,8 +27,9 @@ from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpGro
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.testbed import PIPELINE_DIR
+from spotlight_rewards.base.prompts import PromptId
 
 PROMPT = "a photo of a red circle"
 ROLLOUTS = 4

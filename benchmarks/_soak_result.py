@@ -22,7 +22,7 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import read_history
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 
 if TYPE_CHECKING:
     from benchmarks.soak import Soak

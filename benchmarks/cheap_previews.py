@@ -36,8 +36,6 @@ from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.family import Condition
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.latents import pack, unpack
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import ScoredSample
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
 from spotlight.runtime.build import components as build
@@ -45,7 +43,10 @@ from spotlight.runtime.build.learner_parts import Model, prepare_model
 from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.policies.exploration.fidelity import hit_rate, kendall_tau
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import PolicyVersion, Prompt, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.results import ScoredSample
 
 SAMPLERS = {
     "ode": ("algorithm.name=diffusion-nft", "rollout.sampler=ode"),

@@ -32,21 +32,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.planning.compare import run_task
-from spotlight.planning.scenarios.prepare import prepare, scenario_of
-from spotlight.planning.scenarios.scenario_file import ScenarioFile
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import STRATEGIES
-from spotlight.planning.surrogate import (
+from spotlight.scheduler.cluster.queue import PullQueue
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
+from spotlight_plan.compare import run_task
+from spotlight_plan.scenarios.prepare import prepare, scenario_of
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import STRATEGIES
+from spotlight_plan.simulation.virtual_driver import simulate
+from spotlight_plan.surrogate import (
     SteadyCurve,
     counts_wanted,
     iterations_in,
     point_of,
     steady_task,
 )
-from spotlight.scheduler.cluster.queue import PullQueue
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
-from spotlight.simulation.virtual_driver import simulate
+from spotlight_rewards.base.prompts import PromptId
 
 
 class Clock(StrEnum):

@@ -52,9 +52,10 @@ from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import pack_state
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.events import LeaseProgressed
-from spotlight.scheduler.types import LeaseId, PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.worker.reports import Report, ReportedValue
+from spotlight_rewards.base.prompts import PromptId
 
 GOAL_SHARE = 0.02
 PUBLISHED_MS = {"512x512": 155.0, "1024x1024": 605.0, "1536x1536": 1557.0}

@@ -44,12 +44,12 @@ from benchmarks._exploration_lab import Weights, laboratory
 from benchmarks._exploration_settings import CONDITIONS, KINDS, STRATEGY, Sizes
 from benchmarks._measure import wide_console
 from benchmarks._record import Record, Tree
-from spotlight.planning.compare import SimulationTask, run_task
-from spotlight.planning.scenarios.prepare import prepare
-from spotlight.planning.scenarios.scenario_load import build_scenario
 from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.selection import SelectionPolicy
 from spotlight.scheduler.types import Purpose
+from spotlight_plan.compare import SimulationTask, run_task
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.scenario_load import build_scenario
 
 
 class Part(StrEnum):

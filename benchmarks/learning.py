@@ -53,11 +53,11 @@ from benchmarks._measure import wide_console
 from benchmarks._record import Record, Tree
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.run_plan import count_passes
-from spotlight.planning.compare import SimulationTask, run_task
-from spotlight.planning.scenarios.prepare import prepare
-from spotlight.planning.scenarios.profile import Profile, TrainPoint
-from spotlight.planning.scenarios.profile_costs import forward_s
-from spotlight.planning.scenarios.scenario_load import build_scenario
+from spotlight_plan.compare import SimulationTask, run_task
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.profile import Profile, TrainPoint
+from spotlight_plan.scenarios.profile_costs import forward_s
+from spotlight_plan.scenarios.scenario_load import build_scenario
 
 TUNING_SEED = 1000
 _KINDS = ("tuned", "runs", "simulated")

@@ -16,8 +16,8 @@ import numpy as np
 import typer
 from PIL import Image, ImageDraw, ImageFont
 
-from spotlight.rewards.ocr import Thresholding, ocr, readings
-from spotlight.rewards.reading.legibility import is_short, legibility, normalized
+from spotlight_rewards.ocr import Thresholding, ocr, readings
+from spotlight_rewards.reading.legibility import is_short, legibility, normalized
 
 WORDS = ("ANCHOR", "BAKERY", "CANDLE", "FESTIVAL", "GUITAR", "LIGHTHOUSE", "MARKET", "WINDOW")
 WAYS: tuple[Thresholding, ...] = ("otsu", "sauvola", "sauvola-inverted", "best")

@@ -17,8 +17,8 @@ import typer
 from PIL import Image, ImageDraw, ImageFont
 
 from benchmarks.ocr_readings import WORDS
-from spotlight.rewards import ocr as ocr_module
-from spotlight.rewards.ocr import ocr, reduced
+from spotlight_rewards import ocr as ocr_module
+from spotlight_rewards.ocr import ocr, reduced
 
 LIMITS_PX = (1024, 768)
 LETTERS = (0.01, 0.015, 0.02, 0.03, 0.05, 0.1)

@@ -25,17 +25,17 @@ from typing import Annotated, TypeAlias
 
 import typer
 
-from spotlight.planning.candidates import Candidate, Machine, grid, prepared_for, shape_of
-from spotlight.planning.compare import SimulationOutcome, run_tasks
-from spotlight.planning.estimates import Estimates
-from spotlight.planning.explanation.levers import lever_steps
-from spotlight.planning.pages.comparison_summary import between, hours, usd
-from spotlight.planning.pages.verdict import ratios
-from spotlight.planning.scenarios.scenario_file import ScenarioFile
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import with_parts
-from spotlight.planning.search import Goal, useless
-from spotlight.planning.strategy_runs import StrategyRuns, tasks_from_starts
+from spotlight_plan.candidates import Candidate, Machine, grid, prepared_for, shape_of
+from spotlight_plan.compare import SimulationOutcome, run_tasks
+from spotlight_plan.estimates import Estimates
+from spotlight_plan.explanation.levers import lever_steps
+from spotlight_plan.pages.comparison_summary import between, hours, usd
+from spotlight_plan.pages.verdict import ratios
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import with_parts
+from spotlight_plan.search import Goal, useless
+from spotlight_plan.strategy_runs import StrategyRuns, tasks_from_starts
 
 CLOUDS = ("aws", "gcp", "azure")
 EVERYWHERE = "all three"

@@ -31,16 +31,16 @@ from rich.console import Console
 from rich.table import Table
 
 import spotlight
-from spotlight.cli.options import silence_loading_bars
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.registry import REWARDS
-from spotlight.rewards.example_pictures import example_picture
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardFailure
-from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
-from spotlight.rewards.reward_check import example_record
-from spotlight.rewards.reward_facts import Example
-from spotlight.rewards.reward_registry import facts_of, tiny_params
+from spotlight_rewards.commands.options import silence_loading_bars
+from spotlight_rewards.example_pictures import example_picture
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.registry import REWARDS
+from spotlight_rewards.results import RewardFailure
+from spotlight_rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight_rewards.reward_check import example_record
+from spotlight_rewards.reward_config import RewardConfig
+from spotlight_rewards.reward_facts import Example
+from spotlight_rewards.reward_registry import facts_of, tiny_params
 
 _PLAIN = Example("sign", score=(0, 0), prompt="a white sign")
 _CALLS = 3

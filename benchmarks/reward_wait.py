@@ -22,9 +22,9 @@ import typer
 
 from spotlight.cli.runs.train import driver_of
 from spotlight.config.load import load_config
-from spotlight.rewards.reward import Image
 from spotlight.runtime.observer import Silent
 from spotlight.store.metrics import read_metrics
+from spotlight_rewards.reward import Image
 
 DEMO = Path(__file__).parents[1] / "src/spotlight/config/demo.yaml"
 

@@ -35,8 +35,9 @@ from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.runtime.process import prepare_process
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
+from spotlight_rewards.base.prompts import PromptId
 
 PROMPTS = (
     "a photo of a red circle",

@@ -25,8 +25,9 @@ from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
 from spotlight.rollout.serialization import pack_state
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.worker.outbox import REPORT_BYTES
+from spotlight_rewards.base.prompts import PromptId
 
 STEPS, WINDOW = 10, 2
 TEXT_TOKENS, TEXT_WIDTH = 100, 4096

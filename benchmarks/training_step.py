@@ -40,11 +40,12 @@ from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.runtime.process import prepare_process
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.batching.batch import stack
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import PromptId
 
 PROMPTS = ("a photo of a red circle", "a photo of a green triangle left of a yellow circle")
 GROUP = 8

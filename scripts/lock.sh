@@ -15,11 +15,11 @@ trap 'rm -rf "$fresh"' EXIT
 
 "${PYTHON:-python3}" -m venv "$fresh/venv"
 # shellcheck disable=SC2086  # PIP_ARGS holds several words
-"$fresh/venv/bin/pip" install --quiet ${PIP_ARGS:-} "torch==$TORCH" "$root[ocr,dev]"
+"$fresh/venv/bin/pip" install --quiet ${PIP_ARGS:-} "torch==$TORCH" "$root[ocr,dev]" "$root"/packages/*
 {
   echo "# Made by scripts/lock.sh (make lock) from pyproject.toml with the extras ocr and dev."
-  echo "# pip install -r requirements.lock && pip install --no-deps -e ."
-  "$fresh/venv/bin/pip" freeze --exclude spotlight-rl |
+  echo "# pip install -r requirements.lock && pip install --no-deps -e . -e packages/rewards -e packages/plan -e packages/dashboard"
+  "$fresh/venv/bin/pip" freeze --exclude spotlight-rl --exclude spotlight-rewards --exclude spotlight-plan --exclude spotlight-dashboard |
     sed -E 's/^(torch==[^+]*)\+.*/\1/' | grep -vE '^(nvidia-|cuda-|triton==)' | sort -f
 } > "$fresh/requirements.lock"
 mv "$fresh/requirements.lock" "$root/requirements.lock"

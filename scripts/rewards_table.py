@@ -14,7 +14,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
-from spotlight.cli.scoring.rewards_command import registered_rewards
+from spotlight_rewards.commands.rewards_command import registered_rewards
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rewards.md"

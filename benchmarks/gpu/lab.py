@@ -31,10 +31,11 @@ from spotlight.models.skeleton import filling
 from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import PromptId
 
 CLIP_RANGE = 1e-5
 """Of the published recipes for few steps: what a log-prob of replay must agree with."""

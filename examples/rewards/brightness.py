@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from spotlight.rewards.reward import RewardInputError
+from spotlight_rewards.reward import RewardInputError
 
 
 def brightness(images, prompts, metadata, *, tolerance=0.5):

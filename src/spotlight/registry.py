@@ -1,27 +1,15 @@
-"""Registries of extensible configuration names: add one by a line here or by an entry point.
-
-Each line maps a name to ``module:attribute``, imported on first use, so this module is light. An installed
-package adds a name with an entry point of the registry's group:
-
-    [project.entry-points."spotlight.rewards"]
-    brightness = "my_package.rewards:brightness"
-
-Built-in names cannot be replaced; a name registered by two packages is an error.
-"""
+"""What can be extended, by name: add one by a line here or by an entry point of the registry's group."""
 
 from __future__ import annotations
 
-import difflib
-import importlib
-from collections.abc import Iterator, Mapping
-from functools import cached_property
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any
+
+from spotlight_rewards.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from pydantic import ValidationInfo
+    from typer import Typer
 
     from spotlight.cluster.scaling.node_provider import NodeProviderKind
     from spotlight.config.section import Section
@@ -31,121 +19,6 @@ if TYPE_CHECKING:
     from spotlight.scheduler.policy import Policy
     from spotlight.scheduler.rollouts import Rollouts
     from spotlight.store.metrics import SinkFactory
-
-T = TypeVar("T")
-
-ANY_NAME = "any_name"
-"""Of a validation's context: lets names through whose package is not installed."""
-
-
-class RegistryError(ValueError):
-    """An unknown name or an unusable registration; names the key and the remedy."""
-
-
-class Registry(Generic[T]):
-    """Names of one kind, each resolving to an object of type ``T``.
-
-    Args:
-        key: the configuration key that takes these names.
-        group: the entry points' group.
-        built_in: name -> ``module:attribute``.
-        base: ``module:attribute`` of the class that these are subclasses of; None: they are no classes.
-    """
-
-    def __init__(self, key: str, group: str, built_in: Mapping[str, str], base: str | None = None) -> None:
-        self.key, self.group, self.built_in, self.base = key, group, built_in, base
-
-    def __iter__(self) -> Iterator[str]:
-        """All names, built-in ones first."""
-        yield from self.built_in
-        yield from (name for name in self._added if name not in self.built_in)
-
-    def __contains__(self, name: object) -> bool:
-        # Built-in names first: reading the metadata of all installed packages is slow.
-        return name in self.built_in or name in self._added
-
-    def locate(self, name: str) -> str:
-        """The ``module:attribute`` of a name; imports nothing.
-
-        Raises:
-            RegistryError: the name is unknown, or two packages registered it.
-        """
-        if name in self.built_in:
-            return self.built_in[name]
-        match self._added.get(name, []):
-            case [entry]:
-                return entry.value
-            case []:
-                close = difflib.get_close_matches(name, list(self), n=1)
-                hint = f"Did you mean {close[0]!r}?" if close else absent_remedy(name)
-                raise RegistryError(f"{self.key} is {name!r}; expected {self.expected()}. {hint}")
-            case several:
-                raise RegistryError(
-                    f"{self.key} is {name!r}, which {' and '.join(map(_origin, several))} register in the "
-                    f"entry points {self.group}; expected one of them. Uninstall the others."
-                )
-
-    def load(self, name: str) -> T:
-        """Import the object registered under a name. Raises RegistryError."""
-        place = self.locate(name)
-        if name in self.built_in:
-            return cast(T, resolve(place))
-        try:
-            found = resolve(place)
-        except Exception as error:
-            raised = f"importing that raised {type(error).__name__}: {error}"
-            raise RegistryError(self._misfit(name, raised)) from error
-        if (trouble := self._trouble(name, found)) is not None:
-            raise RegistryError(self._misfit(name, trouble))
-        return cast(T, found)
-
-    def _trouble(self, name: str, found: object) -> str | None:
-        """Why what a package registered cannot be used."""
-        if self.base is None or (isinstance(found, type) and issubclass(found, resolve(self.base))):
-            return None
-        what = f"the class {found.__name__!r}" if isinstance(found, type) else f"a {type(found).__name__}"
-        return f"that is {what}; expected a subclass of {self.base}"
-
-    def _misfit(self, name: str, trouble: str) -> str:
-        return (
-            f"{self.key} is {name!r}, which {_origin(self._added[name][0])} registers as "
-            f"{self.locate(name)!r}; {trouble}. Repair that package or uninstall it."
-        )
-
-    def known(self, *besides: str, without: tuple[str, ...] = ()) -> Callable[[str, ValidationInfo], str]:
-        """A validator for a field that takes these names; its ValueError lists them.
-
-        Args:
-            besides: additional valid values.
-            without: names that have keys of their own.
-        """
-
-        def check(name: str, info: ValidationInfo) -> str:
-            if name in without:
-                raise ValueError(f"no {name!r} here, which has a key of its own")
-            if name not in besides and name not in self and not (info.context or {}).get(ANY_NAME):
-                raise ValueError(self.expected(*besides))
-            return name
-
-        return check
-
-    def expected(self, *besides: str) -> str:
-        """The known names as text, for error messages; ``besides`` are listed first."""
-        *names, last = map(repr, (*besides, *self))
-        known = f"{', '.join(names)} or {last}" if names else last
-        return f"{known} (an installed package can add one: entry points {self.group})"
-
-    @cached_property
-    def _added(self) -> Mapping[str, list[EntryPoint]]:
-        added: dict[str, list[EntryPoint]] = {}
-        for entry in entry_points(group=self.group):
-            added.setdefault(entry.name, []).append(entry)
-        return added
-
-
-def absent_remedy(name: object) -> str:
-    """What to do about a name that no registry has."""
-    return f"Install the package that adds {name!r}, or change the value."
 
 
 class _Algorithms(Registry["type[AlgorithmSection]"]):
@@ -159,19 +32,6 @@ class _Algorithms(Registry["type[AlgorithmSection]"]):
         if not isinstance(getattr(found, "implementation", None), str):
             return "that section has no `implementation`; expected the 'module:attribute' of its Algorithm"
         return None
-
-
-def resolve(place: str) -> Any:
-    """Import ``module:attribute``. Raises ImportError or AttributeError."""
-    module, _, attribute = place.partition(":")
-    found: object = importlib.import_module(module)
-    for part in attribute.split("."):
-        found = getattr(found, part)
-    return found
-
-
-def _origin(entry: EntryPoint) -> str:
-    return "an unknown package" if entry.dist is None else f"the package {entry.dist.name}"
 
 
 FAMILIES: Registry[type[ModelFamily]] = Registry(
@@ -210,35 +70,6 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = _Algorithms(
 )
 """Algorithms: the configuration section, which names the class that computes the loss."""
 
-REWARDS: Registry[Callable[..., Any]] = Registry(
-    "rewards.name",
-    "spotlight.rewards",
-    {
-        "shapes": "spotlight.rewards.shapes:shapes",
-        "motion": "spotlight.rewards.motion:motion",
-        "ocr": "spotlight.rewards.ocr:ocr",
-        "ocr-neural": "spotlight.rewards.reading.ocr_neural:ocr_neural",
-        "jpeg_size": "spotlight.rewards.jpeg:jpeg_size",
-        "geneval": "spotlight.rewards.geneval.geneval_reward:geneval",
-        "pickscore": "spotlight.rewards.preference.pickscore:pickscore",
-        "hps": "spotlight.rewards.preference.hps:hps",
-        "clip-score": "spotlight.rewards.preference.clip_score:clip_score",
-        "aesthetic": "spotlight.rewards.preference.aesthetic:aesthetic",
-        "vlm-judge": "spotlight.rewards.endpoints.vlm_judge:vlm_judge",
-        "vlm-rank": "spotlight.rewards.endpoints.vlm_rank:vlm_rank",
-        "ocr-vlm": "spotlight.rewards.endpoints.ocr_vlm:ocr_vlm",
-        "geneval2": "spotlight.rewards.endpoints.geneval2:geneval2",
-        "unified-reward": "spotlight.rewards.endpoints.unified_reward:unified_reward",
-        "edit-score": "spotlight.rewards.endpoints.edit_score:edit_score",
-        "http": "spotlight.rewards.endpoints.service_scores:http",
-        "http-video": "spotlight.rewards.endpoints.service_scores:http_video",
-        "flow-factory": "spotlight.rewards.endpoints.flow_factory:flow_factory",
-        "vote": "spotlight.rewards.vote:vote",
-        "pickle-server": "spotlight.rewards.pickled.pickle_server:pickle_server",
-    },
-)
-"""Rewards: a :class:`~spotlight.rewards.reward.RewardFunction`."""
-
 CLOUDS: Registry[Cloud] = Registry(
     "fleet.notices.cloud",
     "spotlight.clouds",
@@ -272,6 +103,9 @@ SINKS: Registry[SinkFactory] = Registry(
 )
 """Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""
 
+COMMANDS: Registry[Callable[[Typer], None]] = Registry("the command line", "spotlight.commands", {})
+"""Commands of other packages: a function that adds them to the command line."""
+
 POLICIES: Registry[Callable[[Rollouts, Section | None], Policy]] = Registry(
     "policies",
     "spotlight.policies",
@@ -285,4 +119,6 @@ POLICIES: Registry[Callable[[Rollouts, Section | None], Policy]] = Registry(
     },
     base="spotlight.scheduler.policy:Policy",
 )
-"""What a run may do beside the default, in the order asked: a :class:`~spotlight.scheduler.policy.Policy`."""
+"""What a run may do beside the default, in the order asked: a
+:class:`~spotlight.scheduler.policy.Policy`, made from all rollouts of the run and its settings.
+"""

@@ -17,9 +17,10 @@ from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.types import Group, MicroBatch, PolicyVersion, Prompt, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Group, MicroBatch, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.settings import autocast_type
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import Prompt
 
 TINY = (
     "device=cpu",

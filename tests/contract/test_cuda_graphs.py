@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.models.condition import ConditionBatch
 from spotlight.models.experts import denoisers
@@ -24,6 +23,7 @@ from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
+from spotlight_rewards.base.errors import ConfigError
 
 CPU = torch.device("cpu")
 READS_VALUES = "qwen-image-2.1"

@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 from spotlight.algorithms import build_algorithm
 from spotlight.cli.main import app
 from spotlight.diffusion.samplers import ODE
-from spotlight.registry import ALGORITHMS, CLOUDS, FAMILIES, Registry, RegistryError
+from spotlight.registry import ALGORITHMS, CLOUDS, FAMILIES
 from spotlight.store.metrics import read_metrics
+from spotlight_rewards.registry import Registry, RegistryError
 
 MODULE = '''
 import dataclasses
@@ -29,7 +30,7 @@ from spotlight.algorithms.diffusion_nft import DiffusionNFT
 from spotlight.config.sections.algorithm import DiffusionNFTConfig
 from spotlight.fleet.notices.notice import Cloud, NoticeReading, PendingNotice
 from spotlight.models.families.qwen_image import QwenImage
-from spotlight.planning.prices.quotes import Quote
+from spotlight_plan.prices.quotes import Quote
 
 
 class OtherFamily(QwenImage):
@@ -100,7 +101,7 @@ ENTRY_POINTS = """
 other-family = elsewhere:OtherFamily
 [spotlight.algorithms]
 halved-nft = elsewhere:HalvedConfig
-[spotlight.rewards]
+[spotlight_rewards]
 redness = elsewhere:redness
 [spotlight.clouds]
 tinycloud = elsewhere:TINY_CLOUD

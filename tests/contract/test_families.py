@@ -41,8 +41,9 @@ from spotlight.registry import FAMILIES
 from spotlight.report.loading import loading_snippet
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.learner import TrainingSample
+from spotlight_rewards.base.prompts import PromptId
 
 TOLERANCE = 1e-5
 PLAIN_TOLERANCE = 1e-4

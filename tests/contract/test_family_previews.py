@@ -12,7 +12,8 @@ from spotlight.diffusion.samplers import ODE
 from spotlight.registry import FAMILIES
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import PromptId
 
 STEPS = 6
 TWO_TRANSFORMERS = ("wan", 2)

@@ -12,7 +12,6 @@ import torch
 from tests.contract.family_cases import CASES, PROMPTS
 from torch import Tensor, fx, nn
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.models.experts import denoisers
 from spotlight.models.families.qwen_image import QwenImage
@@ -25,6 +24,7 @@ from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots, Slot
 from spotlight.registry import FAMILIES
 from spotlight.runtime.build import components as build
+from spotlight_rewards.base.errors import ConfigError
 
 SIZE = MediaSize(16, 16)
 SLOTS: tuple[Slot, ...] = ("policy", "old", "reference")

@@ -15,7 +15,6 @@ from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.learner import learner_rank
 from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace, share_of, write_token
 from spotlight.cluster.workers.worker_weights import BundleLoader
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import Address
@@ -24,12 +23,13 @@ from spotlight.runtime.build.learner_parts import Learning, rollout_slots
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.types import PolicyVersion, RolloutId, WeightKind, WorkerId
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import TrainingError
 from spotlight.weights.bundle import WeightsManifest, bind, pack, read
 from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.weight_errors import WeightsError
 from spotlight.worker.reports import Report
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.file_errors import StoreError
 
 WEIGHT_TOLERANCE = 2e-6
 """Largest difference of a weight between one rank and two, after two steps at learning rate 1e-3."""

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.learner_parts import prepare_model
+from spotlight_rewards.base.errors import ConfigError
 
 
 def config_of(pipeline: Path, tmp_path: Path, **exploration: object) -> RunConfig:

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.families.qwen_image import QwenImage
@@ -22,6 +21,7 @@ from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.report.loading import loading_snippet
 from spotlight.runtime.build import components as build
+from spotlight_rewards.base.errors import ConfigError
 
 SIZE = MediaSize(16, 16)
 SPEC = LoraSpec(rank=3, alpha=6.0, targets=("to_q", "img_mlp.net.2"))

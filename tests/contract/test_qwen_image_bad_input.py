@@ -16,7 +16,8 @@ from spotlight.models.condition import Condition
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
-from spotlight.registry import FAMILIES, RegistryError
+from spotlight.registry import FAMILIES
+from spotlight_rewards.registry import RegistryError
 
 
 def load(path: str | Path, cache: Path, **changes: object) -> QwenImage:

@@ -21,9 +21,10 @@ from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.lora_export import export_merged, measured_rounding
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import PromptId
 
 SIZE = MediaSize(32, 32)
 PROMPT = "one red circle"

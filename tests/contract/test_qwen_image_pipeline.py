@@ -19,8 +19,9 @@ from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.noise_levels import shift
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
+from spotlight_rewards.base.prompts import PromptId
 
 TOLERANCE = 1e-5
 STEPS = 5

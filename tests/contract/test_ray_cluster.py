@@ -43,12 +43,12 @@ from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
-from spotlight.config.errors import ConfigError, Problem
-from spotlight.config.sections.rewards import RewardConfig
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
-from spotlight.rewards.pool.channel import Sample, Score, encode
-from spotlight.rewards.pool.reward_process import ProcessLost
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.pool.channel import Sample, Score, encode
+from spotlight_rewards.pool.reward_process import ProcessLost
+from spotlight_rewards.reward_config import RewardConfig
 
 GRACE_S = 20.0
 usable_s: list[float] = []

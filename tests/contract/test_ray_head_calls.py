@@ -23,8 +23,8 @@ from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import NoAnswerError, answer
 from spotlight.scheduler.events import LeaseProgressed
 from spotlight.scheduler.types import LeaseId, WorkerId
-from spotlight.store.store_errors import StoreError
 from spotlight.worker.reports import Report, ReportedValue
+from spotlight_rewards.base.file_errors import StoreError
 
 ray = pytest.importorskip("ray")
 

@@ -23,8 +23,8 @@ from tools.testbed.prompts import TAGS, split
 from tools.testbed.scenes import render_all
 from tools.testbed.scores import ScoreRecipe, generate
 
-from spotlight.rewards.shapes import shapes
 from spotlight.testbed import PIPELINE_DIR
+from spotlight_rewards.shapes import shapes
 
 TRAIN, TEST = split()
 

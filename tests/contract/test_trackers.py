@@ -24,7 +24,7 @@ from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, final_table
 from spotlight.store.sinks import check_sinks, open_sinks
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 
 ITERATIONS = 6
 HOSTILE = "<script>window.hacked = 1</script>\u202e"

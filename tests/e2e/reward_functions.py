@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spotlight.rewards.reward import Image, takes_groups
+from spotlight_rewards.reward import Image, takes_groups
 
 GATE = "REWARD_FUNCTIONS_WAIT_FOR"
 """Environment variable: the file that must be there before ``moody`` scores; unset: none."""

@@ -14,8 +14,8 @@ from spotlight.store.images import drawn_iterations
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import Learner
+from spotlight_rewards.base.file_errors import StoreError
 
 
 def test_wandb_that_is_not_installed_is_found_before_the_run_directory(

@@ -24,13 +24,14 @@ from main_job import (
 )
 from test_resume import contents
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config
-from spotlight.data.prompt_files import PromptFileError
 from spotlight.models.family import ModelError
-from spotlight.rewards.reward import RewardInputError, RewardSetupError
 from spotlight.store.run_directory import RunDirectory
-from spotlight.store.store_errors import OtherConfigurationError, RunInUseError, StoreError
+from spotlight.store.store_errors import OtherConfigurationError, RunInUseError
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.prompt_files import PromptFileError
+from spotlight_rewards.reward import RewardInputError, RewardSetupError
 
 
 class Place:

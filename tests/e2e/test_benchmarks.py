@@ -285,7 +285,7 @@ def test_ray_processes_are_known_by_their_titles() -> None:
     assert kind("ray::LearnerActor") is _process_faults.TargetKind.LEARNER
     assert kind("ray::NodeAgent.notices") is _process_faults.TargetKind.AGENT
     assert (
-        kind("/bin/python -P -u -c from spotlight.rewards.pool.reward_worker import main")
+        kind("/bin/python -P -u -c from spotlight_rewards.pool.reward_worker import main")
         is _process_faults.TargetKind.REWARD
     )
     assert kind("ray::BlobActor.take") is None  # it dies with the head's node

@@ -23,8 +23,8 @@ from ray_job import running
 from tests.unit.dashboard_run import HOSTILE, LONG, PROMPTS, RIGHT_TO_LEFT, make_run, served
 from tests.unit.store_history import SCRATCH
 
-from spotlight.dashboard.run_folders import RunFolder
-from spotlight.dashboard.single_page import write_page
+from spotlight_dashboard.run_folders import RunFolder
+from spotlight_dashboard.single_page import write_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page

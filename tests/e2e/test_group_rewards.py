@@ -8,8 +8,8 @@ from contextlib import closing
 import pytest
 from main_job import NFT, Job, clean_audit, run_ranks
 
-from spotlight.config.errors import ConfigError
 from spotlight.store.ledger.ledger_audit import AuditLimits
+from spotlight_rewards.base.errors import ConfigError
 
 RANKS = "rewards=[{name: 'reward_functions:brightest'}]"
 SIZES = ("iterations=2", "rollout.group_size=4", "rollout.batch_size=3", "evaluation.every=1")

@@ -9,11 +9,11 @@ import pytest
 from main_job import NFT, Job, Straight
 
 from spotlight.models.family import ModelError
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.reward import RewardInputError
 from spotlight.runtime import inference as trained
 from spotlight.runtime.inference import TrainedRun
 from spotlight.runtime.observer import Silent
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.reward import RewardInputError
 
 
 def test_pictures_are_scored_a_batch_at_a_time(straight: Straight, monkeypatch: pytest.MonkeyPatch) -> None:

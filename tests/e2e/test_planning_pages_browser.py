@@ -13,11 +13,11 @@ from dashboard_page import CHROMIUM
 from tests.unit.test_plan_explanation import planned
 from tests.unit.test_strategy_runs import NOW, prepared
 
-from spotlight.planning.candidates import prepared_for
-from spotlight.planning.compare import run_tasks
-from spotlight.planning.pages.comparison_page import comparison_page
-from spotlight.planning.pages.plan_page import plan_page
-from spotlight.planning.strategy_runs import grouped, tasks_from_starts
+from spotlight_plan.candidates import prepared_for
+from spotlight_plan.compare import run_tasks
+from spotlight_plan.pages.comparison_page import comparison_page
+from spotlight_plan.pages.plan_page import plan_page
+from spotlight_plan.strategy_runs import grouped, tasks_from_starts
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser

@@ -17,9 +17,9 @@ from spotlight.cli.runs.smoke import smoke_overrides
 from spotlight.config.load import load_config
 from spotlight.config.preset import preset_names
 from spotlight.config.schema import RunConfig
-from spotlight.rewards.reward_registry import parse
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.testbed import TESTBEDS
+from spotlight_rewards.reward_registry import parse
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(

@@ -19,7 +19,7 @@ from spotlight.runtime.inference import TrainedRun
 from spotlight.runtime.observer import Silent
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_summary import read_summary
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 
 PROMPT, SEED, STEPS, SIDE = "two green triangles", 11, 3, 16
 

@@ -23,7 +23,7 @@ from main_job import NFT, At, Ended, Job, clean_audit, run_process
 from PIL import Image as PILImage
 from tests.unit.dashboard_run import HOSTILE, served
 
-from spotlight.store.ballots import Ballot, BallotBox, picture_name
+from spotlight_rewards.ballots import Ballot, BallotBox, picture_name
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route

@@ -55,12 +55,11 @@ from spotlight.scheduler.types import (
     NodeKind,
     Phase,
     PolicyVersion,
-    Prompt,
-    PromptId,
     Rollout,
     RolloutId,
     WorkerId,
 )
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 NODES = [Node(NodeId(name), NodeKind.SPOT, 1, "H100", 3.0, False, True) for name in ("a", "b", "c")]
 CLUSTER = StartWorker | PullWeights | FormGroup | StopGroup | AbandonLease

@@ -43,7 +43,8 @@ from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpGro
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
+from spotlight_rewards.base.prompts import PromptId
 
 PROMPTS = ("one red circle", "two blue squares", "two blue squares left of one yellow triangle, all on white")
 STEPS = 5

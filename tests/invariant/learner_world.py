@@ -28,11 +28,12 @@ from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
 from spotlight.registry import ALGORITHMS
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.learner import Learner, TrainingGuidance, TrainingSample
 from spotlight.training.settings import adapter_type
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import UpdateSums
+from spotlight_rewards.base.prompts import PromptId
 
 SIZE = MediaSize(16, 16)
 STEPS = 4

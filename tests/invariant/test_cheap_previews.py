@@ -20,7 +20,8 @@ from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, from_tensors
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import PromptId
 
 TOLERANCE = 2e-5
 """Largest difference of latents (standard deviation about 1) that batch mates may make."""

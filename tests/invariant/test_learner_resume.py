@@ -20,11 +20,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from spotlight.models.family import ModelError
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.manifest import CheckpointHeader
-from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import Learner
 from spotlight.training.learner_state import INDEX, WHOLE, Counters, StateError, save
 from spotlight.training.lora_export import export_lora, export_merged, lora_state
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.file_errors import StoreError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 

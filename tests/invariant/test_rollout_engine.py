@@ -24,7 +24,8 @@ from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe, RolloutState, from_tensors
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import PromptId
 
 TOLERANCE = 2e-5
 """Largest difference of latents (standard deviation about 1) that batch mates may make."""

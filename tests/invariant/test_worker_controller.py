@@ -23,10 +23,11 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.plan import ClusterPlan, Plan
-from spotlight.scheduler.types import Node, NodeId, NodeKind, Prompt, PromptId, Rollout, RolloutId, WorkerId
+from spotlight.scheduler.types import Node, NodeId, NodeKind, Rollout, RolloutId, WorkerId
 from spotlight.worker.interfaces import Command, HeadLostError, Leave, Patience
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report, RolloutSpeed
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 TRAIN = [
     Prompt(PromptId(f"train{n}"), text, {}) for n, text in enumerate(("one red circle", "two blue squares"))

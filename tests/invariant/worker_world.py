@@ -28,7 +28,6 @@ from spotlight.scheduler.types import (
     Lease,
     LeaseId,
     PolicyVersion,
-    PromptId,
     Purpose,
     Rollout,
     RolloutId,
@@ -38,6 +37,7 @@ from spotlight.scheduler.types import (
 from spotlight.worker.interfaces import HeadClient, HeadLostError, LoadError, Patience, WorkerDependencies
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report, RolloutSpeed
+from spotlight_rewards.base.prompts import PromptId
 
 SIZE = MediaSize(16, 16)
 PROMPTS = ("one red circle", "two blue squares", "two blue squares left of one yellow triangle, all on white")

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from spotlight.scheduler.events import NodeJoined, NodeLost
 from spotlight.scheduler.types import PHASE_OF, Node, NodeId, NodeKind, Phase
-from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts
-from spotlight.simulation.scenario import NodeEvent, PriceChanged
+from spotlight_plan.simulation.gpu_accounts import BilledSegment, GpuAccounts
+from spotlight_plan.simulation.scenario import NodeEvent, PriceChanged
 
 TOLERANCE = 1e-9
 """Relative to all that was billed: rounding only."""

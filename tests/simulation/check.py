@@ -28,9 +28,9 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.types import Filler, Node
-from spotlight.simulation.scenario import NodeEvent
-from spotlight.simulation.virtual_driver import Simulation
-from spotlight.simulation.virtual_workers import Receipt
+from spotlight_plan.simulation.scenario import NodeEvent
+from spotlight_plan.simulation.virtual_driver import Simulation
+from spotlight_plan.simulation.virtual_workers import Receipt
 from tests.simulation.faults import FaultInjector, FaultKind
 from tests.simulation.reference_model import ReferenceModel
 from tests.simulation.swarm import Trial, draw_trial

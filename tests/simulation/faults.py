@@ -14,8 +14,8 @@ from enum import StrEnum
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Node, NodeId, NodeKind
-from spotlight.simulation.virtual_driver import Simulation
-from spotlight.simulation.virtual_processes import VirtualProcess
+from spotlight_plan.simulation.virtual_driver import Simulation
+from spotlight_plan.simulation.virtual_processes import VirtualProcess
 
 
 class FaultKind(StrEnum):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from spotlight.scheduler.stages import Stage
-from spotlight.simulation.virtual_driver import Simulation
+from spotlight_plan.simulation.virtual_driver import Simulation
 
 
 def check_ranks(simulation: Simulation) -> None:

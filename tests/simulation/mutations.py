@@ -49,15 +49,13 @@ from spotlight.scheduler.types import (
     NodeId,
     Phase,
     PolicyVersion,
-    Prompt,
     Rollout,
     RolloutId,
     WorkerId,
 )
-from spotlight.scheduler.types import (
-    Group as SampleGroup,
-)
-from spotlight.simulation.gpu_accounts import BilledSegment, GpuAccounts
+from spotlight.scheduler.types import Group as SampleGroup
+from spotlight_plan.simulation.gpu_accounts import BilledSegment, GpuAccounts
+from spotlight_rewards.base.prompts import Prompt
 from tests.simulation.check import run_trial
 from tests.simulation.swarm import draw_trial
 

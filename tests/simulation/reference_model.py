@@ -43,10 +43,10 @@ from spotlight.scheduler.types import (
     Rollout,
     RolloutId,
 )
-from spotlight.simulation.virtual_driver import Simulation
-from spotlight.simulation.virtual_processes import VirtualGroup, VirtualWeights
-from spotlight.simulation.virtual_rewards import CONTENT
-from spotlight.simulation.virtual_workers import Receipt
+from spotlight_plan.simulation.virtual_driver import Simulation
+from spotlight_plan.simulation.virtual_processes import VirtualGroup, VirtualWeights
+from spotlight_plan.simulation.virtual_rewards import CONTENT
+from spotlight_plan.simulation.virtual_workers import Receipt
 from tests.simulation.bill import Bill
 from tests.simulation.learner_ranks import check_ranks
 

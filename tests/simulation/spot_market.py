@@ -16,9 +16,9 @@ from spotlight.scheduler.cluster.members import ABLE
 from spotlight.scheduler.scaling.pace_meter import PaceMeter
 from spotlight.scheduler.scaling.target_policy import Rest, TargetDecision, TargetPolicy
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
-from spotlight.simulation.scenario import NodeEvent, Scenario
-from spotlight.simulation.virtual_driver import Simulation
-from spotlight.simulation.virtual_workers import Receipt
+from spotlight_plan.simulation.scenario import NodeEvent, Scenario
+from spotlight_plan.simulation.virtual_driver import Simulation
+from spotlight_plan.simulation.virtual_workers import Receipt
 
 DRAIN_S = 30.0
 _WORK = (Phase.ROLLOUT, Phase.EVALUATION)

@@ -20,9 +20,9 @@ from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
-from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.scenario import NodeEvent, OnDemandOffer, PriceChanged, Scenario
-from spotlight.simulation.virtual_rewards import RewardModel
+from spotlight_plan.simulation.costs import ConstantCosts
+from spotlight_plan.simulation.scenario import NodeEvent, OnDemandOffer, PriceChanged, Scenario
+from spotlight_plan.simulation.virtual_rewards import RewardModel
 from tests.simulation.faults import Fault, FaultKind, draw_faults
 
 

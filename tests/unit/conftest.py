@@ -15,7 +15,7 @@ from tests.unit.dashboard_run import (
 )
 from tests.unit.store_history import SCRATCH
 
-from spotlight.dashboard.dashboard_app import dashboard_app
+from spotlight_dashboard.dashboard_app import dashboard_app
 
 
 @pytest.fixture(scope="module")

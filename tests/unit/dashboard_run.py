@@ -17,7 +17,6 @@ import pytest
 import uvicorn
 from starlette.testclient import TestClient
 
-from spotlight.dashboard.dashboard_app import dashboard_app
 from spotlight.scheduler.records import (
     REWARD,
     CommitRejected,
@@ -38,8 +37,6 @@ from spotlight.scheduler.types import (
     LeaseId,
     Phase,
     PolicyVersion,
-    Prompt,
-    PromptId,
     Purpose,
     Rollout,
     RolloutId,
@@ -50,6 +47,8 @@ from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
+from spotlight_dashboard.dashboard_app import dashboard_app
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 RIGHT_TO_LEFT = "\u202eשלושה עיגולים אדומים\u202c"

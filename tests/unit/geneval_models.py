@@ -37,7 +37,7 @@ def sure_checkpoint() -> dict[str, torch.Tensor]:
 
 def save_detector(out: Path, **changes: torch.Tensor) -> Path:
     """A converted detector that passes GenEval's thresholds."""
-    from spotlight.rewards.geneval.openmmlab import convert_checkpoint
+    from spotlight_rewards.geneval.openmmlab import convert_checkpoint
 
     checkpoint = out.with_suffix(".pth")
     torch.save({"state_dict": sure_checkpoint() | changes}, checkpoint)

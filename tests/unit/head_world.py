@@ -34,12 +34,13 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.records import REWARD
-from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import DropReason, Node, NodeId, NodeKind, Rollout, RolloutId
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.training.sharding import Ranks
 from spotlight.weights.bundle import WeightsManifest
 from spotlight.worker.interfaces import Command
 from spotlight.worker.reports import RolloutSpeed
+from spotlight_rewards.base.prompts import PromptId
 
 SETTINGS = (
     "device=cpu",

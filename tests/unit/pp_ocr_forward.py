@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from spotlight.rewards.reading.tiny_pp_ocr import DETECTOR_BLOCKS, RECOGNIZER_BLOCKS
+from spotlight_rewards.reading.tiny_pp_ocr import DETECTOR_BLOCKS, RECOGNIZER_BLOCKS
 
 Weights = dict[str, torch.Tensor]
 

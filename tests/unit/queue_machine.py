@@ -8,16 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue
-from spotlight.scheduler.types import (
-    Lease,
-    LeaseId,
-    PolicyVersion,
-    PromptId,
-    Purpose,
-    Rollout,
-    RolloutId,
-    WorkerId,
-)
+from spotlight.scheduler.types import Lease, LeaseId, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
+from spotlight_rewards.base.prompts import PromptId
 
 LEASE_S = 10.0
 ATTEMPTS = 2

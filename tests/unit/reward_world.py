@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardFailure, ScoredSample
-from spotlight.rewards.reward import Image
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.results import RewardFailure, ScoredSample
+from spotlight_rewards.reward import Image
+from spotlight_rewards.reward_config import RewardConfig
 
 REWARDS = '''
 import ctypes, os, subprocess, sys, threading, time
 
-from spotlight.rewards.reward import RewardInputError
+from spotlight_rewards.reward import RewardInputError
 
 calls = 0
 
@@ -87,7 +87,7 @@ def slow(images, prompts, metadata):
 
 CHECKED = """
 import time
-from spotlight.rewards.reward import RewardInputError
+from spotlight_rewards.reward import RewardInputError
 
 def reward_of_quotes(images, prompts, metadata, *, word="OPEN"):
     return [1.0] * len(images)

@@ -22,17 +22,9 @@ from spotlight.scheduler.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.scheduler.types import (
-    DropReason,
-    PolicyVersion,
-    Prompt,
-    PromptId,
-    Purpose,
-    Rollout,
-    RolloutId,
-    WorkerId,
-)
+from spotlight.scheduler.types import DropReason, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 SCRATCH = "/dev/shm" if Path("/dev/shm").is_dir() else None
 """Where property tests put their many small files: memory, where syncing costs nothing."""

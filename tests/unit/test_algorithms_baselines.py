@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages, spreads_of
 from spotlight.config.sections.algorithm import AdvantageConfig
-from spotlight.config.sections.rewards import REWARD
+from spotlight_rewards.reward_config import REWARD
 
 WEIGHTS = {"quality": 1.0}
 PLAIN = AdvantageConfig(epsilon=1e-15, clip=1e12)

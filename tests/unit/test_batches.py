@@ -15,7 +15,8 @@ from spotlight.scheduler.batches import (
     split_updates,
 )
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import Group, PromptId, RolloutId
+from spotlight.scheduler.types import Group, RolloutId
+from spotlight_rewards.base.prompts import PromptId
 
 SIZES = st.lists(st.integers(2, 9), min_size=1, max_size=10)
 

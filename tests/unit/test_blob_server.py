@@ -20,8 +20,8 @@ from spotlight.cluster.blobs.blob_server import BlobServer, Delivered
 from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob
 from spotlight.scheduler.events import GroupFormed, GroupStopped
 from spotlight.scheduler.types import WorkerId
-from spotlight.store.store_errors import StoreError
 from spotlight.worker.reports import Report, ReportedValue
+from spotlight_rewards.base.file_errors import StoreError
 
 A, B = WorkerId("node-a/0"), WorkerId("node-b/0")
 SOON_S = 5.0

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 
 KINDS = st.sampled_from(["progress", "sample"])
 NAMES = st.sampled_from(["r0", "r1", "r2", "r3", "r4"])
@@ -209,7 +209,7 @@ def test_a_damaged_file_is_absent_and_logged(
 FULL_DISK = """
 import errno, resource, sys
 from pathlib import Path
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 from spotlight.cluster.blobs.blob_store import StoredBlob, BlobStore
 
 directory, filler = Path(sys.argv[1]), Path(sys.argv[1], "filler")

@@ -15,22 +15,22 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config
-from spotlight.planning.calibration.measured_profile import (
+from spotlight.runtime.build.controller_plan import cluster_plan_of
+from spotlight.scheduler.events import NodeLost
+from spotlight.scheduler.types import NodeId
+from spotlight.store.ledger.ledger_schema import SCHEMA
+from spotlight_plan.calibration.measured_profile import (
     INCLUDED,
     measured_profile,
     measured_yaml,
     workload_of,
 )
-from spotlight.planning.calibration.run_prediction import predict_run, replayed
-from spotlight.planning.calibration.run_times import read_run_times
-from spotlight.planning.scenarios.profile import Profile, figures, load_profile
-from spotlight.planning.scenarios.profile_costs import ProfileCosts
-from spotlight.runtime.build.controller_plan import cluster_plan_of
-from spotlight.scheduler.events import NodeLost
-from spotlight.scheduler.types import NodeId
-from spotlight.store.ledger.ledger_schema import SCHEMA
+from spotlight_plan.calibration.run_prediction import predict_run, replayed
+from spotlight_plan.calibration.run_times import read_run_times
+from spotlight_plan.scenarios.profile import Profile, figures, load_profile
+from spotlight_plan.scenarios.profile_costs import ProfileCosts
+from spotlight_rewards.base.errors import ConfigError
 
 ITERATIONS, SAMPLES, STEPS, BATCH = 4, 8, 5, 4
 STEP_S, TRAIN_S = 0.05, 0.25

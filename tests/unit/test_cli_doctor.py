@@ -53,7 +53,7 @@ def test_a_file_in_the_way_of_the_runs_fails(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_warns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spotlight.store.store_errors.free_bytes", lambda _: 1000)
+    monkeypatch.setattr("spotlight_rewards.base.file_errors.free_bytes", lambda _: 1000)
     assert only(doctor_checks.disk(tmp_path), "disk").verdict is Verdict.WARN
 
 
@@ -72,7 +72,7 @@ def test_missing_files_of_the_embedded_model_fail(tmp_path: Path, monkeypatch: p
 
 
 def test_without_tesseract_only_the_ocr_reward_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    from spotlight.rewards import ocr
+    from spotlight_rewards import ocr
 
     ocr._engine.cache_clear()
     monkeypatch.setitem(sys.modules, "tesserocr", None)

@@ -12,17 +12,17 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.cli.scoring.rewards_command import may_download
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.example_pictures import example_picture
-from spotlight.rewards.reward_registry import facts_of
-from spotlight.rewards.shapes import FACTS, shapes
-from spotlight.store.media_files import encode_picture, read_media
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.media_files import encode_picture, read_media
+from spotlight_rewards.commands.rewards_command import may_download
+from spotlight_rewards.example_pictures import example_picture
+from spotlight_rewards.reward_config import RewardConfig
+from spotlight_rewards.reward_registry import facts_of
+from spotlight_rewards.shapes import FACTS, shapes
 
 OWN = """
 import os
-from spotlight.rewards.reward import takes_groups
+from spotlight_rewards.reward import takes_groups
 
 def dark(images, prompts, metadata, *, factor=1.0):
     if any(image.mean() > 250 for image in images):
@@ -223,7 +223,7 @@ def test_check_promises_a_download_only_of_what_is_at_the_hub(
 
 @pytest.mark.slow  # a process that imports transformers
 def test_check_refuses_a_model_that_prefers_the_wrong_prompt(here: Path) -> None:
-    from spotlight.rewards.preference.clip_score import tiny
+    from spotlight_rewards.preference.clip_score import tiny
 
     params = [word for key, value in tiny(here).items() for word in ("-p", f"{key}={value}")]
     done = spotlight("rewards", "check", "clip-score", *params)

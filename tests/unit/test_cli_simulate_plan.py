@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
-from spotlight.config.errors import ConfigError, Problem
-from spotlight.planning.output_files import require_place, write_file
+from spotlight_plan.output_files import require_place, write_file
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 SMALL = (
     "workload.prompts=8",
@@ -189,7 +189,7 @@ def test_the_answer_is_kept_if_it_cannot_be_explained(
     def broken(*_: object, **__: object) -> None:
         raise ConfigError("a scenario", [Problem("a.key", "a", "b", "c")])
 
-    monkeypatch.setattr("spotlight.planning.explanation.plan_explanation.explain", broken)
+    monkeypatch.setattr("spotlight_plan.explanation.plan_explanation.explain", broken)
     figures = tmp_path / "plan.json"
     result = call(
         "plan", "paper-512", *SMALL, *ALL_SPOT, "--jobs", "1", "--deadline-h", "9", "--json", str(figures)

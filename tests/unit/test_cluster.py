@@ -16,17 +16,8 @@ from spotlight.scheduler.cluster.commands import REPEATS
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.plan import ClusterPlan, Plan
-from spotlight.scheduler.types import (
-    LeaseId,
-    Node,
-    NodeId,
-    NodeKind,
-    PolicyVersion,
-    Prompt,
-    PromptId,
-    WeightKind,
-    WorkerId,
-)
+from spotlight.scheduler.types import LeaseId, Node, NodeId, NodeKind, PolicyVersion, WeightKind, WorkerId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 ANSWER_S, START_S, LEASE_S = 5.0, 60.0, 100.0
 PLAN = Plan(

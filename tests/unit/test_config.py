@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import (
     EMBEDDED,
     build_config,
@@ -23,10 +22,11 @@ from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.learner_section import divisors_near
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.config.tree import parse_yaml
 from spotlight.store.run_directory import RunDirectory, flatten
 from spotlight.store.store_errors import OtherConfigurationError
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.yaml_tree import parse_yaml
+from spotlight_rewards.reward_config import RewardConfig
 
 
 def all_sections(section: type[Section] = Section) -> list[type[Section]]:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.config.sections.rollout import RolloutConfig
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 BASE = (
     "algorithm.name=diffusion-nft",

@@ -7,14 +7,14 @@ import itertools
 import pytest
 
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.pipeline import NO_OVERLAP
 from spotlight.diffusion.schedule import RandomWindow
 from spotlight.runtime.build.components import cluster_plan_of, make_window, plan_of
 from spotlight.scheduler.plan import require_usable
-from spotlight.scheduler.types import Prompt, PromptId
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 BASE = (
     "algorithm={name: diffusion-nft, advantage: {std: group}}",

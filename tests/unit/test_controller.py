@@ -44,13 +44,12 @@ from spotlight.scheduler.types import (
     NodeKind,
     Phase,
     PolicyVersion,
-    Prompt,
-    PromptId,
     Purpose,
     Rollout,
     RolloutId,
     WorkerId,
 )
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 NODE = Node(
     NodeId("w"), NodeKind.SPOT, gpus=1, gpu_type="H100", price_usd_h=3.0, trains=False, rolls_out=True

@@ -33,18 +33,18 @@ from tests.unit.dashboard_run import (
     truncated_picture,
 )
 
-from spotlight.dashboard import answers as answers_module
-from spotlight.dashboard.dashboard_app import dashboard_app
-from spotlight.dashboard.figures import Json, thinned
-from spotlight.dashboard.run_folders import RunFolder, find_runs
-from spotlight.dashboard.views.findings import findings
-from spotlight.dashboard.views.sample_nodes import nodes_of
 from spotlight.scheduler.types import Phase, WorkerId
 from spotlight.store.ledger.history import read_history
 from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
+from spotlight_dashboard import answers as answers_module
+from spotlight_dashboard.dashboard_app import dashboard_app
+from spotlight_dashboard.figures import Json, thinned
+from spotlight_dashboard.run_folders import RunFolder, find_runs
+from spotlight_dashboard.views.findings import findings
+from spotlight_dashboard.views.sample_nodes import nodes_of
 
 # -- what it says --
 

@@ -23,20 +23,20 @@ from tests.unit.store_history import SCRATCH
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app as cli
-from spotlight.dashboard import alerts
-from spotlight.dashboard import answers as answers_module
-from spotlight.dashboard.alerts import Alert, AlertWatch, post_alert, watch_runs
-from spotlight.dashboard.answers import RunAnswers
-from spotlight.dashboard.run_folders import RunFolder, find_runs
-from spotlight.dashboard.views.findings import RunLimits, RunOutlook, findings
-from spotlight.dashboard.views.money import money
-from spotlight.dashboard.views.overview import nodes_now, spot_gone_at
 from spotlight.scheduler.types import DropReason, Phase, Purpose, WorkerId
 from spotlight.store.ledger.history import History, read_history
 from spotlight.store.ledger.ledger_queries import LedgerCounts, open_readonly, preemptions
 from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.run_directory import RunPaths
+from spotlight_dashboard import alerts
+from spotlight_dashboard import answers as answers_module
+from spotlight_dashboard.alerts import Alert, AlertWatch, post_alert, watch_runs
+from spotlight_dashboard.answers import RunAnswers
+from spotlight_dashboard.run_folders import RunFolder, find_runs
+from spotlight_dashboard.views.findings import RunLimits, RunOutlook, findings
+from spotlight_dashboard.views.money import money
+from spotlight_dashboard.views.overview import nodes_now, spot_gone_at
 
 WORKER = WorkerId("reserved-0/0")
 NO_HISTORY = History(

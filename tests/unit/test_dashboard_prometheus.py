@@ -19,10 +19,10 @@ from starlette.testclient import TestClient
 from tests.unit.dashboard_run import ITERATION_S, ITERATIONS, LEASES_EACH, make_run
 from tests.unit.store_history import SCRATCH
 
-from spotlight.dashboard import answers as answers_module
-from spotlight.dashboard.dashboard_app import dashboard_app
-from spotlight.dashboard.prometheus import CONTENT_TYPE, RunFigure, exposition
-from spotlight.dashboard.run_folders import RunFolder, find_runs
+from spotlight_dashboard import answers as answers_module
+from spotlight_dashboard.dashboard_app import dashboard_app
+from spotlight_dashboard.prometheus import CONTENT_TYPE, RunFigure, exposition
+from spotlight_dashboard.run_folders import RunFolder, find_runs
 
 PROMTOOL = shutil.which("promtool")
 MONITORING = Path(__file__).parents[2] / "monitoring"

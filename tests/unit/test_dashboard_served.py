@@ -44,19 +44,19 @@ from tests.unit.dashboard_run import (
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app as cli
-from spotlight.cli.runs.dashboard_command import start_beside
-from spotlight.dashboard import answers as answers_module
-from spotlight.dashboard import dashboard_app as app_module
-from spotlight.dashboard.dashboard_app import dashboard_app
-from spotlight.dashboard.figures import Json
-from spotlight.dashboard.page_files import PAGE_FILES, page_file
-from spotlight.dashboard.report_pictures import PictureBudget, embedded
-from spotlight.dashboard.run_folders import RunFolder, find_runs
+from spotlight.cli.runs.dashboard_beside import start_beside
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.images import Tile, write_grid
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import RunPaths
+from spotlight_dashboard import answers as answers_module
+from spotlight_dashboard import dashboard_app as app_module
+from spotlight_dashboard.dashboard_app import dashboard_app
+from spotlight_dashboard.figures import Json
+from spotlight_dashboard.page_files import PAGE_FILES, page_file
+from spotlight_dashboard.report_pictures import PictureBudget, embedded
+from spotlight_dashboard.run_folders import RunFolder, find_runs
 
 TOKEN = "a-token-of-this-test"
 

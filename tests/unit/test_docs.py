@@ -16,12 +16,12 @@ import typer
 from typer.core import TyperGroup, TyperOption
 
 from spotlight.cli.main import app
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, dump_config, load_config
 from spotlight.config.preset import with_preset
 from spotlight.config.schema import RESUMABLE_KEYS
-from spotlight.config.tree import merge, parse_yaml
-from spotlight.planning.scenarios.scenario_load import build_scenario, load_scenario, scenario_names
+from spotlight_plan.scenarios.scenario_load import build_scenario, load_scenario, scenario_names
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.yaml_tree import merge, parse_yaml
 
 ROOT = Path(__file__).parents[2]
 PAGES = [

@@ -11,9 +11,9 @@ from spotlight.config.load import load_config
 from spotlight.data.datasets import load_prompts
 from spotlight.dry_run.run_plan import make_plan
 from spotlight.models.model_errors import ModelError
-from spotlight.registry import REWARDS
-from spotlight.rewards.reward_registry import load, parse
 from spotlight.testbed import PIPELINE_DIR
+from spotlight_rewards.registry import REWARDS
+from spotlight_rewards.reward_registry import load, parse
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))

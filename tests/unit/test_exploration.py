@@ -21,21 +21,13 @@ from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.policies.exploration.explorer import Explorer
 from spotlight.scheduler.policies.exploration.window import ExploredGroup
 from spotlight.scheduler.records import RolloutIssued, SampleDropped, SampleExplored, SampleTrained
-from spotlight.scheduler.types import (
-    Node,
-    NodeId,
-    NodeKind,
-    PolicyVersion,
-    Prompt,
-    PromptId,
-    Purpose,
-    Rollout,
-)
-from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.scenario import Scenario
-from spotlight.simulation.virtual_driver import Simulation
-from spotlight.simulation.virtual_rewards import RewardModel
-from spotlight.simulation.virtual_workers import Receipt
+from spotlight.scheduler.types import Node, NodeId, NodeKind, PolicyVersion, Purpose, Rollout
+from spotlight_plan.simulation.costs import ConstantCosts
+from spotlight_plan.simulation.scenario import Scenario
+from spotlight_plan.simulation.virtual_driver import Simulation
+from spotlight_plan.simulation.virtual_rewards import RewardModel
+from spotlight_plan.simulation.virtual_workers import Receipt
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 10.0, True, False)
 SPOT = Node(NodeId("s"), NodeKind.SPOT, 4, "H100", 7.2, False, True)

@@ -12,10 +12,10 @@ from tests.unit.openmmlab_forward import Shape, Weights, forward, random_checkpo
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.rewards.geneval.mask2former import UNREAD
-from spotlight.rewards.geneval.openmmlab import convert_checkpoint, converted_model
-from spotlight.rewards.models.pretrained_model import load_pretrained
-from spotlight.rewards.reward import RewardSetupError
+from spotlight_rewards.geneval.mask2former import UNREAD
+from spotlight_rewards.geneval.openmmlab import convert_checkpoint, converted_model
+from spotlight_rewards.models.pretrained_model import load_pretrained
+from spotlight_rewards.reward import RewardSetupError
 
 SHAPE = Shape()
 BLOCK = "backbone.stages.0.blocks.0.attn.w_msa"

@@ -16,15 +16,15 @@ from PIL import Image
 from tests.unit.geneval_models import CLIP_SIDE, save_clip, save_detector, sure_checkpoint
 from tests.unit.geneval_oracle import COLORS, Case, graded, random_metadata, verdict
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.geneval.geneval_reward import geneval
-from spotlight.rewards.geneval.mask2former import UNREAD, InstanceDetector
-from spotlight.rewards.geneval.object_colors import ColorClassifier
-from spotlight.rewards.geneval.vocabulary import OBJECTS, TAGS
-from spotlight.rewards.models.pretrained_model import weights_digest
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardFailure
-from spotlight.rewards.reward import RewardInputError, RewardSetupError
+from spotlight_rewards.geneval.geneval_reward import geneval
+from spotlight_rewards.geneval.mask2former import UNREAD, InstanceDetector
+from spotlight_rewards.geneval.object_colors import ColorClassifier
+from spotlight_rewards.geneval.vocabulary import OBJECTS, TAGS
+from spotlight_rewards.models.pretrained_model import weights_digest
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.results import RewardFailure
+from spotlight_rewards.reward import RewardInputError, RewardSetupError
+from spotlight_rewards.reward_config import RewardConfig
 
 CPU = torch.device("cpu")
 DOG = {"tag": "single_object", "include": [{"class": "dog", "count": 1}]}
@@ -251,7 +251,7 @@ def test_a_model_that_returns_no_numbers_is_an_error_and_not_a_zero(
 
 
 def test_the_digest_tells_other_weights_and_nothing_else() -> None:
-    from spotlight.rewards.geneval.openmmlab import converted_model
+    from spotlight_rewards.geneval.openmmlab import converted_model
 
     state = sure_checkpoint()
     model = converted_model(state)
@@ -272,5 +272,5 @@ def test_settings_that_do_not_exist_are_refused() -> None:
 def test_the_reward_itself_starts_without_torch() -> None:
     import subprocess
 
-    code = "import sys, spotlight.rewards.geneval.geneval_reward; assert 'torch' not in sys.modules"
+    code = "import sys, spotlight_rewards.geneval.geneval_reward; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

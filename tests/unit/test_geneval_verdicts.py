@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.unit.geneval_oracle import Case, graded, random_case, verdict
 
-from spotlight.rewards.geneval.requirements import MetadataFormat
-from spotlight.rewards.geneval.verdicts import (
+from spotlight_rewards.geneval.requirements import MetadataFormat
+from spotlight_rewards.geneval.verdicts import (
     Detection,
     direction,
     graded_score,
@@ -18,8 +18,8 @@ from spotlight.rewards.geneval.verdicts import (
     relations,
     to_color,
 )
-from spotlight.rewards.geneval.vocabulary import COLORS, OBJECTS, TAGS
-from spotlight.rewards.reward import RewardInputError
+from spotlight_rewards.geneval.vocabulary import COLORS, OBJECTS, TAGS
+from spotlight_rewards.reward import RewardInputError
 
 NAMES = ("person", "computer mouse", "tv", "orange")
 FORMAT = MetadataFormat("geneval", OBJECTS, COLORS, count_max=16)

@@ -17,8 +17,8 @@ from virtual_time import played, settle
 from spotlight.cluster.learner.failures import STUCK_MAX, Failures
 from spotlight.cluster.learner.learner_group import LearnerError
 from spotlight.cluster.learner.life import FINAL
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.training.settings import TrainingError
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 
 def test_a_start_makes_every_rank_ready_and_publishes() -> None:

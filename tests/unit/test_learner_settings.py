@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.algorithms.base import LossTerms
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
 from spotlight.config.sections.learner_section import EmaConfig, LearnerConfig
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import StepReport, UpdateMeter
+from spotlight_rewards.base.errors import ConfigError
 
 
 @given(st.integers(0, 50), st.integers(0, 80) | st.floats(0, 80))

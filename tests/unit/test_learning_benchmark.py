@@ -14,8 +14,8 @@ from benchmarks import _learning_figures as figures
 from benchmarks import learning
 from benchmarks._learning_cases import BASELINE, CASES, TASKS, LearningSizes
 
-from spotlight.planning.scenarios.profile import load_profile
-from spotlight.planning.scenarios.profile_costs import forward_s, train_point_s
+from spotlight_plan.scenarios.profile import load_profile
+from spotlight_plan.scenarios.profile_costs import forward_s, train_point_s
 
 SIZES = LearningSizes(10, 2, 4, 4, evaluate_every=5, evaluation_images=1, reserved=1, spot=2, overrides=())
 

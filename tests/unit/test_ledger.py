@@ -17,13 +17,12 @@ from spotlight.scheduler.types import (
     Maker,
     Phase,
     PolicyVersion,
-    Prompt,
-    PromptId,
     Purpose,
     Rollout,
     RolloutId,
     WorkerId,
 )
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 PROMPT = Prompt(PromptId("p"), "a red circle", {"tag": "colors"})
 VERSION = PolicyVersion(1)

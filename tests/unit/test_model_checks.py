@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import load_prompts
@@ -21,7 +20,8 @@ from spotlight.models.families.qwen_image_21 import QwenImage21
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
-from spotlight.rewards.reward import RewardSetupError
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.reward import RewardSetupError
 
 A14B = "Wan-AI/Wan2.2-T2V-A14B-Diffusers"
 KLEIN = "black-forest-labs/FLUX.2-klein-4B"

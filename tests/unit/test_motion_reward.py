@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tools.testbed.video.clips import SIDE_PX, render, render_all, sample_clip
 from tools.testbed.video.prompts import record, split
 
-from spotlight.rewards.motion import DIRECTIONS, check, motion
-from spotlight.rewards.reward import RewardInputError
-from spotlight.rewards.shapes import PALETTE, SHAPES
+from spotlight_rewards.motion import DIRECTIONS, check, motion
+from spotlight_rewards.reward import RewardInputError
+from spotlight_rewards.shapes import PALETTE, SHAPES
 
 RECORDS = [each for records in split() for each in records]
 OPPOSITE = {"left": "right", "right": "left", "up": "down", "down": "up"}
@@ -160,7 +160,7 @@ def test_settings_and_samples_that_do_not_fit_are_refused():
 
 def test_it_takes_whole_videos_and_needs_no_torch():
     assert motion.takes_videos
-    code = "import sys, spotlight.rewards.motion; assert 'torch' not in sys.modules"
+    code = "import sys, spotlight_rewards.motion; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

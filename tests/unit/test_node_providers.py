@@ -25,10 +25,10 @@ from spotlight.cluster.scaling.emulated_provider import SpotOffers
 from spotlight.cluster.scaling.kubernetes_provider import KUBERNETES, KubernetesProvider, KubernetesSettings
 from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.cluster.scaling.node_provider import ProviderError, ProviderSetting
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.registry import NODE_PROVIDERS
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.errors import ConfigError
 
 
 def node(name: str, address: str = "10.0.0.99") -> RayNode:

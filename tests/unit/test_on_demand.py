@@ -18,11 +18,11 @@ from spotlight.cluster.nodes import on_demand_nodes
 from spotlight.cluster.nodes.listing import RayNode
 from spotlight.cluster.nodes.on_demand_nodes import CommandMachines, OnDemandError, OnDemandNodes
 from spotlight.cluster.scaling.node_notes import NodeNotes
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy, OnDemandStep
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.errors import ConfigError
 
 AFTER_S, BACK_AFTER_S, START_S = 5.0, 4.0, 8.0
 DAYS = st.lists(st.tuples(st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=8)

@@ -18,13 +18,14 @@ from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import Conversations
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import ScoreSamples
-from spotlight.scheduler.types import LeaseId, Prompt, RolloutId, WorkerId
+from spotlight.scheduler.types import LeaseId, RolloutId, WorkerId
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.reports import Report
+from spotlight_rewards.base.prompts import Prompt
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.reward_config import RewardConfig
 
 DIGEST = "d" * 8
 REWARDS = [RewardConfig(name="jpeg_size", label=name) for name in ("one", "two", "three")]
@@ -103,7 +104,7 @@ def test_a_picture_is_serialised_twice_for_three_rewards(monkeypatch: pytest.Mon
 
 def test_a_group_is_scored_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "whole.py").write_text(
-        "from spotlight.rewards.reward import takes_groups\n"
+        "from spotlight_rewards.reward import takes_groups\n"
         "@takes_groups\n"
         "def group_size(images, prompts, metadata):\n"
         "    return [len(images)] * len(images)\n"

@@ -29,10 +29,10 @@ from spotlight.scheduler.types import (
     NodeId,
     NodeKind,
     PolicyVersion,
-    PromptId,
     RolloutId,
     WorkerId,
 )
+from spotlight_rewards.base.prompts import PromptId
 
 PROMPT = PromptId("p")
 V1 = PolicyVersion(1)

@@ -13,7 +13,6 @@ from safetensors.numpy import save_file
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import load_prompts
@@ -32,11 +31,12 @@ from spotlight.dry_run.run_plan import RunPlan, count_passes, make_plan
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
-from spotlight.rewards.reward import RewardSetupError
 from spotlight.rollout.limits import decode_batch
 from spotlight.runtime.preflight import require_disk
-from spotlight.store.store_errors import StoreError
 from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.reward import RewardSetupError
 
 WIDTH, LAYERS = 8, 3
 ROLLOUT = {"prompts_per_iteration": 3, "group_size": 4, "steps": 5}

@@ -11,20 +11,20 @@ from functools import cache
 import pytest
 from tests.unit.test_strategy_runs import NOW, SMALL, of, three_starts
 
-from spotlight.planning.candidates import Candidate, Machine, prepared_for
-from spotlight.planning.explanation.levers import ALONE, Lever, lever_steps
-from spotlight.planning.explanation.plan_explanation import PlanExplanation, explain
-from spotlight.planning.explanation.sensitivity import FACTOR, Swing, assumptions_varied
-from spotlight.planning.pages.explanation_charts import explanation_notes, tornado, waterfall
-from spotlight.planning.pages.plan_page import plan_page, plan_record, plan_verdict
-from spotlight.planning.pages.verdict import comparison_verdict, ratios, verdict_text
-from spotlight.planning.scenarios.prepare import prepare
-from spotlight.planning.scenarios.profile import figures
-from spotlight.planning.scenarios.scenario_file import ScenarioFile
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import strategy_named
-from spotlight.planning.search import Goal, SearchResult, search
-from spotlight.planning.strategy_runs import StrategyRuns
+from spotlight_plan.candidates import Candidate, Machine, prepared_for
+from spotlight_plan.explanation.levers import ALONE, Lever, lever_steps
+from spotlight_plan.explanation.plan_explanation import PlanExplanation, explain
+from spotlight_plan.explanation.sensitivity import FACTOR, Swing, assumptions_varied
+from spotlight_plan.pages.explanation_charts import explanation_notes, tornado, waterfall
+from spotlight_plan.pages.plan_page import plan_page, plan_record, plan_verdict
+from spotlight_plan.pages.verdict import comparison_verdict, ratios, verdict_text
+from spotlight_plan.scenarios.prepare import prepare
+from spotlight_plan.scenarios.profile import figures
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import strategy_named
+from spotlight_plan.search import Goal, SearchResult, search
+from spotlight_plan.strategy_runs import StrategyRuns
 
 ANSWERS = (
     "reserved_only",

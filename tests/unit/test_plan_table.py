@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from benchmarks import plan_table as bench
 
-from spotlight.planning.scenarios.scenario_file import ScenarioFile
-from spotlight.planning.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
+from spotlight_plan.scenarios.scenario_load import load_scenario
 
 SMALL = (
     "workload.prompts=8",

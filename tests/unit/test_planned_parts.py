@@ -11,10 +11,9 @@ from functools import cache
 
 import pytest
 
-from spotlight.config.errors import ConfigError
-from spotlight.planning import search as planning_search
-from spotlight.planning.candidates import Candidate, grid, prepared_for
-from spotlight.planning.compare import (
+from spotlight_plan import search as planning_search
+from spotlight_plan.candidates import Candidate, grid, prepared_for
+from spotlight_plan.compare import (
     PREVIEWS_WANTED,
     ComparedStrategy,
     SimulationOutcome,
@@ -22,13 +21,14 @@ from spotlight.planning.compare import (
     honest_target,
     run_task,
 )
-from spotlight.planning.pages.comparison_summary import notes_of, table_of
-from spotlight.planning.scenarios.prepare import Prepared, prepare
-from spotlight.planning.scenarios.scenario_file import ScenarioFile, Target
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import PipelinePart, strategy_named, variants
-from spotlight.planning.search import CONFIRMED, GAIN_MIN, Goal, search, shortens, useless
-from spotlight.planning.strategy_runs import StrategyRuns
+from spotlight_plan.pages.comparison_summary import notes_of, table_of
+from spotlight_plan.scenarios.prepare import Prepared, prepare
+from spotlight_plan.scenarios.scenario_file import ScenarioFile, Target
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import PipelinePart, strategy_named, variants
+from spotlight_plan.search import CONFIRMED, GAIN_MIN, Goal, search, shortens, useless
+from spotlight_plan.strategy_runs import StrategyRuns
+from spotlight_rewards.base.errors import ConfigError
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 TINY = ("workload.prompts=2", "run.iterations=4", "run.until_h=1000", "run.noise=0", "run.starts=1")

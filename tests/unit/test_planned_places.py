@@ -15,11 +15,10 @@ import pytest
 import yaml
 from test_launch_files import schema
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.planning import estimates as planning_estimates
-from spotlight.planning.candidates import (
+from spotlight_plan import estimates as planning_estimates
+from spotlight_plan.candidates import (
     Candidate,
     Machine,
     grid,
@@ -28,23 +27,24 @@ from spotlight.planning.candidates import (
     shape_of,
     ways,
 )
-from spotlight.planning.compare import SimulationTask, run_task
-from spotlight.planning.launch_files import (
+from spotlight_plan.compare import SimulationTask, run_task
+from spotlight_plan.launch_files import (
     launch_files,
     launch_settings,
     read_templates,
     require_launch,
     write_launch_files,
 )
-from spotlight.planning.prices.quotes import PriceError, Quote
-from spotlight.planning.prices.sources import PriceQuery
-from spotlight.planning.scenarios import pricing
-from spotlight.planning.scenarios.prepare import prepare, scenario_of
-from spotlight.planning.scenarios.scenario_file import ScenarioFile
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import strategy_named
-from spotlight.planning.search import GAIN_MIN, Goal, SearchResult, search, useless
-from spotlight.planning.strategy_runs import StrategyRuns
+from spotlight_plan.prices.quotes import PriceError, Quote
+from spotlight_plan.prices.sources import PriceQuery
+from spotlight_plan.scenarios import pricing
+from spotlight_plan.scenarios.prepare import prepare, scenario_of
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import strategy_named
+from spotlight_plan.search import GAIN_MIN, Goal, SearchResult, search, useless
+from spotlight_plan.strategy_runs import StrategyRuns
+from spotlight_rewards.base.errors import ConfigError
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 ROOT = Path(__file__).parents[2]

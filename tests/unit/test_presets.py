@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import (
     changed_keys,
     dump_config,
@@ -22,6 +21,7 @@ from spotlight.config.load import (
 from spotlight.config.preset import load_preset, preset_names
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.run_plan import make_plan
+from spotlight_rewards.base.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [f"data.{name}={ROOT}/examples/prompts/ocr_{name}.txt" for name in ("train", "test")]

@@ -10,9 +10,9 @@ import boto3
 import pytest
 from botocore.stub import ANY, Stubber
 
-from spotlight.planning.prices import aws_prices as aws
-from spotlight.planning.prices.fetch import FetchLimits
-from spotlight.planning.prices.quotes import PriceError
+from spotlight_plan.prices import aws_prices as aws
+from spotlight_plan.prices.fetch import FetchLimits
+from spotlight_plan.prices.quotes import PriceError
 
 NOW = datetime(2026, 6, 2, tzinfo=UTC)
 

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from spotlight.fleet.gpus import INSTANCE_TYPES, UnknownGpuError, gpu_type
-from spotlight.planning.prices.catalogue import built_in, parse_built_in, parse_catalogue
-from spotlight.planning.prices.quotes import PriceError, Quote, cheapest, select
+from spotlight_plan.prices.catalogue import built_in, parse_built_in, parse_catalogue
+from spotlight_plan.prices.quotes import PriceError, Quote, cheapest, select
 
 NOW = datetime(2026, 6, 2, tzinfo=UTC)
 HEADER = (

@@ -11,11 +11,11 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from price_server import Handler, serving
 
-from spotlight.planning.prices import azure_prices as azure
-from spotlight.planning.prices.cache import PriceCache
-from spotlight.planning.prices.fetch import FetchLimits, get_text
-from spotlight.planning.prices.quotes import PriceError
-from spotlight.planning.prices.sources import PriceQuery, load_prices
+from spotlight_plan.prices import azure_prices as azure
+from spotlight_plan.prices.cache import PriceCache
+from spotlight_plan.prices.fetch import FetchLimits, get_text
+from spotlight_plan.prices.quotes import PriceError
+from spotlight_plan.prices.sources import PriceQuery, load_prices
 
 NOW = datetime(2026, 6, 2, tzinfo=UTC)
 PATIENT = FetchLimits(bytes_max=10_000)

@@ -12,11 +12,11 @@ from price_server import Handler, serving
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.planning.prices import skypilot_prices
-from spotlight.planning.prices.cache import PriceCache
-from spotlight.planning.prices.fetch import FetchLimits
-from spotlight.planning.prices.quotes import OLD, PriceError
-from spotlight.planning.prices.sources import PriceQuery, load_prices
+from spotlight_plan.prices import skypilot_prices
+from spotlight_plan.prices.cache import PriceCache
+from spotlight_plan.prices.fetch import FetchLimits
+from spotlight_plan.prices.quotes import OLD, PriceError
+from spotlight_plan.prices.sources import PriceQuery, load_prices
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 FILES = {

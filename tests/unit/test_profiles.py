@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.errors import ConfigError
-from spotlight.planning.scenarios.profile import (
+from spotlight.scheduler.types import WeightKind
+from spotlight_plan.scenarios.profile import (
     Profile,
     assumptions,
     figures,
@@ -20,7 +20,7 @@ from spotlight.planning.scenarios.profile import (
     profile_names,
     require_memory,
 )
-from spotlight.planning.scenarios.profile_costs import (
+from spotlight_plan.scenarios.profile_costs import (
     LearnerShape,
     ProfileCosts,
     ProfiledWorkload,
@@ -28,12 +28,12 @@ from spotlight.planning.scenarios.profile_costs import (
     forward_s,
     sp_degrees,
 )
-from spotlight.scheduler.types import WeightKind
-from spotlight.simulation.costs import CostModel
+from spotlight_plan.simulation.costs import CostModel
+from spotlight_rewards.base.errors import ConfigError
 
 QWEN = load_profile("qwen-image-20b")
 TINY = load_profile("testbed-cpu")
-QWEN_TEXT = files("spotlight.planning.scenarios").joinpath("profiles/qwen-image-20b.yaml").read_text()
+QWEN_TEXT = files("spotlight_plan.scenarios").joinpath("profiles/qwen-image-20b.yaml").read_text()
 H20_MS = {
     512: {1: 155, 2: 161, 4: 172},
     1024: {1: 605, 2: 350, 4: 207},

@@ -12,14 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.data.prompt_files import parse_prompts
-from spotlight.rewards.geneval import geneval_reward
-from spotlight.rewards.geneval.vocabulary import TAGS
-from spotlight.rewards.prompt_sets.geneval_prompts import geneval_prompts, record, scene_of, scenes
-from spotlight.rewards.prompt_sets.ocr_prompts import ocr_prompts
-from spotlight.rewards.prompt_sets.splitting import PromptSetError
-from spotlight.rewards.reading.legibility import target_of
-from spotlight.rewards.reward import RewardInputError
+from spotlight_rewards.base.prompt_files import parse_prompts
+from spotlight_rewards.geneval import geneval_reward
+from spotlight_rewards.geneval.vocabulary import TAGS
+from spotlight_rewards.prompt_sets.geneval_prompts import geneval_prompts, record, scene_of, scenes
+from spotlight_rewards.prompt_sets.ocr_prompts import ocr_prompts
+from spotlight_rewards.prompt_sets.splitting import PromptSetError
+from spotlight_rewards.reading.legibility import target_of
+from spotlight_rewards.reward import RewardInputError
 
 
 def need(name: str, count: int = 1, **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.data.prompt_files import PromptFileError, parse_prompts, prompt_id, with_tags
+from spotlight_rewards.base.prompt_files import PromptFileError, parse_prompts, prompt_id, with_tags
 
 COUNTING = {"tag": "counting", "prompt": "two circles", "include": [{"class": "circle", "count": 2}]}
 POSITION = {

@@ -31,15 +31,15 @@ from spotlight.scheduler.types import (
     NodeKind,
     Phase,
     PolicyVersion,
-    PromptId,
     Purpose,
     Rollout,
     RolloutId,
     WeightKind,
     WorkerId,
 )
-from spotlight.simulation.virtual_workers import Receipt
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
+from spotlight_plan.simulation.virtual_workers import Receipt
+from spotlight_rewards.base.prompts import PromptId
 
 
 class Billed(CheckedSimulation):

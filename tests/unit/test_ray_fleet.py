@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from spotlight.cluster.nodes.listing import RayNode, train_only
 from spotlight.cluster.nodes.node_prices import Fleet, Prices
-from spotlight.config.errors import ConfigError
 from spotlight.scheduler.learner.learner_places import choose_places
 from spotlight.scheduler.types import Node, NodeId, NodeKind
+from spotlight_rewards.base.errors import ConfigError
 
 PRICES = Prices(reserved_usd_h=5.0, spot_usd_h=1.0)
 

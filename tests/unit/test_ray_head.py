@@ -25,7 +25,7 @@ from spotlight.store.ledger.ledger_audit import AuditLimits, AuditReport, audit
 from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 
 LIMITS = AuditLimits(group_size=2)
 TRAINED = 3 * 2 * 2

@@ -11,9 +11,9 @@ import pytest
 from spotlight.cluster.local import local_cluster as local
 from spotlight.cluster.local.emulation import require_learner_room
 from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError, LocalNode
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import load_config
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.errors import ConfigError
 
 
 @pytest.mark.parametrize("error", [Exception, RuntimeError, SystemExit, OSError])

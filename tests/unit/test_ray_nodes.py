@@ -31,8 +31,8 @@ from spotlight.cluster.nodes.listing import (
     typed,
     unlike,
 )
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 FACTS = NodeFacts("1.0", "3.11.7", "2.13.0+cu128", "host", (), 1 << 30, "boot", 7)
 

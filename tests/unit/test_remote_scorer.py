@@ -17,10 +17,10 @@ from spotlight.cluster.nodes.listing import read_view
 from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.scorers import remote_scorer
 from spotlight.cluster.scorers.remote_scorer import LostThere, RemoteScorer, ScorerNodes, ScorerOrder
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.pool.channel import Score, Values
-from spotlight.rewards.pool.reward_process import PoolClosedError, ProcessLost
-from spotlight.rewards.reward import RewardSetupError, RewardTraits
+from spotlight_rewards.pool.channel import Score, Values
+from spotlight_rewards.pool.reward_process import PoolClosedError, ProcessLost
+from spotlight_rewards.reward import RewardSetupError, RewardTraits
+from spotlight_rewards.reward_config import RewardConfig
 
 LOADED = ("weights@1", RewardTraits())
 VALUES = (Values({"score": [1.0]}), b"")

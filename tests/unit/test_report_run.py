@@ -18,7 +18,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config, dump_config, load_dump
 from spotlight.report import wording
 from spotlight.report.final_screen import print_final_screen
@@ -41,8 +40,6 @@ from spotlight.scheduler.types import (
     Filler,
     Phase,
     PolicyVersion,
-    Prompt,
-    PromptId,
     Purpose,
     Rollout,
     RolloutId,
@@ -54,7 +51,9 @@ from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunDirectory, RunPaths
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 WORKER = WorkerId("rank-0")
 CURVE = [(0, 0.487, 0.834), (1, 0.6, 0.88), (2, 0.781, 0.94)]

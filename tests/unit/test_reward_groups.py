@@ -13,17 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_server import Reply, as_json, completion, decoded, reward_server
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.endpoints.vlm_rank import FACTS, pairings, still, tournament, vlm_rank
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.waiting import SampleGroup, WaitingSamples
-from spotlight.rewards.results import RewardFailure, ScoredSample
-from spotlight.rewards.reward import RewardSetupError, SampleError
-from spotlight.rewards.reward_check import check_reward
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import PromptId
+from spotlight_rewards.endpoints.vlm_rank import FACTS, pairings, still, tournament, vlm_rank
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.waiting import SampleGroup, WaitingSamples
+from spotlight_rewards.results import RewardFailure, ScoredSample
+from spotlight_rewards.reward import RewardSetupError, SampleError
+from spotlight_rewards.reward_check import check_reward
+from spotlight_rewards.reward_config import RewardConfig
 
 REWARD = """
-from spotlight.rewards.reward import best_with, takes_groups
+from spotlight_rewards.reward import best_with, takes_groups
 
 @takes_groups
 def ranks(images, prompts, metadata):

@@ -24,27 +24,27 @@ from spotlight.cluster.scorers.scorer_places import (
     require_places,
     scorer_nodes,
 )
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS
-from spotlight.config.sections.rewards import RewardConfig
 from spotlight.dry_run.reward_plan import reward_places
-from spotlight.registry import REWARDS
-from spotlight.rewards.pool.channel import Sample, Score, Values, encode
-from spotlight.rewards.pool.gpu_placement import LocalGpus, place_on_gpus, visible_names
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.reward_process import ProcessLost, RewardProcess
-from spotlight.rewards.pool.scoring import PREEMPTIONS_MAX, SharedSample, score_batch
-from spotlight.rewards.results import ScoredSample
-from spotlight.rewards.reward import RewardScore, RewardSetupError
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.store_errors import OtherConfigurationError
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.pool.channel import Sample, Score, Values, encode
+from spotlight_rewards.pool.gpu_placement import LocalGpus, place_on_gpus, visible_names
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.reward_process import ProcessLost, RewardProcess
+from spotlight_rewards.pool.scoring import PREEMPTIONS_MAX, SharedSample, score_batch
+from spotlight_rewards.registry import REWARDS
+from spotlight_rewards.results import ScoredSample
+from spotlight_rewards.reward import RewardScore, RewardSetupError
+from spotlight_rewards.reward_config import RewardConfig
 
 REWARD = """
 import os
 
-from spotlight.rewards.reward import best_with
+from spotlight_rewards.reward import best_with
 
 @best_with(batch_size=1, cores_per_process=1)
 def whoami(images, prompts, metadata):

@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 
 from spotlight.config.schema import RunConfig
-from spotlight.rewards.reward_registry import parse
+from spotlight_rewards.reward_registry import parse
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "rewards" / "brightness.py"

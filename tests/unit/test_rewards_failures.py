@@ -13,9 +13,9 @@ import psutil
 import pytest
 from tests.unit.reward_world import ask, has_ended, message, reward_modules, spec, totals
 
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.reward_worker import RewardResultError, as_curves
-from spotlight.rewards.results import FailureKind, RewardFailure, ScoredSample
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.reward_worker import RewardResultError, as_curves
+from spotlight_rewards.results import FailureKind, RewardFailure, ScoredSample
 
 
 @pytest.fixture(autouse=True)

@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 from reward_server import Reply, as_json, completion, drip, hang, reward_server
 
-from spotlight.registry import REWARDS
-from spotlight.rewards.reward import RewardSetupError, SampleError
-from spotlight.rewards.reward_registry import facts_of
+from spotlight_rewards.registry import REWARDS
+from spotlight_rewards.reward import RewardSetupError, SampleError
+from spotlight_rewards.reward_registry import facts_of
 
 QUICK = {"timeout_s": 0.3, "batch_timeout_s": 3.0, "retries": 0}
 CALLS: Mapping[str, dict[str, Any]] = {

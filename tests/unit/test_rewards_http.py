@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 from tests.unit.reward_server import Reply, as_json, decoded, drip, hang, reward_server
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.endpoints import service_scores
-from spotlight.rewards.endpoints.service_scores import http
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardFailure, ScoredSample
-from spotlight.rewards.reward import RewardSetupError, SampleError
-from spotlight.rewards.reward_registry import load
+from spotlight_rewards.endpoints import service_scores
+from spotlight_rewards.endpoints.service_scores import http
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.results import RewardFailure, ScoredSample
+from spotlight_rewards.reward import RewardSetupError, SampleError
+from spotlight_rewards.reward_config import RewardConfig
+from spotlight_rewards.reward_registry import load
 
 IMAGES = [np.full((6, 5, 3), level, np.uint8) for level in range(5)]
 PROMPTS = [f"prompt {index}" for index in range(5)]

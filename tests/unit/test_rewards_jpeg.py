@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image as PILImage
 
-from spotlight.rewards.jpeg import jpeg_size
+from spotlight_rewards.jpeg import jpeg_size
 
 PLAIN = np.full((64, 64, 3), 128, np.uint8)
 BUSY = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)

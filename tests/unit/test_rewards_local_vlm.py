@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 from tests.unit.reward_server import reward_server
 from tests.unit.vlm_oracle import PlainVlm
 
-from spotlight.rewards.endpoints import ocr_vlm as ocr_module
-from spotlight.rewards.endpoints import vlm_judge as judge_module
-from spotlight.rewards.endpoints.chat import TOP_LOGPROBS
-from spotlight.rewards.endpoints.local_vlm import LocalVlm
-from spotlight.rewards.endpoints.ocr_vlm import ocr_vlm
-from spotlight.rewards.endpoints.vlm_judge import QUESTIONS, vlm_judge
-from spotlight.rewards.models.tiny_vlm import save_tiny_vlm
-from spotlight.rewards.reward import RewardSetupError, SampleError
-from spotlight.rewards.reward_registry import load, tiny_params
+from spotlight_rewards.endpoints import ocr_vlm as ocr_module
+from spotlight_rewards.endpoints import vlm_judge as judge_module
+from spotlight_rewards.endpoints.chat import TOP_LOGPROBS
+from spotlight_rewards.endpoints.local_vlm import LocalVlm
+from spotlight_rewards.endpoints.ocr_vlm import ocr_vlm
+from spotlight_rewards.endpoints.vlm_judge import QUESTIONS, vlm_judge
+from spotlight_rewards.models.tiny_vlm import save_tiny_vlm
+from spotlight_rewards.reward import RewardSetupError, SampleError
+from spotlight_rewards.reward_registry import load, tiny_params
 
 Record = Callable[[str, float], None]
 Curves = Mapping[str, Sequence[float | SampleError]]

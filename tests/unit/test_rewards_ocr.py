@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from PIL import Image as PILImage
 from PIL import ImageDraw, ImageFont
 
-from spotlight.rewards import ocr as ocr_module
-from spotlight.rewards.ocr import check, ocr, readings
-from spotlight.rewards.reading.legibility import (
+from spotlight_rewards import ocr as ocr_module
+from spotlight_rewards.ocr import check, ocr, readings
+from spotlight_rewards.reading.legibility import (
     KnownCharacters,
     legibility,
     levenshtein,
     missing_scripts,
     target_of,
 )
-from spotlight.rewards.reading.tesseract_data import readable_characters
-from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight_rewards.reading.tesseract_data import readable_characters
+from spotlight_rewards.reward import Image, RewardInputError, RewardSetupError
 
 
 def _unavailable() -> str | None:

@@ -15,13 +15,13 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file, save_file
 from tests.unit.pp_ocr_forward import detector_forward, recognizer_forward
 
-from spotlight.rewards.reading import ocr_neural as module
-from spotlight.rewards.reading.ocr_neural import check, ocr_neural, tiny
-from spotlight.rewards.reading.pp_ocr import TextDetector, TextRecognizer, read_pictures
-from spotlight.rewards.reading.text_boxes import cut_out, find_boxes
-from spotlight.rewards.reading.tiny_pp_ocr import CHARACTERS, save_tiny_recognizer
-from spotlight.rewards.reward import RewardInputError, RewardSetupError
-from spotlight.rewards.reward_registry import load
+from spotlight_rewards.reading import ocr_neural as module
+from spotlight_rewards.reading.ocr_neural import check, ocr_neural, tiny
+from spotlight_rewards.reading.pp_ocr import TextDetector, TextRecognizer, read_pictures
+from spotlight_rewards.reading.text_boxes import cut_out, find_boxes
+from spotlight_rewards.reading.tiny_pp_ocr import CHARACTERS, save_tiny_recognizer
+from spotlight_rewards.reward import RewardInputError, RewardSetupError
+from spotlight_rewards.reward_registry import load
 
 CPU = torch.device("cpu")
 

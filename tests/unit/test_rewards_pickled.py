@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from spotlight.rewards.pickled import pickle_server as module
-from spotlight.rewards.pickled.pickle_server import pickle_server
-from spotlight.rewards.pickled.plain_pickle import UnsafePickleError, load_plain
-from spotlight.rewards.reward import RewardSetupError, SampleError
+from spotlight_rewards.pickled import pickle_server as module
+from spotlight_rewards.pickled.pickle_server import pickle_server
+from spotlight_rewards.pickled.plain_pickle import UnsafePickleError, load_plain
+from spotlight_rewards.reward import RewardSetupError, SampleError
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
@@ -117,7 +117,7 @@ def test_what_is_no_pickle_is_an_error(content: bytes) -> None:
 HOSTILE = """
 import pickle, struct, sys, time
 import numpy as np
-from spotlight.rewards.pickled.plain_pickle import load_plain
+from spotlight_rewards.pickled.plain_pickle import load_plain
 
 class Reduce:
     def __init__(self, *made):

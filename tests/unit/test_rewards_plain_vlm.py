@@ -14,9 +14,9 @@ import pytest
 from PIL import Image
 from tests.unit.vlm_oracle import PlainVlm
 
-from spotlight.rewards.endpoints import edit_score, geneval2, ocr_vlm, unified_reward, vlm_rank
-from spotlight.rewards.models.tiny_vlm import save_tiny_vlm
-from spotlight.rewards.reward_registry import load
+from spotlight_rewards.endpoints import edit_score, geneval2, ocr_vlm, unified_reward, vlm_rank
+from spotlight_rewards.models.tiny_vlm import save_tiny_vlm
+from spotlight_rewards.reward_registry import load
 
 Pictures = Sequence[np.ndarray]
 Records = Sequence[Mapping[str, Any]]

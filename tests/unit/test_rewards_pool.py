@@ -18,11 +18,11 @@ import psutil
 import pytest
 from tests.unit.reward_world import ask, has_ended, pictures, reward_modules, spec, totals
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.reward_process import PoolClosedError
-from spotlight.rewards.results import RewardFailure, ScoredSample
-from spotlight.rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.reward_process import PoolClosedError
+from spotlight_rewards.results import RewardFailure, ScoredSample
+from spotlight_rewards.reward import Image, RewardInputError, RewardSetupError
+from spotlight_rewards.reward_config import RewardConfig
 
 
 @pytest.fixture(autouse=True)
@@ -211,8 +211,8 @@ class TestStartAndEnd:
         script = textwrap.dedent(f"""
             import time
             import numpy as np
-            from spotlight.rewards.pool.reward_pool import RewardPool
-            from spotlight.config.sections.rewards import RewardConfig
+            from spotlight_rewards.pool.reward_pool import RewardPool
+            from spotlight_rewards.reward_config import RewardConfig
             pool = RewardPool([RewardConfig(name="faulty:faces")], workers=2)
             if {busy}:
                 pool.submit([np.zeros((1, 1, 3), np.uint8)], ["sleep"], [{{}}])

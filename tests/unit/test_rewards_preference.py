@@ -21,21 +21,21 @@ from safetensors.torch import load_file, save_file
 from tests.unit import clip_oracle as oracle
 from tests.unit.reward_server import reward_server
 
-from spotlight.rewards.frames import FrameRule
-from spotlight.rewards.models import hub, pretrained_model
-from spotlight.rewards.models.pretrained_model import find_file
-from spotlight.rewards.models.vision_language import _Watch
-from spotlight.rewards.preference.aesthetic import aesthetic
-from spotlight.rewards.preference.aesthetic import tiny as tiny_aesthetic
-from spotlight.rewards.preference.clip_score import clip_score
-from spotlight.rewards.preference.clip_score import tiny as tiny_clip_score
-from spotlight.rewards.preference.hps import cleaned, hps
-from spotlight.rewards.preference.open_clip_weights import converted_clip, prepare
-from spotlight.rewards.preference.pickscore import pickscore
-from spotlight.rewards.preference.pickscore import tiny as tiny_pickscore
-from spotlight.rewards.preference.tiny_clip import random_checkpoint, save_spelling_tokenizer
-from spotlight.rewards.reward import RewardSetupError
-from spotlight.rewards.reward_registry import load, tiny_params
+from spotlight_rewards.frames import FrameRule
+from spotlight_rewards.models import hub, pretrained_model
+from spotlight_rewards.models.pretrained_model import find_file
+from spotlight_rewards.models.vision_language import _Watch
+from spotlight_rewards.preference.aesthetic import aesthetic
+from spotlight_rewards.preference.aesthetic import tiny as tiny_aesthetic
+from spotlight_rewards.preference.clip_score import clip_score
+from spotlight_rewards.preference.clip_score import tiny as tiny_clip_score
+from spotlight_rewards.preference.hps import cleaned, hps
+from spotlight_rewards.preference.open_clip_weights import converted_clip, prepare
+from spotlight_rewards.preference.pickscore import pickscore
+from spotlight_rewards.preference.pickscore import tiny as tiny_pickscore
+from spotlight_rewards.preference.tiny_clip import random_checkpoint, save_spelling_tokenizer
+from spotlight_rewards.reward import RewardSetupError
+from spotlight_rewards.reward_registry import load, tiny_params
 
 Record = Callable[[str, object], None]
 PROMPTS = ["a red dog", "two cats, left of 3 chairs!", "a red dog", "n" * 200]

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.registry import REWARDS
-from spotlight.rewards import reward_registry as registry
-from spotlight.rewards.example_pictures import example_picture
-from spotlight.rewards.results import require_names
-from spotlight.rewards.reward import RewardSetupError
-from spotlight.rewards.reward_facts import Reads
-from spotlight.rewards.reward_registry import Reference, facts_of, load, parse, tiny_params
+from spotlight_rewards import reward_registry as registry
+from spotlight_rewards.example_pictures import example_picture
+from spotlight_rewards.registry import REWARDS
+from spotlight_rewards.results import require_names
+from spotlight_rewards.reward import RewardSetupError
+from spotlight_rewards.reward_config import RewardConfig
+from spotlight_rewards.reward_facts import Reads
+from spotlight_rewards.reward_registry import Reference, facts_of, load, parse, tiny_params
 
 MODULE = """
 import json

@@ -25,16 +25,16 @@ import uvicorn
 from PIL import Image
 from tests.unit.reward_server import Reply, as_json, decoded, reward_server
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.endpoints import flow_factory as flow_factory_module
-from spotlight.rewards.endpoints.flow_factory import flow_factory
-from spotlight.rewards.endpoints.json_client import png_base64
-from spotlight.rewards.endpoints.service_scores import check as check_http
-from spotlight.rewards.endpoints.service_scores import http
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.reward import RewardSetupError, SampleError
-from spotlight.rewards.service import score_service
-from spotlight.rewards.service.score_service import ScoreService, decode, service_app
+from spotlight_rewards.endpoints import flow_factory as flow_factory_module
+from spotlight_rewards.endpoints.flow_factory import flow_factory
+from spotlight_rewards.endpoints.json_client import png_base64
+from spotlight_rewards.endpoints.service_scores import check as check_http
+from spotlight_rewards.endpoints.service_scores import http
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.reward import RewardSetupError, SampleError
+from spotlight_rewards.reward_config import RewardConfig
+from spotlight_rewards.service import score_service
+from spotlight_rewards.service.score_service import ScoreService, decode, service_app
 
 OWN = """
 import os, time
@@ -54,7 +54,7 @@ def writes(images, prompts, metadata):
     return [float(level)]
 """
 UNSAFE = """
-from spotlight.rewards.reward import RewardSetupError, reads_files
+from spotlight_rewards.reward import RewardSetupError, reads_files
 
 def plain(images, prompts, metadata):
     return [0.0] * len(images)

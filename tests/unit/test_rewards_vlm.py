@@ -26,18 +26,18 @@ from tests.unit.reward_server import (
     reward_server,
 )
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards import reward_registry
-from spotlight.rewards.endpoints import ocr_vlm as ocr_module
-from spotlight.rewards.endpoints import vlm_judge as judge_module
-from spotlight.rewards.endpoints.chat import ChatEndpoint
-from spotlight.rewards.endpoints.json_client import BYTES_MAX, parse_server
-from spotlight.rewards.endpoints.ocr_vlm import NO_TEXT, ocr_vlm
-from spotlight.rewards.endpoints.vlm_judge import parse_grade, probability_of_yes, vlm_judge
-from spotlight.rewards.frames import OverFrames
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardFailure, ScoredSample
-from spotlight.rewards.reward import RewardInputError, RewardSetupError, SampleError
+from spotlight_rewards import reward_registry
+from spotlight_rewards.endpoints import ocr_vlm as ocr_module
+from spotlight_rewards.endpoints import vlm_judge as judge_module
+from spotlight_rewards.endpoints.chat import ChatEndpoint
+from spotlight_rewards.endpoints.json_client import BYTES_MAX, parse_server
+from spotlight_rewards.endpoints.ocr_vlm import NO_TEXT, ocr_vlm
+from spotlight_rewards.endpoints.vlm_judge import parse_grade, probability_of_yes, vlm_judge
+from spotlight_rewards.frames import OverFrames
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.results import RewardFailure, ScoredSample
+from spotlight_rewards.reward import RewardInputError, RewardSetupError, SampleError
+from spotlight_rewards.reward_config import RewardConfig
 
 YES = {"Yes": math.log(0.7), " yes": math.log(0.1), "No": math.log(0.15), "Maybe": math.log(0.05)}
 

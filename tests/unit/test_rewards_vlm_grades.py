@@ -24,17 +24,17 @@ from tests.unit.reward_server import (
     reward_server,
 )
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.rewards.endpoints import edit_score as edit_module
-from spotlight.rewards.endpoints import geneval2 as geneval2_module
-from spotlight.rewards.endpoints import unified_reward as unified_module
-from spotlight.rewards.endpoints.edit_score import edit_score
-from spotlight.rewards.endpoints.geneval2 import answer_probability, geneval2, geometric_mean
-from spotlight.rewards.endpoints.unified_reward import unified_reward
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import RewardFailure, ScoredSample
-from spotlight.rewards.reward import RewardInputError, RewardSetupError, SampleError
-from spotlight.rewards.reward_check import check_reward
+from spotlight_rewards.endpoints import edit_score as edit_module
+from spotlight_rewards.endpoints import geneval2 as geneval2_module
+from spotlight_rewards.endpoints import unified_reward as unified_module
+from spotlight_rewards.endpoints.edit_score import edit_score
+from spotlight_rewards.endpoints.geneval2 import answer_probability, geneval2, geometric_mean
+from spotlight_rewards.endpoints.unified_reward import unified_reward
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.results import RewardFailure, ScoredSample
+from spotlight_rewards.reward import RewardInputError, RewardSetupError, SampleError
+from spotlight_rewards.reward_check import check_reward
+from spotlight_rewards.reward_config import RewardConfig
 
 ATOMS = [["How many dogs are there?", "two"], ["What is striped?", "zebra"], ["Is it day?", "Yes"]]
 GRADES = "Alignment Score (1-5): 4.5\nCoherence Score (1-5): 3\nStyle Score (1-5): **2**"

@@ -13,8 +13,9 @@ from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
 from spotlight.rollout.sequence_parallel.lockstep import Claim
 from spotlight.rollout.state import Recipe, RolloutState
-from spotlight.scheduler.types import LeaseId, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.worker.leases import Leases, safe_steps
+from spotlight_rewards.base.prompts import PromptId
 
 RECIPE = Recipe(MediaSize(4, 4), ODE(), None, 1.0, "final")
 STEPS = 9

@@ -12,8 +12,9 @@ from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.baselines import exploration_advantages, slice_advantages
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import Baseline, Comparison, Group, PromptId, RolloutId
+from spotlight.scheduler.types import Baseline, Comparison, Group, RolloutId
 from spotlight.training.batching.sample_advantages import sample_advantages
+from spotlight_rewards.base.prompts import PromptId
 
 WEIGHTS = {"ocr": 1.0, "jpeg": 0.5}
 OWN = AdvantageConfig(std="group")

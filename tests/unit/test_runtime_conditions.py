@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
-from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 TEXTS = [f"prompt {number}" for number in range(5)]
 NEGATIVE = TEXTS[0]

@@ -10,12 +10,13 @@ from typing import cast
 import numpy as np
 import pytest
 
-from spotlight.rewards.pool.waiting import SampleGroup
-from spotlight.rewards.results import FailureKind, RewardBatch, RewardFailure
 from spotlight.runtime.inline import InlineDriver, InlineParts, _Scoring
 from spotlight.scheduler.cluster.queue import PullQueue
-from spotlight.scheduler.types import DropReason, Phase, PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import DropReason, Phase, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import PromptId
+from spotlight_rewards.pool.waiting import SampleGroup
+from spotlight_rewards.results import FailureKind, RewardBatch, RewardFailure
 
 
 def rollouts(count: int, purpose: Purpose) -> list[Rollout]:

@@ -25,8 +25,9 @@ from spotlight.scheduler.effects import DiscardSamples, FormGroup, GrantLease, R
 from spotlight.scheduler.policies.exploration.bandit import Arm
 from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
-from spotlight.scheduler.types import LeaseId, PolicyVersion, Prompt, PromptId, Purpose
+from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose
 from spotlight.training.batching.feed import IterationLog
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 SDE = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")
 REPORT: dict[str, object] = {

@@ -17,7 +17,8 @@ from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, write_summary
-from spotlight.store.store_errors import OtherConfigurationError, StoreError
+from spotlight.store.store_errors import OtherConfigurationError
+from spotlight_rewards.base.file_errors import StoreError
 
 
 def config(root: Path, *overrides: str) -> RunConfig:

@@ -20,7 +20,7 @@ from spotlight.runtime.observer import Silent
 from spotlight.scheduler.types import Rollout
 
 REWARD = """
-from spotlight.rewards.reward import takes_groups
+from spotlight_rewards.reward import takes_groups
 
 @takes_groups
 def first(images, prompts, metadata):

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config, read_config
 from spotlight.data import datasets
 from spotlight.data.datasets import evenly_spaced, load_held_out, load_prompts, read_prompts
-from spotlight.data.prompt_files import PromptFileError, parse_prompts
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.testbed import TRAIN_PROMPTS
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.prompt_files import PromptFileError, parse_prompts
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 MANY_ITERATIONS = ["iterations=1000000", "learner.decay_iterations=1000000"]
 TAGS = {"single_object", "two_object", "counting", "colors", "position", "color_attr"}

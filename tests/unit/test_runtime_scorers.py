@@ -12,11 +12,8 @@ from pathlib import Path
 import pytest
 from store_history import history, write
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, load_config
 from spotlight.data.datasets import Prompts
-from spotlight.data.prompt_files import PromptFileError, parse_prompts
-from spotlight.rewards.reward import CODE, RewardInputError, RewardSetupError
 from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Silent
@@ -26,6 +23,9 @@ from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsRow
 from spotlight.store.run_directory import RunDirectory
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.prompt_files import PromptFileError, parse_prompts
+from spotlight_rewards.reward import CODE, RewardInputError, RewardSetupError
 
 NO_PROMPTS = Prompts((), ())
 
@@ -145,7 +145,7 @@ def test_a_run_of_an_older_version_takes_the_prompts_that_it_is_resumed_with(tmp
             ConfigError,
             r"rewards\[0\]\.device: found 'cuda' for 99 processes",
         ),
-        ("rewards=[{name: 'spotlight.rewards.jpeg:jpeg_sice'}]", RewardSetupError, "has no 'jpeg_sice'"),
+        ("rewards=[{name: 'spotlight_rewards.jpeg:jpeg_sice'}]", RewardSetupError, "has no 'jpeg_sice'"),
         ("rewards=[{name: jpeg_size, params: {gian: 2}}]", RewardSetupError, "unexpected params 'gian'"),
         ("rewards=[{name: ocr}]", RewardInputError, "quot"),
     ],

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from spotlight.runtime.recorder import shown
 from spotlight.runtime.validation import estimate, strict_curve, summarise
-from spotlight.scheduler.types import PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 PROMPTS = {
     PromptId(name): Prompt(PromptId(name), f"a {name}", {"tag": tag} if tag else {})

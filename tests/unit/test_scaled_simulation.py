@@ -14,8 +14,8 @@ from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind
-from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.scenario import Scenario, SimulationResult
+from spotlight_plan.simulation.costs import ConstantCosts
+from spotlight_plan.simulation.scenario import Scenario, SimulationResult
 
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 2, "H100", 20.0, True, False)
 SPOT = Node(NodeId("s"), NodeKind.SPOT, 2, "H100", 5.0, False, True)

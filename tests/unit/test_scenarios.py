@@ -9,27 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from spotlight.config.errors import ConfigError
-from spotlight.fleet.traces.public_traces import PUBLIC_TRACES
 from spotlight.fleet.traces.trace import TraceError
-from spotlight.planning.pages.comparison_summary import prices_of
-from spotlight.planning.prices.quotes import PriceError, Quote
-from spotlight.planning.scenarios import pricing
-from spotlight.planning.scenarios.prepare import degrees, prepare, scenario_of
-from spotlight.planning.scenarios.pricing import Pricing
-from spotlight.planning.scenarios.profile import load_profile
-from spotlight.planning.scenarios.scenario_file import (
+from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.types import NodeKind
+from spotlight_plan.pages.comparison_summary import prices_of
+from spotlight_plan.prices.quotes import PriceError, Quote
+from spotlight_plan.scenarios import pricing
+from spotlight_plan.scenarios.prepare import degrees, prepare, scenario_of
+from spotlight_plan.scenarios.pricing import Pricing
+from spotlight_plan.scenarios.profile import load_profile
+from spotlight_plan.scenarios.scenario_file import (
     AlwaysOn,
     GeneratedTrace,
     PublicTraceSection,
     ScenarioFile,
 )
-from spotlight.planning.scenarios.scenario_load import load_scenario, scenario_names
-from spotlight.planning.scenarios.side_costs import egress_between
-from spotlight.planning.scenarios.strategies import STRATEGIES, SpotPlaces, strategy_named
-from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.policies.exploration.explorer import arms_of
-from spotlight.scheduler.types import NodeKind
+from spotlight_plan.scenarios.scenario_load import load_scenario, scenario_names
+from spotlight_plan.scenarios.side_costs import egress_between
+from spotlight_plan.scenarios.strategies import STRATEGIES, SpotPlaces, strategy_named
+from spotlight_plan.traces.public_traces import PUBLIC_TRACES
+from spotlight_rewards.base.errors import ConfigError
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 ALL = tuple(STRATEGIES)
@@ -109,7 +108,7 @@ def test_files_build_on_others_and_paths_are_beside_them(tmp_path: Path) -> None
 def test_a_base_without_a_trace_takes_the_files(tmp_path: Path) -> None:
     """A base may leave out what has a default; what it leaves out cannot be of another kind."""
     for name in ("video-1000", "paper-512"):
-        shipped = files("spotlight.planning.scenarios").joinpath(f"shipped/{name}.yaml").read_text()
+        shipped = files("spotlight_plan.scenarios").joinpath(f"shipped/{name}.yaml").read_text()
         bare = "".join(line for line in shipped.splitlines(keepends=True) if not line.startswith("trace:"))
         (tmp_path / "bare.yaml").write_text(bare)
         assert load_scenario(str(tmp_path / "bare.yaml")).trace == AlwaysOn()
@@ -424,7 +423,7 @@ def test_prices_by_the_trace_need_prices_in_the_trace(tmp_path: Path) -> None:
 
 
 def test_profiles_with_missing_figures_are_refused(tmp_path: Path) -> None:
-    text = files("spotlight.planning.scenarios").joinpath("profiles/qwen-image-20b.yaml").read_text()
+    text = files("spotlight_plan.scenarios").joinpath("profiles/qwen-image-20b.yaml").read_text()
     path = tmp_path / "mine.yaml"
     path.write_text(text.replace("prepare_s:", "prepare_secs:"))
     message = refusal(f"workload.profile={path}")
@@ -445,7 +444,7 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
     plan = scenario.plan.exploration
     assert plan is not None
     assert plan.planner is not None
-    assert (len(arms_of(scenario.plan)), plan.planner.alpha) == (9, 0)
+    assert (len(scenario.plan.arms), plan.planner.alpha) == (9, 0)
     assert scenario.rewards.exponent == 0.82
     costs = plan.planner.costs
     size = scenario.costs.lease_size("H100", file.pixels, 1)

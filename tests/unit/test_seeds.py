@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.scheduler.seeds import derive_seed, prompts_of_iteration
-from spotlight.scheduler.types import Prompt, PromptId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 FIELDS = st.lists(st.one_of(st.integers(), st.text(alphabet="abc-0123")), min_size=1, max_size=4)
 

@@ -21,7 +21,8 @@ from spotlight.models.media import MediaSize
 from spotlight.rollout import serialization
 from spotlight.rollout.serialization import SerializationError
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, SampleTensors
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import PromptId
 
 SIZE = MediaSize(16, 32)
 TRAIN = Recipe(SIZE, FlowSDE(0.7), AllSteps(), 1.0, "trajectory")

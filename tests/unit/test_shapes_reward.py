@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tools.testbed.prompts import TAGS, all_records
 from tools.testbed.scenes import SceneObject, render, render_all, sample_scene
 
-from spotlight.rewards.reward import RewardInputError
-from spotlight.rewards.shapes import PALETTE, SHAPES, check, coverage, detect, shapes
+from spotlight_rewards.reward import RewardInputError
+from spotlight_rewards.shapes import PALETTE, SHAPES, check, coverage, detect, shapes
 
 RECORDS = [record for records in all_records().values() for record in records]
 
@@ -210,5 +210,5 @@ def test_bad_pictures_are_refused():
 
 
 def test_needs_no_torch():
-    code = "import sys, spotlight.rewards.shapes, tools.testbed.scenes; assert 'torch' not in sys.modules"
+    code = "import sys, spotlight_rewards.shapes, tools.testbed.scenes; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

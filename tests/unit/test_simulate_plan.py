@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.executed_lines import executed_lines
 
-from spotlight.config.errors import ConfigError
-from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import PricePoint
 from spotlight.fleet.traces.trace_files import parse_trace
-from spotlight.planning.candidates import Candidate, Machine, grid, prepared_for, shape_of
-from spotlight.planning.compare import (
+from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed
+from spotlight.scheduler.types import NodeId, NodeKind, Phase
+from spotlight_plan.candidates import Candidate, Machine, grid, prepared_for, shape_of
+from spotlight_plan.compare import (
     SimulationOutcome,
     SimulationTask,
     lasting,
@@ -30,18 +30,15 @@ from spotlight.planning.compare import (
     run_task,
     run_tasks,
 )
-from spotlight.planning.pages.comparison_summary import notes_of
-from spotlight.planning.pages.timeline_chart import CELLS_MAX, ROWS_MAX, timeline_chart
-from spotlight.planning.scenarios.fleet_events import SpotOffer, spot_events
-from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
-from spotlight.planning.scenarios.scenario_file import ScenarioFile
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import STRATEGIES
-from spotlight.planning.search import Goal, SearchResult, pareto, search
-from spotlight.planning.strategy_runs import StrategyRuns
-from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed
-from spotlight.scheduler.types import NodeId, NodeKind, Phase
-from spotlight.simulation.scenario import (
+from spotlight_plan.pages.comparison_summary import notes_of
+from spotlight_plan.pages.timeline_chart import CELLS_MAX, ROWS_MAX, timeline_chart
+from spotlight_plan.scenarios.fleet_events import SpotOffer, spot_events
+from spotlight_plan.scenarios.prepare import Prepared, prepare, scenario_of
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import STRATEGIES
+from spotlight_plan.search import Goal, SearchResult, pareto, search
+from spotlight_plan.simulation.scenario import (
     GpuTimeline,
     IterationTime,
     NodeEvent,
@@ -49,7 +46,10 @@ from spotlight.simulation.scenario import (
     Segment,
     SimulationResult,
 )
-from spotlight.simulation.virtual_driver import simulate
+from spotlight_plan.simulation.virtual_driver import simulate
+from spotlight_plan.strategy_runs import StrategyRuns
+from spotlight_plan.traces.generator import TraceSpec, generate
+from spotlight_rewards.base.errors import ConfigError
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SMALL = (

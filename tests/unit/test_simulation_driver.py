@@ -14,10 +14,10 @@ from spotlight.config.sections.exploration import ExplorationConfig, PreviewTime
 from spotlight.scheduler.events import NodeJoined, NodeLost
 from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
-from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.disturbances import TimingNoise
-from spotlight.simulation.scenario import NodeEvent, PriceChanged, Scenario, SimulationResult
-from spotlight.simulation.virtual_driver import Simulation, simulate
+from spotlight_plan.simulation.costs import ConstantCosts
+from spotlight_plan.simulation.disturbances import TimingNoise
+from spotlight_plan.simulation.scenario import NodeEvent, PriceChanged, Scenario, SimulationResult
+from spotlight_plan.simulation.virtual_driver import Simulation, simulate
 
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 2, "H100", 20.0, True, False)
 SPOT = [Node(NodeId(f"s{n}"), NodeKind.SPOT, 2, "H100", 7.2, False, True) for n in range(2)]

@@ -9,36 +9,36 @@ from functools import cache
 
 import pytest
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.pipeline import PipelineConfig
-from spotlight.planning.candidates import grid
-from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_task
-from spotlight.planning.pages.comparison_summary import notes_of, outcome_record, table_of
-from spotlight.planning.prices.quotes import Quote
-from spotlight.planning.scenarios.prepare import Prepared, prepare, scenario_of
-from spotlight.planning.scenarios.profile import (
+from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.types import Filler, Node, NodeId, NodeKind, Phase
+from spotlight_plan.candidates import grid
+from spotlight_plan.compare import SimulationOutcome, SimulationTask, run_task
+from spotlight_plan.pages.comparison_summary import notes_of, outcome_record, table_of
+from spotlight_plan.prices.quotes import Quote
+from spotlight_plan.scenarios.prepare import Prepared, prepare, scenario_of
+from spotlight_plan.scenarios.profile import (
     learner_bytes,
     load_profile,
     require_memory,
     timesteps_that_fit,
 )
-from spotlight.planning.scenarios.profile_costs import ProfileCosts, ProfiledWorkload
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import (
+from spotlight_plan.scenarios.profile_costs import ProfileCosts, ProfiledWorkload
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import (
     PipelinePart,
     UnknownStrategyError,
     strategy_named,
     without_part,
 )
-from spotlight.planning.search import GAIN_MIN, Goal, SearchResult, search
-from spotlight.planning.strategy_runs import StrategyRuns
-from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.plan import Plan
-from spotlight.scheduler.types import Filler, Node, NodeId, NodeKind, Phase
-from spotlight.simulation.costs import ConstantCosts
-from spotlight.simulation.scenario import Scenario, SimulationResult
-from spotlight.simulation.virtual_driver import simulate
+from spotlight_plan.search import GAIN_MIN, Goal, SearchResult, search
+from spotlight_plan.simulation.costs import ConstantCosts
+from spotlight_plan.simulation.scenario import Scenario, SimulationResult
+from spotlight_plan.simulation.virtual_driver import simulate
+from spotlight_plan.strategy_runs import StrategyRuns
+from spotlight_rewards.base.errors import ConfigError
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 MODELS = ("qwen-image-20b", "flux1-12b", "hunyuanvideo-13b", "wan21-14b")

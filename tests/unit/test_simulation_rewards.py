@@ -11,8 +11,9 @@ from scipy import stats
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.plan import Plan
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
-from spotlight.simulation.virtual_rewards import RewardModel
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_plan.simulation.virtual_rewards import RewardModel
+from spotlight_rewards.base.prompts import PromptId
 
 PLAN = Plan(
     run_seed=0, iterations=1, prompts_per_iteration=1, group_size=2, rollout_steps=10,

@@ -7,16 +7,16 @@ from datetime import UTC, datetime
 
 import pytest
 
-from spotlight.planning.scenarios.prepare import prepare, scenario_of
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import STRATEGIES
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.placement import choose_degree
 from spotlight.scheduler.plan import latent_frames
-from spotlight.simulation.scenario import Scenario
-from spotlight.simulation.virtual_driver import Simulation
-from spotlight.simulation.virtual_workers import Receipt
+from spotlight_plan.scenarios.prepare import prepare, scenario_of
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import STRATEGIES
+from spotlight_plan.simulation.scenario import Scenario
+from spotlight_plan.simulation.virtual_driver import Simulation
+from spotlight_plan.simulation.virtual_workers import Receipt
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SMALL = (

@@ -13,7 +13,6 @@ from test_cluster import SPOT, V0, Room, of, only
 from test_exploration import IDLE, PLAN, Watched, of_iteration, ran, revised
 
 from spotlight.config.sections.exploration import ExplorationConfig
-from spotlight.planning.compare import outcome_of
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.queue import PullQueue
@@ -24,8 +23,9 @@ from spotlight.scheduler.policies.exploration.exploration import Exploration
 from spotlight.scheduler.policies.exploration.window import Window
 from spotlight.scheduler.records import SampleExplored
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Purpose, WorkerId
-from spotlight.simulation.scenario import SimulationResult
-from spotlight.simulation.virtual_rewards import RewardModel
+from spotlight_plan.compare import outcome_of
+from spotlight_plan.simulation.scenario import SimulationResult
+from spotlight_plan.simulation.virtual_rewards import RewardModel
 
 EXPLORES = ExplorationConfig(where="idle", seeds_per_prompt=6, steps=4, seeds_per_prompt_max=9)
 SMALL = dataclasses.replace(

@@ -7,14 +7,14 @@ from datetime import UTC, datetime
 
 import pytest
 
-from spotlight.planning.compare import SimulationTask, lasting, run_task
-from spotlight.planning.scenarios.prepare import prepare, scenario_of
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import strategy_named
 from spotlight.scheduler.events import NodeJoined, NodeLost
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase
-from spotlight.simulation.scenario import NodeEvent, PriceChanged, SimulationResult
-from spotlight.simulation.spot_baselines import BaselineModel, replay
+from spotlight_plan.compare import SimulationTask, lasting, run_task
+from spotlight_plan.scenarios.prepare import prepare, scenario_of
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import strategy_named
+from spotlight_plan.simulation.scenario import NodeEvent, PriceChanged, SimulationResult
+from spotlight_plan.simulation.spot_baselines import BaselineModel, replay
 
 HOUR_USD = 36.0
 CHECKPOINTS = BaselineModel(

@@ -17,7 +17,8 @@ from store_history import SCRATCH
 
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.manifest import CheckpointHeader
-from spotlight.store.store_errors import DamagedCheckpointError, StoreError
+from spotlight.store.store_errors import DamagedCheckpointError
+from spotlight_rewards.base.file_errors import StoreError
 
 
 def header(iteration: int) -> CheckpointHeader:
@@ -293,7 +294,7 @@ def test_a_file_size_limit_stops_with_nothing_lost(tmp_path: Path) -> None:
 def test_an_error_that_hides_its_number_is_recognised_by_the_full_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spotlight.store.store_errors.free_bytes", lambda path: 0)
+    monkeypatch.setattr("spotlight_rewards.base.file_errors.free_bytes", lambda path: 0)
     with (
         pytest.raises(StoreError, match="no space left"),
         CheckpointStore(tmp_path, keep=1).writer(header(1)),

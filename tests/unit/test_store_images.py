@@ -12,10 +12,8 @@ from PIL import Image, ImageFont
 
 from spotlight.store.images import (
     Tile,
-    _wrap,
     drawn_iterations,
     drop_pictures,
-    picture_of,
     read_tile_notes,
     read_tiles,
     write_comparison,
@@ -23,7 +21,8 @@ from spotlight.store.images import (
     write_progress,
 )
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.picture_page import _wrap, picture_of
 
 BETTER, WORSE = (0x1A, 0x7F, 0x4B), (0xB3, 0x38, 0x2C)
 

@@ -26,21 +26,13 @@ from spotlight.scheduler.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.scheduler.types import (
-    DropReason,
-    Phase,
-    PolicyVersion,
-    Prompt,
-    PromptId,
-    Purpose,
-    Rollout,
-    RolloutId,
-    WorkerId,
-)
+from spotlight.scheduler.types import DropReason, Phase, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.store.ledger.ledger_queries import open_readonly
 from spotlight.store.ledger.ledger_schema import RECORD_TABLES, Ending
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, SqliteLedger
-from spotlight.store.store_errors import LedgerError, StoreError
+from spotlight.store.store_errors import LedgerError
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 TRAIN = RolloutId("train")
 EVAL = RolloutId("eval")

@@ -32,8 +32,8 @@ from spotlight.store.run_summary import (
     write_summary,
 )
 from spotlight.store.sinks import TensorBoard
-from spotlight.store.store_errors import StoreError
 from spotlight.store.trackers.wandb_sink import WeightsAndBiases
+from spotlight_rewards.base.file_errors import StoreError
 
 
 def row(iteration: int, **values: float) -> MetricsRow:

@@ -13,12 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.store.run_directory import RunDirectory, check_run_directory, flatten
-from spotlight.store.store_errors import (
-    OtherConfigurationError,
-    RunInUseError,
-    StoreError,
-    require_free_bytes,
-)
+from spotlight.store.store_errors import OtherConfigurationError, RunInUseError, require_free_bytes
+from spotlight_rewards.base.file_errors import StoreError
 
 CONFIG = "iterations: 10\nrollout:\n  steps: 8\n  sizes: [32, 48]\nmetrics:\n  wandb: null\n"
 

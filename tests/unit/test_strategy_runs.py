@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.config.errors import ConfigError
-from spotlight.planning.candidates import Candidate, Machine
-from spotlight.planning.compare import SimulationOutcome, SimulationTask, run_task
-from spotlight.planning.pages.comparison_summary import between, hours, notes_of, table_of, usd
-from spotlight.planning.pages.plan_page import answer_text, lines_of
-from spotlight.planning.scenarios.prepare import Prepared, at_starts, prepare
-from spotlight.planning.scenarios.scenario_file import Target
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.search import EvaluatedCandidate, Goal, SearchResult, pareto, search
-from spotlight.planning.strategy_runs import StrategyRuns, grouped, range_of, tasks_from_starts
+from spotlight_plan.candidates import Candidate, Machine
+from spotlight_plan.compare import SimulationOutcome, SimulationTask, run_task
+from spotlight_plan.pages.comparison_summary import between, hours, notes_of, table_of, usd
+from spotlight_plan.pages.plan_page import answer_text, lines_of
+from spotlight_plan.scenarios.prepare import Prepared, at_starts, prepare
+from spotlight_plan.scenarios.scenario_file import Target
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.search import EvaluatedCandidate, Goal, SearchResult, pareto, search
+from spotlight_plan.strategy_runs import StrategyRuns, grouped, range_of, tasks_from_starts
+from spotlight_rewards.base.errors import ConfigError
 
 NOW = datetime(2026, 11, 21, tzinfo=UTC)
 SMALL = (

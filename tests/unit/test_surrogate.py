@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from spotlight.planning import surrogate
-from spotlight.planning.compare import SimulationTask, run_task
-from spotlight.planning.scenarios.prepare import Prepared, prepare
-from spotlight.planning.scenarios.scenario_load import load_scenario
-from spotlight.planning.scenarios.strategies import strategy_named
-from spotlight.planning.surrogate import (
+from spotlight_plan import surrogate
+from spotlight_plan.compare import SimulationTask, run_task
+from spotlight_plan.scenarios.prepare import Prepared, prepare
+from spotlight_plan.scenarios.scenario_load import load_scenario
+from spotlight_plan.scenarios.strategies import strategy_named
+from spotlight_plan.surrogate import (
     SteadyCurve,
     SteadyPoint,
     counts_wanted,

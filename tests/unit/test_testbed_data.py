@@ -12,8 +12,8 @@ import pytest
 from tools.testbed.prompts import HELD_OUT, TAGS, all_records, split
 from tools.testbed.scenes import render_all, sample_scene
 
-from spotlight.rewards.shapes import PALETTE, SHAPES, parse_requirements
 from spotlight.testbed import TEST_PROMPTS, TRAIN_PROMPTS
+from spotlight_rewards.shapes import PALETTE, SHAPES, parse_requirements
 
 TRAIN, TEST = split()
 

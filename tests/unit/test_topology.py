@@ -12,7 +12,7 @@ from tests.simulation.swarm import divisors
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.scheduler.cluster.placement import choose_degree, form_groups
 from spotlight.scheduler.plan import ClusterPlan, Plan, require_usable
-from spotlight.scheduler.types import Prompt, PromptId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 LARGE, SMALL = 1280 * 1280, 512 * 512
 HEADS = 24

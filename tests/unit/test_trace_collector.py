@@ -13,7 +13,7 @@ from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import RayLostError
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.scheduler.types import Phase, WorkerId
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 
 A, B = WorkerId("a/0"), WorkerId("b/0")
 

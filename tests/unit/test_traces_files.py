@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.fleet.traces.generator import TraceSpec, generate
 from spotlight.fleet.traces.trace import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import parse_trace, read_trace, to_csv, to_jsonl, write_trace
-from spotlight.fleet.traces.trace_statistics import statistics
 from spotlight.fleet.traces.transforms import with_notices
+from spotlight_plan.traces.generator import TraceSpec, generate
+from spotlight_plan.traces.trace_statistics import statistics
 
 ADD, NOTICE, REMOVE = TraceEventKind.ADD, TraceEventKind.NOTICE, TraceEventKind.REMOVE
 REAL = Path(os.environ.get("SPOTLIGHT_TRACES", Path(__file__).parents[3] / "shared" / "traces"))

@@ -17,18 +17,8 @@ from spotlight.scheduler.cluster.queue import WorkClass
 from spotlight.scheduler.policies.trainers import trainer_budget as takes_module
 from spotlight.scheduler.policies.trainers.look_ahead import RolloutBudget, Timeline, find_budget
 from spotlight.scheduler.policies.trainers.trainer_budget import Backlog, Remaining, groups_soon
-from spotlight.scheduler.types import (
-    Filler,
-    GroupKind,
-    LeaseId,
-    Node,
-    NodeId,
-    NodeKind,
-    Prompt,
-    PromptId,
-    Purpose,
-    WorkerId,
-)
+from spotlight.scheduler.types import Filler, GroupKind, LeaseId, Node, NodeId, NodeKind, Purpose, WorkerId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
 def seen_pace(room: Room, rollout_s: float, train_s: float) -> None:

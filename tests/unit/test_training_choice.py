@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_controller import PLAN, Run
 
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.algorithm import DiffusionNFTConfig, SilentGroups, TrainPolicy
@@ -24,6 +23,7 @@ from spotlight.scheduler.plan import TRAINS_ALL, Plan, TrainingChoice
 from spotlight.scheduler.policies.subset.choose_seeds import choose_seeds
 from spotlight.scheduler.selection import sample_variance
 from spotlight.scheduler.types import Baseline, DropReason, MicroBatch, Rollout
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 REWARDS = st.dictionaries(
     st.integers(0, 2**62),

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from spotlight.config.load import load_config
-from spotlight.config.sections.rewards import RewardConfig
 from spotlight.registry import FAMILIES
-from spotlight.rewards import reward_registry
-from spotlight.rewards.frames import FrameRule, OverFrames
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.results import ScoredSample
 from spotlight.runtime.build.components import cluster_plan_of
 from spotlight.runtime.build.controller_plan import FRAMES_PER_LATENT
 from spotlight.store.images import Tile, drop_pictures, read_tiles, write_comparison, write_grid
-from spotlight.store.media_files import encode_video
 from spotlight.store.run_directory import RunPaths
+from spotlight_rewards import reward_registry
+from spotlight_rewards.base.media_files import encode_video
+from spotlight_rewards.frames import FrameRule, OverFrames
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.results import ScoredSample
+from spotlight_rewards.reward_config import RewardConfig
 
 VIDEO = np.stack([np.full((8, 12, 3), 20 * at, np.uint8) for at in range(9)])
 
@@ -59,7 +59,7 @@ def test_the_scores_of_a_videos_frames_are_combined(rule: FrameRule, expected: f
 @pytest.mark.parametrize("combine", ["mean", "min"])
 def test_declared_curves_add_up_over_a_videos_frames(combine, tmp_path, monkeypatch) -> None:
     (tmp_path / "paid_rewards.py").write_text(
-        "from spotlight.rewards.reward import adds_over_frames\n"
+        "from spotlight_rewards.reward import adds_over_frames\n"
         "@adds_over_frames('cost_usd')\n"
         "def paid(images, prompts, metadata):\n"
         "    return {'score': [1.0] * len(images), 'cost_usd': [2.0] * len(images)}\n"
@@ -72,7 +72,7 @@ def test_declared_curves_add_up_over_a_videos_frames(combine, tmp_path, monkeypa
 
 def test_the_pool_scores_videos_by_frames_or_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "video_rewards.py").write_text(
-        "from spotlight.rewards.reward import takes_videos\n"
+        "from spotlight_rewards.reward import takes_videos\n"
         "def level(images, prompts, metadata):\n    return [float(i.mean()) for i in images]\n"
         "@takes_videos\n"
         "def length(images, prompts, metadata):\n    return [len(i) for i in images]\n"

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 from fastapi.testclient import TestClient
 
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.dashboard.dashboard_app import dashboard_app
-from spotlight.dashboard.run_folders import RunFolder
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.reward_process import RewardProcess
-from spotlight.rewards.results import FailureKind, RewardFailure, SampleResult
-from spotlight.rewards.reward import Image, RewardSetupError
-from spotlight.rewards.reward_registry import compares_groups, load, tiny_params
-from spotlight.rewards.vote import shares_beaten
-from spotlight.store import ballots as ballots_module
-from spotlight.store.ballots import AWAITED_FOR_S, Ballot, BallotBox, NoSuchBallotError, picture_name
+from spotlight_dashboard.dashboard_app import dashboard_app
+from spotlight_dashboard.run_folders import RunFolder
+from spotlight_rewards import ballots as ballots_module
+from spotlight_rewards.ballots import AWAITED_FOR_S, Ballot, BallotBox, NoSuchBallotError, picture_name
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.reward_process import RewardProcess
+from spotlight_rewards.results import FailureKind, RewardFailure, SampleResult
+from spotlight_rewards.reward import Image, RewardSetupError
+from spotlight_rewards.reward_config import RewardConfig
+from spotlight_rewards.reward_registry import compares_groups, load, tiny_params
+from spotlight_rewards.vote import shares_beaten
 
 HOSTILE = "<script>window.hacked = 1</script>\u202e"
 TOKEN = "a-token-of-this-test"
@@ -243,7 +243,7 @@ def test_of_votes_at_the_same_time_the_first_counts(run: Path) -> None:
 
 def test_the_clock_of_this_machine_does_not_count(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ballot, hour_ahead = asked(run), time.time() + 3600
-    monkeypatch.setattr("spotlight.store.ballots.time.time", lambda: hour_ahead)
+    monkeypatch.setattr("spotlight_rewards.ballots.time.time", lambda: hour_ahead)
     assert [each.id for each in BallotBox(run / "votes").awaited()] == [ballot.id]
 
 

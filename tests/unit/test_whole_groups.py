@@ -14,7 +14,8 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.iteration import Work
 from spotlight.scheduler.policies.whole_groups.whole_groups import WholeGroups
 from spotlight.scheduler.rollouts import Rollouts
-from spotlight.scheduler.types import DropReason, Prompt, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import DropReason, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 COMPARES = dataclasses.replace(PLAN, compares=True, group_size=4)
 

@@ -20,7 +20,7 @@ from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spotlight.rewards.reward import Image
+from spotlight_rewards.reward import Image
 from tools.testbed.architecture import PROMPT_TEMPLATE, Parts
 from tools.testbed.prompts import Record
 from tools.testbed.scenes import render_all

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import transformers
 
-from spotlight.rewards.shapes import shapes
+from spotlight_rewards.shapes import shapes
 from tools.testbed import architecture
 from tools.testbed.flow import FlowRecipe, make_data, train_flow
 from tools.testbed.prompts import Record, split

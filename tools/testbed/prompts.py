@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from spotlight.rewards.geneval.vocabulary import RELATIONS
-from spotlight.rewards.shapes import PALETTE, SHAPES
+from spotlight_rewards.geneval.vocabulary import RELATIONS
+from spotlight_rewards.shapes import PALETTE, SHAPES
 
 Record = Mapping[str, Any]
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from spotlight.rewards.geneval.requirements import Requirements
-from spotlight.rewards.reward import Image
-from spotlight.rewards.shapes import PALETTE, coverage, parse_requirements
+from spotlight_rewards.geneval.requirements import Requirements
+from spotlight_rewards.reward import Image
+from spotlight_rewards.shapes import PALETTE, coverage, parse_requirements
 
 IMAGE_SIDE_PX = 32
 _GRID = 3

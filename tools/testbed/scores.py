@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from diffusers import QwenImagePipeline
 
-from spotlight.rewards.reward import Image
-from spotlight.rewards.shapes import shapes
+from spotlight_rewards.reward import Image
+from spotlight_rewards.shapes import shapes
 from tools.testbed.prompts import TAGS, Record
 from tools.testbed.scenes import IMAGE_SIDE_PX
 

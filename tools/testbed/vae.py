@@ -20,7 +20,7 @@ from diffusers import AutoencoderKLQwenImage
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spotlight.rewards.reward import Image
+from spotlight_rewards.reward import Image
 
 Log = Callable[[str], None]
 

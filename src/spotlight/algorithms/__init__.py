@@ -11,7 +11,8 @@ from typing import cast
 from spotlight.algorithms.base import Algorithm, LossTerms, Policy, Slot, TrainBatch
 from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.diffusion.samplers import Sampler
-from spotlight.registry import ALGORITHMS, RegistryError, resolve
+from spotlight.registry import ALGORITHMS
+from spotlight_rewards.registry import RegistryError, resolve
 
 __all__ = [
     "Algorithm",

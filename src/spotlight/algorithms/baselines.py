@@ -21,7 +21,7 @@ from spotlight.algorithms.advantages import (
     weighted_sum,
 )
 from spotlight.config.sections.algorithm import AdvantageConfig
-from spotlight.config.sections.rewards import REWARD
+from spotlight_rewards.reward_config import REWARD
 
 Rewards = Mapping[str, float]
 """A sample's value of each reward."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from spotlight.cli.exit_codes import errors_without_traceback
+from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 if typing.TYPE_CHECKING:
     from pydantic import BaseModel
@@ -89,7 +89,7 @@ def split_arguments(arguments: list[str]) -> tuple[Path | None, list[str]]:
     Raises:
         ConfigError: a later argument is not an override.
     """
-    from spotlight.config.errors import ConfigError, Problem
+    from spotlight_rewards.base.errors import ConfigError, Problem
 
     first = arguments[:1]
     path = Path(first[0]) if first and "=" not in first[0] else None

@@ -131,7 +131,7 @@ def shared_memory() -> Iterator[Finding]:
 
 def disk(runs_dir: Path) -> Iterator[Finding]:
     """Free space and write permission in the runs directory."""
-    from spotlight.store.store_errors import free_bytes
+    from spotlight_rewards.base.file_errors import free_bytes
 
     parent = runs_dir.absolute()
     while not parent.exists():
@@ -185,8 +185,8 @@ def tesseract() -> Iterator[Finding]:
     """The OCR reward's engine."""
     import numpy as np
 
-    from spotlight.rewards.ocr import readings
-    from spotlight.rewards.reward import RewardSetupError
+    from spotlight_rewards.ocr import readings
+    from spotlight_rewards.reward import RewardSetupError
 
     try:
         next(readings(np.full((32, 64, 3), 255, np.uint8)))

@@ -8,26 +8,18 @@ import typer
 
 from spotlight.cli.config_command import config
 from spotlight.cli.doctor import doctor
-from spotlight.cli.planning.calibrate_command import calibrate
-from spotlight.cli.planning.notices_command import notices
-from spotlight.cli.planning.plan_command import plan
-from spotlight.cli.planning.prices_command import prices
-from spotlight.cli.planning.simulate_command import simulate
-from spotlight.cli.planning.traces_command import traces
+from spotlight.cli.notices_command import notices
 from spotlight.cli.runs.audit import audit
 from spotlight.cli.runs.card import card
-from spotlight.cli.runs.dashboard_command import dashboard
 from spotlight.cli.runs.evaluate import evaluate
 from spotlight.cli.runs.export import export
 from spotlight.cli.runs.generate import generate
 from spotlight.cli.runs.list_runs import runs
-from spotlight.cli.runs.report_command import report
 from spotlight.cli.runs.train import train
-from spotlight.cli.scoring.prompts_command import prompts
-from spotlight.cli.scoring.rewards_command import rewards_app
-from spotlight.cli.scoring.score_command import score
 from spotlight.cli.tiny_command import tiny
 from spotlight.cli.version import version
+from spotlight.registry import COMMANDS
+from spotlight_rewards.commands.exit_codes import failure
 
 _SPINS = "1000"
 
@@ -38,6 +30,13 @@ def wait_for_threads_asleep() -> None:
     # that waits has the core of the one it waits for, and a step takes more than twice as long.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
+
+
+_ELSEWHERE = {
+    **dict.fromkeys(("simulate", "plan", "calibrate", "prices", "traces"), "plan"),
+    **dict.fromkeys(("dashboard", "report"), "dashboard"),
+}
+"""Commands of packages that may not be installed, with the extra that installs them."""
 
 
 app = typer.Typer(
@@ -54,20 +53,11 @@ app = typer.Typer(
 for name, command, panel in (
     ("train", train, "Run"),
     ("runs", runs, "Run"),
-    ("dashboard", dashboard, "Run"),
     ("audit", audit, "Run"),
     ("eval", evaluate, "Use"),
     ("generate", generate, "Use"),
     ("export", export, "Use"),
     ("card", card, "Use"),
-    ("report", report, "Use"),
-    ("score", score, "Use"),
-    ("simulate", simulate, "Plan"),
-    ("plan", plan, "Plan"),
-    ("calibrate", calibrate, "Plan"),
-    ("prices", prices, "Plan"),
-    ("traces", traces, "Plan"),
-    ("prompts", prompts, "Use"),
     ("notices", notices, "Look up"),
     ("config", config, "Look up"),
     ("tiny", tiny, "Look up"),
@@ -77,8 +67,21 @@ for name, command, panel in (
     app.command(
         name,
         rich_help_panel=panel,
-        no_args_is_help=name
-        in {"eval", "generate", "export", "card", "audit", "plan", "calibrate", "report", "tiny", "score"},
+        no_args_is_help=name in {"eval", "generate", "export", "card", "audit", "tiny"},
     )(command)
 
-app.add_typer(rewards_app, name="rewards", rich_help_panel="Look up")
+for _package in COMMANDS:
+    COMMANDS.load(_package)(app)
+
+
+def _say_how_to_install(context: typer.Context) -> None:
+    extra = _ELSEWHERE[context.info_name or ""]
+    raise failure(
+        f"'spotlight {context.info_name}' is found, in a package that is not installed; expected "
+        f"spotlight-{extra}. pip install 'spotlight-rl[{extra}]'."
+    )
+
+
+for _name in _ELSEWHERE.keys() - {command.name for command in app.registered_commands}:
+    _anything = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+    app.command(_name, hidden=True, context_settings=_anything)(_say_how_to_install)

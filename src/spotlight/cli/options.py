@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
 if TYPE_CHECKING:
     from spotlight.models.slots import Slot
-    from spotlight.scheduler.types import Prompt
 
 
 class Weights(StrEnum):
@@ -50,18 +47,3 @@ def slot_of(weights: Weights | None) -> Slot | None:
 def device_of(device: Device) -> Literal["auto", "cpu", "cuda"]:
     """The device that the option names."""
     return device.value
-
-
-def silence_loading_bars() -> None:
-    """Hide the progress bars of model-loading libraries, which would garble ours."""
-    os.environ.setdefault("TQDM_DISABLE", "1")
-
-
-def read_prompts_option(option: str, path: Path) -> list[Prompt]:
-    """The prompts of the file that an option names. Raises PromptFileError."""
-    from spotlight.data.prompt_files import PromptFileError, parse_prompts, with_found_references
-
-    try:
-        return with_found_references(parse_prompts(path.read_text(), str(path)), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptFileError(f"{option} {path} cannot be read ({error}); expected a prompts file") from error

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spotlight.cli.exit_codes import failure
+from spotlight_rewards.commands.exit_codes import failure
 
 RUNS = Path("runs")
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from spotlight.cli.exit_codes import errors_without_traceback, failure
-from spotlight.cli.options import silence_loading_bars
+from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
+from spotlight_rewards.commands.options import silence_loading_bars
 
 
 def tiny(
@@ -32,7 +32,7 @@ def tiny(
         raise failure(f"DIR: {directory} exists; expected a directory to be made. Name another one.")
     with errors_without_traceback():
         from spotlight.registry import FAMILIES
-        from spotlight.store.store_errors import storage_error
+        from spotlight_rewards.base.file_errors import storage_error
 
         silence_loading_bars()
         kind = FAMILIES.load(family)

@@ -40,7 +40,6 @@ from spotlight.cluster.workers.worker_actor import ActorStarter
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
-from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.attempt import Attempt
 from spotlight.runtime.build import components as build
@@ -48,9 +47,10 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import CONTROLLER_FILE
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy
-from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.store.run_directory import RunDirectory
 from spotlight.weights.node_cache import cache_directory
+from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.pool.reward_pool import RewardPool
 
 LOGS_FOLDER = "attempts"
 ON_DEMAND_NOTES = "on-demand-nodes.json"

@@ -19,16 +19,7 @@ from dataclasses import dataclass, field
 
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.types import (
-    PHASE_OF,
-    LeaseId,
-    Node,
-    NodeId,
-    Phase,
-    RolloutId,
-    WeightKind,
-    WorkerId,
-)
+from spotlight.scheduler.types import PHASE_OF, LeaseId, Node, NodeId, Phase, RolloutId, WeightKind, WorkerId
 
 
 @dataclass(frozen=True, slots=True)

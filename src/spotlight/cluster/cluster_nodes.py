@@ -31,11 +31,11 @@ from spotlight.cluster.nodes.on_demand_nodes import OnDemandNodes
 from spotlight.cluster.remote_calls import Clock, Notify, RayLostError
 from spotlight.cluster.scaling.spot_scaler import SpotScaler
 from spotlight.cluster.workers.worker_actor import WorkerPlacement
-from spotlight.config.errors import Problem
 from spotlight.config.schema import RunConfig
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.types import NodeId, NodeKind
+from spotlight_rewards.base.errors import Problem
 
 LOOPBACK = "127.0.0.1"
 

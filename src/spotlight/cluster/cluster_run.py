@@ -36,15 +36,9 @@ from spotlight.cluster.scaling.emulated_provider import EmulatedProvider
 from spotlight.cluster.scaling.run_scaling import open_provider
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.cluster.scorers.scorer_places import placed_by_ray, require_places, scorer_nodes
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
-from spotlight.config.sections.rewards import RewardConfig
 from spotlight.dry_run.model_checks import require_model, require_prompts
-from spotlight.rewards.pool.reward_lane import ScorerStarter
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.reward_process import RewardProcess, Scorer
-from spotlight.rewards.results import require_names
 from spotlight.rollout.sequence_parallel.rendezvous import serve
 from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
 from spotlight.runtime.build import components as build
@@ -56,6 +50,12 @@ from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.sinks import check_sinks
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.pool.reward_lane import ScorerStarter
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.reward_process import RewardProcess, Scorer
+from spotlight_rewards.results import require_names
+from spotlight_rewards.reward_config import RewardConfig
 
 
 def train_on_cluster(

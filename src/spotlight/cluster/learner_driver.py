@@ -22,9 +22,10 @@ from spotlight.runtime.recorder import LEARNER_FOLDER
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.types import PolicyVersion, PromptId, RolloutId
+from spotlight.scheduler.types import PolicyVersion, RolloutId
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.weights.bundle import WeightsManifest
+from spotlight_rewards.base.prompts import PromptId
 
 T = TypeVar("T")
 VERSIONS_KEPT = 2

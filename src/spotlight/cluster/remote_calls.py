@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 from spotlight.scheduler import events as ev
+from spotlight_rewards.base.errors import UserError
 
 T = TypeVar("T")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -39,7 +40,7 @@ class NoAnswerError(TimeoutError):
     """A remote call was not answered by its deadline."""
 
 
-class RayLostError(RuntimeError):
+class RayLostError(UserError, RuntimeError):
     """Ray or the blob store died; the same command resumes the run."""
 
     def __init__(self, why: str) -> None:

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
 from spotlight.cluster.remote_calls import Conversations, Notify
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.waiting import SampleGroup
-from spotlight.rewards.results import SampleResult, ScoredSample
 from spotlight.rollout.serialization import unpack_image
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import ScoreSamples
-from spotlight.scheduler.types import DropReason, Prompt, PromptId, Rollout, RolloutId, group_of
+from spotlight.scheduler.types import DropReason, Rollout, RolloutId, group_of
+from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.waiting import SampleGroup
+from spotlight_rewards.results import SampleResult, ScoredSample
 
 VALUES = ("sample", "image", "progress")
 """Kinds of blobs that belong to a rollout."""

@@ -12,7 +12,7 @@ from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import RayLostError
 from spotlight.models.kernels.step_profile import trace_file
 from spotlight.scheduler.types import Phase, WorkerId
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 
 _NEEDS = {
     Phase.ROLLOUT: "no worker chosen for it lived to take, alone or leading its group, a second step of "

@@ -15,13 +15,14 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.preset import with_preset
 from spotlight.config.removed import without_removed
 from spotlight.config.schema import RUN_NAME, RunConfig
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
-from spotlight.config.tree import merge, parse_yaml, read_tree, yaml_trouble
-from spotlight.registry import ALGORITHMS, ANY_NAME, absent_remedy
+from spotlight.registry import ALGORITHMS
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.yaml_tree import merge, parse_override, parse_yaml, read_tree, section_of
+from spotlight_rewards.registry import ANY_NAME, absent_remedy
 
 EMBEDDED = Path(__file__).with_name("demo.yaml")
 """What ``spotlight train`` runs without a file."""
@@ -166,28 +167,8 @@ def _algorithm_of(tree: Mapping[str, Any]) -> type[AlgorithmSection] | None:
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Apply one ``key.subkey=value`` (YAML syntax) to a nested mapping. Raises :class:`ConfigError`."""
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        problem = Problem("override", repr(override), "key.subkey=value", "For example rollout.steps=8.")
-        raise ConfigError("the command line", [problem])
-    try:
-        value = parse_yaml(text)
-    except yaml.YAMLError as error:
-        problem = Problem(key, repr(text), "a YAML value", yaml_trouble(error))
-        raise ConfigError("the command line", [problem]) from None
-    *parents, leaf = key.split(".")
-    node = tree
-    for depth, parent in enumerate(parents, start=1):
-        if node.get(parent) is None:  # absent, or `ema: null` enabled by an override
-            node[parent] = {}
-        child = node[parent]
-        if not isinstance(child, dict):
-            whole = ".".join(parents[:depth])
-            problem = Problem(
-                key, f"{whole} = {child!r}", f"a section at {whole}", f"Override it whole: {whole}=..."
-            )
-            raise ConfigError("the command line", [problem])
-        node = child
+    key, value = parse_override(override)
+    node, leaf = section_of(tree, key)
     current = node.get(leaf)
     if key == _ALGORITHM and current != value:
         tree["algorithm"] = {"name": value} | {key: node[key] for key in KEYS_OF_GROUPS if key in node}

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS
-from spotlight.config.tree import merge, read_tree
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.yaml_tree import merge, read_tree
 
 _DIRECTORY = Path(__file__).with_name("presets")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from spotlight.config.errors import Problem
+from spotlight_rewards.base.errors import Problem
 
 
 @dataclass(frozen=True, slots=True)

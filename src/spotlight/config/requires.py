@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel
 
-from spotlight.config.errors import Problem
+from spotlight_rewards.base.errors import Problem
 
 Run = TypeVar("Run")
 """What is checked: a run's configuration, or another tree of sections with these keys."""

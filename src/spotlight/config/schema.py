@@ -17,7 +17,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from spotlight.config.errors import Problem
 from spotlight.config.requires import problems_of
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AlgorithmConfig, DiffusionNFTConfig
@@ -28,8 +27,10 @@ from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.config.sections.model import DataConfig, ModelConfig
 from spotlight.config.sections.outputs import CheckpointConfig, MetricsConfig
 from spotlight.config.sections.pipeline import PipelineConfig
-from spotlight.config.sections.rewards import RewardConfig, RewardPolicyConfig
+from spotlight.config.sections.rewards import RewardPolicyConfig
 from spotlight.config.sections.rollout import RolloutConfig
+from spotlight_rewards.base.errors import Problem
+from spotlight_rewards.reward_config import RewardConfig
 
 RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 

@@ -5,25 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from pydantic import BaseModel, ConfigDict
-
-from spotlight.config.errors import Problem
 from spotlight.config.requires import Requirement
+from spotlight_rewards.base.errors import Problem
+from spotlight_rewards.base.strict_section import StrictSection
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 
-class Section(BaseModel):
-    """A strict, immutable part of the configuration."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        validate_default=True,
-        use_attribute_docstrings=True,
-        allow_inf_nan=False,
-    )
+class Section(StrictSection):
+    """A part of the configuration that can speak about the others."""
 
     requires: ClassVar[Sequence[Requirement[RunConfig]]] = ()
     """Contradictions within this section, or with others of a run; a subclass adds its own to these."""

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
-from spotlight.data.prompt_files import parse_prompts, with_found_references, with_tags
 from spotlight.data.section_names import under
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
-from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.testbed import TESTBEDS
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.prompt_files import parse_prompts, with_found_references, with_tags
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from spotlight.data.prompt_files import PromptFileError
 from spotlight.models.model_errors import ModelError
+from spotlight_rewards.base.prompt_files import PromptFileError
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
 from spotlight.data.media_size import media_size
@@ -15,6 +14,7 @@ from spotlight.data.section_names import under
 from spotlight.dry_run.model_plan import NotHere, family_of, planned_files
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
+from spotlight_rewards.base.errors import ConfigError
 
 
 def require_model(config: RunConfig) -> None:

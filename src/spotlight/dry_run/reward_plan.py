@@ -13,11 +13,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from spotlight.config.schema import RunConfig
-from spotlight.config.sections.rewards import RewardConfig
-from spotlight.registry import REWARDS, resolve
-from spotlight.rewards.results import require_names
-from spotlight.rewards.reward import RewardTraits
-from spotlight.rewards.reward_registry import facts_of, load
+from spotlight_rewards.registry import REWARDS, resolve
+from spotlight_rewards.results import require_names
+from spotlight_rewards.reward import RewardTraits
+from spotlight_rewards.reward_config import RewardConfig
+from spotlight_rewards.reward_registry import facts_of, load
 
 _CHECKPOINTS = (".bin", ".pt", ".pth")
 _HEADER_MAX_BYTES = 100_000_000
@@ -50,7 +50,7 @@ def require_rewards(config: RunConfig) -> None:
     """Import the rewards and compare their params with their functions, none of which is called.
 
     Raises:
-        RewardSetupError: as :func:`spotlight.rewards.reward_registry.load`, or a reserved name.
+        RewardSetupError: as :func:`spotlight_rewards.reward_registry.load`, or a reserved name.
     """
     require_names(config.rewards)
     for reward in config.rewards:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
 from spotlight.dry_run.fitting_sizes import FittingSize, fitting_sizes
@@ -27,6 +26,7 @@ from spotlight.dry_run.model_plan import (
 )
 from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, reward_places
 from spotlight.store.metrics import read_metrics
+from spotlight_rewards.base.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)

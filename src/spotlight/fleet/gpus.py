@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from spotlight_rewards.base.errors import UserError
+
 _GIB = 1 << 30
 
 
-class UnknownGpuError(ValueError):
+class UnknownGpuError(UserError, ValueError):
     """Unknown GPU type; names it and the closest known one."""
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
+from spotlight_rewards.base.errors import UserError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class ModelError(ValueError):
+class ModelError(UserError, ValueError):
     """The model cannot be used as configured; names the path or key, the value and the remedy."""
 
 

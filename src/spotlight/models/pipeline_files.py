@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from spotlight.models.model_errors import ModelError
-from spotlight.registry import FAMILIES, RegistryError
+from spotlight.registry import FAMILIES
+from spotlight_rewards.registry import RegistryError
 
 if TYPE_CHECKING:
     from hashlib import _Hash

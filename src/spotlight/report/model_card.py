@@ -22,10 +22,10 @@ from spotlight.report.loading import base_model, loading_snippet
 from spotlight.report.record import GRADED, STRICT, RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
-from spotlight.store.files import write_atomically
 from spotlight.store.images import drawn_iterations, write_comparison, write_progress
-from spotlight.store.store_errors import storage_error
 from spotlight.testbed import TESTBEDS
+from spotlight_rewards.base.file_errors import storage_error
+from spotlight_rewards.base.files import write_atomically
 
 CARD_FOLDER = "card"
 _PROGRESS_COLUMNS, _PROGRESS_ROWS = 6, 6

@@ -15,7 +15,7 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import History, read_history
 from spotlight.store.metrics import MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 
 VALIDATION = "validation/"
 STRICT, GRADED = "strict", "graded"

@@ -21,7 +21,8 @@ from spotlight.diffusion.schedule import SdeWindow
 from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import PolicyVersion, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import PromptId
 
 _FORMAT = 5
 _CONDITION = "condition."

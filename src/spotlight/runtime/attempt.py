@@ -23,11 +23,9 @@ import spotlight
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
-from spotlight.data.prompt_files import PromptFileError
-from spotlight.rewards.reward import RewardSetupError, same_scorer
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
-from spotlight.scheduler.types import PromptId, WorkerId
+from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
 from spotlight.store.ledger.ledger_schema import Ending
@@ -37,8 +35,11 @@ from spotlight.store.metrics import MetricsWriter
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.run_summary import RunSummary
 from spotlight.store.sinks import open_sinks
-from spotlight.store.store_errors import StoreError
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.prompt_files import PromptFileError
+from spotlight_rewards.base.prompts import PromptId
+from spotlight_rewards.reward import RewardSetupError, same_scorer
 
 log = logging.getLogger("spotlight")
 

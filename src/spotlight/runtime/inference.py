@@ -24,9 +24,6 @@ from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.shared.update_rounding import LostUpdate
 from spotlight.models.slots import Slot, WeightSlots
-from spotlight.rewards.pool.waiting import SampleGroup
-from spotlight.rewards.results import RewardBatch, RewardFailure
-from spotlight.rewards.reward import RewardInputError
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
 from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Observer, Silent
@@ -34,13 +31,17 @@ from spotlight.runtime.process import prepare_process
 from spotlight.runtime.recorder import LEARNER_FOLDER
 from spotlight.runtime.validation import Validation, summarise
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import Phase, PolicyVersion, Prompt, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
 from spotlight.training.learner_state import load_weights
 from spotlight.training.lora_export import export_lora, export_merged, measured_rounding
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.pool.waiting import SampleGroup
+from spotlight_rewards.results import RewardBatch, RewardFailure
+from spotlight_rewards.reward import RewardInputError
 
 Picture = NDArray[np.uint8]
 

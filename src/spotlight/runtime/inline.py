@@ -25,9 +25,6 @@ from typing import assert_never
 
 import numpy as np
 
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.waiting import SampleGroup
-from spotlight.rewards.results import RewardBatch, ScoredSample
 from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.runtime.build.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
@@ -55,6 +52,9 @@ from spotlight.scheduler.types import (
 from spotlight.training.batching.feed import Trainer
 from spotlight.training.batching.redistribute import even_shares
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.waiting import SampleGroup
+from spotlight_rewards.results import RewardBatch, ScoredSample
 
 NODE = Node(
     NodeId("local"),

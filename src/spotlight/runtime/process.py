@@ -12,6 +12,7 @@ import torch
 
 from spotlight.runtime.clock import PhaseClock
 from spotlight.scheduler.types import Phase
+from spotlight_rewards.base.errors import UserError
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 _KEPT_BYTES = 1 << 30
@@ -66,7 +67,7 @@ _HELPS = {
 }
 
 
-class DeviceMemoryError(RuntimeError):
+class DeviceMemoryError(UserError, RuntimeError):
     """Too little device memory; names phase and remedies."""
 
 

@@ -20,16 +20,18 @@ from numpy.typing import NDArray
 from spotlight.runtime.validation import Validation, summarise
 from spotlight.scheduler.effects import CommitCheckpoint, GrantLease, ReportEvaluation, ReportPipeline
 from spotlight.scheduler.records import REWARD, Record
-from spotlight.scheduler.types import Phase, Prompt, PromptId, Rollout, WorkerId
+from spotlight.scheduler.types import Phase, Rollout, WorkerId
 from spotlight.store.checkpoints import CheckpointStore
-from spotlight.store.images import Tile, picture_of, write_grid
+from spotlight.store.images import Tile, write_grid
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.picture_page import picture_of
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 CONTROLLER_FILE, LEARNER_FOLDER = "controller.json", "learner"
 Picture = NDArray[np.uint8]

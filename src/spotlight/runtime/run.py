@@ -17,12 +17,10 @@ from pathlib import Path
 
 import torch
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.models.kernels.step_profile import StepProfiler
-from spotlight.rewards.pool.reward_pool import RewardPool
 from spotlight.runtime.attempt import RunResult as RunResult
 from spotlight.runtime.attempt import open_attempt, stopping_gracefully
 from spotlight.runtime.build import components as build
@@ -42,6 +40,8 @@ from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.store.sinks import check_sinks
 from spotlight.training.settings import compute_type
 from spotlight.training.sharding import Ranks, RolloutGathering, process_group
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.pool.reward_pool import RewardPool
 
 _TRACED = (Phase.ROLLOUT, Phase.TRAINING)
 

@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.scheduler.records import REWARD
-from spotlight.scheduler.types import Prompt, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import Rollout, RolloutId
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 STRICT, GRADED = "strict", "graded"
 

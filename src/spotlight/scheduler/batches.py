@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from spotlight.scheduler.types import Comparison, Group, MicroBatch, PromptId, RolloutId, Scores
+from spotlight.scheduler.types import Comparison, Group, MicroBatch, RolloutId, Scores
+from spotlight_rewards.base.prompts import PromptId
 
 
 @dataclass(frozen=True, slots=True)

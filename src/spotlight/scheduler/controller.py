@@ -73,7 +73,8 @@ from spotlight.scheduler.stages import (
     Trigger,
 )
 from spotlight.scheduler.training_tasks import TrainingTasks
-from spotlight.scheduler.types import Filler, PolicyVersion, Prompt, Rollout, RolloutId
+from spotlight.scheduler.types import Filler, PolicyVersion, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt
 
 
 class Controller:

@@ -11,16 +11,8 @@ from dataclasses import dataclass, field
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.policy import GroupPlan, Policy
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import (
-    Maker,
-    PolicyVersion,
-    Prompt,
-    PromptId,
-    Purpose,
-    Rollout,
-    RolloutId,
-    Scores,
-)
+from spotlight.scheduler.types import Maker, PolicyVersion, Purpose, Rollout, RolloutId, Scores
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
 def train_rollouts(

@@ -31,17 +31,8 @@ from spotlight.scheduler.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.scheduler.types import (
-    DropReason,
-    Maker,
-    Phase,
-    PolicyVersion,
-    Prompt,
-    PromptId,
-    Purpose,
-    Rollout,
-    RolloutId,
-)
+from spotlight.scheduler.types import DropReason, Maker, Phase, PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
 class AccountingError(RuntimeError):

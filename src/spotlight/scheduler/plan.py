@@ -16,7 +16,8 @@ from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
-from spotlight.scheduler.types import Prompt, PromptId, WeightKind
+from spotlight.scheduler.types import WeightKind
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
 @dataclass(frozen=True, slots=True)

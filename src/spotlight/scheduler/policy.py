@@ -19,15 +19,8 @@ from typing import ClassVar, Protocol
 from spotlight.config.section import Section
 from spotlight.scheduler.batches import Part
 from spotlight.scheduler.effects import Effect
-from spotlight.scheduler.types import (
-    DropReason,
-    Maker,
-    PolicyVersion,
-    Prompt,
-    Rollout,
-    RolloutId,
-    Scores,
-)
+from spotlight.scheduler.types import DropReason, Maker, PolicyVersion, Rollout, RolloutId, Scores
+from spotlight_rewards.base.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)

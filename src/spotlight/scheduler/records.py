@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from spotlight.config.sections.rewards import REWARD as REWARD
-from spotlight.scheduler.types import DropReason, PolicyVersion, Prompt, Rollout, RolloutId, WorkerId
+from spotlight.scheduler.types import DropReason, PolicyVersion, Rollout, RolloutId, WorkerId
+from spotlight_rewards.base.prompts import Prompt
+from spotlight_rewards.reward_config import REWARD as REWARD
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,17 +35,8 @@ from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.policy import GroupPlan, Policy
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.types import (
-    DropReason,
-    LeaseId,
-    Maker,
-    PolicyVersion,
-    Prompt,
-    PromptId,
-    Rollout,
-    RolloutId,
-    Scores,
-)
+from spotlight.scheduler.types import DropReason, LeaseId, Maker, PolicyVersion, Rollout, RolloutId, Scores
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 ROLLOUT_ATTEMPTS = 2
 """A rollout failing this often is dropped: with fixed randomness it would fail again."""

@@ -10,7 +10,7 @@ import hashlib
 import heapq
 from collections.abc import Sequence
 
-from spotlight.scheduler.types import Prompt
+from spotlight_rewards.base.prompts import Prompt
 
 
 def derive_seed(run_seed: int, *fields: str | int) -> int:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, NewType, TypeAlias
 
-PromptId = NewType("PromptId", str)
+from spotlight_rewards.base.prompts import PromptId
+
 RolloutId = NewType("RolloutId", str)
 WorkerId = NewType("WorkerId", str)
 NodeId = NewType("NodeId", str)
@@ -125,21 +126,6 @@ class Baseline(StrEnum):
     GROUP = "group"
     SLICE = "slice"
     EXPLORATION = "exploration"
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A prompt, with the metadata its reward needs."""
-
-    id: PromptId
-    text: str
-    metadata: Mapping[str, object]
-
-    @property
-    def references(self) -> tuple[str, ...]:
-        """Paths of the pictures that the prompt is about (metadata ``references``)."""
-        found = self.metadata.get("references", ())
-        return tuple(map(str, found)) if isinstance(found, (list, tuple)) else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from spotlight.store.files import TEMPORARY_PREFIX, fsync_path, write_atomically
 from spotlight.store.manifest import (
     MANIFEST,
     CheckpointHeader,
@@ -33,7 +32,9 @@ from spotlight.store.manifest import (
     sha256_of,
     verify,
 )
-from spotlight.store.store_errors import DamagedCheckpointError, StoreError, is_out_of_space, storage_error
+from spotlight.store.store_errors import DamagedCheckpointError
+from spotlight_rewards.base.file_errors import StoreError, is_out_of_space, storage_error
+from spotlight_rewards.base.files import TEMPORARY_PREFIX, fsync_path, write_atomically
 
 T = TypeVar("T")
 LATEST = "latest"

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from spotlight.store.files import write_atomically
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError, storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_error
+from spotlight_rewards.base.files import write_atomically
 
 ITERATION = "iteration"
 SAMPLES_TRAINED = "samples_trained"

@@ -30,8 +30,9 @@ from typing import Self, TypeAlias
 
 import yaml
 
-from spotlight.store.files import write_atomically
-from spotlight.store.store_errors import OtherConfigurationError, RunInUseError, StoreError, storage_error
+from spotlight.store.store_errors import OtherConfigurationError, RunInUseError
+from spotlight_rewards.base.file_errors import StoreError, storage_error
+from spotlight_rewards.base.files import write_atomically
 
 Leaf: TypeAlias = object
 _ABSENT = "(absent)"

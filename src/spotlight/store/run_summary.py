@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from spotlight.scheduler.types import DropReason, Phase
-from spotlight.store.files import write_atomically
 from spotlight.store.metrics import FinalTable
-from spotlight.store.store_errors import StoreError, storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_error
+from spotlight_rewards.base.files import write_atomically
 
 
 @dataclass(frozen=True, slots=True)

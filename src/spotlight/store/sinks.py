@@ -18,8 +18,8 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from spotlight.registry import SINKS
 from spotlight.store.metrics import FinalTable, MetricsRow, Sink
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError, storage_error
 from spotlight.store.trackers.shown_media import ShownMedia, shown_media
+from spotlight_rewards.base.file_errors import StoreError, storage_error
 
 Options = Mapping[str, Mapping[str, Any]]
 """Options by sink name."""

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import re
 import shutil
-import sqlite3
 from pathlib import Path
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS}
-_SQLITE_REFUSED = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM}
-_NEARLY_NOTHING_BYTES = 1 << 20
-_RUST_ERRNO = re.compile(r"\(os error (\d+)\)")
-_TORCH_SHORT_WRITE = "unexpected pos "
-
-
-class StoreError(Exception):
-    """The run directory cannot be read or written; committed data is intact."""
+from spotlight_rewards.base.file_errors import StoreError, existing_parent
 
 
 class LedgerError(StoreError):
@@ -36,62 +24,9 @@ class OtherConfigurationError(StoreError):
     """The run directory belongs to a configuration that this one cannot continue."""
 
 
-def storage_error(what: str, path: Path, error: BaseException) -> StoreError:
-    """Convert a failed write into an error with a remedy; ``path`` is on the affected file system."""
-    if is_out_of_space(error, path):
-        free_mib = free_bytes(path) / 2**20
-        cause = (
-            f"no space left ({free_mib:.1f} MiB free), or a quota or file-size limit was reached ({error})"
-        )
-        remedy = "free some space, then run the same command again: it resumes from the last checkpoint"
-    elif _is_refused(error):
-        cause = f"writing is not permitted ({error})"
-        remedy = "make the directory writable for this user, or choose another one"
-    else:
-        cause = f"{type(error).__name__}: {error}"
-        remedy = "check the disk, then run the same command again"
-    return StoreError(f"{what}: {path}: {cause}. Nothing committed before was lost; {remedy}.")
-
-
-def needs_user(error: BaseException, path: Path) -> bool:
-    """Whether a failed write to ``path`` would fail again elsewhere: no space, or no permission."""
-    return is_out_of_space(error, path) or _is_refused(error)
-
-
-def is_out_of_space(error: BaseException, path: Path) -> bool:
-    """Whether ``error`` is due to a full disk, quota or file-size limit on ``path``'s file system.
-
-    Call before cleaning up: where the error does not tell, a full file system decides.
-    """
-    if (number := _errno(error)) is not None:
-        return number in _FULL
-    says_full = _sqlite_code(error) == sqlite3.SQLITE_FULL or _TORCH_SHORT_WRITE in str(error)
-    return says_full or free_bytes(path) < _NEARLY_NOTHING_BYTES
-
-
-def _is_refused(error: BaseException) -> bool:
-    return _errno(error) in _REFUSED or _sqlite_code(error) in _SQLITE_REFUSED
-
-
-def _errno(error: BaseException) -> int | None:
-    if isinstance(error, OSError):
-        return error.errno
-    match = _RUST_ERRNO.search(str(error))  # safetensors
-    return int(match[1]) if match else None
-
-
-def _sqlite_code(error: BaseException) -> int:
-    return error.sqlite_errorcode & 0xFF if isinstance(error, sqlite3.Error) else sqlite3.SQLITE_OK
-
-
-def free_bytes(path: Path) -> int:
-    """Bytes available on the file system of ``path`` or its first existing parent."""
-    return shutil.disk_usage(_existing(path)).free
-
-
 def require_free_bytes(path: Path, needed_bytes: int) -> None:
     """Raise :class:`StoreError` unless ``needed_bytes`` fit on ``path``'s file system."""
-    usage = shutil.disk_usage(_existing(path))
+    usage = shutil.disk_usage(existing_parent(path))
     # File systems without a size (such as /sys) reveal nothing here; the first write will.
     if usage.total and usage.free < needed_bytes:
         raise StoreError(
@@ -99,9 +34,3 @@ def require_free_bytes(path: Path, needed_bytes: int) -> None:
             f"{usage.free / 2**30:.2f} GiB are free. "
             "Free some space, keep fewer checkpoints, or put the run on another disk."
         )
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path

@@ -31,8 +31,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from spotlight.models.slots import Slot, WeightSlots
-from spotlight.store.store_errors import needs_user, storage_error
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.file_errors import needs_user, storage_error
 
 T = TypeVar("T")
 
@@ -46,7 +47,7 @@ _UNREADABLE = (
 )
 
 
-class StateError(RuntimeError):
+class StateError(UserError, RuntimeError):
     """A saved learner state is unusable; names the file, the problem and the remedy."""
 
 

@@ -8,9 +8,10 @@ import torch
 
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.condition import Condition
+from spotlight_rewards.base.errors import UserError
 
 
-class TrainingError(RuntimeError):
+class TrainingError(UserError, RuntimeError):
     """Training cannot continue; names the problem and the remedy. No optimizer step was applied."""
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from spotlight_rewards.base.errors import UserError
 
-class WeightsError(RuntimeError):
+
+class WeightsError(UserError, RuntimeError):
     """Weights are wrong or unavailable; names what was found, what was expected, and the remedy."""
 
 

@@ -14,8 +14,9 @@ from spotlight.models.condition import Condition
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import SerializationError, unpack_condition, unpack_state
 from spotlight.rollout.state import FailedRollout, Recipe, RolloutState
-from spotlight.scheduler.types import PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Purpose, Rollout, RolloutId
 from spotlight.worker.interfaces import HeadClient
+from spotlight_rewards.base.prompts import PromptId
 
 
 class RolloutStarter:

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from spotlight.rewards.motion import DIRECTIONS
-from spotlight.rewards.reward import Image
-from spotlight.rewards.shapes import PALETTE, coverage
+from spotlight_rewards.motion import DIRECTIONS
+from spotlight_rewards.reward import Image
+from spotlight_rewards.shapes import PALETTE, coverage
 
 SIDE_PX = 32
 FRAMES = 5

@@ -16,8 +16,8 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from spotlight.rewards.motion import DIRECTIONS
-from spotlight.rewards.reward import Image
+from spotlight_rewards.motion import DIRECTIONS
+from spotlight_rewards.reward import Image
 from tools.testbed.flow import average, learning_rate, stratified_times
 from tools.testbed.prompts import Record
 from tools.testbed.vae import Log

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKLWan, WanPipeline
 
-from spotlight.rewards.motion import motion
-from spotlight.rewards.reward import Image
+from spotlight_rewards.motion import motion
+from spotlight_rewards.reward import Image
 from tools.testbed.make import Clock, keep_freed_memory, log, recipe_hash, versions, write_json
 from tools.testbed.prompts import Record
 from tools.testbed.video import architecture

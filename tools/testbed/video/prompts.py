@@ -10,8 +10,8 @@ import argparse
 from itertools import product
 from pathlib import Path
 
-from spotlight.rewards.motion import DIRECTIONS
-from spotlight.rewards.shapes import PALETTE, SHAPES
+from spotlight_rewards.motion import DIRECTIONS
+from spotlight_rewards.shapes import PALETTE, SHAPES
 from tools.testbed.prompts import Record, write_records
 
 

@@ -16,7 +16,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 from torch.nn import functional as F
 
-from spotlight.rewards.reward import Image
+from spotlight_rewards.reward import Image
 from tools.testbed.vae import Log
 
 _BLOCK = 4

@@ -10,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from spotlight.cli.exit_codes import EXIT_NOT_STARTED, errors_without_traceback
 from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight_rewards.commands.exit_codes import EXIT_NOT_STARTED, errors_without_traceback
 
 if TYPE_CHECKING:
     from spotlight.store.ledger.ledger_audit import AuditReport

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from spotlight.cli.exit_codes import errors_without_traceback
 from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 
 def card(run: RunArgument) -> None:

@@ -11,16 +11,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.cli.exit_codes import errors_without_traceback
-from spotlight.cli.options import (
-    Device,
-    DeviceOption,
-    WeightsOption,
-    device_of,
-    silence_loading_bars,
-    slot_of,
-)
+from spotlight.cli.options import Device, DeviceOption, WeightsOption, device_of, slot_of
 from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight_rewards.commands.exit_codes import errors_without_traceback
+from spotlight_rewards.commands.options import silence_loading_bars
 
 if TYPE_CHECKING:
     from spotlight.runtime.inference import TrainedRun

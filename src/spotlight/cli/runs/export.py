@@ -8,16 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from spotlight.cli.exit_codes import errors_without_traceback, failure
-from spotlight.cli.options import (
-    Device,
-    DeviceOption,
-    WeightsOption,
-    device_of,
-    silence_loading_bars,
-    slot_of,
-)
+from spotlight.cli.options import Device, DeviceOption, WeightsOption, device_of, slot_of
 from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
+from spotlight_rewards.commands.options import silence_loading_bars
 
 if TYPE_CHECKING:
     from spotlight.models.shared.update_rounding import LostUpdate

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from spotlight.cli.exit_codes import errors_without_traceback, failure
-from spotlight.cli.options import (
-    Device,
-    DeviceOption,
-    WeightsOption,
-    device_of,
-    silence_loading_bars,
-    slot_of,
-)
+from spotlight.cli.options import Device, DeviceOption, WeightsOption, device_of, slot_of
 from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
+from spotlight_rewards.commands.options import silence_loading_bars
 
 if TYPE_CHECKING:
     import numpy as np
@@ -110,7 +104,7 @@ def _save(
     trained: TrainedRun,
     suffix: str,
 ) -> list[Path]:
-    from spotlight.store.media_files import encode_picture, encode_video
+    from spotlight_rewards.base.media_files import encode_picture, encode_video
 
     paths = []
     for (text, seed), media in zip(pairs, pictures, strict=True):
@@ -133,7 +127,7 @@ def _save_comparison(
     trained: TrainedRun,
     references: list[Path],
 ) -> Path:
-    from spotlight.store.images import BEFORE_AFTER, Strip, picture_of, write_strips
+    from spotlight_rewards.base.picture_page import BEFORE_AFTER, Strip, picture_of, write_strips
 
     shown = tuple(map(picture_of, references))
     strips = [
@@ -148,8 +142,8 @@ def _save_comparison(
 
 
 def _write(path: Path, content: bytes) -> Path:
-    from spotlight.store.files import write_atomically
-    from spotlight.store.store_errors import storage_error
+    from spotlight_rewards.base.file_errors import storage_error
+    from spotlight_rewards.base.files import write_atomically
 
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

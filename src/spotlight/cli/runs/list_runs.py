@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spotlight.cli.exit_codes import ours
 from spotlight.cli.run_argument import RUNS
+from spotlight_rewards.base.errors import UserError
 
 if TYPE_CHECKING:
     from spotlight.report.record import RunRecord
@@ -48,9 +48,7 @@ def runs(
         try:
             run = read_run(path)
             table.add_row(*_row(run), *([run.config.algorithm.name] if console.width >= _WIDE else []))
-        except Exception as error:
-            if not isinstance(error, ours()):
-                raise
+        except UserError as error:
             table.add_row(path.name, "", "", "", "", "", Text("unreadable", style="red"))
             console.print(Text(str(error)), soft_wrap=True)
     console.print(table)

@@ -37,7 +37,7 @@ def smoke_overrides(config: RunConfig) -> list[str]:
 
     from spotlight.registry import FAMILIES
     from spotlight.runtime.build.components import cache_dir
-    from spotlight.store.store_errors import storage_error
+    from spotlight_rewards.base.file_errors import storage_error
 
     family = FAMILIES.load(config.model.family)
     folder = cache_dir(config) / "smoke" / config.model.family
@@ -81,7 +81,7 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
 
 def _rewards(config: RunConfig, folder: Path) -> Iterator[tuple[str, object]]:
     """All rewards again, if one has weights or a GPU that is not here: a list is overridden as a whole."""
-    from spotlight.rewards.reward_registry import tiny_params
+    from spotlight_rewards.reward_registry import tiny_params
 
     rewards = [each.model_dump(mode="json", exclude_defaults=True) for each in config.rewards]
     changed, elsewhere = False, config.fleet.driver == "ray" or not _cuda()
@@ -97,7 +97,7 @@ def _rewards(config: RunConfig, folder: Path) -> Iterator[tuple[str, object]]:
 
 def _counts(config: RunConfig) -> Iterator[tuple[str, object]]:
     """The fewest samples that take the recipe's way: every update has groups, every group is compared."""
-    from spotlight.rewards.reward_registry import compares_groups
+    from spotlight_rewards.reward_registry import compares_groups
 
     evaluation, exploration = config.evaluation, config.exploration
     per_prompt = 2 if any(compares_groups(reward.name) for reward in config.rewards) else 1

@@ -15,18 +15,18 @@ from rich.console import Console
 from rich.text import Text
 
 from spotlight.cli.config_command import split_arguments
-from spotlight.cli.exit_codes import (
+from spotlight.garbage import collection_paused
+from spotlight.testbed import TESTBEDS
+from spotlight_rewards.commands.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_NOT_STARTED,
     EXIT_STOPPED_BY_ERROR,
     complain,
     errors_without_traceback,
     failure,
-    ours,
+    is_explained,
 )
-from spotlight.cli.options import silence_loading_bars
-from spotlight.garbage import collection_paused
-from spotlight.testbed import TESTBEDS
+from spotlight_rewards.commands.options import silence_loading_bars
 
 if TYPE_CHECKING:
     from spotlight.cli.runs.progress import RunProgress
@@ -209,7 +209,7 @@ def _print_plan(config: RunConfig, arguments: Sequence[str]) -> None:
 
 
 def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: bool, profile: int) -> RunResult:
-    from spotlight.cli.runs.dashboard_command import start_beside
+    from spotlight.cli.runs.dashboard_beside import start_beside
     from spotlight.cli.runs.progress import make_progress
     from spotlight.runtime.clock import process_age_s
 
@@ -228,7 +228,7 @@ def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: boo
         message = "interrupted at once; the same command goes on from the last checkpoint."
         raise failure(message, EXIT_INTERRUPTED) from error
     except Exception as error:
-        if isinstance(error, ours()):
+        if is_explained(error):
             code = EXIT_STOPPED_BY_ERROR if progress.worked else EXIT_NOT_STARTED
             raise failure(str(error), code) from error
         _point_to_log(config, progress)

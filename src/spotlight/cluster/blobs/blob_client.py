@@ -8,7 +8,7 @@ from typing import Any
 from spotlight.cluster.blobs.blob_server import Delivered
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import RayLostError, answer, cause_of
-from spotlight.store.store_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError
 
 ANSWER_S = 120.0
 """Timeout for fetching images."""

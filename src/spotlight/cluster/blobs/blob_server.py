@@ -29,8 +29,8 @@ from weakref import WeakValueDictionary
 from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob, Usage
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
-from spotlight.store.store_errors import StoreError
 from spotlight.worker.reports import Report, ReportedValue, RolloutSpeed
+from spotlight_rewards.base.file_errors import StoreError
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -30,7 +30,7 @@ from pickle import PickleBuffer
 from typing import NamedTuple, SupportsIndex, TypeAlias
 
 from spotlight.cluster.blobs.spill import Damaged, SpillFolder
-from spotlight.store.store_errors import StoreError, storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_error
 
 log = logging.getLogger("spotlight.store")
 

@@ -20,8 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from spotlight.store.files import TEMPORARY_PREFIX
-from spotlight.store.store_errors import storage_error
+from spotlight_rewards.base.file_errors import storage_error
+from spotlight_rewards.base.files import TEMPORARY_PREFIX
 
 log = logging.getLogger("spotlight.store")
 

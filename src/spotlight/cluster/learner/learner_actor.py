@@ -34,11 +34,12 @@ from spotlight.cluster.learner.life import RankHandle
 from spotlight.cluster.learner.spare_workers import SpareProcess, Spares, SpareWorkers
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.cluster.remote_calls import cause_of
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.models.family import ModelFamily
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import Prompt, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import Rollout, RolloutId
 from spotlight.weights.bundle import WeightsManifest
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle

@@ -26,14 +26,16 @@ from spotlight.cluster.learner.failures import RAISED_MAX, STUCK_MAX, Failures
 from spotlight.cluster.learner.life import FINAL, Answers, End, Life, RankHandle, described
 from spotlight.cluster.remote_calls import AbandonedError, Notify
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import MicroBatch, PolicyVersion, Prompt, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import MicroBatch, PolicyVersion, Rollout, RolloutId
 from spotlight.weights.bundle import WeightsManifest
+from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 START_FAILED: tuple[type[Exception], ...] = (AbandonedError, *FINAL)
 """Errors that end a life during its start."""
 
 
-class LearnerError(RuntimeError):
+class LearnerError(UserError, RuntimeError):
     """The learner keeps failing in the same way; the message holds what it raised."""
 
 

@@ -24,10 +24,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from spotlight.config.errors import ConfigError
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
-from spotlight.config.tree import parse_yaml
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rollout.sequence_parallel import rendezvous
@@ -46,14 +44,17 @@ from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import export_judged
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import MicroBatch, Phase, Prompt, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import MicroBatch, Phase, Rollout, RolloutId
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import StoreError
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.redistribute import neighbours
 from spotlight.training.lora_export import whole_state
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight.weights.bundle import WeightsManifest, pack
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.base.yaml_tree import parse_yaml
 
 log = logging.getLogger("spotlight.learner")
 

@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import torch
 
 from spotlight.cluster.remote_calls import AbandonedError, wait_within
-from spotlight.config.errors import ConfigError
 from spotlight.models.model_errors import ModelError
 from spotlight.runtime.process import DeviceMemoryError
-from spotlight.store.store_errors import StoreError
 from spotlight.training.learner_state import StateError
 from spotlight.training.settings import TrainingError
 from spotlight.weights.weight_errors import WeightsError
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.file_errors import StoreError
 
 Answers = list[Any]
 """Return values of the ranks that were asked, by rank."""

@@ -37,8 +37,8 @@ from spotlight.cluster.local.node_processes import (
 )
 from spotlight.cluster.nodes.agent import pid_file
 from spotlight.cluster.nodes.listing import KIND_RESOURCES, SLOT
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 log = logging.getLogger("spotlight.cluster.local.local_cluster")
 

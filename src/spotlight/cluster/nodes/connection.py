@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import ray
 from ray._private import worker as ray_worker
 
-from spotlight.config.errors import ConfigError, Problem
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 log = logging.getLogger("spotlight.cluster")
 

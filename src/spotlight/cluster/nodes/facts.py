@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import spotlight
-from spotlight.config.errors import Problem
+from spotlight_rewards.base.errors import Problem
 
 _NVIDIA_SMI_S = 20.0
 """Generous, since the first call on a machine loads the driver."""

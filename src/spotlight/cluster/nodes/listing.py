@@ -16,9 +16,9 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 
 from spotlight.cluster.nodes.facts import Gpu, NodeFacts
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.scheduler.learner.learner_places import choose_places
 from spotlight.scheduler.types import Node, NodeId, NodeKind
+from spotlight_rewards.base.errors import ConfigError, Problem
 
 SLOT = "spotlight_slot"
 REWARD_NODE = "spotlight_reward"

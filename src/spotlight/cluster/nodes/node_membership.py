@@ -33,7 +33,7 @@ from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, diff, rea
 from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate, read_messages
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.remote_calls import RayLostError, cause_of
-from spotlight.config.errors import Problem
+from spotlight_rewards.base.errors import Problem
 
 log = logging.getLogger("spotlight.cluster.nodes.node_membership")
 

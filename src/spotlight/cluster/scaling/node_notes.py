@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spotlight.cluster.remote_calls import Notify
-from spotlight.store.files import write_atomically
+from spotlight_rewards.base.files import write_atomically
 
 
 @dataclass(frozen=True, slots=True)

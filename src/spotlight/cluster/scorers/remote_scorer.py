@@ -39,17 +39,17 @@ from spotlight.cluster.scorers.scorer_places import (
     preferred_cores,
     scorer_nodes,
 )
-from spotlight.config.sections.rewards import RewardConfig, RewardDevice
-from spotlight.rewards.pool.channel import Done, Failed, Request, Values
-from spotlight.rewards.pool.gpu_placement import VISIBLE, cpu_environment, visible_names
-from spotlight.rewards.pool.reward_process import (
+from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.pool.channel import Done, Failed, Request, Values
+from spotlight_rewards.pool.gpu_placement import VISIBLE, cpu_environment, visible_names
+from spotlight_rewards.pool.reward_process import (
     PoolClosedError,
     ProcessLost,
     RewardProcess,
     setup_error,
 )
-from spotlight.rewards.reward import RewardSetupError, RewardTraits, same_scorer
-from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.reward import RewardSetupError, RewardTraits, same_scorer
+from spotlight_rewards.reward_config import RewardConfig, RewardDevice
 
 _NODES_S = 5.0
 _GRACE_S = 15.0
@@ -221,7 +221,7 @@ class ScorerNodes:
 
 
 class RemoteScorer:
-    """One process of one reward on some node; a :class:`~spotlight.rewards.pool.reward_process.Scorer`."""
+    """One process of one reward on some node; a :class:`~spotlight_rewards.pool.reward_process.Scorer`."""
 
     def __init__(
         self,

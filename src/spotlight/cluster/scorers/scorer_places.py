@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from spotlight.cluster.nodes.listing import REWARD_NODE, View
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
-from spotlight.config.sections.rewards import RewardConfig, RewardDevice
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.reward_config import RewardConfig, RewardDevice
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny, ValidationInfo
 from pydantic_core import PydanticKnownError
 
-from spotlight.config.errors import Problem
 from spotlight.config.section import Section
-from spotlight.registry import ALGORITHMS, ANY_NAME
+from spotlight.registry import ALGORITHMS
+from spotlight_rewards.base.errors import Problem
+from spotlight_rewards.registry import ANY_NAME
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig

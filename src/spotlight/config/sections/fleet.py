@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from spotlight.config.errors import Problem
 from spotlight.config.section import Section
 from spotlight.config.sections.learner_section import divisors_near
 from spotlight.config.sections.target import TargetConfig
 from spotlight.registry import CLOUDS, FAMILIES
+from spotlight_rewards.base.errors import Problem
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig

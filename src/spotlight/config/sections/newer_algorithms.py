@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from spotlight.config.errors import Problem
 from spotlight.config.sections.algorithm import (
     BatchStartSection,
     ForwardProcessSection,
     NoiseLevels,
     OldPolicyConfig,
 )
+from spotlight_rewards.base.errors import Problem
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig

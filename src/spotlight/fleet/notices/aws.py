@@ -123,4 +123,4 @@ def _time(answer: MetadataAnswer, key: str, value: object) -> datetime:
     return time
 
 
-AWS = Cloud(AwsNotices, prices="spotlight.planning.prices.aws_prices:prices")
+AWS = Cloud(AwsNotices, prices="spotlight_plan.prices.aws_prices:prices")

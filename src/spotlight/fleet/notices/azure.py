@@ -128,4 +128,4 @@ def _names(answer: MetadataAnswer, place: str, event: Mapping[str, object]) -> S
     return [name.casefold() for name in value]
 
 
-AZURE = Cloud(AzureNotices, prices="spotlight.planning.prices.azure_prices:prices")
+AZURE = Cloud(AzureNotices, prices="spotlight_plan.prices.azure_prices:prices")

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from spotlight_rewards.base.errors import UserError
+
 if TYPE_CHECKING:
     from spotlight.fleet.notices.metadata import MetadataServer
 
 
-class NoticeError(Exception):
+class NoticeError(UserError):
     """Notices cannot be watched: a wrong address, no cloud, a signal outside the main thread."""
 
 
@@ -113,7 +115,7 @@ class Cloud:
     Attributes:
         notices: builds its notice source for a metadata server.
         prices: ``module:function``, or a function, from a
-            :class:`~spotlight.planning.prices.sources.PriceQuery` to a tuple of quotes; None: no price list.
+            :class:`~spotlight_plan.prices.sources.PriceQuery` to a tuple of quotes; None: no price list.
     """
 
     notices: Callable[[MetadataServer], CloudSource]

@@ -16,10 +16,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from spotlight_rewards.base.errors import UserError
+
 _PROBLEMS_SHOWN_MAX = 10
 
 
-class TraceError(ValueError):
+class TraceError(UserError, ValueError):
     """Unusable trace; names file, line, value and expectation."""
 
 

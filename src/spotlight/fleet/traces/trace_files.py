@@ -29,7 +29,7 @@ from spotlight.fleet.traces.trace import (
     problems_of,
     refuse,
 )
-from spotlight.store.files import write_atomically
+from spotlight_rewards.base.files import write_atomically
 
 TraceFormat: TypeAlias = Literal["auto", "bamboo", "skypilot", "csv", "jsonl"]
 

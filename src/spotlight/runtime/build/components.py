@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from spotlight.algorithms import Algorithm, build_algorithm
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
-from spotlight.config.sections.rewards import RewardConfig
 from spotlight.data.datasets import Prompts as Prompts
 from spotlight.data.datasets import load_held_out as load_held_out
 from spotlight.data.datasets import load_prompts as load_prompts
@@ -36,17 +34,6 @@ from spotlight.models.peft_layers import LoraSpec, check_targets
 from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.registry import FAMILIES
-from spotlight.rewards.pool.gpu_placement import (
-    VISIBLE,
-    LocalGpus,
-    cpu_environment,
-    place_on_gpus,
-    visible_names,
-)
-from spotlight.rewards.pool.reward_lane import ScorerStarter
-from spotlight.rewards.pool.reward_pool import RewardPool
-from spotlight.rewards.pool.reward_process import RewardProcess, Scorer
-from spotlight.rewards.results import require_names
 from spotlight.rollout.state import Recipe
 from spotlight.runtime.build.controller_plan import cluster_plan_of as cluster_plan_of
 from spotlight.runtime.build.controller_plan import plan_of as plan_of
@@ -55,6 +42,19 @@ from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose
 from spotlight.testbed import pipeline_directory
 from spotlight.training.settings import adapter_type, autocast_type
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.pool.gpu_placement import (
+    VISIBLE,
+    LocalGpus,
+    cpu_environment,
+    place_on_gpus,
+    visible_names,
+)
+from spotlight_rewards.pool.reward_lane import ScorerStarter
+from spotlight_rewards.pool.reward_pool import RewardPool
+from spotlight_rewards.pool.reward_process import RewardProcess, Scorer
+from spotlight_rewards.results import require_names
+from spotlight_rewards.reward_config import RewardConfig
 
 if TYPE_CHECKING:
     from spotlight.rollout.engine import Engine

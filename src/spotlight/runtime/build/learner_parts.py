@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from spotlight.algorithms import Algorithm
-from spotlight.config.errors import ConfigError, Problem
 from spotlight.config.schema import RunConfig
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_checks import require_model, require_supported
@@ -20,12 +19,13 @@ from spotlight.models.family import ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.runtime.build import components as build
 from spotlight.runtime.build.preview_settings import preview_steps
-from spotlight.scheduler.types import Prompt
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import Trainer
 from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight.training.learner import Learner, TrainingGuidance
 from spotlight.training.sharding import Ranks, is_shared
+from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,14 +50,7 @@ from spotlight.scheduler.effects import (
     StopGroup,
 )
 from spotlight.scheduler.plan import ClusterPlan
-from spotlight.scheduler.types import (
-    GroupKind,
-    Node,
-    NodeId,
-    PolicyVersion,
-    WeightKind,
-    WorkerId,
-)
+from spotlight.scheduler.types import GroupKind, Node, NodeId, PolicyVersion, WeightKind, WorkerId
 
 
 @dataclass(slots=True)

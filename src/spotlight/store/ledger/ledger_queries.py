@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.scheduler.types import DropReason, Filler, Phase, PromptId, Purpose
+from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 from spotlight.store.ledger.ledger_schema import (
     APPLICATION_ID,
     RECORD_TABLES,
@@ -28,6 +28,7 @@ from spotlight.store.ledger.ledger_schema import (
     Incident,
 )
 from spotlight.store.store_errors import LedgerError
+from spotlight_rewards.base.prompts import PromptId
 
 _TOGETHER_S = 5.0
 """Parts of a machine that are lost so shortly one after the other are lost together."""

@@ -35,7 +35,7 @@ from spotlight.scheduler.records import (
     StepApplied,
     VersionPublished,
 )
-from spotlight.scheduler.types import Filler, Lease, Phase, PromptId, RolloutId, WorkerId
+from spotlight.scheduler.types import Filler, Lease, Phase, RolloutId, WorkerId
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import (
     INDEXES,
@@ -48,7 +48,9 @@ from spotlight.store.ledger.ledger_schema import (
     RolloutOutcome,
     upgrade_from,
 )
-from spotlight.store.store_errors import LedgerError, storage_error
+from spotlight.store.store_errors import LedgerError
+from spotlight_rewards.base.file_errors import storage_error
+from spotlight_rewards.base.prompts import PromptId
 
 _Values: TypeAlias = tuple[str | int | float | None, ...]
 

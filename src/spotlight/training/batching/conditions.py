@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from spotlight.models.condition import Condition, ModelInput, model_input
 from spotlight.models.family import ModelFamily
-from spotlight.scheduler.types import Prompt, PromptId
 from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight.training.sharding import Ranks
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 _CHUNK = 64  # embeddings in memory at a time while the cache is filled
 

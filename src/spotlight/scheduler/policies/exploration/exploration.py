@@ -18,7 +18,8 @@ from spotlight.scheduler.policies.exploration.window import Window
 from spotlight.scheduler.policy import Begun, GroupPlan, Policy
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import DropReason, PolicyVersion, Prompt, Purpose, Rollout, RolloutId, Scores
+from spotlight.scheduler.types import DropReason, PolicyVersion, Purpose, Rollout, RolloutId, Scores
+from spotlight_rewards.base.prompts import Prompt
 
 
 class Exploration(Policy):

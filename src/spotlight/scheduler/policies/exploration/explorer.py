@@ -31,7 +31,8 @@ from spotlight.scheduler.policies.exploration.window import Choice, ExploredGrou
 from spotlight.scheduler.policy import Policy
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import spares_of_iteration
-from spotlight.scheduler.types import PolicyVersion, Prompt
+from spotlight.scheduler.types import PolicyVersion
+from spotlight_rewards.base.prompts import Prompt
 
 
 class Explorer:

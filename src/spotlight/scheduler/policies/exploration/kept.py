@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from spotlight.scheduler.plan import Plan
 from spotlight.scheduler.policies.exploration.window import Window
-from spotlight.scheduler.types import Maker, PromptId, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Maker, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import PromptId
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,8 @@ from spotlight.scheduler.selection import (
     sample_variance,
     select,
 )
-from spotlight.scheduler.types import PolicyVersion, Prompt, PromptId, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Rollout, RolloutId
+from spotlight_rewards.base.prompts import Prompt, PromptId
 
 _START = PolicyVersion(0)
 

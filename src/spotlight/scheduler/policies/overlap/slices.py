@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler.batches import Part, whole_group
-from spotlight.scheduler.types import COMPARED_MIN, Baseline, Comparison, Group, PromptId, RolloutId, Scores
+from spotlight.scheduler.types import COMPARED_MIN, Baseline, Comparison, Group, RolloutId, Scores
+from spotlight_rewards.base.prompts import PromptId
 
 
 def slices(

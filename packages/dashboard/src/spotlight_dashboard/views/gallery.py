@@ -1,0 +1,98 @@
+"""The pictures of evaluations: the same prompts and seeds at every one, with the scores of each."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.store.images import drawn_iterations, read_tile_notes
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.picture_names import tile_path
+from spotlight.store.store_errors import LedgerError
+from spotlight_dashboard.figures import Json, finite
+from spotlight_dashboard.run_folders import RunFolder
+
+_CAPTION_MAX = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class _ScoredPicture:
+    rollout: str
+    seed: str
+    tag: str | None
+    scores: dict[str, float]
+
+
+def gallery(run: RunFolder) -> Json:
+    """The evaluations that have pictures, ascending."""
+    return {"iterations": drawn_iterations(run.paths)}
+
+
+def pictures(run: RunFolder, iteration: int) -> Json:
+    """One evaluation's pictures in the grid's order, with scores, seed and tag of the sample where known."""
+    notes = [
+        (int(note.path.stem.rpartition("-")[2]), note)
+        for note in read_tile_notes(run.paths, iteration)
+        if run.readable(note.path)
+    ]
+    rollouts = _evaluated(run, iteration)
+    found: list[Json] = []
+    met: dict[str, int] = defaultdict(int)
+    for index, note in notes:
+        of_prompt = rollouts.get(note.caption, [])
+        place = met[note.caption]
+        met[note.caption] += 1
+        known = of_prompt[place] if place < len(of_prompt) else None
+        # A sample that was dropped has no picture, so places alone could name the wrong one.
+        if known is not None and note.score not in known.scores.values():
+            known = None
+        found.append(
+            {
+                "index": index,
+                "caption": note.caption[:_CAPTION_MAX],
+                "score": finite(note.score),
+                "rollout": known.rollout if known else None,
+                "seed": known.seed if known else None,
+                "tag": of_prompt[0].tag if of_prompt else None,
+                "scores": {name: finite(value) for name, value in known.scores.items()} if known else {},
+            }
+        )
+    return {"iteration": iteration, "pictures": found}
+
+
+def picture_file(run: RunFolder, iteration: int, index: int) -> Path | None:
+    """The file of one picture, of those within the run's directory."""
+    return run.readable(tile_path(run.paths, iteration, index))
+
+
+def _evaluated(run: RunFolder, iteration: int) -> dict[str, list[_ScoredPicture]]:
+    """Scored evaluation rollouts of an iteration by prompt, in the order of issue; empty without a ledger."""
+    try:
+        connection = queries.open_readonly(run.ledger())
+    except LedgerError:
+        return {}
+    with closing(connection), queries.consistent_reading(connection):
+        rows = connection.execute(
+            "SELECT rollouts.id, seed, text, metadata, name, value FROM rollouts"
+            " JOIN prompts ON prompts.id = prompt JOIN rewards ON rewards.rollout = rollouts.id"
+            " WHERE purpose = 'eval' AND iteration = ? ORDER BY rollouts.seq",
+            (iteration,),
+        ).fetchall()
+    return _by_prompt(rows)
+
+
+def _by_prompt(rows: list[tuple[str, int, str, str, str, float | None]]) -> dict[str, list[_ScoredPicture]]:
+    samples: dict[str, _ScoredPicture] = {}
+    found: dict[str, list[_ScoredPicture]] = defaultdict(list)
+    for rollout, seed, text, metadata, name, value in rows:
+        if rollout not in samples:
+            tag = json.loads(metadata).get("tag")
+            # As text: a seed has more digits than a number of JavaScript.
+            samples[rollout] = _ScoredPicture(rollout, str(seed), tag if isinstance(tag, str) else None, {})
+            found[text].append(samples[rollout])
+        if value is not None:
+            samples[rollout].scores[name] = value
+    return found

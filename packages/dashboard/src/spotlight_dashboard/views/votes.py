@@ -1,0 +1,52 @@
+"""Groups of pictures on which a person is asked to vote (the reward ``vote``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from spotlight_dashboard.figures import Json
+from spotlight_dashboard.run_folders import RunFolder
+from spotlight_rewards.ballots import VOTES_FOLDER, BallotBox
+
+_SHOWN = 20
+_PROMPT_MAX = 20_000
+
+
+def ballot_box(run: RunFolder) -> BallotBox | None:
+    """The run's ballots; None if it has none, or only a link to others."""
+    folder = run.paths.path / VOTES_FOLDER
+    is_ours = not folder.is_symlink() and not (folder / "open").is_symlink()
+    return BallotBox(folder) if is_ours and folder.is_dir() else None
+
+
+def votes(run: RunFolder) -> Json:
+    """The ballots that wait, the oldest first."""
+    box = ballot_box(run)
+    waiting = [] if box is None else box.awaited()
+    now_s = 0.0 if box is None or not waiting else box.now_s()
+    shown = [
+        {
+            "id": each.id,
+            "prompt": each.prompt[:_PROMPT_MAX],
+            "pictures": list(each.pictures),
+            "left_s": max(0.0, each.ends_at - now_s),
+            "asks_name": each.asks_name,
+        }
+        for each in waiting[:_SHOWN]
+    ]
+    return {"ballots": shown, "more": len(waiting) - len(shown)}
+
+
+def ballot_picture(run: RunFolder, ballot: str, name: str) -> Path | None:
+    """The file of a ballot's picture, within the run's directory."""
+    box = ballot_box(run)
+    path = None if box is None else box.picture(ballot, name)
+    return None if path is None else run.readable(path)
+
+
+def asks_people(run: RunFolder) -> bool:
+    """Whether one of its rewards is ``vote``."""
+    rewards = run.settings().tree.get("rewards")
+    return isinstance(rewards, list) and any(
+        isinstance(each, dict) and each.get("name") == "vote" for each in rewards
+    )

@@ -1,0 +1,502 @@
+"""From a scenario file to the simulator's input.
+
+:func:`prepare` reads profile, prices and trace, and rejects what cannot work before anything is simulated.
+:func:`scenario_of` is pure and builds one strategy's scenario. All strategies share one trace.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from spotlight.config.sections.evaluation import NO_EVALUATION, EvaluationConfig
+from spotlight.config.sections.exploration import (
+    BanditConfig,
+    ExplorationConfig,
+    PlannerConfig,
+    PreviewCostsConfig,
+    SeedChoiceConfig,
+)
+from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
+from spotlight.fleet.traces.trace_files import read_trace
+from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
+from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice, latent_frames
+from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
+from spotlight_plan.prices.quotes import Quote
+from spotlight_plan.scenarios.fleet_events import SpotOffer, spot_events
+from spotlight_plan.scenarios.pricing import PriceTag, Pricing, pricing_of
+from spotlight_plan.scenarios.profile import (
+    Profile,
+    learner_bytes,
+    load_profile,
+    require_memory,
+    require_size,
+    timesteps_that_fit,
+)
+from spotlight_plan.scenarios.profile_costs import (
+    LearnerShape,
+    ProfileCosts,
+    ProfiledWorkload,
+    sp_degrees,
+)
+from spotlight_plan.scenarios.scenario_file import (
+    AlwaysOn,
+    GeneratedTrace,
+    Pool,
+    PublicTraceSection,
+    ScenarioFile,
+)
+from spotlight_plan.scenarios.side_costs import egress_of, standing_usd_h
+from spotlight_plan.scenarios.strategies import (
+    PipelinePart,
+    SpotPlaces,
+    Strategy,
+    strategy_named,
+)
+from spotlight_plan.simulation.scenario import NodeEvent, OnDemandOffer, Scenario
+from spotlight_plan.simulation.virtual_rewards import RewardModel
+from spotlight_plan.traces.generator import TraceSpec, generate
+from spotlight_plan.traces.public_traces import public_trace
+from spotlight_rewards.base.errors import ConfigError, Problem
+
+_PROMPTS_FACTOR = 4
+"""Simulated prompts per prompt of an iteration; does not affect the result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A scenario with its files read.
+
+    Attributes:
+        trace: limited to the spot nodes that roll out, and to the run time.
+        later: a trace file begins this share of its length later.
+    """
+
+    file: ScenarioFile
+    profile: Profile
+    pricing: Pricing
+    trace: Trace
+    later: float = 0.0
+    _traces: dict[int, Trace] = field(default_factory=dict, compare=False, repr=False)
+    """Of other numbers of nodes, as asked for."""
+
+    def trace_of(self, strategy: Strategy) -> Trace:
+        """The trace with as many nodes as the strategy asks for."""
+        nodes = self.file.spot_nodes(strategy)
+        if nodes == self.file.cluster.spot.nodes:
+            return self.trace
+        if nodes not in self._traces:
+            self._traces[nodes] = _trace(self.file, nodes, self.later)
+        return self._traces[nodes]
+
+
+def prepare(
+    file: ScenarioFile, strategies: tuple[str, ...], now: datetime, quotes: Sequence[Quote] | None = None
+) -> Prepared:
+    """Read the scenario's files and check that every strategy can be simulated.
+
+    Args:
+        strategies: those to simulate.
+        now: for the age of prices.
+        quotes: of the scenario's price source, already read; None reads them.
+
+    Raises:
+        ConfigError, TraceError, PriceError: missing figures or prices, too little memory, an unusable trace.
+    """
+    chosen = [strategy_named(name) for name in strategies]
+    profile = load_profile(file.workload.profile)
+    require_size(profile, file.workload.height, file.workload.width)
+    if file.cluster.spot.nodes == 0 and (
+        needy := [one for one in chosen if one.places is not SpotPlaces.NOTHING]
+    ):
+        names = ", ".join(strategy.name for strategy in needy)
+        remedy = "Ask for spot nodes, or simulate reserved_only alone."
+        raise ConfigError(file.name, [Problem("cluster.spot.nodes", "0", f"1 or more for {names}", remedy)])
+    _require_fresh(file, chosen)
+    pricing = _pricing(file, chosen, now, quotes)
+    prepared = Prepared(file, profile, pricing, _trace(file, file.cluster.spot.nodes))
+    for strategy in chosen:
+        _require_costs(scenario_of(prepared, strategy), profile)
+    return prepared
+
+
+def _pricing(
+    file: ScenarioFile, chosen: Sequence[Strategy], now: datetime, quotes: Sequence[Quote] | None
+) -> Pricing:
+    return pricing_of(
+        file,
+        reserved=any(not one.is_all_spot for one in chosen),
+        on_demand=any(one.places.stays or one.placement == "spot_then_on_demand" for one in chosen),
+        spot=any(one.places is SpotPlaces.SPOT for one in chosen),
+        now=now,
+        quotes=quotes,
+    )
+
+
+def at_starts(prepared: Prepared) -> tuple[Prepared, ...]:
+    """The scenario from each of its ``run.starts`` starts, its own first.
+
+    Start k has the seed + k, so that generated traces are others, and a trace file begins k / starts later.
+    """
+    run = prepared.file.run
+    return (prepared, *(_at_start(prepared, turn) for turn in range(1, run.starts)))
+
+
+def _at_start(prepared: Prepared, turn: int) -> Prepared:
+    run = prepared.file.run.model_copy(update={"seed": prepared.file.run.seed + turn})
+    return with_file(prepared, prepared.file.model_copy(update={"run": run}), turn / run.starts)
+
+
+def with_file(prepared: Prepared, file: ScenarioFile, later: float = 0.0) -> Prepared:
+    """Another file with the profile and prices of this one; a trace file begins this share of it later."""
+    trace = _trace(file, file.cluster.spot.nodes, later)
+    return replace(prepared, file=file, trace=trace, later=later, _traces={})
+
+
+def priced_again(
+    starts: Sequence[Prepared],
+    file: ScenarioFile,
+    strategy: str,
+    now: datetime,
+    quotes: Sequence[Quote] | None = None,
+) -> tuple[Prepared, ...]:
+    """The same simulations in other places: only prices differ. Raises :class:`PriceError`."""
+    pricing = _pricing(file, [strategy_named(strategy)], now, quotes)
+    return tuple(
+        replace(start, file=start.file.model_copy(update={"cluster": file.cluster}), pricing=pricing)
+        for start in starts
+    )
+
+
+def _require_fresh(file: ScenarioFile, chosen: Sequence[Strategy]) -> None:
+    """Refuse what the learner would: see ``config/sections/pipeline.py``."""
+    early = [one for one in chosen if PipelinePart.TCSS in one.parts]
+    problems = [Problem(*file.stale_problem)] if early and file.stale_problem else []
+    if file.pipeline.next_share == 1 and any(one.explore for one in early):
+        remedy = "Groups that start early have random seeds, and these would be all: lower it."
+        problems.append(Problem("pipeline.next_share", "1", "less than 1 with exploration", remedy))
+    if problems:
+        raise ConfigError(file.name, problems)
+
+
+def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = False) -> Scenario:
+    """Build one strategy's scenario.
+
+    Raises:
+        ConfigError: the profile lacks a figure, or the model does not fit.
+    """
+    file, work = prepared.file, prepared.file.workload
+    nodes = node_events(prepared, strategy)
+    joining = [event.node for _, event in nodes if isinstance(event, NodeJoined)]
+    ranks = ranks_of(prepared, strategy)
+    denoising = tuple(dict.fromkeys(node.gpu_type for node in joining if node.rolls_out))
+    if not denoising:
+        found, remedy = "no spot node in all the time", "Take another, or set cluster.reserved.rolls_out."
+        raise ConfigError(
+            prepared.trace.source,
+            [Problem("trace", found, f"one that rolls out, for {strategy.name}", remedy)],
+        )
+    costs = _costs(prepared, strategy, denoising, ranks)
+    model = file.exploration.rewards if file.exploration else None
+    return Scenario(
+        plan=_plan(prepared, strategy, costs, denoising, ranks),
+        costs=costs,
+        nodes=nodes,
+        train_prompts=_PROMPTS_FACTOR * work.prompts,
+        test_prompts=work.evaluation.prompts if work.evaluation else 0,
+        seed=file.run.seed,
+        noise=file.run.noise,
+        commit_every=file.run.commit_every,
+        until_s=file.run.until_h * 3600,
+        rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
+        timelines=timelines,
+        on_demand=on_demand_offer(prepared) if strategy.placement == "spot_then_on_demand" else None,
+        boot_s=costs.boot_s() if file.cluster.boot_s is None else file.cluster.boot_s,
+        ranks_roll_out=strategy.trainers_roll_out(file.cluster.reserved.rolls_out),
+        even_ranks=file.learner.shard == "node",
+        egress=egress_of(file, prepared.profile, prepared.pricing, strategy),
+        standing_usd_h=standing_usd_h(file, prepared.profile, strategy),
+    )
+
+
+def ranks_of(prepared: Prepared, strategy: Strategy) -> int:
+    """GPUs that train."""
+    if strategy.learner_moves:
+        return prepared.file.ranks
+    joining = [event.node for _, event in node_events(prepared, strategy) if isinstance(event, NodeJoined)]
+    return sum(node.gpus for node in joining if node.trains)  # all of these join at 0
+
+
+def on_demand_offer(prepared: Prepared) -> OnDemandOffer:
+    """The whole machines that a learner on spot nodes takes on demand, as one node."""
+    file, tag = prepared.file, prepared.pricing.on_demand
+    assert tag is not None, "prepared for a strategy that takes a node on demand"
+    spot = file.cluster.spot
+    gpus = math.ceil(file.ranks / spot.gpus_per_node) * spot.gpus_per_node  # of whole machines
+    price, kind = tag.usd_gpu_h * gpus, NodeKind.ON_DEMAND
+    node = Node(NodeId("on-demand"), kind, gpus, spot.gpu_type, price, trains=False, rolls_out=True)
+    wish = file.learner.on_demand
+    return OnDemandOffer(node, wish.after_s, wish.back_after_s)
+
+
+def _learner_shape(file: ScenarioFile, strategy: Strategy, ranks: int) -> LearnerShape:
+    pools = file.cluster
+    gpus = (pools.spot if strategy.is_all_spot else pools.reserved).gpus_per_node
+    if strategy.places is SpotPlaces.ON_DEMAND and pools.spot.gpu_type == pools.reserved.gpu_type:
+        gpus = min(gpus, pools.spot.gpus_per_node)
+    return LearnerShape(ranks, gpus, file.learner.shard, file.workload.micro_batch_per_gpu)
+
+
+def _costs(prepared: Prepared, strategy: Strategy, denoising: tuple[str, ...], ranks: int) -> ProfileCosts:
+    work, learner_gpu = prepared.file.workload, prepared.file.learner_gpu(strategy)
+    per_pass = timesteps_per_pass(prepared, strategy, ranks)
+    require_memory(
+        prepared.profile,
+        rollout_gpus=denoising,
+        learner_gpu=learner_gpu,
+        ranks=_learner_shape(prepared.file, strategy, ranks).parts,
+        timesteps_per_pass=per_pass,
+    )
+    workload = ProfiledWorkload(
+        pixels=prepared.file.pixels,
+        trained_timesteps=work.trained_timesteps,
+        learner_gpu=learner_gpu,
+        guidance=work.guidance,
+        recomputes_log_probs=work.recomputes_log_probs,
+        timesteps_per_pass=per_pass,
+        resident=work.resident and not strategy.switches,
+        scorers=prepared.file.rewards.scorers,
+        learner=_learner_shape(prepared.file, strategy, ranks),
+    )
+    return ProfileCosts(prepared.profile, workload)
+
+
+def _plan(
+    prepared: Prepared, strategy: Strategy, costs: ProfileCosts, denoising: tuple[str, ...], ranks: int
+) -> Plan:
+    file, work, test = prepared.file, prepared.file.workload, prepared.file.workload.evaluation
+    return Plan(
+        run_seed=file.run.seed,
+        iterations=file.run.iterations,
+        prompts_per_iteration=work.prompts,
+        group_size=work.group_size,
+        rollout_steps=work.steps,
+        evaluation=NO_EVALUATION
+        if test is None
+        else EvaluationConfig(every=test.every, images_per_prompt=test.images_per_prompt, steps=test.steps),
+        updates_per_batch=work.updates_per_batch,
+        micro_batch_size=ranks * work.micro_batch_per_gpu,
+        checkpoint_every=1 if strategy.is_all_spot else work.checkpoint_every,
+        lease_s=_lease_s(costs, denoising, file),
+        max_drop_share=0.5,  # uneven ranks leave samples over by design
+        ranks=ranks,
+        cluster=replace(_cluster_plan(prepared, costs, denoising), learner_moves=strategy.learner_moves),
+        exploration=_exploration(file, strategy, costs, denoising[0], ranks),
+        keeps_previews=strategy.explore == "critical_path",
+        pipeline=file.pipeline.of(strategy, costs.switch_s()),
+        bounded=PipelinePart.TAG in strategy.parts,
+        choice=TrainingChoice(work.train_samples),
+    )
+
+
+def bytes_of_both(prepared: Prepared, strategy: Strategy) -> float:
+    """Least memory of a GPU with both a training and a rollout process resident; 0 if none has both."""
+    nodes = [event.node for _, event in node_events(prepared, strategy) if isinstance(event, NodeJoined)]
+    moving = strategy.learner_moves and strategy.trainers_roll_out(prepared.file.cluster.reserved.rolls_out)
+    if not moving and not any(node.trains and node.rolls_out for node in nodes):
+        return 0.0
+    ranks = ranks_of(prepared, strategy)
+    asked = prepared.file.workload.timesteps_per_pass  # if null, only as many as fit are taken
+    per_pass = 1 if asked is None else timesteps_per_pass(prepared, strategy, ranks)
+    parts = _learner_shape(prepared.file, strategy, ranks).parts
+    return prepared.profile.memory.rollout_bytes.value + learner_bytes(prepared.profile, parts, per_pass)
+
+
+def timesteps_per_pass(prepared: Prepared, strategy: Strategy, ranks: int) -> int:
+    """The setting, with ``+tsp``; if null, as many as fit on a learner GPU."""
+    work, reserved = prepared.file.workload, prepared.file.cluster.reserved
+    if PipelinePart.TSP not in strategy.parts:
+        return 1
+    if work.timesteps_per_pass is not None:
+        return min(work.timesteps_per_pass, work.trained_timesteps)
+    both = work.resident and not strategy.switches and strategy.trainers_roll_out(reserved.rolls_out)
+    held = prepared.profile.memory.rollout_bytes.value if both else 0.0
+    gpu = prepared.file.learner_gpu(strategy)
+    parts = _learner_shape(prepared.file, strategy, ranks).parts
+    return timesteps_that_fit(prepared.profile, gpu, parts, work.trained_timesteps, held)
+
+
+def node_events(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
+    """Node events of a strategy: reserved nodes, and whatever takes the places of the spot nodes."""
+    cluster, pricing = prepared.file.cluster, prepared.pricing
+    reserved, spot = cluster.reserved, cluster.spot
+    both = strategy.trainers_roll_out(reserved.rolls_out)
+    events: list[tuple[float, NodeEvent]] = []
+    if not strategy.is_all_spot:
+        assert pricing.reserved is not None, "prepared for a strategy with reserved nodes"
+        for n in range(reserved.nodes):
+            node = _standing(f"reserved:{n}", reserved, pricing.reserved, trains=True, rolls_out=both)
+            events.append((0.0, NodeJoined(node)))
+    if strategy.baseline is not None:  # the undisturbed run that its model takes
+        price = pricing.spot or PriceTag(0.0, "the trace's")
+        nodes = (
+            _standing(f"spot:{n}", spot, price, trains=True, rolls_out=True)
+            for n in range(prepared.file.spot_nodes(strategy))
+        )
+        return tuple((0.0, NodeJoined(node)) for node in nodes)
+    if strategy.places.stays:
+        assert pricing.on_demand is not None, "prepared for a strategy that rents on demand"
+        # Mixed GPU types would train at the pace of the slowest, so other types only denoise.
+        trains = strategy.places is SpotPlaces.ON_DEMAND and spot.gpu_type == reserved.gpu_type
+        for n in range(spot.nodes):
+            node = _standing(f"on-demand:{n}", spot, pricing.on_demand, trains=trains, rolls_out=True)
+            events.append((0.0, NodeJoined(node)))
+    elif strategy.places is SpotPlaces.SPOT:
+        events += spot_nodes_of(prepared, strategy)
+    return tuple(events)
+
+
+def spot_nodes_of(prepared: Prepared, strategy: Strategy) -> tuple[tuple[float, NodeEvent], ...]:
+    """The spot nodes of the strategy's trace, as they come and go."""
+    spot, tag = prepared.file.cluster.spot, prepared.pricing.spot
+    usd_h = None if tag is None else tag.usd_gpu_h * spot.gpus_per_node
+    return spot_events(prepared.trace_of(strategy), SpotOffer(spot.gpu_type, spot.gpus_per_node, usd_h))
+
+
+def _standing(name: str, pool: Pool, tag: PriceTag, *, trains: bool, rolls_out: bool) -> Node:
+    gpus, price = pool.gpus_per_node, tag.usd_gpu_h * pool.gpus_per_node
+    return Node(NodeId(name), NodeKind.RESERVED, gpus, pool.gpu_type, price, trains, rolls_out)
+
+
+def _trace(file: ScenarioFile, nodes: int, later: float = 0.0) -> Trace:
+    """The scenario's trace, of so many nodes; one of a file begins this share of its length later."""
+    spot, section, horizon_s = file.cluster.spot, file.trace, file.run.until_h * 3600
+    if nodes == 0 or isinstance(section, AlwaysOn):
+        gpus = spot.gpus_per_node
+        added = (TraceEvent(0.0, TraceEventKind.ADD, str(n), gpus) for n in range(nodes))
+        return Trace(tuple(added), horizon_s, "always on")
+    if isinstance(section, GeneratedTrace):
+        return generate(
+            TraceSpec(
+                seed=file.run.seed,
+                horizon_s=horizon_s,
+                nodes=nodes,
+                gpus_per_node=spot.gpus_per_node,
+                mean_uptime_s=section.mean_uptime_h * 3600,
+                mean_downtime_s=section.mean_downtime_s,
+                bursts_per_h=section.bursts_per_h,
+                burst_fraction=section.burst_fraction,
+                burst_spread_s=section.burst_spread_s,
+                zones=section.zones,
+                notice_lead_s=section.notice_lead_s,
+            )
+        )
+    path = public_trace(section.name) if isinstance(section, PublicTraceSection) else section.path
+    source = str(path)
+    trace = limit(read_trace(path, gpus_per_node=spot.gpus_per_node), nodes)
+    start_s = section.start_h * 3600 + later * trace.horizon_s
+    trace = repeat(trace, start_s + horizon_s)
+    if start_s:
+        trace = cut(trace, start_s, start_s + horizon_s)
+        source += f" from {start_s / 3600:g} h"
+    if section.notice_lead_s is not None:
+        trace = with_notices(trace, section.notice_lead_s)
+        source += f", notices {section.notice_lead_s:g} s ahead"
+    return replace(trace, source=source)
+
+
+def _exploration(
+    file: ScenarioFile, strategy: Strategy, costs: ProfileCosts, gpu: str, ranks: int
+) -> ExplorationConfig | None:
+    if strategy.explore is None:
+        return None
+    section = file.exploration
+    if section is None:
+        remedy = "Add seeds_per_prompt and steps."
+        raise ConfigError(
+            file.name, [Problem("exploration", "nothing", f"a section, for {strategy.name}", remedy)]
+        )
+    shared = {name: getattr(section, name) for name in SeedChoiceConfig.model_fields}
+    if section.planner is not None:
+        planner = {name: getattr(section.planner, name) for name in BanditConfig.model_fields}
+        shared["planner"] = PlannerConfig(**planner, costs=_preview_costs(file, costs, gpu, ranks))
+    return ExplorationConfig(where=strategy.explore, **shared)
+
+
+def _preview_costs(file: ScenarioFile, costs: ProfileCosts, gpu: str, ranks: int) -> PreviewCostsConfig:
+    size, learner = costs.lease_size(gpu, file.pixels, 1), costs.workload.learner_gpu
+    updates = file.workload.updates_per_batch * costs.optimizer_s()
+    publishes = costs.publish_s(WeightKind(file.workload.publishes))
+    training_s = costs.train_s(learner, file.pixels, file.samples, ranks)
+    return PreviewCostsConfig(
+        step_s=costs.denoise_step_s(gpu, file.pixels, size, 1) / size,
+        fixed_s=costs.decode_s(gpu, file.pixels, size) / size,
+        reward_s=costs.reward_s(size),
+        window_s=costs.prepare_s(file.samples, ranks) + training_s + updates + publishes,
+    )
+
+
+# -- what follows from durations -----------------------------------------------------------------------------
+
+
+def _cluster_plan(prepared: Prepared, costs: ProfileCosts, gpus: tuple[str, ...]) -> ClusterPlan:
+    """Time-outs scale with the step time, since a video step may take half a minute."""
+    file = prepared.file
+    cluster = file.cluster
+    widest = max(cluster.reserved.gpus_per_node, cluster.spot.gpus_per_node)
+    allowed = degrees(prepared.profile, gpus, file.pixels, widest)
+    publishes = WeightKind(file.workload.publishes)
+    step_s = max(_step_s(costs, gpu, file.pixels) for gpu in gpus)
+    decode_s = max(costs.decode_s(gpu, file.pixels, costs.lease_size(gpu, file.pixels, 1)) for gpu in gpus)
+    pull_s = max(costs.pull_s(publishes, peer) for peer in (False, True))
+    full_s = costs.worker_start_s() + costs.pull_s(WeightKind.FULL, False)
+    return ClusterPlan(
+        pixels=file.pixels,
+        latent_frames=latent_frames(prepared.profile.frames),
+        heads=round(prepared.profile.heads.value),
+        degrees=allowed,
+        answer_s=max(10.0, 3 * (step_s + decode_s), 3 * pull_s, 3 * costs.group_setup_s(allowed[-1])),
+        start_s=max(600.0, 3 * full_s),
+        drain_margin_s=max(10.0, 2 * step_s + decode_s),
+        publishes=publishes,
+    )
+
+
+def degrees(profile: Profile, gpus: tuple[str, ...], pixels: int, widest: int) -> tuple[int, ...]:
+    """SP degrees with figures on every GPU type, ascending. Raises :class:`ConfigError` if there is none."""
+    timed = [set(sp_degrees(profile, gpu, pixels)) for gpu in gpus]
+    known = sorted(degree for degree in set.intersection(*timed) if degree <= widest)
+    if known:
+        return tuple(known)
+    key = f"gpus.{gpus[0]}.denoise"
+    found, expected = f"no sp degree up to {widest} for {pixels} pixels", "one"
+    remedy = "Add points of that size with their source, or choose another size or gpus_per_node."
+    raise ConfigError(f"the profile {profile.name}", [Problem(key, found, expected, remedy)])
+
+
+def _step_s(costs: ProfileCosts, gpu: str, pixels: int) -> float:
+    return costs.denoise_step_s(gpu, pixels, costs.lease_size(gpu, pixels, 1), 1)
+
+
+def _lease_s(costs: ProfileCosts, gpus: tuple[str, ...], file: ScenarioFile) -> float:
+    test = file.workload.evaluation
+    steps = max(file.workload.steps, test.steps if test else 0)
+    return max(120.0, *(3 * steps * _step_s(costs, gpu, file.pixels) for gpu in gpus))
+
+
+def _require_costs(scenario: Scenario, profile: Profile) -> None:
+    """Query every figure that the simulation may need. Raises :class:`ConfigError`."""
+    costs, plan = scenario.costs, scenario.plan
+    joined = [event.node for _, event in scenario.nodes if isinstance(event, NodeJoined)]
+    for gpu in dict.fromkeys(node.gpu_type for node in joined if node.rolls_out):
+        for degree in plan.cluster.degrees:
+            size = costs.lease_size(gpu, plan.cluster.pixels, degree)
+            costs.denoise_step_s(gpu, plan.cluster.pixels, size, degree)
+            costs.decode_s(gpu, plan.cluster.pixels, size)
+    trainers = {node.gpu_type for node in joined if node.trains or plan.cluster.learner_moves}
+    for gpu in sorted(trainers):
+        costs.train_s(gpu, plan.cluster.pixels, 1, plan.ranks)
+    costs.prepare_s(1, plan.ranks)

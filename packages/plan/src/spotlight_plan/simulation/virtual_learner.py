@@ -1,0 +1,235 @@
+"""The learner, its checkpoints and the tensors beside the controller, in virtual time.
+
+It answers each effect once and in order, or is lost: then nothing in progress is answered, and it restarts
+from the last durable checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
+from spotlight.scheduler.types import Phase, PolicyVersion, RolloutId
+from spotlight_plan.simulation.gpu_accounts import BilledSegment, GpuAccounts, GpuSwitches
+from spotlight_plan.simulation.scenario import Scenario
+from spotlight_plan.simulation.virtual_processes import INITIAL_WEIGHTS, VirtualWeights
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualCheckpoint:
+    """Durable state of learner, controller and ledger, saved together."""
+
+    effect: ef.CommitCheckpoint
+    weights: VirtualWeights
+
+
+@dataclass(slots=True)
+class VirtualStore:
+    """Tensors that outlive workers: finished samples, committed progress, published versions."""
+
+    samples: dict[RolloutId, VirtualWeights] = field(default_factory=dict)
+    progress: dict[RolloutId, tuple[int, VirtualWeights]] = field(default_factory=dict)
+    versions: dict[int, VirtualWeights] = field(default_factory=dict)
+
+    def carry_out(self, effect: ef.KeepPreview | ef.DiscardSamples) -> None:
+        """Give a sample another name, or free tensors that are no longer needed."""
+        match effect:
+            case ef.KeepPreview(preview, rollout):
+                self.samples[rollout.id] = self.samples.pop(preview)
+            case ef.DiscardSamples(rollouts):
+                for name in rollouts:
+                    self.samples.pop(name, None)
+                    self.progress.pop(name, None)
+
+
+LearnerEffect = (
+    ef.PrepareBatch
+    | ef.TrainMicroBatch
+    | ef.StepOptimizer
+    | ef.FinishBatch
+    | ef.PublishWeights
+    | ef.CommitCheckpoint
+)
+
+
+@dataclass(slots=True)
+class VirtualLearner:
+    """All learner ranks as one.
+
+    Attributes:
+        answer: passes an event to the controller.
+        after: calls when the slowest rank is done.
+        turns: switches of GPUs between training and rollout.
+        is_cold: whether a machine where it starts next lacks the model's files.
+        life: counts restarts; effects of an earlier life are never answered.
+        prepared: samples of the batch that no micro-batch has taken yet.
+        trained: samples accumulated since the last optimizer step.
+        task: what it does, one thing at a time.
+        ranks: that it has.
+        ready_s: when the second learner is formed; None: there is none.
+    """
+
+    scenario: Scenario
+    accounts: GpuAccounts
+    store: VirtualStore
+    gpu_type: str
+    now: Callable[[], float]
+    answer: Callable[[ev.Event], None]
+    after: Callable[..., None]
+    turns: GpuSwitches
+    is_cold: Callable[[], bool] = lambda: False
+    ranks: int = 1
+    prepared: set[RolloutId] = field(default_factory=set)
+    trained: int = 0
+    weights: VirtualWeights = INITIAL_WEIGHTS
+    checkpoint: VirtualCheckpoint | None = None
+    life: int = 0
+    alive: bool = False
+    busy: bool = True
+    task: LearnerEffect | None = None
+    ready_s: float | None = None
+    preparation: int = 0
+    _contents: int = 0
+    _uncommitted: list[BilledSegment] = field(default_factory=list)
+
+    def start(self, ranks: int) -> None:
+        """First start, or restart with the head; answers :class:`RunStarted`."""
+        self.forget_second()
+        self.ranks = ranks
+        self._begin_life()
+        self.after(self._restore_s, self._up, self.life, ev.RunStarted(ranks))
+
+    @property
+    def _restore_s(self) -> float:
+        return self.scenario.costs.restore_s(cold=self.is_cold())
+
+    def restore(self, effect: ef.RestoreLearner, ranks: int) -> None:
+        """Restart from the checkpoint that the controller names."""
+        durable = self.checkpoint.effect.iteration if self.checkpoint else 0
+        assert effect.iteration == durable, (
+            f"checkpoint {effect.iteration} is asked for, {durable} is durable"
+        )
+        if self.alive:  # it leaves its node
+            self.lose()
+        formed_s = self._restore_s
+        if self.ready_s is not None:
+            formed_s = min(formed_s, max(0.0, self.ready_s - self.now()))
+            self.forget_second()
+        self.ranks = ranks
+        self._begin_life()
+        self.after(formed_s, self._up, self.life, ev.LearnerRestored(effect.lineage, ranks))
+
+    def prepare(self, number: int) -> None:
+        """Form a second learner, up to loading the state."""
+        self.preparation = number
+        restore_s = self._restore_s
+        self.ready_s = self.now() + restore_s
+        self.after(restore_s, self._prepared, self.preparation)
+
+    def _prepared(self, preparation: int) -> None:
+        if preparation == self.preparation and self.ready_s is not None:
+            self.answer(ev.LearnerPrepared(preparation))
+
+    def forget_second(self) -> None:
+        """The second learner is gone."""
+        self.ready_s = None
+
+    def lose(self) -> None:
+        """A rank dies: training since the checkpoint is lost."""
+        self.life, self.alive = self.life + 1, False
+        self._phase(Phase.SETUP)
+        self.accounts.confirm(self._uncommitted, Phase.LOST)
+        self._uncommitted = []
+
+    def carry_out(self, effect: LearnerEffect) -> None:
+        """Execute an effect and answer when done."""
+        assert self.alive, f"the learner is gone, and is asked to {effect}"
+        assert self.task is None, f"the learner is to {self.task}, and is asked to {effect}"
+        self.task = effect
+        if isinstance(effect, ef.PrepareBatch | ef.TrainMicroBatch) and (turn_s := self.turns.to_training()):
+            self._phase(Phase.RECONFIGURATION)
+            self.after(turn_s, self._turned, self.life, effect)
+        else:
+            self._begin(effect)
+
+    def _turned(self, life: int, effect: LearnerEffect) -> None:
+        if life == self.life:
+            self._begin(effect)
+
+    def _begin(self, effect: LearnerEffect) -> None:
+        costs, plan = self.scenario.costs, self.scenario.plan
+        phase, seconds = Phase.TRAINING, 0.0
+        match effect:
+            case ef.PrepareBatch(_, groups):
+                members = [rollout for group in groups for rollout in group.rollouts]
+                missing = [rollout for rollout in members if rollout not in self.store.samples]
+                assert not missing, f"samples to train on are gone: {missing}"
+                assert not self.prepared or effect.partial, "a batch comes before the one before is trained"
+                again = self.prepared.intersection(members)
+                assert not again, f"samples are prepared twice: {again}"
+                self.prepared.update(members)
+                seconds = costs.prepare_s(len(members), self.ranks)
+            case ef.TrainMicroBatch(batch):
+                size = len(batch.rollouts)
+                strange = set(batch.rollouts) - self.prepared
+                assert not strange, f"a micro-batch has samples that were not prepared: {strange}"
+                self.prepared -= set(batch.rollouts)
+                self.trained += size
+                seconds = costs.train_s(self.gpu_type, plan.cluster.pixels, size, self.ranks)
+            case ef.StepOptimizer(samples=samples):
+                assert samples == self.trained, f"a step of {samples} samples has {self.trained}"
+                self.trained = 0
+                seconds = costs.optimizer_s()
+            case ef.FinishBatch():
+                assert not self.prepared, f"samples were prepared and never trained: {self.prepared}"
+            case ef.PublishWeights():
+                phase, seconds = Phase.WEIGHT_SYNC, costs.publish_s(plan.cluster.publishes)
+            case ef.CommitCheckpoint():
+                phase, seconds = Phase.CHECKPOINT, costs.checkpoint_s()
+        self._phase(phase)
+        self.after(seconds, self._done, self.life, effect)
+
+    def _done(self, life: int, effect: LearnerEffect) -> None:
+        if life != self.life:
+            return
+        self.task = None
+        self._phase(Phase.IDLE)
+        match effect:
+            case ef.PrepareBatch(iteration):
+                self.answer(ev.BatchPrepared(iteration))
+            case ef.TrainMicroBatch(batch, index):
+                self.answer(ev.MicroBatchTrained(batch.iteration, batch.update, index))
+            case ef.StepOptimizer(iteration, update):
+                self._contents += 1
+                self.weights = VirtualWeights(PolicyVersion(self.weights.version + 1), self._contents)
+                self.answer(ev.OptimizerStepped(iteration, update, 0.0, 1.0))
+            case ef.FinishBatch(iteration):
+                self.answer(ev.BatchFinished(iteration))
+            case ef.PublishWeights(version):
+                assert version == self.weights.version, f"{version} is published, {self.weights} is there"
+                self.store.versions[version] = self.weights
+                self.answer(ev.WeightsPublished(version))
+            case ef.CommitCheckpoint(iteration):
+                self.checkpoint = VirtualCheckpoint(effect, self.weights)
+                self._uncommitted = []
+                self.answer(ev.CheckpointCommitted(iteration))
+
+    def _begin_life(self) -> None:
+        self.life, self.alive = self.life + 1, False
+        self.turns.to_training()  # covered by the restart time
+        self.prepared, self.trained, self.task = set(), 0, None
+        self.weights = self.checkpoint.weights if self.checkpoint else INITIAL_WEIGHTS
+        self.store.versions[self.weights.version] = self.weights
+        self._phase(Phase.SETUP)
+
+    def _up(self, life: int, event: ev.Event) -> None:
+        if life == self.life:
+            self.alive = True
+            self._phase(Phase.IDLE)
+            self.answer(event)
+
+    def _phase(self, phase: Phase) -> None:
+        self.busy = phase is not Phase.IDLE
+        self.accounts.learner(phase, self._uncommitted, self.now())

@@ -1,0 +1,1 @@
+"""What is known of spot traces, and traces made up."""

@@ -1,0 +1,104 @@
+"""Pictures and videos as files."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, ImageSequence, PngImagePlugin
+
+from spotlight_rewards.base.file_errors import StoreError
+
+
+def encode_picture(picture: NDArray[np.uint8], about: Mapping[str, object]) -> bytes:
+    """[height, width, 3] as PNG, with ``about`` as text."""
+    notes = PngImagePlugin.PngInfo()
+    for key, value in about.items():
+        notes.add_itxt(key, str(value))
+    buffer = io.BytesIO()
+    Image.fromarray(picture).save(buffer, "PNG", pnginfo=notes)
+    return buffer.getvalue()
+
+
+def encode_video(frames: NDArray[np.uint8], about: Mapping[str, object], fps: float) -> bytes:
+    """[frames, height, width, 3] as MP4 (H.264), with ``about`` as its comment, in JSON.
+
+    Odd sides lose one pixel, which the format cannot hold.
+
+    Raises:
+        StoreError: PyAV is not installed.
+    """
+    try:
+        import av
+    except ModuleNotFoundError as error:
+        raise StoreError(
+            "an MP4 cannot be written without PyAV: pip install 'spotlight-rl[video]'"
+        ) from error
+    height, width = (side - side % 2 for side in frames.shape[1:3])
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format="mp4") as file:
+        file.metadata["comment"] = json.dumps(dict(about))
+        stream = file.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.options = {"crf": "17"}
+        for frame in frames:
+            pixels = np.ascontiguousarray(frame[:height, :width])
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        file.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
+    """A picture [height, width, 3] or a video [frames, ...], and what is written about it.
+
+    Args:
+        path: any picture that Pillow reads, animated ones included, or an MP4. Turned as its EXIF data say;
+            what is transparent is white.
+
+    Raises:
+        StoreError: the file cannot be read, or is an MP4 and PyAV is not installed.
+    """
+    try:
+        return _read_video(path) if path.suffix.lower() == ".mp4" else _read_picture(path)
+    except ModuleNotFoundError as error:
+        raise StoreError(f"{path} cannot be read without PyAV: pip install 'spotlight-rl[video]'") from error
+    except Exception as error:
+        raise StoreError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); expected a picture, or a video as MP4"
+        ) from error
+
+
+def _read_picture(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
+    with Image.open(path) as image:
+        about: dict[str, object] = {str(key): value for key, value in image.info.items()}
+        frames = np.stack([_as_seen(each) for each in ImageSequence.Iterator(image)])
+    return frames if len(frames) > 1 else frames[0], about
+
+
+def _as_seen(image: Image.Image) -> NDArray[np.uint8]:
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        raise ValueError(f"its numbers have more than 8 bits (mode {image.mode}); save it with 8")
+    upright = ImageOps.exif_transpose(image)
+    if upright.mode in ("RGBA", "LA", "PA") or "transparency" in upright.info:
+        # What is below transparent pixels could be anything.
+        below = Image.new("RGBA", upright.size, "white")
+        upright = Image.alpha_composite(below, upright.convert("RGBA"))
+    return np.asarray(upright.convert("RGB"))
+
+
+def _read_video(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
+    import av
+
+    with av.open(str(path)) as file:
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+        comment = file.metadata.get("comment", "")
+    try:
+        about = json.loads(comment)
+    except ValueError:
+        about = {}
+    return frames, about if isinstance(about, dict) else {}

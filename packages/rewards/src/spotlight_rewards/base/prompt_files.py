@@ -1,0 +1,312 @@
+"""Parse prompts: one per line, or one JSON object per line in GenEval's metadata format.
+
+Nothing is skipped or repaired; all bad lines are reported together. A prompt's id hashes its text and
+metadata, independent of file and order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Literal, NoReturn, TypeAlias
+
+from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.prompts import Prompt, PromptId
+
+PromptFormat: TypeAlias = Literal["auto", "txt", "jsonl"]
+
+_PROBLEMS_SHOWN_MAX = 10
+_ID_BYTES = 8
+
+_FORMATS = "a .txt file, one prompt a line, or a .jsonl file, one JSON object a line"
+_JSON_DOCUMENT = re.compile(r'\[\s*(\{|$|"[^"]*"\s*,?\s*$|".*"\s*\]\s*$)|\{\s*("[^}]*)?$')
+"""First line of an array, or of an object over several lines."""
+_RECORD = '{"prompt": "two red circles", ...}'
+_OBJECT = '{"class": "circle", "count": 2}'
+
+
+class PromptFileError(UserError, ValueError):
+    """An unusable prompt file; names the lines, what they hold, and what was expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    number: int
+    text: str
+
+
+class _BadLineError(Exception):
+    """What is wrong with one line."""
+
+
+def prompt_id(text: str, metadata: Mapping[str, object]) -> PromptId:
+    """Hash of a prompt's content: 16 hexadecimal digits."""
+    content = json.dumps([text, metadata], sort_keys=True)
+    return PromptId(hashlib.blake2b(content.encode(), digest_size=_ID_BYTES).hexdigest())
+
+
+def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list[Prompt]:
+    """Parse prompts, in file order.
+
+    Args:
+        text: the file's content; empty lines are ignored.
+        source: the file's name, for messages and ``auto``.
+        format: ``txt`` (one prompt per line), ``jsonl`` (objects with the text as ``prompt``; other keys,
+            such as GenEval's ``tag``, ``include`` and ``exclude``, or ``references``, the paths of pictures
+            that the prompt is about, are metadata), or ``auto``: by extension, else jsonl if the text
+            begins with ``{``.
+
+    Raises:
+        PromptFileError: no prompts, a table or a JSON document, malformed lines (up to ten are listed), or a
+            duplicate.
+    """
+    lines = [
+        _Line(number, line.strip())
+        for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1)
+        if line.strip()
+    ]
+    if not lines:
+        raise PromptFileError(
+            f"{source} holds no prompts; expected one prompt a line, or one JSON object a line"
+        )
+    jsonl = _is_jsonl(lines[0].text, source, format)
+    if not jsonl:
+        _require_lines(lines[0].text, source, format)
+    problems: list[str] = []
+    prompts: list[tuple[int, Prompt]] = []
+    for line in lines:
+        try:
+            prompts.append((line.number, _from_record(line.text) if jsonl else _from_text(line.text)))
+        except _BadLineError as error:
+            problems.append(f"{source}:{line.number}: {error}")
+    if problems:
+        _refuse(source, "malformed lines", problems)
+    _require_distinct(source, prompts)
+    return [prompt for _, prompt in prompts]
+
+
+def with_found_references(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+    """The prompts, the paths of their ``references`` made absolute.
+
+    Args:
+        source: path of the prompts file, which relative paths start from.
+
+    Raises:
+        PromptFileError: a picture that does not exist.
+    """
+    folder = Path(source).expanduser().parent
+    problems: list[str] = []
+    found: list[Prompt] = []
+    for prompt in prompts:
+        try:
+            paths = [folder.joinpath(Path(path).expanduser()).resolve() for path in prompt.references]
+        except (OSError, ValueError, RuntimeError) as error:  # such as a NUL, or the home of nobody
+            problems.append(f"{_short(prompt.text)!r}: {error}")
+            continue
+        problems += [f"{_short(prompt.text)!r}: no file {path}" for path in paths if not path.is_file()]
+        place = {"references": [str(path) for path in paths]} if paths else {}
+        found.append(Prompt(prompt.id, prompt.text, {**prompt.metadata, **place}))
+    if problems:
+        _refuse(source, "reference pictures that are not there", problems, f"Paths start from {folder}.")
+    return found
+
+
+def with_tags(prompts: Sequence[Prompt], source: str, tags: Collection[str]) -> list[Prompt]:
+    """The prompts with one of these tags; all if ``tags`` is empty.
+
+    Args:
+        source: the file's name, for messages.
+
+    Raises:
+        PromptFileError: a tag that no prompt has.
+    """
+    if not tags:
+        return list(prompts)
+    present = Counter(str(prompt.metadata["tag"]) for prompt in prompts if "tag" in prompt.metadata)
+    unknown = sorted(set(tags) - set(present))
+    if unknown:
+        found = ", ".join(f"{tag} ({count})" for tag, count in sorted(present.items()))
+        raise PromptFileError(
+            f"tags: no prompt in {source} has the tag {', '.join(map(repr, unknown))}; "
+            f"the tags in it are {found or 'none (only .jsonl prompts have tags)'}. "
+            "Name some of them, or none for all prompts."
+        )
+    return [prompt for prompt in prompts if prompt.metadata.get("tag") in tags]
+
+
+def _is_jsonl(first_line: str, source: str, format: PromptFormat) -> bool:
+    if format not in ("auto", "txt", "jsonl"):
+        raise PromptFileError(f"format of {source} is {format!r}; expected auto, txt or jsonl")
+    if format == "auto":
+        ending = PurePath(source).suffix.lower()
+        return ending == ".jsonl" or (ending != ".txt" and first_line.startswith("{"))
+    return format == "jsonl"
+
+
+def _require_lines(first_line: str, source: str, format: PromptFormat) -> None:
+    """Refuse other formats, of which every line would be a prompt."""
+    ending = PurePath(source).suffix.lower()
+    if format == "auto" and ending in (".csv", ".tsv", ".json"):
+        raise PromptFileError(f"{source} ends with {ending}; expected {_FORMATS}. Convert it")
+    if _JSON_DOCUMENT.match(first_line):
+        raise PromptFileError(
+            f"{source} begins like a JSON document ({_short(first_line)}); expected {_FORMATS}. Convert it"
+        )
+
+
+def _from_text(line: str) -> Prompt:
+    if line.startswith("{") and line.endswith("}"):
+        raise _BadLineError(
+            "looks like a JSON object; expected a prompt (name the file .jsonl if it holds objects)"
+        )
+    return _prompt(line, {})
+
+
+def _from_record(line: str) -> Prompt:
+    try:
+        record: object = json.loads(line, parse_constant=_no_such_number, parse_float=_finite)
+    except json.JSONDecodeError as error:
+        found = f"no JSON ({error.msg} at column {error.colno})"
+        raise _BadLineError(f"{found}: {_short(line)}; expected {_RECORD}") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply, or an integer of thousands of digits
+        raise _BadLineError(
+            f"JSON that cannot be read ({error}): {_short(line)}; expected {_RECORD}"
+        ) from None
+    if not isinstance(record, dict):
+        raise _BadLineError(f"{_short(line)} is no JSON object; expected {_RECORD}")
+    text = record.pop("prompt", None)
+    if not isinstance(text, str) or not text.strip():
+        found = "is missing" if text is None else f"is {_short(json.dumps(text))}"
+        raise _BadLineError(f"'prompt' {found}; expected a text, as in {_RECORD}")
+    _require_utf8(record)
+    _require_geneval(record)
+    _require_references(record)
+    return _prompt(text.strip(), record)
+
+
+def _prompt(text: str, metadata: Mapping[str, object]) -> Prompt:
+    for char in text:
+        if (char < " " and char not in "\t\n\r") or _is_surrogate(char) or char == "\ufffd":
+            raise _BadLineError(f"the character {char!r} in {_short(text)!r}; expected text encoded in UTF-8")
+    return Prompt(prompt_id(text, metadata), text, metadata)
+
+
+def _require_utf8(record: Mapping[str, object]) -> None:
+    """Refuse half of a surrogate pair, in keys and values at any depth."""
+    waiting: list[object] = [record]  # not recursive: objects may be nested as deeply as json reads them
+    while waiting:
+        match waiting.pop():
+            case dict() as found:
+                waiting += (*found, *found.values())
+            case list() as found:
+                waiting += found
+            case str() as text if any(map(_is_surrogate, text)):
+                char = next(filter(_is_surrogate, text))
+                raise _BadLineError(
+                    f"{char!r}, half a character, in {_short(text)!r}; expected both halves, or the character"
+                )
+
+
+def _is_surrogate(char: str) -> bool:
+    return "\ud800" <= char <= "\udfff"
+
+
+def _require_geneval(record: Mapping[str, object]) -> None:
+    """Check the form of GenEval's keys; the reward checks class names."""
+    tag = record.get("tag", "")
+    if not isinstance(tag, str):
+        raise _BadLineError(
+            f'\'tag\' is {_short(json.dumps(tag))}; expected a text, as in {{"tag": "counting"}}'
+        )
+    for key in ("include", "exclude"):
+        entries = record.get(key, [])
+        if not isinstance(entries, list):
+            raise _BadLineError(
+                f"{key!r} is {_short(json.dumps(entries))}; expected a list of objects like {_OBJECT}"
+            )
+        for index, entry in enumerate(entries):
+            _require_object(f"{key}[{index}]", index, entry)
+
+
+def _require_references(record: Mapping[str, object]) -> None:
+    if "references" not in record:
+        return
+    paths = record["references"]
+    if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
+        raise _BadLineError(
+            f"'references' is {_short(json.dumps(paths))}; expected a list of paths of pictures, relative to "
+            'this file, as in ["pictures/cat.png"]'
+        )
+
+
+def _require_object(where: str, index: int, entry: object) -> None:
+    if not isinstance(entry, dict) or not isinstance(entry.get("class"), str):
+        raise _BadLineError(f"'{where}' is {_short(json.dumps(entry))}; expected an object like {_OBJECT}")
+    count = entry.get("count")
+    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+        found = "is missing" if count is None else f"is {_short(json.dumps(count))}"
+        raise _BadLineError(f"'{where}.count' {found}; expected a whole number of at least 1")
+    if not isinstance(entry.get("color", ""), str):
+        raise _BadLineError(f"'{where}.color' is {_short(json.dumps(entry['color']))}; expected a text")
+    if "position" in entry and not _is_position(entry["position"], index):
+        raise _BadLineError(
+            f"'{where}.position' is {_short(json.dumps(entry['position']))}; expected [relation, index] "
+            'with the index of an earlier object, as in ["left of", 0]'
+        )
+
+
+def _is_position(position: object, index: int) -> bool:
+    if not isinstance(position, list) or len(position) != 2:
+        return False
+    relation, target = position
+    earlier = isinstance(target, int) and not isinstance(target, bool) and 0 <= target < index
+    return isinstance(relation, str) and earlier
+
+
+def _require_distinct(source: str, prompts: Sequence[tuple[int, Prompt]]) -> None:
+    first: dict[PromptId, int] = {}
+    problems: list[str] = []
+    for number, prompt in prompts:
+        earlier = first.setdefault(prompt.id, number)
+        if earlier != number:
+            problems.append(f"{source}:{number}: {_short(prompt.text)} is already on line {earlier}")
+    if problems:
+        _refuse(
+            source,
+            "prompts that repeat an earlier one",
+            problems,
+            f"Keep one of each, for example with: awk '!seen[$0]++' {source} > FILE",
+        )
+
+
+def _refuse(source: str, what: str, problems: Sequence[str], remedy: str = "") -> NoReturn:
+    shown = list(_shown(problems))
+    raise PromptFileError(
+        "\n  ".join([f"{source}: {what} ({len(problems)}):", *shown, *([remedy] if remedy else [])])
+    )
+
+
+def _shown(problems: Sequence[str]) -> Iterator[str]:
+    yield from problems[:_PROBLEMS_SHOWN_MAX]
+    if len(problems) > _PROBLEMS_SHOWN_MAX:
+        yield f"... and {len(problems) - _PROBLEMS_SHOWN_MAX} more"
+
+
+def _no_such_number(name: str) -> NoReturn:
+    raise _BadLineError(f"the number {name}, which JSON does not have; expected {_RECORD}")
+
+
+def _finite(literal: str) -> float:
+    if math.isinf(number := float(literal)):
+        raise _BadLineError(f"the number {_short(literal)}, which is too large; expected one below 1.8e308")
+    return number
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

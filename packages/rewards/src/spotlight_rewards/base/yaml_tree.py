@@ -1,0 +1,144 @@
+"""Configurations as nested mappings: parsing YAML and merging."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spotlight_rewards.base.errors import ConfigError, Problem
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2 floats (YAML 1.1 reads ``3e-4`` as a string), text keys only, no duplicate keys, and no
+    values that contain themselves.
+    """
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._open = list[Any]()
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Compose a value. Raises :class:`yaml.YAMLError` on an alias of what it is in."""
+        if self.check_event(yaml.AliasEvent):
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+            if event.anchor in self._open:
+                raise yaml.composer.ComposerError(
+                    None, None, f"&{event.anchor} contains itself: write its value out", event.start_mark
+                )
+        return super().compose_node(parent, index)
+
+    def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
+        """Compose a list, noting that it is not finished."""
+        self._open.append(anchor)
+        node = super().compose_sequence_node(anchor)
+        self._open.pop()
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """Compose a mapping, noting that it is not finished."""
+        self._open.append(anchor)
+        node = super().compose_mapping_node(anchor)
+        self._open.pop()
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """Build a mapping. Raises :class:`yaml.YAMLError` on duplicate keys (YAML keeps the last
+        silently).
+        """
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.tag not in {"tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"}:
+                raise _error(key, "a key must be text: quote it")
+            if key.value in seen:
+                raise _error(key, f"{key.value!r} stands twice")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str) -> object:
+    """Parse one YAML document safely; ``3e-4`` is a float."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """``over`` merged onto ``base``, recursively for sections; other values replace."""
+    merged = dict(base)
+    for key, value in over.items():
+        below = merged.get(key)
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            value = merge(below, value)
+        merged[key] = value
+    return merged
+
+
+def parse_override(override: str) -> tuple[str, object]:
+    """Key and value of one ``key.subkey=value`` (YAML syntax). Raises :class:`ConfigError`."""
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        problem = Problem("override", repr(override), "key.subkey=value", "For example rollout.steps=8.")
+        raise ConfigError("the command line", [problem])
+    try:
+        return key, parse_yaml(text)
+    except yaml.YAMLError as error:
+        problem = Problem(key, repr(text), "a YAML value", yaml_trouble(error))
+        raise ConfigError("the command line", [problem]) from None
+
+
+def section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The mapping that holds a dotted key, made if absent, and the key in it. Raises :class:`ConfigError`."""
+    *parents, leaf = key.split(".")
+    node = tree
+    for depth, parent in enumerate(parents, start=1):
+        if node.get(parent) is None:  # absent, or `ema: null` enabled by an override
+            node[parent] = {}
+        child = node[parent]
+        if not isinstance(child, dict):
+            whole = ".".join(parents[:depth])
+            problem = Problem(
+                key, f"{whole} = {child!r}", f"a section at {whole}", f"Override it whole: {whole}=..."
+            )
+            raise ConfigError("the command line", [problem])
+        node = child
+    return node, leaf
+
+
+def read_tree(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file, empty if the file is. Raises :class:`ConfigError`."""
+    try:
+        tree = parse_yaml(path.read_text())
+    except OSError as error:
+        problem = Problem(
+            "CONFIG", str(path), "a readable YAML file", f"{error.strerror}; see `spotlight train --help`."
+        )
+        raise ConfigError(str(path), [problem]) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = Problem("CONFIG", "text that is not plain YAML", "a mapping of keys", yaml_trouble(error))
+        raise ConfigError(str(path), [problem]) from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        problem = Problem("CONFIG", type(tree).__name__, "a mapping of keys", "Write `key: value` lines.")
+        raise ConfigError(str(path), [problem])
+    return tree
+
+
+def yaml_trouble(error: Exception) -> str:
+    """What is wrong with a YAML text, in one sentence."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"Line {error.problem_mark.line + 1}: {error.problem}."
+    return " ".join(str(error).split())

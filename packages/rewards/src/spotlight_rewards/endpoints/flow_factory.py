@@ -1,0 +1,93 @@
+"""The reward ``flow-factory``: a reward server that speaks Flow-Factory's JSON scores pictures.
+
+Protocol (https://github.com/X-GenGroup/Flow-Factory):
+
+    POST /compute  {"prompt": [...], "image": [base64 of PNG, ...]}  ->  {"rewards": [0.21, ...]}
+
+One picture per request: the protocol has no errors of single samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from spotlight_rewards.endpoints.json_client import (
+    HttpCall,
+    RewardServer,
+    ask_all,
+    parse_server,
+    png_base64,
+)
+from spotlight_rewards.example_pictures import example_picture
+from spotlight_rewards.reward import Image, RewardSetupError, SampleError, best_with
+from spotlight_rewards.reward_facts import Reads, RewardFacts
+
+FACTS = RewardFacts(
+    runs_on="a server",
+    typical=None,
+    reads=Reads.TEXT,
+    weights=("the server's",),
+    licence="the server's",
+)
+
+
+@best_with(batch_size=16)
+def flow_factory(
+    images: Sequence[Image],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    *,
+    server: Mapping[str, Any],
+) -> list[float | SampleError]:
+    """Let a server that speaks Flow-Factory's protocol score the pictures.
+
+    Args:
+        images: uint8 [height, width, 3].
+        prompts: sent as they are.
+        metadata: not sent.
+        server: fields of :class:`RewardServer`; ``base_url`` is required.
+
+    Raises:
+        RewardSetupError: invalid settings, a refused key or address.
+    """
+    calls = [
+        HttpCall("/compute", partial(_body, image, prompt))
+        for image, prompt in zip(images, prompts, strict=True)
+    ]
+    return ask_all(_settings(server), calls, parse_reward)
+
+
+def check(
+    prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], *, server: Mapping[str, Any]
+) -> None:
+    """Let the server score a picture of a sign. Raises RewardSetupError if it does not."""
+    call = HttpCall("/compute", partial(_body, example_picture("sign"), prompts[0] if prompts else "a sign"))
+    (answer,) = ask_all(_settings(server), [call], parse_reward)
+    if isinstance(answer, SampleError):
+        raise RewardSetupError(f"flow-factory reward: the server did not score a first picture: {answer}")
+
+
+def scored_by(*, server: Mapping[str, Any], deadline_s: float | None = None) -> str:
+    """The server; checks its settings."""
+    return _settings(server, deadline_s).base_url
+
+
+def parse_reward(answer: object) -> float:
+    """The one reward of an answer. Raises SampleError."""
+    rewards = answer.get("rewards") if isinstance(answer, dict) else None
+    if not isinstance(rewards, list) or len(rewards) != 1 or type(rewards[0]) not in (int, float):
+        raise SampleError(f"the server sent {answer!r} for one picture; expected {{'rewards': [number]}}")
+    if not math.isfinite(float(rewards[0])):
+        raise SampleError(f"the server sent the reward {rewards[0]!r}; expected a finite number")
+    return float(rewards[0])
+
+
+def _body(image: Image, prompt: str) -> dict[str, Any]:
+    return {"prompt": [prompt], "image": [png_base64(image)]}
+
+
+def _settings(server: Mapping[str, Any], deadline_s: float | None = None) -> RewardServer:
+    return parse_server(RewardServer, "flow-factory reward: params.server", server, deadline_s)

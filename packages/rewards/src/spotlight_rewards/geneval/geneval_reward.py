@@ -1,0 +1,174 @@
+"""The reward ``geneval``: GenEval's evaluation of a picture, with a detector that installs.
+
+The detector finds objects (``mask2former.py``), CLIP names their colours where a prompt asks for one
+(``object_colors.py``), and ``verdicts.py`` judges. Starts without torch, which its models import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from spotlight_rewards.geneval.requirements import MetadataFormat, Requirements
+from spotlight_rewards.geneval.verdicts import (
+    OBJECTS_MAX,
+    Colors,
+    Objects,
+    graded_score,
+    is_correct,
+    present_objects,
+    to_color,
+)
+from spotlight_rewards.geneval.vocabulary import COLORS, OBJECTS, TAGS
+from spotlight_rewards.reward import Image, RewardInputError, RewardSetupError, best_with
+from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
+
+if TYPE_CHECKING:
+    from spotlight_rewards.geneval.mask2former import InstanceDetector
+    from spotlight_rewards.geneval.object_colors import ColorClassifier
+
+DETECTOR = "facebook/mask2former-swin-small-coco-instance"
+CLIP = "openai/clip-vit-large-patch14"
+TrainedScore = Literal["graded", "strict"]
+FACTS = RewardFacts(
+    runs_on="GPU",
+    typical=(0, 1),
+    reads=Reads.METADATA,
+    weights=(DETECTOR, CLIP),
+    licence="Apache-2.0, MIT",
+    example=Example(
+        "shapes",
+        score=(0, 1),
+        prompt="a photo of a dog",
+        metadata={"tag": "single_object", "include": [{"class": "dog", "count": 1}]},
+    ),
+)
+
+_FORMAT = MetadataFormat("geneval", OBJECTS, COLORS, count_max=OBJECTS_MAX)
+
+
+@best_with(batch_size=16)
+def geneval(
+    images: Sequence[Image],
+    prompts: Sequence[str],
+    metadata: Sequence[Mapping[str, Any]],
+    *,
+    detector: str = DETECTOR,
+    clip: str = CLIP,
+    train_on: TrainedScore = "graded",
+    device: str = "auto",
+    batch_size: int = 4,
+) -> dict[str, list[float]]:
+    """Score pictures against GenEval metadata: objects, counts, colours, positions.
+
+    Args:
+        images: uint8 [height, width, 3].
+        prompts: used in error messages only.
+        metadata: one GenEval record per picture (``tag``, ``include``, optionally ``exclude``).
+        detector: hub id or directory of a Mask2Former of COCO's 80 classes.
+        clip: hub id or directory of the CLIP that names colours.
+        train_on: which of the two scores becomes ``score``.
+        device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:INDEX``.
+        batch_size: pictures, and objects, in a forward.
+
+    Returns:
+        ``score``, ``strict`` (GenEval's 0 or 1), ``graded`` (Flow-GRPO's, at most 1, negative for many
+        surplus objects) and ``objects``, the number that count as present: 0 throughout tells a broken
+        detector from a weak model.
+
+    Raises:
+        RewardInputError: an invalid record (names prompt and field) or ``train_on``.
+        RewardSetupError: a model is missing or incomplete, or the device cannot be used.
+        ValueError: lengths differ, a picture is too elongated, or a model's outputs are not finite.
+    """
+    if not len(images) == len(prompts) == len(metadata):
+        raise ValueError(
+            f"got {len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata records; "
+            "give one of each per sample"
+        )
+    check(prompts, metadata, train_on=train_on)
+    finder, classifier = _models(detector, clip, device, batch_size)
+    wanted = [_wanted(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
+    present = [
+        present_objects(found, record["tag"])
+        for found, record in zip(finder.detect(images), metadata, strict=True)
+    ]
+    return _scores(present, wanted, _colors(classifier, images, present, wanted), train_on)
+
+
+def _colors(
+    classifier: ColorClassifier,
+    images: Sequence[Image],
+    present: Sequence[Objects],
+    wanted: Sequence[Requirements],
+) -> Colors:
+    asked = [
+        (image, each)
+        for image, objects, need in zip(images, present, wanted, strict=True)
+        for each in to_color(objects, need)
+    ]
+    return dict(zip((each for _, each in asked), classifier.classify(asked), strict=True))
+
+
+def _scores(
+    present: Sequence[Objects], wanted: Sequence[Requirements], colors: Colors, train_on: TrainedScore
+) -> dict[str, list[float]]:
+    judged = [(objects, need, colors) for objects, need in zip(present, wanted, strict=True)]
+    strict = [float(is_correct(*each)) for each in judged]
+    graded = [graded_score(*each) for each in judged]
+    return {
+        "score": list(graded if train_on == "graded" else strict),
+        "strict": strict,
+        "graded": graded,
+        "objects": [float(sum(map(len, objects.values()))) for objects in present],
+    }
+
+
+def check(
+    prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], *, train_on: TrainedScore = "graded"
+) -> None:
+    """Raise :class:`RewardInputError` for invalid settings or the first prompt that cannot be scored."""
+    if train_on not in get_args(TrainedScore):
+        raise RewardInputError(
+            f"geneval reward: train_on is {train_on!r}; expected one of {', '.join(get_args(TrainedScore))}"
+        )
+    for prompt, record in zip(prompts, metadata, strict=True):
+        _wanted(prompt, record)
+
+
+def scored_by(
+    *, detector: str = DETECTOR, clip: str = CLIP, device: str = "auto", batch_size: int = 4
+) -> str:
+    """Load the models; which detector and which CLIP score, each as ``SOURCE@DIGEST`` of its weights."""
+    return " ".join(model.identity for model in _models(detector, clip, device, batch_size))
+
+
+def tiny(folder: Path) -> dict[str, Any]:
+    """Write a small random detector and CLIP; the params that name them."""
+    from spotlight_rewards.geneval.tiny_detector import save_tiny_detector
+    from spotlight_rewards.preference.tiny_clip import save_tiny_clip
+
+    detector, clip = save_tiny_detector(folder / "detector"), save_tiny_clip(folder / "clip")
+    return {"detector": str(detector), "clip": str(clip), "device": "auto"}
+
+
+def _wanted(prompt: str, record: Mapping[str, Any]) -> Requirements:
+    if record.get("tag") not in TAGS:  # it decides the detector's threshold
+        raise _FORMAT.error(prompt, "tag", record.get("tag"), f"one of {', '.join(TAGS)}")
+    return _FORMAT.parse(prompt, record)
+
+
+@lru_cache(maxsize=1)
+def _models(
+    detector: str, clip: str, device: str, batch_size: int
+) -> tuple[InstanceDetector, ColorClassifier]:
+    from spotlight_rewards.geneval.mask2former import InstanceDetector
+    from spotlight_rewards.geneval.object_colors import ColorClassifier
+    from spotlight_rewards.models.pretrained_model import find_device
+
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise RewardSetupError(f"geneval reward: batch_size is {batch_size!r}; expected 1 or more")
+    found = find_device(device, "geneval reward: device")
+    return InstanceDetector(detector, found, batch_size), ColorClassifier(clip, found, batch_size)

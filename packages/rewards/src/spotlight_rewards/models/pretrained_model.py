@@ -1,0 +1,203 @@
+"""Load a model that a reward scores with: complete, in float32, and with a name for its weights.
+
+Imported in the reward's own process only: it imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spotlight_rewards.models.hub import unreachable
+from spotlight_rewards.reward import RewardSetupError
+
+_DIGEST_CHARS = 12
+
+
+def load_pretrained(
+    model_class: Any,
+    source: str,
+    *,
+    key: str,
+    remedy: str,
+    unread: str,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Any, str]:
+    """Load a transformers model for inference.
+
+    Args:
+        source: a hub id or a directory.
+        key: the reward and its parameter, for messages.
+        remedy: where the weights are to be had.
+        unread: pattern of the weights that inference does not read and a checkpoint may lack.
+
+    Returns:
+        The model, and ``SOURCE@DIGEST`` with a digest of its weights. The source is the checkpoint that the
+        weights were converted from, if they were.
+
+    Raises:
+        RewardSetupError: the weights cannot be read, do not fit, or are not complete.
+    """
+    local = Path(source).expanduser()
+    if (source.startswith((".", "/", "~")) or source.count(os.sep) > 1) and not local.is_dir():
+        raise RewardSetupError(f"{key} is {source!r}, which is no directory. {remedy}")
+    place, options = where_from(source)
+    try:
+        model, loading = model_class.from_pretrained(place, output_loading_info=True, dtype=dtype, **options)
+    except Exception as error:
+        raise RewardSetupError(
+            f"{key} is {source!r}, from which transformers reads no {model_class.__name__}: "
+            f"{why_not(error, options)}. {remedy}"
+        ) from error
+    missing = sorted(name for name in loading["missing_keys"] if not re.search(unread, name))
+    if missing:  # transformers would score with random numbers in their place
+        raise RewardSetupError(
+            f"{key} is {source!r}, which lacks {len(missing)} of the weights of {model_class.__name__}, "
+            f"first {missing[0]!r}. {remedy}"
+        )
+    digest = weights_digest(model, unread)
+    origin = getattr(model.config, "converted_from", source)
+    return model.eval().requires_grad_(False).to(device), f"{origin}@{digest}"
+
+
+def where_from(source: str) -> tuple[str, dict[str, bool]]:
+    """What ``from_pretrained`` takes for a directory or hub id, and how: without a hub, from here."""
+    local = Path(source).expanduser()
+    # Code from the hub is not run; unless told so, transformers asks at the terminal.
+    options = {"trust_remote_code": False}
+    if local.is_dir():
+        return str(local), options
+    return source, options | {"local_files_only": bool(unreachable())}
+
+
+def why_not(error: Exception, options: Mapping[str, bool]) -> str:
+    """Why nothing could be loaded with these options of :func:`where_from`."""
+    reason = first_line(error)
+    if options.get("local_files_only"):
+        return f"{unreachable()}, and it was not downloaded before, or not all of it ({reason})"
+    return reason
+
+
+def first_line(error: Exception) -> str:
+    """Of its message, without the full stop; its type if it has none. Libraries write pages."""
+    if isinstance(error, pickle.UnpicklingError):  # torch's text advises to run the code in such a file
+        return "it is no pickle of tensors and plain values alone"
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+def load_tokenizer(source: str, *, key: str, remedy: str) -> Any:
+    """A model's tokenizer. Raises RewardSetupError."""
+    from transformers import AutoTokenizer
+
+    place, options = where_from(source)
+    try:
+        return AutoTokenizer.from_pretrained(place, **options)
+    except Exception as error:
+        raise RewardSetupError(
+            f"{key} is {source!r}, which has no tokenizer: {why_not(error, options)}. {remedy}"
+        ) from error
+
+
+def load_image_processor(source: str, *, key: str, remedy: str) -> Any:
+    """A model's image processor, with Pillow's filters. Raises RewardSetupError."""
+    from transformers import AutoImageProcessor
+
+    place, options = where_from(source)
+    try:
+        return AutoImageProcessor.from_pretrained(place, backend="pil", **options)
+    except Exception as error:
+        raise RewardSetupError(
+            f"{key} is {source!r}, which has no image processor: {why_not(error, options)}. {remedy}"
+        ) from error
+
+
+def find_file(source: str, names: Sequence[str], *, key: str, remedy: str) -> Path:
+    """A file, or the first of these names in a directory or at the hub. Raises RewardSetupError."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    local = Path(source).expanduser()
+    if local.is_file():
+        return local
+    if local.is_dir() or source.startswith((".", "/", "~")):
+        for name in names:
+            if (local / name).is_file():
+                return local / name
+        what = f"holds none of {', '.join(names)}" if local.is_dir() else "is neither a file nor a directory"
+        raise RewardSetupError(f"{key} is {source!r}, which {what}. {remedy}")
+    what, away = f"holds none of {', '.join(names)}", unreachable()
+    for name in names:
+        try:
+            return Path(hf_hub_download(source, name, local_files_only=bool(away)))
+        except LocalEntryNotFoundError:  # the next one may have been downloaded before
+            what = f"was not downloaded before: no {' and no '.join(names)} is here. {away}".rstrip(". ")
+        except EntryNotFoundError:
+            continue
+        except Exception as error:
+            reason = first_line(error)
+            raise RewardSetupError(
+                f"{key} is {source!r}, which cannot be read: {reason}. {remedy}"
+            ) from error
+    raise RewardSetupError(f"{key} is {source!r}, which {what}. {remedy}")
+
+
+def read_tensors(path: Path, *, key: str, remedy: str) -> dict[str, torch.Tensor]:
+    """The tensors of a ``.safetensors`` file, or of a checkpoint of torch's that holds nothing but tensors.
+
+    A checkpoint may hold them as its ``state_dict``. Code in a pickle is never run.
+
+    Raises:
+        RewardSetupError: the file cannot be read.
+    """
+    from safetensors.torch import load_file
+
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        state = content.get("state_dict", content)
+        return {str(name): tensor.detach() for name, tensor in state.items()}
+    except Exception as error:
+        reason = first_line(error)
+        raise RewardSetupError(
+            f"{key} is {path}, which holds no readable weights: {reason}. {remedy}"
+        ) from error
+
+
+def weights_digest(model: torch.nn.Module, unread: str) -> str:
+    """Digest of a model's tensors, without those not read."""
+    return tensors_digest(
+        {name: tensor for name, tensor in model.state_dict().items() if not re.search(unread, name)}
+    )
+
+
+def tensors_digest(tensors: Mapping[str, Any]) -> str:
+    """Digest of tensors' contents, whatever their names and order."""
+    contents = sorted(
+        hashlib.sha256(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
+        for tensor in tensors.values()
+        if tensor.numel()
+    )
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:_DIGEST_CHARS]
+
+
+def find_device(name: str, key: str) -> torch.device:
+    """The device of this name; ``auto`` is a GPU if there is one. Raises RewardSetupError."""
+    try:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else None
+        device = torch.device(name) if device is None else device
+        torch.empty(1, device=device)
+    except Exception as error:
+        reason = first_line(error)
+        raise RewardSetupError(
+            f"{key} is {name!r}, which cannot be used ({reason}); expected auto, cpu, cuda or cuda:INDEX."
+        ) from error
+    return device

@@ -1,0 +1,106 @@
+"""Results of the reward pool.
+
+Every sample is either scored by all rewards or is one failure with its reason; never a silent zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias
+
+from spotlight_rewards import reward_registry as registry
+from spotlight_rewards.reward import RewardScore, RewardSetupError
+from spotlight_rewards.reward_config import REWARD, RewardConfig
+
+
+def require_names(rewards: Sequence[RewardConfig]) -> None:
+    """Raise RewardSetupError for an unknown or reserved name; imports no reward."""
+    for reward in rewards:
+        registry.parse(reward.name)
+        if reward.curve == REWARD or "/" in reward.curve:
+            raise RewardSetupError(
+                f"reward {reward.name!r} would be called {reward.curve!r}; {REWARD!r} is the name of the "
+                "weighted sum and '/' divides a reward from its details. Rename the function or set a label."
+            )
+
+
+class FailureKind(StrEnum):
+    """Why a sample has no reward."""
+
+    ERROR = "error"
+    TIMEOUT = "timeout"
+    NOT_FINITE = "not_finite"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFailure:
+    """A sample without a reward.
+
+    Attributes:
+        reward: name of the reward that failed.
+        message: what happened, with the remote traceback or the process's last output.
+    """
+
+    kind: FailureKind
+    reward: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredSample:
+    """A sample that every reward scored.
+
+    Attributes:
+        total: weighted sum over the rewards.
+        scores: by reward name.
+    """
+
+    total: float
+    scores: Mapping[str, RewardScore]
+
+    def curves(self) -> dict[str, float]:
+        """All values by curve name: ``reward`` (the total), ``<reward>``, ``<reward>/<detail>``."""
+        curves = {REWARD: self.total}
+        for name, score in self.scores.items():
+            curves[name] = score.value
+            curves.update({f"{name}/{detail}": value for detail, value in score.details.items()})
+        return curves
+
+
+SampleResult: TypeAlias = ScoredSample | RewardFailure
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBatch:
+    """Results of one submission, in the order of its images."""
+
+    samples: tuple[SampleResult, ...]
+
+    @property
+    def failures(self) -> dict[int, RewardFailure]:
+        """Samples without a reward, by index."""
+        return {index: each for index, each in enumerate(self.samples) if isinstance(each, RewardFailure)}
+
+
+def combine(
+    rewards: Mapping[str, RewardConfig], outcomes: Mapping[str, RewardScore | RewardFailure]
+) -> SampleResult:
+    """Weight one sample's scores; the first failure, in the order of ``rewards``, wins."""
+    scores: dict[str, RewardScore] = {}
+    for name in rewards:
+        outcome = outcomes[name]
+        if isinstance(outcome, RewardFailure):
+            return outcome
+        scores[name] = outcome
+    total = sum(rewards[name].weight * score.value for name, score in scores.items())
+    if not math.isfinite(total):
+        parts = " + ".join(
+            f"{rewards[name].weight:g} x {score.value:g} ({name})" for name, score in scores.items()
+        )
+        return RewardFailure(
+            FailureKind.NOT_FINITE, REWARD, f"the weighted sum {parts} is {total}; use smaller weights"
+        )
+    return ScoredSample(total, scores)

@@ -1,0 +1,283 @@
+"""Resolves a reward's name to its function: a registered name, or ``module:function``.
+
+:func:`parse` imports nothing, so a configuration can be validated at once. :func:`load` imports; it runs
+inside the reward's own process (``rewards/pool/reward_worker.py``), and in the dry run, which calls nothing.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias, cast
+
+from spotlight_rewards.frames import FrameRule, OverFrames
+from spotlight_rewards.registry import REWARDS
+from spotlight_rewards.reward import CODE, RewardFunction, RewardSetupError, RewardTraits
+from spotlight_rewards.reward_facts import RewardFacts
+
+Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
+ScoredBy: TypeAlias = Callable[[], object]
+
+_SIGNATURE = "function(images, prompts, metadata, **params)"
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Location of a reward's function; ``attribute`` may be dotted."""
+
+    name: str
+    module: str
+    attribute: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedReward:
+    """A reward with its parameters bound.
+
+    Attributes:
+        check: the module's ``check``, or None.
+        scored_by: the module's ``scored_by``; else names the code, of a built-in reward None.
+    """
+
+    function: RewardFunction
+    check: Check | None
+    scored_by: ScoredBy | None
+    traits: RewardTraits
+
+
+def parse(name_or_path: str) -> Reference:
+    """Parse a reward's name without importing anything.
+
+    Raises:
+        RewardSetupError: neither a registered name nor of the form ``module:function``.
+    """
+    module, colon, attribute = name_or_path.partition(":")
+    if not colon and name_or_path in REWARDS:
+        module, _, attribute = REWARDS.locate(name_or_path).partition(":")
+        return Reference(name_or_path, module, attribute)
+    if not colon:
+        close = difflib.get_close_matches(name_or_path, list(REWARDS), n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise RewardSetupError(
+            f"unknown reward {name_or_path!r}; the registered rewards are {', '.join(REWARDS)}.{hint} "
+            "A reward of your own is named 'module:function', for example 'my_rewards:brightness'."
+        )
+    if not all(part.isidentifier() for part in (*module.split("."), *attribute.split("."))):
+        raise RewardSetupError(
+            f"reward {name_or_path!r} is not of the form 'module:function'; expected a dotted module name "
+            "(no slashes, no '.py') and a function in it, for example 'my_rewards:brightness'."
+        )
+    return Reference(attribute.rpartition(".")[2], module, attribute)
+
+
+def load(
+    name_or_path: str,
+    params: Mapping[str, Any],
+    frames: FrameRule | None = None,
+    call_deadline_s: float | None = None,
+    run_directory: str = "",
+) -> LoadedReward:
+    """Import a reward and bind its parameters. The current directory is importable.
+
+    Args:
+        call_deadline_s: the hooks that name ``deadline_s``, and a function that names this, get it.
+        run_directory: the function and the hooks that name it get it, unless it is empty.
+
+    Raises:
+        RewardSetupError: import fails, the function is missing or not callable, or parameters do not fit.
+    """
+    reference = parse(name_or_path)
+    module = _import(name_or_path, reference.module)
+    function = _attribute(name_or_path, module, reference.attribute)
+    _require_fitting_params(name_or_path, function, params)
+    given = {"run_directory": run_directory} if run_directory else {}
+    for_hooks = given if call_deadline_s is None else {**given, "deadline_s": call_deadline_s}
+    check = _hook(name_or_path, module, "check(prompts, metadata)", params, for_hooks)
+    scored_by = _hook(name_or_path, module, "scored_by()", params, for_hooks)
+    if scored_by is None and name_or_path not in REWARDS.built_in:
+        scored_by = partial(_code_of, module)
+    for_function = given if call_deadline_s is None else {**given, "call_deadline_s": call_deadline_s}
+    bound = cast(RewardFunction, partial(function, **{**_named_in(function, for_function), **params}))
+    traits: RewardTraits = getattr(function, "traits", RewardTraits())
+    traits = replace(
+        traits,
+        takes_groups=getattr(function, "takes_groups", False),
+        reads_files=getattr(function, "reads_files", False),
+    )
+    if not getattr(function, "takes_videos", False):
+        added: frozenset[str] = getattr(function, "added_curves", frozenset())
+        bound = cast(RewardFunction, OverFrames(bound, frames or FrameRule(), added))
+    return LoadedReward(bound, check, scored_by, traits)
+
+
+def facts_of(name_or_path: str) -> RewardFacts | None:
+    """What a reward's module says of it as ``FACTS``. Raises RewardSetupError."""
+    facts = getattr(_import(name_or_path, parse(name_or_path).module), "FACTS", None)
+    if facts is not None and not isinstance(facts, RewardFacts):
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: 'FACTS' of its module is of type {type(facts).__name__!r}; "
+            "expected a spotlight_rewards.reward_facts.RewardFacts, or no such name."
+        )
+    return facts
+
+
+def compares_groups(name_or_path: str) -> bool:
+    """Whether a reward scores whole groups. Raises RewardSetupError."""
+    reference = parse(name_or_path)
+    module = _import(name_or_path, reference.module)
+    return bool(getattr(_attribute(name_or_path, module, reference.attribute), "takes_groups", False))
+
+
+def tiny_params(name_or_path: str, folder: Path, params: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Params that name small random models in place of a reward's weights, written into ``folder``.
+
+    Of the configured ``params``, the module's ``tiny`` gets those that its signature names.
+
+    None for a reward whose module has no ``tiny``. Raises RewardSetupError.
+    """
+    make = getattr(_import(name_or_path, parse(name_or_path).module), "tiny", None)
+    return None if make is None else dict(make(folder, **_named_by(make, params)))
+
+
+def _import(name_or_path: str, module: str) -> ModuleType:
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            raise RewardSetupError(
+                f"reward {name_or_path!r}: there is no module {error.name!r} in the current directory "
+                f"({directory}) nor among the installed packages. Start in the directory that holds it, "
+                "or install the package that does."
+            ) from error
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: its module {module!r} needs the module {error.name!r}, which is not "
+            "installed. Install it in this environment, or remove the import."
+        ) from error
+    except Exception as error:
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: importing its module {module!r} raised "
+            f"{type(error).__name__}: {error}. `python -c 'import {module}'` shows where."
+        ) from error
+
+
+def _hook(
+    name_or_path: str,
+    module: ModuleType,
+    signature: str,
+    params: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> Callable[..., Any] | None:
+    name = signature.partition("(")[0]
+    hook = getattr(module, name, None)
+    if hook is None:
+        return None
+    if not callable(hook):
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: {name!r} in {_file_of(module)} is of type {type(hook).__name__!r}; "
+            f"expected a {signature}, or no such name."
+        )
+    return partial(hook, **{**_named_in(hook, given), **_named_by(hook, params)})
+
+
+def _attribute(name_or_path: str, module: ModuleType, attribute: str) -> Callable[..., Any]:
+    found: object = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            own = [name for name, value in vars(module).items() if _is_own_function(module, value)]
+            raise RewardSetupError(
+                f"reward {name_or_path!r}: {module.__name__!r} ({_file_of(module)}) has no {attribute!r}; "
+                f"the functions it defines are: {', '.join(own) or 'none'}."
+            )
+        found = getattr(found, part)
+    if not callable(found):
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: {attribute!r} in {_file_of(module)} is of type "
+            f"{type(found).__name__!r}; expected a {_SIGNATURE}."
+        )
+    return found
+
+
+def _require_fitting_params(
+    name_or_path: str, function: Callable[..., Any], params: Mapping[str, Any]
+) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        return
+    try:
+        positional = signature.bind_partial([], [], []).arguments
+    except TypeError:
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: its function takes {signature}; expected a {_SIGNATURE}."
+        ) from None
+    accepted = {name for name in _keywords(signature) if name not in positional}
+    unexpected = sorted(set(params) - accepted) if not _takes_any_keyword(signature) else []
+    if unexpected:
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: unexpected params {', '.join(map(repr, unexpected))}; "
+            f"it accepts {', '.join(sorted(accepted)) or 'none'}."
+        )
+    required = {
+        name
+        for name in accepted
+        if signature.parameters[name].default is inspect.Parameter.empty and name not in params
+    }
+    if required:
+        raise RewardSetupError(
+            f"reward {name_or_path!r}: params lack {', '.join(map(repr, sorted(required)))}, "
+            f"which its function needs: {signature}."
+        )
+
+
+def _named_by(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    signature = inspect.signature(function)
+    if _takes_any_keyword(signature):
+        return dict(params)
+    return {name: value for name, value in params.items() if name in _keywords(signature)}
+
+
+def _named_in(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that the signature names itself, not as any keyword."""
+    try:
+        names = _keywords(inspect.signature(function)) if given else []
+    except (TypeError, ValueError):  # some functions written in C have no signature
+        names = []
+    return {name: value for name, value in given.items() if name in names}
+
+
+def _keywords(signature: inspect.Signature) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+
+
+def _takes_any_keyword(signature: inspect.Signature) -> bool:
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+
+
+def _is_own_function(module: ModuleType, value: object) -> bool:
+    return (
+        inspect.isfunction(value)
+        and value.__module__ == module.__name__
+        and not value.__name__.startswith("_")
+    )
+
+
+def _code_of(module: ModuleType) -> str:
+    """Empty if it has no file of its own, as within an archive."""
+    path = Path(_file_of(module))
+    return f"{CODE}{path.name}@{hashlib.sha256(path.read_bytes()).hexdigest()}" if path.is_file() else ""
+
+
+def _file_of(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or "a namespace package"

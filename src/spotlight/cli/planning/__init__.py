@@ -1,1 +1,0 @@
-"""Commands that need no run: simulate, plan, prices, traces, notices."""

@@ -1,0 +1,81 @@
+"""A dashboard in a process of its own, beside the command that trains."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+from urllib.parse import quote
+
+_INSTALL = "pip install 'spotlight-rl[dashboard]'"
+_NEEDS = ("spotlight_dashboard", "fastapi", "uvicorn", "plotly")
+_SAID_BYTES = 2000
+PORT = 8170
+"""Of the dashboard, unless another process has it."""
+
+
+def start_beside(runs_dir: Path, run: str, *, stays: bool, note: Callable[[str], None]) -> None:
+    """Start the dashboard beside this process, which it outlives only if it ``stays``.
+
+    Args:
+        note: gets where it is, why there is none, and from a thread why it ended if it failed. Nothing of it
+            can harm the run.
+    """
+    if missing := [
+        name for name in ("spotlight_dashboard", "fastapi", "uvicorn", "plotly") if find_spec(name) is None
+    ]:
+        note(f"no dashboard: the package {missing[0]!r} is missing. Install it: {_INSTALL}")
+        return
+    try:
+        listening = _listen_somewhere()
+    except OSError as error:
+        note(f"no dashboard: {error}")
+        return
+    note(f"dashboard: http://127.0.0.1:{listening.getsockname()[1]}/#/{quote(run)}")
+    ends = [] if stays else ["--ends-with", str(os.getpid())]
+    command = [sys.executable, "-m", "spotlight.cli", "dashboard", str(runs_dir), *ends]
+    threading.Thread(target=_attend, args=(command, listening, note), daemon=True).start()
+
+
+def _attend(command: Sequence[str], listening: socket.socket, note: Callable[[str], None]) -> None:
+    """Run the dashboard, and note if it fails."""
+    try:
+        with TemporaryFile() as said:  # not a pipe, which would break when the dashboard outlives the run
+            with listening:
+                process = subprocess.Popen(
+                    [*command, "--fd", str(listening.fileno())],
+                    pass_fds=[listening.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=said,
+                    start_new_session=True,  # Ctrl-C is for the run, which still needs its checkpoint
+                )
+            status = process.wait()
+            if status != 0:
+                said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID_BYTES))
+                words = said.read().decode(errors="replace").strip()
+                note(f"the dashboard ended with status {status}; the run goes on. {words}".rstrip())
+    except OSError as error:
+        note(f"no dashboard: {error}")
+
+
+def _listen_somewhere() -> socket.socket:
+    """On the usual port of the loopback, or on any."""
+    for port in (PORT, 0):
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("127.0.0.1", port))
+            listening.listen(128)
+            return listening
+        except OSError:
+            listening.close()
+            if port == 0:
+                raise
+    raise AssertionError("unreachable")

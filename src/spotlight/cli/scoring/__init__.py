@@ -1,1 +1,0 @@
-"""Commands about rewards and the prompts they score."""

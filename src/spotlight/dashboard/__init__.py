@@ -1,1 +1,0 @@
-"""A page on one or several runs, read from their directories without writing to them."""

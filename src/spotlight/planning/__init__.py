@@ -1,1 +1,0 @@
-"""Plan a cluster before renting it: scenarios, prices, strategy comparison, and search."""

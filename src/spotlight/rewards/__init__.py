@@ -1,1 +1,0 @@
-"""Reward functions, and the pool that runs each in its own process."""
