@@ -155,10 +155,10 @@ def _grants_again_from_now(self: PullQueue, lease: LeaseId) -> Granted:
 
 
 def _keeps_the_ledger(
-    self: Rollouts, ledger: Mapping[str, object], exploration: Mapping[str, object]
+    self: Rollouts, ledger: Mapping[str, object], states: Mapping[str, Mapping[str, object]]
 ) -> None:
     before = self.ledger
-    _load(self, ledger, exploration)
+    _load(self, ledger, states)
     if before.position:
         self.ledger = before
 
