@@ -21,8 +21,8 @@ from torch import Tensor
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.exploration import PreviewTime
 from spotlight.rollout.state import FinishedRollout
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.denoiser import Denoiser
 from spotlight.runtime.inline import InlineDriver, InlineParts
@@ -153,7 +153,7 @@ class Lab:
             InlineParts(
                 controller=Controller(plan, self.prompts.train, self.prompts.test),
                 denoiser=self.denoiser,
-                trainer=self.learning.trainer,
+                feed=self.learning.feed,
                 rewards=self.rewards,
                 recorder=recorder,
                 clock=PhaseClock(Phase.IDLE, now_s=now_s),

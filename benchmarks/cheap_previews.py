@@ -38,8 +38,8 @@ from spotlight.models.media import MediaSize
 from spotlight.models.shared.latents import pack, unpack
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import Model, prepare_model
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import Model, prepare_model
 from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.policies.exploration.fidelity import hit_rate, kendall_tau
 from spotlight.scheduler.seeds import derive_seed

@@ -14,7 +14,7 @@ from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
 from spotlight.dry_run.run_plan import count_passes, make_plan
 from spotlight.models.media import MediaSize
 from spotlight.models.slots import WeightSlots
-from spotlight.runtime.build import components as build
+from spotlight.runtime.assembly import components as build
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.recompute import recompute_blocks
 

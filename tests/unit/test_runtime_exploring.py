@@ -12,8 +12,8 @@ from spotlight.cluster.head import Head
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts
 from spotlight.models.shared.flop_count import Work
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.preview_settings import (
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.preview_settings import (
     preview_steps,
     report_note,
     report_row,
@@ -26,7 +26,7 @@ from spotlight.scheduler.policies.exploration.bandit import Arm
 from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose
-from spotlight.training.batching.feed import IterationLog
+from spotlight.training.iteration_log import IterationLog
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 SDE = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")

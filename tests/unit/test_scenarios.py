@@ -470,7 +470,7 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
         ("exploration.drawn_seeds=17", ("exploration.drawn_seeds", "17", "workload.group_size = 16")),
         (
             "exploration={sampled_prompts: 1, drawn_seeds: 1}",
-            ("exploration.sampled_prompts", "1", "drawn_seeds below 2"),
+            ("exploration.sampled_prompts", "1", "0 with exploration.drawn_seeds=1"),
         ),
         ("exploration.policy=best", ("exploration.policy", "max_variance")),
     ],

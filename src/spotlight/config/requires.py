@@ -45,7 +45,7 @@ class Need:
     other: object = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class That(Generic[Run]):
     """A fact that is computed. ``{key}`` in ``text`` becomes the key's value (any attribute's)."""
 
@@ -53,32 +53,40 @@ class That(Generic[Run]):
     holds: Callable[[Run], bool]
 
 
-Value: TypeAlias = Need | str | int | float | bool | tuple[object, ...] | None
-"""A test; or the value wanted; or a tuple of those that will do."""
+Value: TypeAlias = Need | BaseModel | str | int | float | bool | tuple[object, ...] | None
+"""A test; or the value wanted; or a tuple of those that will do; a section stands for its defaults."""
 
-SET = Need("set", lambda value, _: bool(value))
+SET = Need("a value", lambda value, _: bool(value))
 UNSET = Need("nothing", lambda value, _: not value)
 """None, 0, false or empty."""
 
 
 def at_most(other: str | float) -> Need:
-    """A bound: a number, or the key that has it."""
-    return Need("at most", operator.le, other)
+    """A bound: a number, or the key that has it. What is left out fits; of a list, every item must."""
+    return _bound("at most", operator.le, other)
 
 
 def at_least(other: str | float) -> Need:
     """As :func:`at_most`."""
-    return Need("at least", operator.ge, other)
+    return _bound("at least", operator.ge, other)
 
 
 def less_than(other: str | float) -> Need:
     """As :func:`at_most`."""
-    return Need("less than", operator.lt, other)
+    return _bound("less than", operator.lt, other)
 
 
 def more_than(other: str | float) -> Need:
     """As :func:`at_most`."""
-    return Need("more than", operator.gt, other)
+    return _bound("more than", operator.gt, other)
+
+
+def _bound(text: str, compare: Callable[[Any, Any], bool], other: str | float) -> Need:
+    def holds(value: Any, bound: Any) -> bool:
+        items = value if isinstance(value, tuple) else (value,)
+        return value is None or all(compare(item, bound) for item in items)
+
+    return Need(text, holds, other)
 
 
 def other_than(*values: object) -> Need:
@@ -86,7 +94,7 @@ def other_than(*values: object) -> Need:
     return Need(f"another than {' or '.join(map(shown, values))}", lambda value, _: value not in values)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Requires(Generic[Run]):
     """One requirement.
 
@@ -95,13 +103,13 @@ class Requires(Generic[Run]):
             same index in ``when``.
         when: keys and values under which this applies, all together; ``{}``: always.
         needs: of the key's value; where the key's section is off, nothing.
-        remedy: what to do, in sentences; with ``{key}`` as in :class:`That`.
+        remedy: what to do, in sentences, with ``{key}`` as in :class:`That`; or what computes them.
     """
 
     key: str
     when: Mapping[str, Value] | That[Run]
     needs: Value | That[Run]
-    remedy: str
+    remedy: str | Callable[[Run], str]
 
     def problems(self, run: Run) -> Iterator[Problem]:
         """What contradicts this row."""
@@ -114,7 +122,8 @@ class Requires(Generic[Run]):
                 continue
             found = shown(value_at(run, key))
             expected = f"{self._wanted(run)} {self.condition(run, here)}".strip()
-            yield Problem(re.sub(r"\.(\d+)", r"[\1]", key), found, expected, filled(self.remedy, run))
+            remedy = filled(self.remedy, run) if isinstance(self.remedy, str) else self.remedy(run)
+            yield Problem(re.sub(r"\.(\d+)", r"[\1]", key), found, expected, remedy)
 
     def _applies(self, run: Run, here: str) -> bool:
         if isinstance(self.when, That):
@@ -150,10 +159,13 @@ class Requires(Generic[Run]):
 
     def row(self) -> tuple[str, str, str, str]:
         """(key, what it needs, under which condition, remedy), of any run."""
-        return self.key, self._wanted(None), self.condition(None), filled(self.remedy, None)
+        remedy = (
+            filled(self.remedy, None) if isinstance(self.remedy, str) else "The message has values that fit."
+        )
+        return self.key, self._wanted(None), self.condition(None), remedy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Computed(Generic[Run]):
     """A requirement whose key, or whose remedy, has to be computed: a function in the same list."""
 
@@ -170,17 +182,21 @@ Requirement: TypeAlias = Requires[Run] | Computed[Run]
 
 
 def problems_of(rows: Iterable[Requirement[Run]], run: Run) -> Iterator[Problem]:
-    """All that contradicts the rows, in their order."""
+    """What contradicts the rows, in their order; of each key the first."""
+    named = set[str]()
     for row in rows:
-        yield from row.problems(run)
+        for problem in row.problems(run):
+            if problem.key not in named:
+                named.add(problem.key)
+                yield problem
 
 
 def value_at(tree: object, key: str) -> Any:
-    """Value of a dotted key; None where a section on the way is off."""
+    """Value of a dotted key; None where a section on the way is off, or another algorithm's."""
     for part in key.split("."):
         if tree is None:
             return None
-        tree = tree[int(part)] if isinstance(tree, Sequence) else getattr(tree, part)
+        tree = tree[int(part)] if isinstance(tree, Sequence) else getattr(tree, part, None)
     return tree
 
 
@@ -218,7 +234,7 @@ def _text(test: Value, run: object | None) -> str:
     if isinstance(test, tuple):
         return " or ".join(map(shown, test))
     if not isinstance(test, Need):
-        return shown(test)
+        return "nothing" if isinstance(test, BaseModel) else shown(test)
     if isinstance(test.other, str):
         return filled(f"{test.text} {test.other} = {{{test.other}}}", run)
     return test.text if test.other is None else f"{test.text} {shown(test.other)}"

@@ -83,8 +83,8 @@ class RunConfig(Section):
 
     def every_problem(self) -> Iterator[Problem]:
         """All contradictions between keys."""
-        for section in self.sections():
-            yield from problems_of(section.requirements(), self)
+        rows = (row for section in self.sections() for row in section.requirements())
+        yield from problems_of(rows, self)
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):
                 yield from section.problems(self)
@@ -101,6 +101,13 @@ class RunConfig(Section):
         chosen = self.algorithm.train_samples
         yield from self.learner.rank_problems(self.rollout, ranks, per_node, chosen)
         yield from self.algorithm.micro_batch_problems(self.rollout, self.learner, ranks)
+
+    @property
+    def rank_samples(self) -> int:
+        """Samples that a rank of the learner trains in an update."""
+        group = self.algorithm.train_samples or self.rollout.group_size
+        samples = self.rollout.prompts_per_iteration * group
+        return samples // self.learner.updates_per_batch // self.fleet.learner_ranks
 
     @property
     def trained_timesteps(self) -> int:

@@ -317,6 +317,7 @@ class FinishRun:
     error: str | None
 
 
+TrainEffect: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 ClusterEffect: TypeAlias = StartWorker | PullWeights | FormGroup | StopGroup | AbandonLease
 
 Effect: TypeAlias = (
@@ -324,10 +325,7 @@ Effect: TypeAlias = (
     | GrantLease
     | ScoreSamples
     | HoldSamples
-    | PrepareBatch
-    | TrainMicroBatch
-    | StepOptimizer
-    | FinishBatch
+    | TrainEffect
     | PublishWeights
     | ReportEvaluation
     | ReportExploration

@@ -36,7 +36,7 @@ def smoke_overrides(config: RunConfig) -> list[str]:
     import shutil
 
     from spotlight.registry import FAMILIES
-    from spotlight.runtime.build.components import cache_dir
+    from spotlight.runtime.assembly.components import cache_dir
     from spotlight_rewards.base.file_errors import storage_error
 
     family = FAMILIES.load(config.model.family)

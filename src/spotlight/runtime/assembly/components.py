@@ -35,9 +35,9 @@ from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.registry import FAMILIES
 from spotlight.rollout.state import Recipe
-from spotlight.runtime.build.controller_plan import cluster_plan_of as cluster_plan_of
-from spotlight.runtime.build.controller_plan import plan_of as plan_of
-from spotlight.runtime.build.preview_settings import preview_recipe
+from spotlight.runtime.assembly.controller_plan import cluster_plan_of as cluster_plan_of
+from spotlight.runtime.assembly.controller_plan import plan_of as plan_of
+from spotlight.runtime.assembly.preview_settings import preview_recipe
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose
 from spotlight.testbed import pipeline_directory

@@ -1,18 +1,13 @@
-"""Learner ranks as Ray actors: one process per rank, on nodes that the head chooses.
+"""Starts and ends learner ranks as Ray actors: one process per rank, on nodes that the head chooses.
 
-A :class:`LearnerActor` forwards calls to its :class:`LearnerRank` and moves values between rank and blob
-store, bypassing the head. A worker's actor may become one. :class:`RayLauncher` starts and ends the actors in
-its own thread, because those Ray calls may block.
+A rank is an actor of its own (:class:`LearnerRank`), or what a worker's actor has become. Those Ray calls may
+block, so they have a thread of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import socket
-import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -24,29 +19,16 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-import spotlight
-from spotlight.cluster.blobs.blob_server import NEGATIVE
-from spotlight.cluster.blobs.blob_store import BlobAddress
-from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankPlace
-from spotlight.cluster.learner.life import RankHandle
+from spotlight.cluster.blobs.blob_client import BlockingBlobClient
+from spotlight.cluster.learner.learner_rank import LOOPBACK, LearnerRank, RankOrder, RankPlace
+from spotlight.cluster.learner.life import RankHandle, RemoteCall
 from spotlight.cluster.learner.spare_workers import SpareProcess, Spares, SpareWorkers
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.cluster.remote_calls import cause_of
-from spotlight.models.family import ModelFamily
-from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import Rollout, RolloutId
-from spotlight.weights.bundle import WeightsManifest
-from spotlight_rewards.base.errors import ConfigError, Problem
-from spotlight_rewards.base.prompts import Prompt, PromptId
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-SAMPLE, CONDITION, WEIGHTS = "sample", "condition", "weights"
-"""Kinds of blobs."""
-_FETCHED_AT_ONCE = 32
 _TAIL_BYTES, _TAIL_LINES = 16 * 1024, 20
 _CALL_S = 10.0
 _log = logging.getLogger(__name__)
@@ -71,140 +53,6 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class RankOrder:
-    """All that a rank's process needs to start.
-
-    Attributes:
-        config: the resolved configuration as YAML.
-        token: what the head wrote to the run directory.
-        directory: the head's working directory, the base of relative paths.
-        version: of the head's package.
-        profiled_steps: see :class:`LearnerRank`.
-    """
-
-    config: str
-    place: RankPlace
-    token: str
-    directory: str
-    log: str
-    version: str
-    store_s: float
-    threads: int | None
-    profiled_steps: int = 0
-
-
-class LearnerActor:
-    """The process of one rank. ``held``: the model, if the process holds it already."""
-
-    def __init__(self, order: RankOrder, store: ActorHandle[Any], held: ModelFamily | None = None) -> None:
-        self._order, self._store, self._held = order, store, held
-        self._rank: LearnerRank | None = None
-
-    def alive(self) -> None:
-        """Never return: the call fails when the process ends."""
-        threading.Event().wait()
-
-    def do(self, method: str, args: Sequence[Any]) -> Any:
-        """Call a method of this class, or else of the rank; its errors propagate."""
-        own: dict[str, Callable[..., Any]] = {
-            "begin": self.begin,
-            "prepare": self.prepare,
-            "publish": self.publish,
-            "send_conditions": self.send_conditions,
-            "load_model": self.load_model,
-        }
-        return own[method](*args) if method in own else getattr(self.rank, method)(*args)
-
-    def begin(self) -> None:
-        """Build the rank.
-
-        Raises:
-            ConfigError: another version of the package.
-            StoreError: the run directory is not the head's.
-        """
-        order = self._order
-        if order.version != spotlight.__version__:
-            problem = Problem(
-                f"spotlight on {socket.gethostname()}",
-                spotlight.__version__,
-                f"{order.version}, as on the head",
-                "Install the same version on every node.",
-            )
-            raise ConfigError("this cluster", [problem])
-        if order.threads is not None:
-            torch.set_num_threads(order.threads)
-        with suppress(FileNotFoundError):  # relative paths then fail below, with a clear error
-            os.chdir(order.directory)
-        rank = LearnerRank(order.config, order.place, order.profiled_steps, self._held)
-        rank.check_storage(order.token)
-        _write_to(Path(order.log), "" if self._held is None else ", which was a worker")
-        self._held = None
-        self._rank = rank
-
-    def load_model(self, prompts: Sequence[Prompt]) -> None:
-        """See :meth:`LearnerRank.load_model`; missing files come from another node if one has them."""
-        from spotlight.cluster.model_files.model_fetch import with_model_files
-
-        self.rank.load_model(prompts, with_model_files)
-
-    @property
-    def rank(self) -> LearnerRank:
-        """The rank. RuntimeError before :meth:`begin`."""
-        if self._rank is None:
-            raise RuntimeError("begin() comes first")
-        return self._rank
-
-    def prepare(
-        self,
-        effect: PrepareBatch,
-        rollouts: Mapping[RolloutId, Rollout],
-        stored: Mapping[RolloutId, BlobAddress],
-    ) -> None:
-        """Fetch this rank's share of the samples for :meth:`LearnerRank.prepare`."""
-        samples: dict[RolloutId, bytes] = {}
-        share = self.rank.share_of(effect)
-        for mark in sorted({stored[rollout].mark for rollout in share}):
-            names = [rollout for rollout in share if stored[rollout].mark == mark]
-            for start in range(0, len(names), _FETCHED_AT_ONCE):
-                some = names[start : start + _FETCHED_AT_ONCE]
-                found = self._stored_blob("fetch", SAMPLE, [stored[name].name for name in some], mark)
-                for name, kept in zip(some, found, strict=True):
-                    if kept is None:
-                        raise LookupError(f"no sample of rollout {name} with mark {mark!r} is stored")
-                    samples[name] = kept.data
-        self.rank.prepare(effect, rollouts, samples)
-
-    def publish(self, version: int | None, lineage: int) -> WeightsManifest | None:
-        """Store the rollout weights under their digest."""
-        packed = self.rank.publish(version, lineage)
-        if packed is None:
-            return None
-        manifest, data = packed
-        self._stored_blob("put", WEIGHTS, manifest.digest, data)
-        return manifest
-
-    def send_conditions(self, prompts: Sequence[PromptId]) -> None:
-        """Store the embeddings of ``prompts`` and of the negative prompt."""
-        self._stored_blob("put", CONDITION, NEGATIVE, self.rank.negative())
-        for start in range(0, len(prompts), _FETCHED_AT_ONCE):
-            some = prompts[start : start + _FETCHED_AT_ONCE]
-            for prompt, packed in zip(some, self.rank.conditions(some), strict=True):
-                self._stored_blob("put", CONDITION, prompt, packed)
-
-    def _stored_blob(self, method: str, *args: object) -> Any:
-        """Call the blob store; its errors propagate without Ray's wrapping."""
-        import ray
-
-        try:
-            return ray.get(getattr(self._store, method).remote(*args), timeout=self._order.store_s)
-        except ray.exceptions.RayTaskError as error:
-            raise error.cause from None
-
-
-# -- the head's side -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
 class RankActor:
     """Head-side handle of a rank's actor."""
 
@@ -212,11 +60,7 @@ class RankActor:
     host: str
     life: int
     actor: Any
-
-    def call(self, method: str, *args: object) -> Awaitable[Any]:
-        """See :class:`spotlight.cluster.learner.life.RankHandle`."""
-        answer: Awaitable[Any] = self.actor.do.remote(method, args)
-        return answer
+    call: RemoteCall
 
     def gone(self) -> Awaitable[Any]:
         """See :class:`spotlight.cluster.learner.life.RankHandle`."""
@@ -259,8 +103,9 @@ class RayLauncher:
         self._room, self._profiled_steps = room, profiled_steps
         self._spares, self._yield_s = spares, yield_s
         self._at: dict[int, Mapping[str, int]] = {}
-        self._config, self._placements, self._store, self._token = config, placements, store, token
-        self._logs, self._exchange_s, self._store_s = logs.absolute(), exchange_s, store_s
+        self._config, self._placements, self._token = config, placements, token
+        self._blobs = BlockingBlobClient(store, store_s)
+        self._logs, self._exchange_s = logs.absolute(), exchange_s
         self._thread = ThreadPoolExecutor(1, "learner-launcher")
 
     async def start(self, life: int, beside: int | None = None) -> Sequence[RankHandle]:
@@ -317,13 +162,16 @@ class RayLauncher:
             for rank, placement in enumerate(placements)
         ]
         orders = [self._order(life, *each) for each in zip(places, placements, strict=True)]
-        workers = [kept.pop() if (kept := spares.get(each.node)) else None for each in placements]
-        actors = self._yielded(orders, workers)
+        able = [kept.pop() if (kept := spares.get(each.node)) else None for each in placements]
+        workers = self._yielded(orders, able)
         started: list[RankActor] = []
         try:
             for order, placement in zip(orders, placements, strict=True):
-                actor = actors.get(order.place.rank) or self._new_actor(order, placement)
-                started.append(RankActor(order.place.rank, placement.host, life, actor))
+                rank = order.place.rank
+                actor = workers.get(rank) or self._new_actor(order, placement)
+                # A rank's own actor runs the method itself; a worker's hands it to the rank inside.
+                call = actor.do.remote if rank in workers else actor.__ray_call__.remote
+                started.append(RankActor(rank, placement.host, life, actor, call))
         except Exception:
             _kill(started)
             raise
@@ -339,7 +187,7 @@ class RayLauncher:
         import ray
 
         asked = {
-            order.place.rank: (worker, worker.actor.become_learner.remote(order, self._store, self._yield_s))
+            order.place.rank: (worker, worker.actor.become_learner.remote(order, self._blobs, self._yield_s))
             for order, worker in zip(orders, workers, strict=True)
             if worker is not None
         }
@@ -363,8 +211,6 @@ class RayLauncher:
             token=self._token,
             directory=str(Path.cwd()),
             log=str(self._log(life, place.rank)),
-            version=spotlight.__version__,
-            store_s=self._store_s,
             threads=placement.threads,
             profiled_steps=0 if place.rank else self._profiled_steps,
         )
@@ -375,7 +221,7 @@ class RayLauncher:
 
         remote: Any = ray.remote  # its annotations lack concurrency groups
         return (
-            remote(concurrency_groups={"watch": 1})(LearnerActor)
+            remote(concurrency_groups={"watch": 1})(LearnerRank)
             .options(
                 num_cpus=0,
                 num_gpus=placement.gpus,
@@ -385,7 +231,7 @@ class RayLauncher:
                 max_restarts=0,
                 max_task_retries=0,
             )
-            .remote(order, self._store)
+            .remote(order, self._blobs)
         )
 
     def _end(self, ranks: Sequence[RankHandle], suspects: Sequence[int]) -> str:
@@ -405,17 +251,6 @@ def _kill(ranks: Sequence[RankActor | SpareProcess]) -> None:
     for rank in ranks:
         with suppress(RayError):  # the others hold GPUs, too
             ray.kill(rank.actor, no_restart=True)
-
-
-def _write_to(path: Path, note: str) -> None:
-    path.parent.mkdir(exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    os.write(2, f"learner rank in process {os.getpid()} on {socket.gethostname()}{note}\n".encode())
 
 
 def _tail(path: Path) -> str:

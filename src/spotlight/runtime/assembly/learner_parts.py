@@ -17,10 +17,10 @@ from spotlight.dry_run.model_checks import require_model, require_supported
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
 from spotlight.models.slots import Slot, WeightSlots
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.preview_settings import preview_steps
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.preview_settings import preview_steps
 from spotlight.training.batching.conditions import Conditions
-from spotlight.training.batching.feed import Trainer
+from spotlight.training.batching.feed import BatchFeed
 from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight.training.learner import Learner, TrainingGuidance
 from spotlight.training.sharding import Ranks, is_shared
@@ -49,12 +49,8 @@ class Learning:
     slots: WeightSlots
     conditions: Conditions
     negative: Condition
-    trainer: Trainer
-
-    @property
-    def learner(self) -> Learner:
-        """The trainer's input."""
-        return self.trainer.learner
+    learner: Learner
+    feed: BatchFeed
 
 
 def prepare_model(
@@ -115,8 +111,8 @@ def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ran
         ranks=ranks,
     )
     weights = {reward.curve: reward.weight for reward in config.rewards}
-    trainer = Trainer(learner, conditions, model.recipes.train, weights)
-    return Learning(model, slots, conditions, negative, trainer)
+    feed = BatchFeed(learner, conditions, model.recipes.train, weights)
+    return Learning(model, slots, conditions, negative, learner, feed)
 
 
 def rollout_slots(config: RunConfig, algorithm: Algorithm) -> tuple[Slot, ...]:
