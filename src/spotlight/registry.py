@@ -12,12 +12,10 @@ if TYPE_CHECKING:
     from typer import Typer
 
     from spotlight.cluster.scaling.node_provider import NodeProviderKind
-    from spotlight.config.section import Section
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.family import ModelFamily
-    from spotlight.scheduler.policy import Policy
-    from spotlight.scheduler.rollouts import Rollouts
+    from spotlight.scheduler.rollouts import PolicyKind
     from spotlight.store.metrics import SinkFactory
 
 
@@ -106,7 +104,7 @@ SINKS: Registry[SinkFactory] = Registry(
 COMMANDS: Registry[Callable[[Typer], None]] = Registry("the command line", "spotlight.commands", {})
 """Commands of other packages: a function that adds them to the command line."""
 
-POLICIES: Registry[Callable[[Rollouts, Section | None], Policy]] = Registry(
+POLICIES: Registry[PolicyKind] = Registry(
     "policies",
     "spotlight.policies",
     {

@@ -14,7 +14,7 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.iteration import Work
 from spotlight.scheduler.policies.whole_groups.whole_groups import WholeGroups
 from spotlight.scheduler.rollouts import Rollouts
-from spotlight.scheduler.types import DropReason, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 COMPARES = dataclasses.replace(PLAN, compares=True, group_size=4)
@@ -88,7 +88,7 @@ def test_a_sample_that_is_not_wanted_any_more_is_not_scored() -> None:
     issued = [rollout("a", member) for member in range(4)]
     work, policy = work_of(*issued)
     make(work.at, policy, *issued[:3])
-    work.drop(issued[0].id, DropReason.STALE, "")
+    work.at.unscored.discard(issued[0].id)
     work.at.unscored.discard(issued[3].id)
     (group,) = asked(work, policy)
     assert group.rollouts == tuple(issued[1:3])

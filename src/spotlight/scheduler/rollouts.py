@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar, Protocol
 
+from spotlight.config.section import Section
 from spotlight.registry import POLICIES
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.dispatch import Dispatcher
@@ -37,6 +39,17 @@ from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import DropReason, LeaseId, Maker, PolicyVersion, Rollout, RolloutId, Scores
 from spotlight_rewards.base.prompts import Prompt, PromptId
+
+
+class PolicyKind(Protocol):
+    """What the registry has: the class of a policy."""
+
+    section: ClassVar[type[Section]]
+
+    def __call__(self, work: Rollouts, settings: Section | None, /) -> Policy:
+        """The policy of a run, with its settings if another package adds it."""
+        ...
+
 
 ROLLOUT_ATTEMPTS = 2
 """A rollout failing this often is dropped: with fixed randomness it would fail again."""

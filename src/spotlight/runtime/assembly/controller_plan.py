@@ -40,6 +40,7 @@ def plan_of(config: RunConfig, ranks: int = 1, *, compares: bool = False) -> Pla
         update_split=config.learner.update_split,
         whole_groups=config.algorithm.compares_groups,
         compares=compares,
+        added=config.policies,
         choice=TrainingChoice(
             samples=config.algorithm.train_samples,
             policy=config.algorithm.train_policy,
