@@ -38,7 +38,7 @@ from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Model, prepare_model
 from spotlight.runtime.process import prepare_process
-from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau
+from spotlight.scheduler.policies.exploration.fidelity import hit_rate, kendall_tau
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt
