@@ -67,7 +67,6 @@ NEEDED: dict[str, dict[str, object]] = {
     "flow-factory": {"server": {"base_url": "http://127.0.0.1:1"}},
     "http": {"server": {"base_url": "http://127.0.0.1:1"}, "reward": "any"},
     "http-video": {"server": {"base_url": "http://127.0.0.1:1"}, "reward": "any", "fps": 16},
-    "pickle-server": {"server": {"base_url": "http://127.0.0.1:1"}, "protocol": "verl-omni"},
 }
 
 
@@ -128,6 +127,11 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         in failure("shape")
     )
     assert "'module:function'" in failure("my_reward")
+
+
+def test_a_retired_name_says_what_to_use_instead() -> None:
+    assert "this version has no reward 'pickle-server'" in failure("pickle-server")
+    assert "the reward http or flow-factory" in failure("pickle-server")
 
 
 @pytest.mark.parametrize("name", ["rewards/own.py:plain", "own_rewards:", ":plain", "own rewards:plain"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from spotlight.config.requires import Requirement
@@ -27,8 +27,10 @@ class Section(StrictSection):
     def sections(self) -> Iterator[Section]:
         yield self
         for name in type(self).model_fields:
-            if isinstance(value := getattr(self, name), Section):
-                yield from value.sections()
+            value = getattr(self, name)
+            for section in value.values() if isinstance(value, Mapping) else (value,):
+                if isinstance(section, Section):
+                    yield from section.sections()
 
     def notes(self, run: RunConfig) -> Iterator[str]:
         """What is valid, but may not be what was meant; nothing unless overridden."""

@@ -178,7 +178,6 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "http-video": "spotlight_rewards.endpoints.service_scores:http_video",
         "flow-factory": "spotlight_rewards.endpoints.flow_factory:flow_factory",
         "vote": "spotlight_rewards.vote:vote",
-        "pickle-server": "spotlight_rewards.pickled.pickle_server:pickle_server",
     },
 )
 """Rewards: a :class:`~spotlight_rewards.reward.RewardFunction`."""

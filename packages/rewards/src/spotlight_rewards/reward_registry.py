@@ -26,6 +26,11 @@ from spotlight_rewards.reward_facts import RewardFacts
 Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
 ScoredBy: TypeAlias = Callable[[], object]
 
+_RETIRED = {
+    "pickle-server": "Unpickling runs whatever code the other side wrote: ask the server by JSON, with the "
+    "reward http or flow-factory, or serve its model by `spotlight rewards serve`."
+}
+"""Names of older versions, and what to do instead."""
 _SIGNATURE = "function(images, prompts, metadata, **params)"
 
 
@@ -63,6 +68,8 @@ def parse(name_or_path: str) -> Reference:
     if not colon and name_or_path in REWARDS:
         module, _, attribute = REWARDS.locate(name_or_path).partition(":")
         return Reference(name_or_path, module, attribute)
+    if name_or_path in _RETIRED:
+        raise RewardSetupError(f"this version has no reward {name_or_path!r}. {_RETIRED[name_or_path]}")
     if not colon:
         close = difflib.get_close_matches(name_or_path, list(REWARDS), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
