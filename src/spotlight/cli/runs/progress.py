@@ -25,13 +25,13 @@ from spotlight.report.replay_noise import noisy_clip_range, replay_noise_note
 from spotlight.report.wording import duration, money, score
 from spotlight.runtime.observer import Silent
 from spotlight.scheduler.types import Phase
+from spotlight.store.metrics import JUDGED, STDERR
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 _REDRAWS_PER_S = 2
 _PLAIN_WORK_EVERY_S = 30.0
-_JUDGED = ("strict", "graded")
 
 
 @dataclass(slots=True)
@@ -282,7 +282,7 @@ def make_progress(config: RunConfig, plain: bool) -> RunProgress:
 def scores(row: Mapping[str, float]) -> str:
     """``strict 0.487 ± 0.025  graded 0.834 ± 0.006``."""
     return "  ".join(
-        f"{name} {score(row[name], row.get(f'{name}_stderr'))}" for name in _JUDGED if name in row
+        f"{name} {score(row[name], row.get(f'{name}{STDERR}'))}" for name in JUDGED if name in row
     )
 
 
@@ -292,7 +292,7 @@ def gained(first: Mapping[str, float], last: Mapping[str, float]) -> str:
         return scores(last)
     return "  ".join(
         f"{name} {score(first[name])} -> {score(last[name])}"
-        for name in _JUDGED
+        for name in JUDGED
         if name in first and name in last
     )
 

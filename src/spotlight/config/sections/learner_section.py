@@ -168,8 +168,9 @@ class LearnerConfig(Section):
                  That("with algorithm.name={algorithm.name}, whose loss compares the samples of a group",
                       lambda run: run.algorithm.compares_groups), "groups",
                  "Its loss compares the samples of a group: leave one of the two keys out."),
-        Requires("iterations", {"learner.decay_iterations": SET},
-                 That("at most {decays_until}, where learner.decay_iterations lets the learning rate be 0",
+        Requires("iterations", {},
+                 That("at most learner.decay_iterations={learner.decay_iterations}, where the learning rate "
+                      "is 0 after {decays_until} iterations",
                       lambda run: run.iterations <= (run.decays_until or math.inf) * (1 + 1e-9)),
                  "Raise learner.decay_iterations with it (for a new run: it changes every step's learning "
                  "rate)."),

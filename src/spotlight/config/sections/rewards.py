@@ -26,7 +26,7 @@ class RewardPolicyConfig(Section):
 
     requires = (
         Requires("rewards.*.device", {"fleet.driver": "inline"}, other_than("spot"),
-                 "There are no spot nodes: set device: cpu, or fleet.driver=ray."),
+                 "One process, which has no spot nodes: set device: cpu, or fleet.driver=ray."),
         Requires("rewards.*.device", {"rewards.*.name": "vote"},
                  other_than("spot", "cuda", "learner"),
                  "It needs the run directory, so its process runs beside the command that trains: leave the "
