@@ -11,7 +11,7 @@ from torch import nn
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout
-from spotlight.runtime.build.components import Recipes
+from spotlight.runtime.assembly.components import Recipes
 from spotlight.scheduler.types import Purpose, Rollout
 from spotlight.training.batching.conditions import Conditions
 

@@ -11,8 +11,7 @@ from spotlight.algorithms.advantages import advantages
 from spotlight.algorithms.baselines import Rewards, exploration_advantages, slice_advantages
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.overlap.slices import COMPARED_MIN
-from spotlight.scheduler.types import Baseline, Comparison, RolloutId
+from spotlight.scheduler.types import COMPARED_MIN, Baseline, Comparison, RolloutId
 
 
 def sample_advantages(
