@@ -25,7 +25,7 @@ from spotlight.scheduler.effects import DiscardSamples, FormGroup, GrantLease, R
 from spotlight.scheduler.exploration.bandit import Arm
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose
-from spotlight.training.iteration_log import IterationLog
+from spotlight.training.step_metrics import IterationLog
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 SDE = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")
