@@ -32,6 +32,7 @@ from spotlight.runtime.validation import strict_curve, summarise
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import CommitCheckpoint, GrantLease, ReportEvaluation, ReportPipeline
+from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.records import Record
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, Rollout, RolloutId
@@ -98,7 +99,7 @@ class BesideTraining(InlineDriver):
     def _next_event(self) -> ev.Event:
         events, controller = self._events, self.parts.controller
         waits = bool(events) and isinstance(events[0], ev.BatchPrepared)
-        if not waits or not controller.work.window.unscored:
+        if not waits or not any(work.unscored for work in controller.work.extra):
             return super()._next_event()
         if len(events) == 1 and not controller.queue.outstanding:
             if self._unsubmitted:
@@ -141,7 +142,7 @@ class Lab:
         if where is None or exploration is None:
             plan = dataclasses.replace(plan, exploration=None)
         else:
-            planned = max(arm.seeds_per_prompt for arm in plan.arms) if where == "idle" else None
+            planned = max(arm.seeds_per_prompt for arm in arms_of(plan)) if where == "idle" else None
             there = exploration.model_copy(update={"where": where, "seeds_per_prompt_max": planned})
             keeps = plan.keeps_previews and where == "critical_path"
             plan = dataclasses.replace(plan, exploration=there, keeps_previews=keeps)

@@ -21,9 +21,9 @@ from spotlight.config.sections.rollout import RolloutConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.exploration.explorer import Explorer
-from spotlight.scheduler.exploration.window import ExploredGroup
 from spotlight.scheduler.plan import ClusterPlan, Plan
+from spotlight.scheduler.policies.exploration.explorer import Explorer
+from spotlight.scheduler.policies.exploration.window import ExploredGroup
 from spotlight.scheduler.records import RolloutIssued, SampleDropped, SampleExplored, SampleTrained
 from spotlight.scheduler.types import Node, NodeId, NodeKind, PolicyVersion, Purpose, Rollout
 from spotlight_plan.simulation.costs import ConstantCosts
@@ -317,7 +317,6 @@ def test_slices_of_a_group_chosen_for_its_contrast_balance(chosen_by_chance: boo
         tuple(range(16)),
         tuple(scores),
         16 if chosen_by_chance else 0,
-        None,
         32,
         {},
         (good,) * 16,
@@ -334,9 +333,7 @@ def test_slices_of_a_group_chosen_for_its_contrast_balance(chosen_by_chance: boo
 
 def test_a_restored_explorer_refuses_other_prompts() -> None:
     explorer = Explorer(dataclasses.replace(PLAN, exploration=CRITICAL), [Prompt(PromptId("a"), "a", {})])
-    group = ExploredGroup(
-        PromptId("b"), (1, 2), ({"reward": 0.0}, {"reward": 1.0}), 0, None, 4, {"reward": 1.0}
-    )
+    group = ExploredGroup(PromptId("b"), (1, 2), ({"reward": 0.0}, {"reward": 1.0}), 0, 4, {"reward": 1.0})
     state = {**explorer.snapshot(), "groups": {"0": group.to_dict()}}
     with pytest.raises(ValueError, match="prompt b"):
         explorer.load(json.loads(json.dumps(state)))

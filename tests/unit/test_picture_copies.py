@@ -19,7 +19,7 @@ from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import Conversations
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.group_gate import GroupProgress
+from spotlight.scheduler.effects import ScoreSamples
 from spotlight.scheduler.types import LeaseId, RolloutId, WorkerId
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.reports import Report
@@ -102,9 +102,7 @@ def test_a_picture_is_serialised_twice_for_three_rewards(monkeypatch: pytest.Mon
     assert sorted(written) == ["rewards"] * len(made) + ["store"] * len(made)
 
 
-def test_samples_wait_at_the_head_for_the_rest_of_their_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_is_scored_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "whole.py").write_text(
         "from spotlight_rewards.reward import takes_groups\n"
         "@takes_groups\n"
@@ -128,12 +126,8 @@ def test_samples_wait_at_the_head_for_the_rest_of_their_group(
         scoring = SampleScoring(conversations, samples, pool, prompts, events.append, print)
 
         async def until_scored() -> None:
-            scoring.score(rollouts[:1], 5)
-            scoring.release(lambda: GroupProgress.of(rollouts, rollouts[1:], len(rollouts)))
-            scoring.score(rollouts[1:2], 5)
-            assert not events
-            # The third has failed: no more are to come.
-            scoring.release(lambda: GroupProgress.of(rollouts, [], len(rollouts)))
+            # The third has failed.
+            scoring.score(ScoreSamples(tuple(rollouts[:2]), 5, size=len(rollouts)))
             while sum(len(each.scores) for each in events if isinstance(each, ev.SamplesRewarded)) < 2:
                 await asyncio.sleep(0.01)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from head_world import RESERVED, SPOT, World, world
 
-from spotlight.scheduler.exploration.selection import SelectionPolicy, select
+from spotlight.scheduler.selection import SelectionPolicy, select
 from spotlight.scheduler.types import DropReason, Purpose, Rollout
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
@@ -32,7 +32,7 @@ def train_slowly(it: World) -> None:
     """The learner's micro-batches take as long as the previews beside them."""
 
     async def before(what: str) -> None:
-        while what == "accumulate" and it.controller.work.window.unscored:
+        while what == "accumulate" and any(work.unscored for work in it.controller.work.extra):
             await asyncio.sleep(0.005)
 
     it.learner.before = before

@@ -22,7 +22,8 @@ from spotlight.runtime.inline import NODE, WORKER
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import DiscardSamples, FormGroup, GrantLease, ReportExploration
-from spotlight.scheduler.exploration.bandit import Arm
+from spotlight.scheduler.policies.exploration.bandit import Arm
+from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose
 from spotlight.training.step_metrics import IterationLog
@@ -47,14 +48,14 @@ REPORT: dict[str, object] = {
 
 
 def test_defaults_are_resolved_by_the_size_of_groups_and_rollouts() -> None:
-    assert build.plan_of(load_config(None)).arms == ()
+    assert arms_of(build.plan_of(load_config(None))) == ()
     plan = build.plan_of(load_config(None, ["exploration={}"]))
-    assert plan.arms == (Arm(32, 10),)
+    assert arms_of(plan) == (Arm(32, 10),)
     assert plan.pool_max is None, "on the critical path, only what was planned"
     planned = build.plan_of(
         load_config(None, ["exploration.planner={seed_counts: [20, 40], step_counts: [5]}"])
     )
-    assert planned.arms == (Arm(20, 5), Arm(40, 5))
+    assert arms_of(planned) == (Arm(20, 5), Arm(40, 5))
 
 
 def test_the_controller_takes_the_section_itself() -> None:

@@ -161,7 +161,8 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
 
 
 def _controller(materials: Materials, attempt: Attempt) -> Controller:
-    plan, prompts = build.cluster_plan_of(materials.config), materials.prompts
+    compares, prompts = bool(materials.rewards.compares_groups), materials.prompts
+    plan = build.cluster_plan_of(materials.config, compares=compares)
     if attempt.newest is None:
         return Controller(plan, prompts.train, prompts.test, attempt.number)
     snapshot = json.loads((attempt.newest.directory / CONTROLLER_FILE).read_text())

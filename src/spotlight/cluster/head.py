@@ -178,14 +178,10 @@ class Head:
                 parts.workers.worked(leader)
             case ev.LeaseCompleted(leader, rollouts=rollouts):
                 parts.workers.worked(leader)
-                accepted = [r.id for e in effects if isinstance(e, ef.ScoreSamples) for r in e.rollouts]
-                parts.samples.accept([name for name in accepted if name in rollouts], weights_digest)
+                parts.samples.accept([one.id for one in ef.accepted(effects, rollouts)], weights_digest)
                 self._show_work()
         for effect in effects:
             self._carry_out(effect)
-        # Most events only tell that a lease is alive: too many to look at all rollouts for each.
-        if effects or not isinstance(event, ev.LeaseProgressed):
-            parts.scoring.release(controller.work.group_progress)
         for node, seconds in parts.drains.finished(controller.cluster, now):
             self.log.add("fleet/drain_s", seconds)
             parts.incidents.record(Incident.NODE_DRAINED, node, f"{seconds:.2f} s after it was to stop")
@@ -230,14 +226,15 @@ class Head:
                 self._grant(effect)
             case ef.AbandonLease(leader):
                 parts.workers.tell(leader, effect)
-            case ef.ScoreSamples(rollouts, lineage):
-                parts.scoring.score(rollouts, lineage)
+            case ef.HoldSamples():
+                pass
+            case ef.ScoreSamples():
+                parts.scoring.score(effect)
             case ef.KeepPreview(preview, rollout, scores):
                 parts.samples.keep(preview, rollout.id)
                 self.log.scored(rollout, scores)
             case ef.DiscardSamples(rollouts):
                 parts.samples.forget(rollouts)
-                parts.scoring.forget(rollouts)
                 parts.conversations.start(parts.samples.drop(rollouts))
             case ef.ReportEvaluation():
                 parts.conversations.start(self._report_evaluation(effect))
@@ -393,6 +390,6 @@ class Head:
                 observer.work(phase, total - left, total)
                 return
         if controller.stage is Stage.EXPLORING:
-            total = len(controller.work.window.rollouts)
+            total = sum(len(work.rollouts) for work in controller.work.extra)
             done = total - controller.queue.outstanding_for(Purpose.EXPLORE)
             observer.work(Phase.EXPLORATION, done, total)

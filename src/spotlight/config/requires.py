@@ -196,7 +196,10 @@ def value_at(tree: object, key: str) -> Any:
     for part in key.split("."):
         if tree is None:
             return None
-        tree = tree[int(part)] if isinstance(tree, Sequence) else getattr(tree, part, None)
+        if isinstance(tree, Mapping):
+            tree = tree.get(part)
+        else:
+            tree = tree[int(part)] if isinstance(tree, Sequence) else getattr(tree, part, None)
     return tree
 
 

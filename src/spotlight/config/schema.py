@@ -27,6 +27,7 @@ from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.config.sections.model import DataConfig, ModelConfig
 from spotlight.config.sections.outputs import CheckpointConfig, MetricsConfig
 from spotlight.config.sections.pipeline import PipelineConfig
+from spotlight.config.sections.policies import AddedPolicies
 from spotlight.config.sections.rewards import RewardPolicyConfig
 from spotlight.config.sections.rollout import RolloutConfig
 from spotlight_rewards.base.errors import Problem
@@ -72,6 +73,8 @@ class RunConfig(Section):
     """Which seeds are trained on; default: random ones."""
     pipeline: PipelineConfig = PipelineConfig()
     """Overlap of generation and training."""
+    policies: AddedPolicies = Field(default_factory=dict)
+    """Scheduling policies of installed packages, by name, each with its keys."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How progress is evaluated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -83,7 +86,8 @@ class RunConfig(Section):
 
     def every_problem(self) -> Iterator[Problem]:
         """All contradictions between keys."""
-        rows = (row for section in self.sections() for row in section.requirements())
+        sections = (*self.sections(), *(each for each in self.policies.values() if isinstance(each, Section)))
+        rows = (row for section in sections for row in section.requirements())
         yield from problems_of(rows, self)
         for name in type(self).model_fields:
             if isinstance(section := getattr(self, name), Section):

@@ -37,7 +37,6 @@ from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.group_gate import GroupGate
 from spotlight.scheduler.types import (
     PHASE_OF,
     DropReason,
@@ -51,6 +50,7 @@ from spotlight.scheduler.types import (
     Rollout,
     RolloutId,
     WorkerId,
+    group_of,
 )
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import BatchFeed
@@ -157,7 +157,6 @@ class InlineDriver:
     _events: deque[ev.Event] = field(default_factory=deque)
     _samples: dict[RolloutId, FinishedRollout] = field(default_factory=dict)
     _unsubmitted: list[Rollout] = field(default_factory=list)
-    _gate: GroupGate = field(default_factory=GroupGate)
     _groups: dict[RolloutId, SampleGroup] = field(default_factory=dict)
     _group_turn: int = 0
     _lineage: int = 0
@@ -225,18 +224,19 @@ class InlineDriver:
             case ef.GrantLease(lease, rollouts):
                 self.parts.recorder.grant(effect)
                 self._denoise(lease, rollouts)
-            case ef.ScoreSamples(rollouts, lineage):
+            case ef.HoldSamples():
+                pass
+            case ef.ScoreSamples(rollouts, lineage, size):
                 self._lineage = lineage
-                if self.parts.rewards.compares_groups:
-                    self._gate.hold(rollouts, lineage)
-                else:
-                    self._unsubmitted.extend(rollouts)
+                if size is not None:
+                    group = SampleGroup(group_of(rollouts[0]), size)
+                    self._groups |= {rollout.id: group for rollout in rollouts}
+                self._unsubmitted.extend(rollouts)
             case ef.KeepPreview(preview, kept, scores):
                 if (sample := self._samples.pop(preview, None)) is not None:
                     self._samples[kept.id] = replace(sample, rollout=kept)
                 self.parts.feed.learner.log.scored(kept, scores)
             case ef.DiscardSamples(rollouts):
-                self._gate.forget(rollouts)
                 for rollout in rollouts:
                     self._samples.pop(rollout, None)
             case ef.ReportEvaluation():
@@ -331,11 +331,6 @@ class InlineDriver:
     # -- rewards ---------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
-        if self._gate.holds_any:
-            for group in self._gate.release(self.parts.controller.work.group_progress()):
-                sample_group = SampleGroup(group.name, group.size)
-                self._groups |= {rollout.id: sample_group for rollout in group.rollouts}
-                self._unsubmitted.extend(group.rollouts)
         if not self._unsubmitted:
             return
         rollouts, self._unsubmitted = tuple(self._unsubmitted), []

@@ -211,7 +211,7 @@ def _deal_size(config: RunConfig) -> int:
 
 def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
     config, ranks = materials.config, materials.ranks
-    plan = build.plan_of(config, ranks.world)
+    plan = build.plan_of(config, ranks.world, compares=bool(materials.rewards.compares_groups))
     (where, *_) = ranks.share(str(newest.directory) if newest else "")
     if not where:
         return Controller(plan, materials.prompts.train, materials.prompts.test)

@@ -14,9 +14,9 @@ FRAMES_PER_LATENT = {"hunyuan-video": 4, "wan": 4}
 """``usual_frames_per_latent`` of the shipped families of videos, whose modules need torch."""
 
 
-def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
-    """The controller's plan."""
-    policy, explores = config.reward_policy, config.exploration
+def plan_of(config: RunConfig, ranks: int = 1, *, compares: bool = False) -> Plan:
+    """The controller's plan; ``compares``: some reward compares the samples of a group."""
+    policy, explores, pipeline = config.reward_policy, config.exploration, config.pipeline
     return Plan(
         run_seed=config.run_seed,
         iterations=config.iterations,
@@ -34,10 +34,13 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
         ranks=ranks,
         exploration=explores,
         keeps_previews=explores is not None and explores.makes_rollouts(config.rollout.true_cfg_scale),
-        pipeline=config.pipeline,
-        bounded=True,
+        pipeline=pipeline,
+        # Alone, the GPUs of a learner that also makes all rollouts have nothing to decide.
+        bounded=pipeline.trainers_generate or pipeline.trains_parts,
         update_split=config.learner.update_split,
         whole_groups=config.algorithm.compares_groups,
+        compares=compares,
+        added=config.policies,
         choice=TrainingChoice(
             samples=config.algorithm.train_samples,
             policy=config.algorithm.train_policy,
@@ -47,8 +50,8 @@ def plan_of(config: RunConfig, ranks: int = 1) -> Plan:
     )
 
 
-def cluster_plan_of(config: RunConfig) -> Plan:
-    """The controller's plan for a cluster: worker groups and timeouts included."""
+def cluster_plan_of(config: RunConfig, *, compares: bool = False) -> Plan:
+    """As :func:`plan_of`, for a cluster: worker groups and timeouts included."""
     fleet = config.fleet
     degrees = fleet.sequence_parallel.degrees
     cluster = ClusterPlan(
@@ -65,7 +68,7 @@ def cluster_plan_of(config: RunConfig) -> Plan:
         learner_moves=fleet.learner_moves,
         learner_ranks_min=fleet.learner_ranks_min,
     )
-    plan = plan_of(config, fleet.learner_ranks)
+    plan = plan_of(config, fleet.learner_ranks, compares=compares)
     every = 1 if cluster.learner_moves else plan.checkpoint_every
     return dataclasses.replace(plan, checkpoint_every=every, lease_s=fleet.lease_s, cluster=cluster)
 

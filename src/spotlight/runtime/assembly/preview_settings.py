@@ -1,6 +1,6 @@
 """Settings and reports of seed exploration.
 
-Builds the plan of :mod:`spotlight.scheduler.exploration.explorer`, and turns its reports into metrics and
+Builds the plan of :mod:`spotlight.scheduler.policies.exploration`, and turns its reports into metrics and
 notes.
 """
 
@@ -13,7 +13,6 @@ import torch
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.rollout.state import Recipe
-from spotlight.scheduler.exploration.bandit import Arm
 
 ROW = "exploration/"
 """Prefix of exploration metrics."""
@@ -46,8 +45,8 @@ def report_row(report: Mapping[str, object]) -> dict[str, float]:
     """A report's numbers as metrics; booleans become 0 or 1, unknown values are omitted."""
     row = {f"{ROW}{name}": value for name, value in _numbers(report)}
     if isinstance(played := report.get("arm"), str):
-        arm = Arm.parse(played)
-        row |= {f"{ROW}seeds_per_prompt": float(arm.seeds_per_prompt), f"{ROW}steps": float(arm.steps)}
+        seeds, _, steps = played.partition("x")
+        row |= {f"{ROW}seeds_per_prompt": float(seeds), f"{ROW}steps": float(steps)}
     return row
 
 

@@ -14,8 +14,7 @@ from spotlight.algorithms.baselines import Rewards, exploration_advantages, slic
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.rollout.state import Recipe, SampleTensors
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.overlap.slices import COMPARED_MIN
-from spotlight.scheduler.types import Baseline, Comparison, Rollout, RolloutId
+from spotlight.scheduler.types import COMPARED_MIN, Baseline, Comparison, Rollout, RolloutId
 from spotlight.training.batching.batch import TrainingSample
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.redistribute import deal

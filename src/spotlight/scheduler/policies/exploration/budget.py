@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spotlight.config.sections.exploration import PreviewCostsConfig
-from spotlight.scheduler.exploration.bandit import Arm
-from spotlight.scheduler.exploration.decayed_mean import DecayedMean, section
+from spotlight.scheduler.policies.exploration.bandit import Arm
+from spotlight.scheduler.policies.exploration.decayed_mean import DecayedMean, section
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from spotlight.scheduler.exploration.evidence import GroupEvidence, fit_lines
+from spotlight.scheduler.policies.exploration.evidence import GroupEvidence, fit_lines
 
 
 def kendall_tau(x: Sequence[float], y: Sequence[float]) -> float | None:

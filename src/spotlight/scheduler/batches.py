@@ -2,10 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from spotlight.scheduler.types import Group, MicroBatch, RolloutId
+from spotlight.scheduler.types import Comparison, Group, MicroBatch, RolloutId, Scores
+from spotlight_rewards.base.prompts import PromptId
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Samples of one group that can be trained now.
+
+    Attributes:
+        slot: of the group.
+        members: number of leading members in parts so far, this one included.
+        left_out: scored members that are not to be trained.
+    """
+
+    slot: int
+    members: int
+    group: Group
+    comparison: Comparison
+    left_out: tuple[RolloutId, ...] = ()
+
+    def without(self, samples: set[RolloutId]) -> Part:
+        """The same with fewer samples."""
+        kept = tuple(rollout for rollout in self.group.rollouts if rollout not in samples)
+        return replace(self, group=Group(self.group.prompt_id, kept))
+
+
+def whole_group(
+    slot: int,
+    prompt: PromptId,
+    members: Sequence[RolloutId],
+    scores: Mapping[RolloutId, Scores],
+    resolved: Callable[[RolloutId], bool],
+) -> Iterator[Part]:
+    """The group as one part, once all members are scored or dropped and two can be compared."""
+    if all(resolved(member) for member in members):
+        scored = tuple(member for member in members if member in scores)
+        if len(scored) >= 2:
+            yield Part(slot, len(members), Group(prompt, scored), Comparison())
 
 
 def split_updates(groups: Sequence[Group], updates: int) -> list[list[Group]]:

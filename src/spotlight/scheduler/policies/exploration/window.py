@@ -17,18 +17,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from spotlight.config.sections.exploration import ExplorationConfig
-from spotlight.scheduler.exploration.bandit import Arm
-from spotlight.scheduler.exploration.evidence import GroupEvidence
-from spotlight.scheduler.exploration.selection import (
+from spotlight.scheduler.iteration import Work
+from spotlight.scheduler.policies.exploration.bandit import Arm
+from spotlight.scheduler.policies.exploration.evidence import GroupEvidence
+from spotlight.scheduler.records import REWARD
+from spotlight.scheduler.seeds import derive_seed
+from spotlight.scheduler.selection import (
     Selection,
     SelectionPolicy,
     SelectionVerdict,
     sample_variance,
     select,
 )
-from spotlight.scheduler.records import REWARD
-from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import Maker, PolicyVersion, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 _START = PolicyVersion(0)
@@ -123,7 +124,7 @@ class Window:
         opened_s: controller time; None while closed.
         workers: number that could explore when it opened.
         prompts: by slot; slots beyond the iteration's hold spare prompts.
-        unscored: neither scored nor dropped; ``open`` counts those planned by the arm, by slot.
+        work: the previews; ``open`` counts those planned by the arm that are not scored yet, by slot.
         issued: by slot, pool-deepening previews included.
         replaced: slots without contrast that have a spare prompt.
         pools: seeds of scored previews, by slot.
@@ -137,12 +138,8 @@ class Window:
     opened_s: float | None = None
     workers: int = 0
     prompts: dict[int, Prompt] = field(default_factory=dict)
-    rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
+    work: Work = field(default_factory=Work)
     slots: dict[RolloutId, int] = field(default_factory=dict)
-    scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
-    unscored: set[RolloutId] = field(default_factory=set)
-    finished: set[RolloutId] = field(default_factory=set)
-    makers: dict[RolloutId, Maker] = field(default_factory=dict)
     open: Counter[int] = field(default_factory=Counter)
     issued: Counter[int] = field(default_factory=Counter)
     replaced: set[int] = field(default_factory=set)
@@ -152,26 +149,23 @@ class Window:
 
     def issue(self, slot: int, rollout: Rollout) -> None:
         """Add a preview."""
-        self.rollouts[rollout.id], self.slots[rollout.id] = rollout, slot
-        self.unscored.add(rollout.id)
+        self.slots[rollout.id] = slot
         self.issued[slot] += 1
         self.open[slot] += self._planned(rollout)
 
-    def score(self, rollout: RolloutId, scores: Mapping[str, float], now: float) -> None:
-        """Record a preview's rewards."""
+    def score(self, rollout: RolloutId, now: float) -> None:
+        """A preview has been scored."""
         slot = self.slots[rollout]
-        self.scores[rollout] = scores
-        self.unscored.discard(rollout)
-        self.open[slot] -= self._planned(self.rollouts[rollout])
-        self.pools.setdefault(slot, {})[rollout] = self.rollouts[rollout].seed
+        self.open[slot] -= self._planned(self.work.rollouts[rollout])
+        self.pools.setdefault(slot, {})[rollout] = self.work.rollouts[rollout].seed
         self.scored_s = now
 
     def drop(self, rollout: RolloutId) -> None:
         """Remove a preview that will not be scored."""
-        if rollout in self.unscored:
-            self.open[self.slots[rollout]] -= self._planned(self.rollouts[rollout])
-        self.unscored.discard(rollout)
-        del self.rollouts[rollout], self.slots[rollout]
+        if rollout in self.work.unscored:
+            self.open[self.slots[rollout]] -= self._planned(self.work.rollouts[rollout])
+        self.work.unscored.discard(rollout)
+        del self.work.rollouts[rollout], self.slots[rollout]
 
     def replace(self, slot: int, new: int, spare: Prompt) -> None:
         """Add a spare prompt's slot for one without contrast."""
@@ -207,7 +201,7 @@ class Window:
 
     def rewards(self, slot: int) -> dict[int, float]:
         """Preview reward by seed."""
-        return {seed: self.scores[name][REWARD] for name, seed in self.pool(slot).items()}
+        return {seed: self.work.scores[name][REWARD] for name, seed in self.pool(slot).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +290,7 @@ def _select(
 
 
 def _group(window: Window, slot: int, selection: Selection) -> ExploredGroup:
-    scores = {seed: window.scores[name] for name, seed in window.pool(slot).items()}
+    scores = {seed: window.work.scores[name] for name, seed in window.pool(slot).items()}
     # Scores missing from some preview cannot be compared over the pool.
     names = [name for name in next(iter(scores.values())) if all(name in one for one in scores.values())]
     finite = [name for name in names if all(math.isfinite(one[name]) for one in scores.values())]

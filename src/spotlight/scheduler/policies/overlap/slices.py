@@ -8,33 +8,11 @@ advantages in every schedule.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from spotlight.config.sections.pipeline import PipelineConfig
-from spotlight.scheduler.types import Baseline, Comparison, Group, RolloutId
+from spotlight.scheduler.batches import Part, whole_group
+from spotlight.scheduler.types import COMPARED_MIN, Baseline, Comparison, Group, RolloutId, Scores
 from spotlight_rewards.base.prompts import PromptId
-
-Scores = Mapping[str, float]
-
-COMPARED_MIN = 2
-"""Minimum of others to compare with in an incomplete group: fewer are noise."""
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Samples of one group that can be trained now.
-
-    Attributes:
-        slot: of the group.
-        members: number of leading members sliced so far, this slice included.
-        left_out: scored members that are not to be trained.
-    """
-
-    slot: int
-    members: int
-    group: Group
-    comparison: Comparison
-    left_out: tuple[RolloutId, ...] = ()
 
 
 def slices(
@@ -45,7 +23,7 @@ def slices(
     scores: Mapping[RolloutId, Scores],
     resolved: Callable[[RolloutId], bool],
     explored: Callable[[Sequence[RolloutId]], Sequence[Scores]],
-) -> Iterator[Slice]:
+) -> Iterator[Part]:
     """The slices of a group that are complete, in order.
 
     Args:
@@ -56,10 +34,7 @@ def slices(
     if baseline is Baseline.EXPLORATION and len(explored(members[: pipeline.slice_size])) < COMPARED_MIN:
         baseline = Baseline.GROUP
     if baseline is Baseline.GROUP:
-        if all(resolved(member) for member in members):
-            there = tuple(member for member in members if member in scores)
-            if len(there) >= 2:
-                yield Slice(slot, len(members), Group(prompt, there), Comparison())
+        yield from whole_group(slot, prompt, members, scores, resolved)
         return
     seen: list[RolloutId] = []
     arrived: list[RolloutId] = []
@@ -77,6 +52,6 @@ def slices(
         else:
             continue  # too few survived to be compared: merged into the next slice
         if arrived:
-            yield Slice(slot, sliced, Group(prompt, tuple(arrived)), comparison)
+            yield Part(slot, sliced, Group(prompt, tuple(arrived)), comparison)
             seen += arrived
             arrived = []

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.exploration.window import Window
 from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.policies.exploration.window import Window
 from spotlight.scheduler.types import Maker, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import PromptId
 
@@ -47,7 +47,7 @@ class KeptPreviews:
 
     def offer(self, closed: Window) -> None:
         """Take the scored previews of a window whose rollouts are issued next."""
-        scored = (closed.rollouts[name] for name in closed.scores)
+        scored = (closed.work.rollouts[name] for name in closed.work.scores)
         self._offered = {(one.prompt_id, one.seed): one for one in scored if self.wants(one)}
         self._window, self.kept = closed, 0
 
@@ -58,8 +58,8 @@ class KeptPreviews:
             return None
         del self._offered[rollout.prompt_id, rollout.seed]
         self.kept += 1
-        maker = self._window.makers[preview.id]._replace(preview=preview.id)
-        return KeptSample(preview.id, maker, self._window.scores[preview.id])
+        maker = self._window.work.makers[preview.id]._replace(preview=preview.id)
+        return KeptSample(preview.id, maker, self._window.work.scores[preview.id])
 
     def report(self) -> dict[str, object]:
         """JSON-able: how many rollouts were not made again; empty where none can be kept."""

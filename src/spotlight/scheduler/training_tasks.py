@@ -2,8 +2,7 @@
 
     part ──► PrepareBatch ──► TrainMicroBatch* ──► ... the next part ... ──► StepOptimizer* ──► FinishBatch
 
-Without a pipeline axis the whole batch is one part. With one, slices are trained as they become ready, while
-the rest is generated.
+The whole batch is one part, unless a policy has parts trained while the rest is generated.
 
 Invariants
     1. At most one task is under way.
@@ -11,48 +10,45 @@ Invariants
        batch started with.
     3. A sample is in one part, one micro-batch and one optimizer step, or dropped with a reason.
     4. A micro-batch is divisible by the learner's ranks, and cuts no group if the loss compares groups.
-    5. Of a whole group ``Plan.choice.samples`` are trained, or all that were scored if those are fewer.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, filterfalse, pairwise
 from typing import TypeAlias
 
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.effects import (
-    FinishBatch,
-    PrepareBatch,
-    ReportChoice,
-    StepOptimizer,
-    TrainMicroBatch,
-)
-from spotlight.scheduler.iteration import Iteration
-from spotlight.scheduler.overlap.batches import (
+from spotlight.scheduler.batches import (
+    Part,
     even_out,
     even_out_each,
     micro_batches,
     split_samples,
     split_updates,
+    whole_group,
 )
-from spotlight.scheduler.overlap.slices import Slice, slices
-from spotlight.scheduler.overlap.subset import choose_seeds
+from spotlight.scheduler.effects import FinishBatch, PrepareBatch, StepOptimizer, TrainMicroBatch
+from spotlight.scheduler.iteration import Iteration
 from spotlight.scheduler.plan import Plan
-from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import Baseline, Comparison, DropReason, Group, MicroBatch, Purpose, RolloutId
+from spotlight.scheduler.types import (
+    Comparison,
+    DropReason,
+    Group,
+    MicroBatch,
+    Purpose,
+    RolloutId,
+)
 
 Task: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 Answer: TypeAlias = ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
 
-_NOT_CHOSEN = DropReason.NOT_CHOSEN
-_WHY = {
-    _NOT_CHOSEN: "others of its group are trained",
+_WHY_LEFT_OUT = {
+    DropReason.NOT_CHOSEN: "others of its group are trained",
     DropReason.SILENT_GROUP: "all chosen rewards of its group are equal",
 }
 
@@ -69,20 +65,22 @@ class TrainingTasks:
     """
 
     def __init__(self, plan: Plan, work: Rollouts, iteration: int) -> None:
-        self._plan, self._work, self._iteration = plan, work, iteration
+        self._plan, self._work, self.iteration = plan, work, iteration
+        self._policies = tuple(work.policies.values())
+        self.trains_parts = any(policy.trains_parts for policy in self._policies)
         self.task: Task | None = None
         self.update = 0
         self.overlapped = self.prepared = self.begun = 0
         self._pending: deque[MicroBatch] = deque()
         self._index = 0
         self._sliced: dict[int, int] = {}
-        self._trained: dict[int, list[RolloutId]] = {}
+        self.trained_in: dict[int, list[RolloutId]] = {}
         self._announced: dict[int, int] = {}
-        self._zeros: Counter[int] = Counter()
-        self._left_out: Counter[DropReason] = Counter()
+        self.zeros: Counter[int] = Counter()
+        self.left_out: Counter[DropReason] = Counter()
         self._updates = 1
         self._seen: tuple[int, ...] = ()
-        self._found: list[Slice] = []
+        self._found: list[Part] = []
         self._whole = False
 
     @property
@@ -94,7 +92,7 @@ class TrainingTasks:
     def ready(self) -> int:
         """Samples trainable now, before the batch is complete, with those left out for them."""
         pending = sum(len(micro_batch.rollouts) for micro_batch in self._pending)
-        found = self._next_slices()
+        found = self._ready_parts()
         return self._generated(pending) + sum(len(part.group.rollouts + part.left_out) for part in found)
 
     @property
@@ -103,7 +101,7 @@ class TrainingTasks:
         at = self._at
         members = sum(len(group) for group in at.groups.values())
         making = sum(at.rollouts[name].purpose is Purpose.TRAIN for name in at.unscored - at.finished)
-        return max(0, members - making - self._generated(sum(map(len, self._trained.values()))))
+        return max(0, members - making - self._generated(sum(map(len, self.trained_in.values()))))
 
     def _generated(self, trained: int) -> int:
         """Samples of which so many were chosen to be trained."""
@@ -118,22 +116,22 @@ class TrainingTasks:
         if self._pending and self._pending[0].update == self.update:
             micro_batch = self._pending.popleft()
             self.begun += 1
-            self._trained.setdefault(self.update, []).extend(micro_batch.rollouts)
+            self.trained_in.setdefault(self.update, []).extend(micro_batch.rollouts)
             return TrainMicroBatch(micro_batch, self._index)
         if not self._whole:
             part = self._rest() if all_there else self._part()
             if part is not None or not all_there:
                 return part
-        if not self._trained and not self._pending:
+        if not self.trained_in and not self._pending:
             return None
-        while self.update < self._updates and self.update not in self._trained:
+        while self.update < self._updates and self.update not in self.trained_in:
             self.update += 1  # all its samples were dropped
             if self._pending and self._pending[0].update == self.update:
                 return self._next(all_there)
         if self.update < self._updates:
-            samples, zeros = len(self._trained[self.update]), self._zeros[self.update]
-            return StepOptimizer(self._iteration, self.update, samples, zeros)
-        return FinishBatch(self._iteration)
+            samples, zeros = len(self.trained_in[self.update]), self.zeros[self.update]
+            return StepOptimizer(self.iteration, self.update, samples, zeros)
+        return FinishBatch(self.iteration)
 
     def answered(self, event: Answer) -> None:
         """Close the task under way.
@@ -160,36 +158,36 @@ class TrainingTasks:
 
     def stepped(self) -> list[RolloutId]:
         """Advance to the next update. Returns the samples of the one applied."""
-        trained = self._trained[self.update]
+        trained = self.trained_in[self.update]
         self.update, self._index = self.update + 1, 0
         return trained
 
     # -- parts -----------------------------------------------------------------------------------------
 
     def _part(self) -> PrepareBatch | None:
-        chosen = self._next_slices()
+        chosen = self._ready_parts()
         if not chosen:
             return None
         self.overlapped += sum(len(part.group.rollouts) for part in chosen)
         choice = self._plan.choice
-        planned = sum(choice.of_group(len(self._members(slot))) for slot in self._slots_of(0))
+        planned = sum(choice.of_group(len(self._members(slot))) for slot in self.slots_of(0))
         self._announced.setdefault(0, planned)
         return self._prepare([(0, part) for part in chosen], partial=True)
 
-    def _next_slices(self) -> list[Slice]:
+    def _ready_parts(self) -> list[Part]:
         """The most ready slices divisible by the ranks; none below a micro-batch."""
-        if not self._plan.pipeline.trains_parts or self._whole:
+        if not self.trains_parts or self._whole:
             return []
         # Called at every event; only scores and drops change the result, so it is cached.
         seen = (len(self._at.scores), len(self._at.unscored), sum(self._sliced.values()))
         if seen != self._seen:
-            self._seen, self._found = seen, self._find_slices()
+            self._seen, self._found = seen, self._find_parts()
         return self._found
 
-    def _find_slices(self) -> list[Slice]:
-        found = self._ready(self._slots_of(0))
-        if self._plan.choice.silent_groups != "train":
-            found = (part for part in found if not self._is_silent(part))
+    def _find_parts(self) -> list[Part]:
+        found = self._ready(self.slots_of(0))
+        for policy in self._policies:
+            found = filterfalse(policy.defers, found)
         ready = sorted(found, key=lambda part: (part.members, part.slot))
         total = longest = samples = 0
         for count, part in enumerate(ready, start=1):
@@ -201,27 +199,28 @@ class TrainingTasks:
     def _rest(self) -> PrepareBatch | None:
         """Everything not in a part yet; drops what cannot be trained."""
         self._whole = True
-        parts: list[tuple[int, Slice]] = []
-        for update, found in enumerate(self._without_silent(self._updates_of_rest())):
+        parts: list[tuple[int, Part]] = []
+        updates = self._updates_of_rest()
+        for policy in self._policies:
+            updates = policy.left_out(updates, self)
+        for update, found in enumerate(updates):
             even = even_out_each if self._plan.whole_groups else even_out
             _, surplus = even([part.group for part in found], self._plan.ranks)
             left_out = set(surplus)
             for rollout in surplus:
                 why = f"{self._plan.ranks} ranks share an update"
                 self._work.drop_quietly(rollout, DropReason.UNEVEN_BATCH, why)
-            kept = [_without(part, left_out) for part in found]
-            self._leave_out((part.left_out for part in kept if not part.group.rollouts), _NOT_CHOSEN)
-            parts += [(update, part) for part in kept if part.group.rollouts]
+            parts += [(update, part) for part in self.trained([part.without(left_out) for part in found])]
             self._updates = update + 1
         if not parts:
             return None
-        return self._prepare(parts, partial=self._plan.pipeline.trains_parts)
+        return self._prepare(parts, partial=self.trains_parts)
 
-    def _updates_of_rest(self) -> list[list[Slice]]:
+    def _updates_of_rest(self) -> list[list[Part]]:
         updates = self._plan.updates_per_batch
-        if self._plan.pipeline.trains_parts:
+        if self.trains_parts:
             count = max(1, min(updates, len(self._at.groups)))
-            return [self._survivors(self._slots_of(update)) for update in range(count)]
+            return [self._survivors(self.slots_of(update)) for update in range(count)]
         found = self._survivors(range(len(self._at.groups)))
         if self._plan.update_split != "groups":
             return [found]  # divided when it is known what is trained
@@ -229,7 +228,7 @@ class TrainingTasks:
         split = split_updates([part.group for part in found], updates)
         return [[by_group[group] for group in groups] for groups in split if groups]
 
-    def _survivors(self, slots: Iterable[int]) -> list[Slice]:
+    def _survivors(self, slots: Iterable[int]) -> list[Part]:
         slots = list(slots)
         found = list(self._ready(slots))
         taken = {rollout for part in found for rollout in part.group.rollouts + part.left_out}
@@ -240,15 +239,15 @@ class TrainingTasks:
                     self._work.drop_quietly(rollout, DropReason.GROUP_TOO_SMALL, why)
         return found
 
-    def _prepare(self, parts: Sequence[tuple[int, Slice]], *, partial: bool) -> PrepareBatch:
+    def _prepare(self, parts: Sequence[tuple[int, Part]], *, partial: bool) -> PrepareBatch:
         at, plan = self._at, self._plan
         batches: list[MicroBatch] = []
         for update, groups in self._by_update(parts):
             total = sum(len(group.rollouts) for group in groups)
-            announced = self._announced.setdefault(update, total + self._zeros[update])
+            announced = self._announced.setdefault(update, total + self.zeros[update])
             batches += micro_batches(
                 groups,
-                self._iteration,
+                self.iteration,
                 update,
                 plan.micro_batch_size,
                 announced,
@@ -256,7 +255,7 @@ class TrainingTasks:
             )
         for _, part in parts:
             self._sliced[part.slot] = part.members
-        self._leave_out((part.left_out for _, part in parts), _NOT_CHOSEN)
+        self.leave_out((part.left_out for _, part in parts), DropReason.NOT_CHOSEN)
         self._pending.extend(batches)
         self.prepared += len(batches)
         kept = [rollout for _, part in parts for rollout in part.group.rollouts]
@@ -264,7 +263,7 @@ class TrainingTasks:
         comparisons = tuple(part.comparison for _, part in parts)
         plain = all(comparison == Comparison() for comparison in comparisons)
         return PrepareBatch(
-            self._iteration,
+            self.iteration,
             tuple(part.group for _, part in parts),
             {rollout: at.scores[rollout] for rollout in kept},
             tuple(batches),
@@ -272,89 +271,46 @@ class TrainingTasks:
             () if plain else comparisons,
         )
 
-    def _by_update(self, parts: Sequence[tuple[int, Slice]]) -> list[tuple[int, list[Group]]]:
+    def _by_update(self, parts: Sequence[tuple[int, Part]]) -> list[tuple[int, list[Group]]]:
         """The groups, or parts of groups, of each update."""
         plan = self._plan
         if plan.update_split == "groups":
             updates = sorted({update for update, _ in parts})
             return [(update, [part.group for of, part in parts if of == update]) for update in updates]
-        key = partial(derive_seed, plan.run_seed, "update", self._iteration)
+        key = partial(derive_seed, plan.run_seed, "update", self.iteration)
         split = split_samples(
             [part.group for _, part in parts],
             plan.updates_per_batch,
             plan.ranks,
             key if plan.update_split == "shuffled" else None,
         )
-        self._updates, zeros = len(split), self._zeros[0]
+        self._updates, zeros = len(split), self.zeros[0]
         for update in range(self._updates):
             low, high = (zeros * edge // self._updates for edge in (update, update + 1))
-            self._zeros[update] = high - low
+            self.zeros[update] = high - low
         return [*enumerate(split)]
 
     # -- what is left out ------------------------------------------------------------------------------
 
-    def _choose(self, part: Slice) -> Slice:
-        plan, at, choice = self._plan, self._at, self._plan.choice
-        names = part.group.rollouts
-        if choice.samples is None or len(names) <= choice.samples:
-            return part
-        rewards = {at.rollouts[name].seed: at.scores[name][REWARD] for name in names}
-        draw_seed = derive_seed(plan.run_seed, "subset", self._iteration, part.slot)
-        seeds = choose_seeds(rewards, choice.samples, choice.policy, draw_seed)
-        left_out = tuple(name for name in names if at.rollouts[name].seed not in seeds)
-        others = tuple(at.scores[name] for name in left_out) if choice.over == "generated" else ()
-        chosen = _without(part, {*left_out})
-        return replace(chosen, comparison=Comparison(Baseline.GROUP, others), left_out=left_out)
+    def trained(self, parts: Iterable[Part]) -> list[Part]:
+        """Those with samples to train; what was left out for the others is dropped."""
+        parts = list(parts)
+        self.leave_out((part.left_out for part in parts if not part.group.rollouts), DropReason.NOT_CHOSEN)
+        return [part for part in parts if part.group.rollouts]
 
-    def _is_silent(self, part: Slice) -> bool:
-        """Whether all advantages are 0."""
-        rewards = {self._at.scores[name][REWARD] for name in part.group.rollouts}
-        return part.comparison.baseline is Baseline.GROUP and len(rewards) == 1
-
-    def _without_silent(self, updates: Sequence[Sequence[Slice]]) -> list[list[Slice]]:
-        """The updates without silent groups, except for the samples that make ranks share evenly.
-
-        An update that has nothing else to train stays as it is, so that no optimizer step is missing.
-        """
-        choice = self._plan.choice
-        kept: list[list[Slice]] = []
-        for update, found in enumerate(updates):
-            silent = [part for part in found if self._is_silent(part)]
-            differing = [part for part in found if not self._is_silent(part)]
-            begun = update in self._announced
-            # Ranks cannot share a whole group with fewer samples, which is left out.
-            smallest = self._plan.ranks if self._plan.whole_groups else 1
-            trains = begun or any(len(part.group.rollouts) >= smallest for part in differing)
-            if choice.silent_groups == "train" or not trains:
-                kept.append(list(found))
-                continue
-            spare = [name for part in silent for name in part.group.rollouts]
-            short = -sum(len(part.group.rollouts) for part in differing) % self._plan.ranks
-            short = 0 if self._plan.whole_groups else short  # samples of a cut group cannot be compared
-            skipped = spare[short if short <= len(spare) else 0 :]
-            filling = [_without(part, {*skipped}) for part in silent]
-            if choice.silent_groups == "as_zero":
-                self._zeros[update] += len(skipped)
-            self._leave_out([skipped], DropReason.SILENT_GROUP)
-            self._leave_out((part.left_out for part in filling if not part.group.rollouts), _NOT_CHOSEN)
-            kept.append(differing + [part for part in filling if part.group.rollouts])
-        return kept
-
-    def _leave_out(self, rollouts: Iterable[Iterable[RolloutId]], reason: DropReason) -> None:
+    def leave_out(self, rollouts: Iterable[Iterable[RolloutId]], reason: DropReason) -> None:
+        """Drop scored samples that the run chose not to train."""
         for rollout in chain.from_iterable(rollouts):
-            self._left_out[reason] += 1
-            self._work.drop_quietly(rollout, reason, _WHY[reason])
+            self.left_out[reason] += 1
+            self._work.drop_quietly(rollout, reason, _WHY_LEFT_OUT[reason])
 
-    def report(self) -> Iterator[ReportChoice]:
-        """What was trained and left out, if the plan leaves any out."""
-        if self._plan.choice.leaves_out:
-            trained, left_out = sum(map(len, self._trained.values())), self._left_out
-            silent = left_out[DropReason.SILENT_GROUP]
-            yield ReportChoice(self._iteration, trained, left_out[_NOT_CHOSEN], silent)
+    def has_begun(self, update: int) -> bool:
+        """Whether some samples of an update are with the learner."""
+        return update in self._announced
 
     # -- groups ----------------------------------------------------------------------------------------
 
-    def _ready(self, slots: Iterable[int]) -> Iterator[Slice]:
+    def _ready(self, slots: Iterable[int]) -> Iterator[Part]:
         at = self._at
         keys = list(at.groups)
         for slot in slots:
@@ -362,29 +318,23 @@ class TrainingTasks:
             members = at.groups[keys[slot]]
             if sliced == len(members):
                 continue
-            found = slices(
-                self._plan.pipeline,
-                slot,
-                prompt,
-                members,
-                at.scores,
-                lambda rollout: rollout not in at.unscored,
-                partial(self._work.explored_beside, slot),
-            )
-            yield from (self._choose(part) for part in found if part.members > sliced)
+            cut = (policy.parts(slot, members) for policy in self._policies)
+            found = next((parts for parts in cut if parts is not None), None)
+            if found is None:
+                found = whole_group(slot, prompt, members, at.scores, lambda name: name not in at.unscored)
+            for part in found:
+                if part.members > sliced:
+                    for policy in self._policies:
+                        part = policy.select(part, self.iteration)
+                    yield part
 
     def _members(self, slot: int) -> list[RolloutId]:
         return list(self._at.groups.values())[slot]
 
-    def _slots_of(self, update: int) -> range:
+    def slots_of(self, update: int) -> range:
         """As planned, regardless of drops."""
         groups = len(self._at.groups)
         updates = max(1, min(self._plan.updates_per_batch, groups))
         bounds = [groups * index // updates for index in range(updates + 1)]
         low, high = list(pairwise(bounds))[update]
         return range(low, high)
-
-
-def _without(part: Slice, left_out: set[RolloutId]) -> Slice:
-    kept = tuple(rollout for rollout in part.group.rollouts if rollout not in left_out)
-    return replace(part, group=Group(part.group.prompt_id, kept))

@@ -13,14 +13,22 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import cast
 
 from spotlight.config.sections.exploration import ExplorationConfig
-from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB
-from spotlight.scheduler.exploration.budget import Forecast, IterationSeconds, WindowSeen
-from spotlight.scheduler.exploration.contrast import contrast
-from spotlight.scheduler.exploration.decayed_mean import section
-from spotlight.scheduler.exploration.fidelity import fidelity
-from spotlight.scheduler.exploration.planner import ArmOutcome, ArmPolicy, FixedArm, PlanContext, Planner
-from spotlight.scheduler.exploration.window import Choice, ExploredGroup, Window, choose, flat
+from spotlight.scheduler.iteration import Work
 from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.policies.exploration.bandit import Arm, DiscountedUCB, arm_grid
+from spotlight.scheduler.policies.exploration.budget import Forecast, IterationSeconds, WindowSeen
+from spotlight.scheduler.policies.exploration.contrast import contrast
+from spotlight.scheduler.policies.exploration.decayed_mean import section
+from spotlight.scheduler.policies.exploration.fidelity import fidelity
+from spotlight.scheduler.policies.exploration.planner import (
+    ArmOutcome,
+    ArmPolicy,
+    FixedArm,
+    PlanContext,
+    Planner,
+)
+from spotlight.scheduler.policies.exploration.window import Choice, ExploredGroup, Window, choose, flat
+from spotlight.scheduler.policy import Policy
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import spares_of_iteration
 from spotlight.scheduler.types import PolicyVersion
@@ -37,18 +45,22 @@ class Explorer:
         report: JSON-able report on ``groups``, without the open window.
     """
 
-    def __init__(self, plan: Plan, prompts: Sequence[Prompt]) -> None:
+    def __init__(self, plan: Plan, prompts: Sequence[Prompt], owner: Policy | None = None) -> None:
         assert plan.exploration is not None, "a plan without exploration"
         self._plan, self._exploration = plan, plan.exploration
         self._prompts = {prompt.id: prompt for prompt in prompts}
+        self._owner = owner
         self.policy = make_policy(plan, self._exploration)
         self._pool_max = plan.pool_max
-        self.window = Window(0)
+        self.window = self._new_window(0)
         self._closed: tuple[Arm | None, float] | None = None
         self._planned: list[Prompt] = []
         self.groups: Mapping[int, ExploredGroup] = {}
         self.report: dict[str, object] = {}
         self._decided: dict[str, object] = {}
+
+    def _new_window(self, iteration: int) -> Window:
+        return Window(iteration, work=Work(self._owner))
 
     # -- a window --------------------------------------------------------------------------------------
 
@@ -75,8 +87,10 @@ class Explorer:
         decision = self.policy.decide(PlanContext(iteration, len(explored), workers))
         self._planned = list(prompts)
         self._decided = {"iteration": iteration, "decision": dict(decision.metrics)}
-        self.window = Window(iteration, decision.arm, version, now, workers, explored)
-        self.window.scored_s = now
+        self.window = self._new_window(iteration)
+        self.window.arm, self.window.version, self.window.workers = decision.arm, version, workers
+        self.window.opened_s = self.window.scored_s = now
+        self.window.prompts = explored
         return self.window
 
     def spare(self, slot: int) -> tuple[int, Prompt] | None:
@@ -107,7 +121,7 @@ class Explorer:
 
     def close(self, now: float) -> tuple[Window, Choice]:
         """Choose seeds from the scored previews and close the window."""
-        window, self.window = self.window, Window(self.window.iteration)
+        window, self.window = self.window, self._new_window(self.window.iteration)
         if window.opened_s is None:
             self.groups, self.report = {}, {}
             return window, Choice()
@@ -118,8 +132,8 @@ class Explorer:
         open_s = now - window.opened_s
         if window.arm is not None:
             # Deepening pools keeps workers as busy as planned previews do.
-            busy_s = open_s if window.unscored else window.scored_s - window.opened_s
-            scored = len(window.scores)
+            busy_s = open_s if window.work.unscored else window.scored_s - window.opened_s
+            scored = len(window.work.scores)
             self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored))
         self.report = self._decided | {
             "arm": window.arm and window.arm.name,
@@ -129,8 +143,8 @@ class Explorer:
                 "workers": window.workers,
                 "prompts": sum(slot < plan.prompts_per_iteration for slot in window.prompts),
                 "planned": window.planned,
-                "issued": len(window.rollouts),
-                "scored": len(window.scores),
+                "issued": len(window.work.rollouts),
+                "scored": len(window.work.scores),
                 "cut_off": window.cut_off,
             },
             "selection": {
@@ -222,7 +236,7 @@ class Explorer:
     def load(self, state: Mapping[str, object]) -> None:
         """Restore a snapshot; empty: the initial state. Raises ValueError if malformed."""
         self.policy = make_policy(self._plan, self._exploration)
-        self.window, self.groups, self.report = Window(0), {}, {}
+        self.window, self.groups, self.report = self._new_window(0), {}, {}
         self._closed = None  # the clock may be another's
         if not state:
             return
@@ -242,9 +256,11 @@ def make_policy(plan: Plan, exploration: ExplorationConfig) -> ArmPolicy:
     """The planner, or a fixed arm."""
     planner = exploration.planner
     if planner is None:
-        return FixedArm(plan.arms[0])
+        return FixedArm(arms_of(plan)[0])
     # The bandit tries arms in this order: the largest that fits first, to fill the window.
-    arms = sorted(plan.arms, key=lambda arm: (-planner.costs.work_s(arm.steps, arm.seeds_per_prompt), arm))
+    arms = sorted(
+        arms_of(plan), key=lambda arm: (-planner.costs.work_s(arm.steps, arm.seeds_per_prompt), arm)
+    )
     bandit = DiscountedUCB(arms, planner.alpha, planner.discount, planner.sharing)
     forecast = Forecast(planner.costs, planner.caution)
     if exploration.where == "idle":
@@ -253,3 +269,9 @@ def make_policy(plan: Plan, exploration: ExplorationConfig) -> ArmPolicy:
         return Planner(bandit, forecast, limited=False)
     seconds = IterationSeconds(forecast, plan.rollout_steps, plan.group_size, plan.keeps_previews)
     return Planner(bandit, forecast, limited=False, seconds=seconds)
+
+
+def arms_of(plan: Plan) -> tuple[Arm, ...]:
+    """All arms that may be played; none without exploration."""
+    explores = plan.exploration
+    return () if explores is None else arm_grid(*explores.arms(plan.group_size, plan.rollout_steps))

@@ -2,7 +2,7 @@
 
 Contrast is the unbiased variance of a group's regenerated rewards. A group's gain is its contrast minus that
 of random groups of the same prompt, estimated from the same group
-(:mod:`spotlight.scheduler.exploration.evidence`), so spread-out prompts do not inflate an arm's value. By
+(:mod:`.evidence`), so spread-out prompts do not inflate an arm's value. By
 slope the gain is
 
     (unbiased b²) * (variance of the chosen previews - variance of the pool's previews).
@@ -19,8 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spotlight.scheduler.exploration.evidence import GroupEvidence, fit_lines, sampled_variance
-from spotlight.scheduler.exploration.selection import sample_variance
+from spotlight.scheduler.policies.exploration.evidence import GroupEvidence, fit_lines, sampled_variance
+from spotlight.scheduler.selection import sample_variance
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from spotlight.scheduler.exploration.bandit import Arm, ArmEstimate, DiscountedUCB
-from spotlight.scheduler.exploration.budget import Capacity, Forecast, IterationSeconds, WindowSeen
-from spotlight.scheduler.exploration.contrast import Contrast
-from spotlight.scheduler.exploration.decayed_mean import DecayedMean, section
+from spotlight.scheduler.policies.exploration.bandit import Arm, ArmEstimate, DiscountedUCB
+from spotlight.scheduler.policies.exploration.budget import Capacity, Forecast, IterationSeconds, WindowSeen
+from spotlight.scheduler.policies.exploration.contrast import Contrast
+from spotlight.scheduler.policies.exploration.decayed_mean import DecayedMean, section
 
 _NO_CONTRAST = 1e-12
 """Gains are not divided by a random contrast below this."""
@@ -123,7 +123,7 @@ class FixedArm:
 class Planner:
     """The arm with the largest upper confidence bound among the arms that fit the window.
 
-    An arm's reward is the mean gain (:mod:`spotlight.scheduler.exploration.contrast`) over the prompts
+    An arm's reward is the mean gain (:mod:`.contrast`) over the prompts
     explored, 0 for those left with random seeds. Its unit is the random groups' contrast in earlier
     iterations: this makes easy and hard phases comparable and, being fixed before the reward is seen, does
     not bias it.

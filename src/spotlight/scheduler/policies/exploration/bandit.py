@@ -16,7 +16,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.exploration.decayed_mean import DecayedMean
+from spotlight.scheduler.policies.exploration.decayed_mean import DecayedMean
 
 
 @dataclass(frozen=True, slots=True, order=True)

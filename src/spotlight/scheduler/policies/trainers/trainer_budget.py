@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.members import ABLE, GroupState
 from spotlight.scheduler.cluster.queue import PullQueue, WorkClass
-from spotlight.scheduler.overlap.look_ahead import Generator, Timeline, find_budget
+from spotlight.scheduler.policies.trainers.look_ahead import Others, Timeline, find_budget
 from spotlight.scheduler.types import GroupKind
 
 _UNITS = 32
@@ -70,7 +70,7 @@ def trainer_rollout_budget(cluster: Cluster, backlog: Backlog) -> int | None:
     timeline = Timeline(
         ready=backlog.trainable // unit,
         waiting=left.waiting // unit,
-        generators=(Generator(left.held / rate, unit / rate, busy=left.held > 0),) if rate else (),
+        others=Others(left.held / rate, unit / rate, busy=left.held > 0) if rate else None,
         generate_s=math.ceil(unit / len(trainers)) * step_s * backlog.rollout_steps,
         train_s=unit * backlog.train_s * left.trained_share,
         enter_s=backlog.switch_s,
@@ -89,7 +89,7 @@ def trainer_rollout_budget(cluster: Cluster, backlog: Backlog) -> int | None:
     found = find_budget(timeline, gain_min_s=_TURNS_MIN * turns_s)
     if found.finish_without_s - found.finish_s < _GAIN_MIN * found.finish_s:
         return 0
-    return left.rollouts(found.now * unit)
+    return left.rollouts(found.units * unit)
 
 
 class Remaining:
