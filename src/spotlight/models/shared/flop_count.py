@@ -98,7 +98,6 @@ class ForwardLog:
             self._work[size, sum(text), seen] += cost
 
     def clear(self) -> None:
-        """Forget what was noted."""
         self._forwards.clear()
         self._work.clear()
 
@@ -223,7 +222,6 @@ def _counted(
 
 
 def _interpolated(points: Points, at: int) -> float:
-    """Lagrange's polynomial through the points."""
     total = 0.0
     for x, value in points:
         term = float(value)
