@@ -30,8 +30,8 @@ def write_pipeline(family: type[FamilyTraits], directory: Path, seed: int, varia
 
     if not 0 <= variant < len(family.tiny_models):
         raise ModelError(
-            f"model.family {family.name} has {len(family.tiny_models)} small pipelines, and variant {variant} "
-            "is asked for: add it to its tiny_models, or override its tiny"
+            f"model.family {family.name} has {len(family.tiny_models)} small pipelines; variant {variant} is "
+            "asked for: add it to its tiny_models, or override its tiny"
         )
     tiny, generator = family.tiny_models[variant], torch.Generator().manual_seed(seed)
     published = family.published[tiny.model]
