@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
@@ -121,6 +123,35 @@ class PublishedModel:
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A small pipeline of a family, which :func:`spotlight.models.tiny.write_pipeline` makes.
+
+    Attributes:
+        model: the published model that is shrunk, by hub id.
+        changes: to its components' configurations, and to ``model_index``. Of tokenizers and text encoders,
+            arguments of what makes them.
+    """
+
+    model: str
+    changes: Mapping[str, Mapping[str, Any]] = field(repr=False)
+
+
+def read_models(module: str) -> tuple[Mapping[str, PublishedModel], Sequence[TinyModel]]:
+    """Published models by hub id, and small ones, from the JSON file beside a family's module.
+
+    Args:
+        module: its ``__file__``.
+    """
+    found = json.loads(Path(module).with_suffix(".json").read_text(encoding="utf-8"))
+    common, variants = found["tiny"]["changes"], found["tiny"]["variants"]
+    tiny = [
+        TinyModel(model, {part: common.get(part, {}) | own.get(part, {}) for part in common | own})
+        for model, own in ((variant.pop("model"), variant) for variant in variants)
+    ]
+    return {name: PublishedModel(**each) for name, each in found["published"].items()}, tiny
+
+
 def dual_stream_dimensions(files: PipelineFiles) -> Dimensions:
     """Of FLUX's kind: blocks of two streams, then of one; 2x2 latents of an image VAE packed into a token."""
     double, single, heads, per_head, channels = (
@@ -206,10 +237,16 @@ class FamilyTraits:
     """Largest ``max_text_tokens``."""
     text_multiple: ClassVar[int] = 1
     """Its transformer pads each text to a multiple of so many tokens, and computes on all."""
+    pads_prompts: ClassVar[bool] = False
+    """Whether every prompt takes ``max_text_tokens`` of a forward."""
+    guidance_argument: ClassVar[str] = "true_cfg_scale"
+    """The pipeline's argument for the scale of true guidance."""
     published: ClassVar[Mapping[str, PublishedModel]] = {}
-    """Published models by hub id."""
+    """Published models by hub id; of our families, :func:`read_models`."""
+    tiny_models: ClassVar[Sequence[TinyModel]] = ()
+    """Four small variants: other widths, heads, layers and VAE factors."""
 
     @classmethod
     def planned_text_tokens(cls, words: int, most: int) -> int:
         """Estimated tokens of a prompt of ``words`` words: two per word plus a template's, up to ``most``."""
-        return min(2 * words + 6, most)
+        return most if cls.pads_prompts else min(2 * words + 6, most)

@@ -86,10 +86,6 @@ class WeightSlots(ABC):
         """The policy's parameters, by name, for the optimizer."""
         return self.parameters("policy")
 
-    def trainable_count(self) -> int:
-        """Number of trained scalars (global, even if sharded)."""
-        return sum(parameter.numel() for parameter in self.trainable_parameters().values())
-
     def state(self, slot: Slot) -> dict[str, Tensor]:
         """Detached views of a slot's parameters; clone what must survive the next update."""
         return {name: parameter.detach() for name, parameter in self.parameters(slot).items()}

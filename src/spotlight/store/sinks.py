@@ -19,7 +19,7 @@ from spotlight.registry import SINKS
 from spotlight.store.metrics import FinalTable, MetricsRow, Sink
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.trackers.shown_media import ShownMedia, shown_media
-from spotlight_rewards.base.file_errors import StoreError, storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_errors
 
 Options = Mapping[str, Mapping[str, Any]]
 """Options by sink name."""
@@ -58,11 +58,9 @@ class TensorBoard:
     def __init__(self, paths: RunPaths, *, resume_at: int) -> None:
         """Open an event file. Raises :class:`StoreError` if the disk is full or not writable."""
         self._paths = paths
-        try:
+        with storage_errors("cannot write the curves", paths.tensorboard):
             self._writer = EventFileWriter(str(paths.tensorboard))
             self.rewind(resume_at)
-        except OSError as error:
-            raise storage_error("cannot write the curves", paths.tensorboard, error) from error
 
     def write(self, row: MetricsRow) -> None:
         """Write each value as a scalar."""

@@ -142,14 +142,12 @@ def _save_comparison(
 
 
 def _write(path: Path, content: bytes) -> Path:
-    from spotlight_rewards.base.file_errors import storage_error
+    from spotlight_rewards.base.file_errors import storage_errors
     from spotlight_rewards.base.files import write_atomically
 
-    try:
+    with storage_errors("cannot write the picture", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
-    except OSError as error:
-        raise storage_error("cannot write the picture", path, error) from error
     return path
 
 
