@@ -253,7 +253,7 @@ class Controller:
             policy.begin(self.iteration, self.version, self._now)
         self._stages.move(Trigger.ROLLOUTS_HELD_BACK if held_back else Trigger.ROLLOUTS_ISSUED)
         if not held_back:
-            work.forget_safe()
+            work.forget_survived()
         self._advance()
 
     @property
@@ -270,7 +270,7 @@ class Controller:
         if self.stage is Stage.PREPARING and self._is_decided:
             self._close()
             self.work.issue_training(self.iteration, self.version)
-            self.work.forget_safe()
+            self.work.forget_survived()
             self._stages.move(Trigger.GROUPS_DECIDED)
         if self.stage is not Stage.ROLLING or self.work.current.unscored:
             return

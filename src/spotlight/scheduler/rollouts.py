@@ -26,7 +26,7 @@ from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import DiscardSamples, Effect, ScoreSamples
 from spotlight.scheduler.iteration import (
     Iteration,
-    Safe,
+    Survived,
     Unsaved,
     Work,
     evaluation_rollouts,
@@ -63,7 +63,7 @@ class Rollouts:
         extra: work beside it, each with its owner.
         prompts: for training, by id.
         policies: that this run uses, by name.
-        safe: work that survived a lost learner, not reissued yet.
+        survived: work that survived a lost learner, not reissued yet.
         unsaved: trained samples whose step may be lost.
         stopping: why the run has to stop, if it has to.
         effects: taken by the controller after each event.
@@ -77,7 +77,7 @@ class Rollouts:
         self.train_prompts, self.test_prompts = tuple(train), tuple(test)
         self.prompts: Mapping[PromptId, Prompt] = {prompt.id: prompt for prompt in train}
         self.ledger = Ledger()
-        self.current, self.safe = Iteration(), Safe()
+        self.current, self.survived = Iteration(), Survived()
         self.extra: list[Work] = []
         self.unsaved = Unsaved()
         self._oldest = PolicyVersion(0)
@@ -135,11 +135,11 @@ class Rollouts:
         return prompts_of_iteration(self.train_prompts, plan.run_seed, iteration, plan.prompts_per_iteration)
 
     def _issue(self, prompt: Prompt, rollout: Rollout) -> RolloutId:
-        current, safe = self.current, self.safe
-        maker = safe.makers.get(rollout.id)
+        current, survived = self.current, self.survived
+        maker = survived.makers.get(rollout.id)
         # A sample that was a preview comes from the preview that is made again. The planner may have given
         # the one before the loss other steps; the ledger would then name the wrong one.
-        recalled = (maker is None or maker.preview is None) and safe.take(rollout)
+        recalled = (maker is None or maker.preview is None) and survived.take(rollout)
         begun = None
         if not recalled:
             taken = (policy.take(rollout) for policy in self.policies.values())
@@ -155,7 +155,7 @@ class Rollouts:
             self._take_over(rollout, begun.maker, begun.scores)
             return rollout.id
         current.unscored.add(rollout.id)
-        if step := safe.step_of(rollout):
+        if step := survived.step_of(rollout):
             self.cluster.recoveries[Recovery.PROGRESS_KEPT] += 1
         self.queue.add([rollout], {rollout.id: step})
         return rollout.id
@@ -198,10 +198,10 @@ class Rollouts:
                 members[members.index(name)] = new.id
         self._issue(self.prompts[old.prompt_id], new)
 
-    def forget_safe(self) -> None:
+    def forget_survived(self) -> None:
         """Free surviving work that was not reissued; a kept preview may have its name by now."""
-        self.discard(name for name in self.safe.names if name not in self.current.finished)
-        self.safe = Safe()
+        self.discard(name for name in self.survived.names if name not in self.current.finished)
+        self.survived = Survived()
 
     # -- versions --------------------------------------------------------------------------------------
 
@@ -328,15 +328,15 @@ class Rollouts:
     # -- a lost learner --------------------------------------------------------------------------------
 
     def roll_back(self, ledger: Mapping[str, object], states: Mapping[str, Mapping[str, object]]) -> None:
-        """Return to an earlier ledger and earlier policies, keeping what is safe. GPU time stays billed."""
+        """Return to an earlier ledger and earlier policies, keeping what survived. GPU time stays billed."""
         extra = [name for policy in self.policies.values() for name in policy.rolled_back()]
         self._oldest = PolicyVersion(0)
         revoked, unfinished = self.queue.reset()
         for lease in revoked:
             self.dispatcher.revoked(lease)
-        older, self.safe = self.safe, Safe.of(self.current, unfinished)
-        self.safe.merge(Safe.of(self.unsaved.before, {}))
-        self.safe.merge(older)
+        older, self.survived = self.survived, Survived.of(self.current, unfinished)
+        self.survived.merge(Survived.of(self.unsaved.before, {}))
+        self.survived.merge(older)
         self.cluster.recoveries[Recovery.TRAINED_AGAIN] += bool(self.unsaved.take())
         billed = self.ledger.gpu_seconds, self.ledger.billed_s
         self.load(ledger, states)
@@ -356,8 +356,8 @@ class Rollouts:
 
     def _recall(self, rollout: Rollout) -> None:
         self.cluster.recoveries[Recovery.SAMPLE_KEPT] += 1
-        scores = self.safe.scores.get(rollout.id)
-        self._take_over(rollout, self.safe.makers[rollout.id], scores)
+        scores = self.survived.scores.get(rollout.id)
+        self._take_over(rollout, self.survived.makers[rollout.id], scores)
         if scores is None:
             self._have_scored([rollout])
 
