@@ -85,7 +85,7 @@ class TrainingTasks:
 
     @property
     def _current(self) -> Iteration:
-        return self._work.at
+        return self._work.current
 
     # -- tasks -----------------------------------------------------------------------------------------
 
