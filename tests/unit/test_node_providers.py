@@ -299,9 +299,9 @@ RAY = {"driver": "ray", "address": "auto", "price_usd_h": 1.0}
     [
         ({"target": {"nodes_max": 4}}, "fleet.target", "nothing without deadline_h.*--deadline-h"),
         ({"target": {"deadline_h": 2}}, "fleet.target", "fleet.driver=inline"),
-        (RAY | {"target": {"deadline_h": 2}}, "fleet.target.provider", "another than auto or emulated with"),
+        (RAY | {"target": {"deadline_h": 2}}, "fleet.target.provider", "other than 'auto' or 'emulated'"),
         ({"driver": "ray", "target": {"deadline_h": 2, "provider": "kubernetes"}}, "fleet.target.provider",
-         "auto or emulated with a cluster on this machine"),
+         "'auto' or 'emulated' with a cluster on this machine"),
         (RAY | {"target": {"budget_usd": 9, "provider": "commands"}}, "fleet.target.params.start", "nothing"),
         (RAY | {"target": {"budget_usd": 9, "provider": "kubernetes", "params": {"grp": "x"}}},
          "fleet.target.params.grp", "group, cluster"),

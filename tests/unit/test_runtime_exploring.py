@@ -26,7 +26,7 @@ from spotlight.scheduler.policies.exploration.bandit import Arm
 from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose
-from spotlight.training.iteration_log import IterationLog
+from spotlight.training.step_metrics import IterationLog
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 SDE = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")

@@ -48,7 +48,7 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import NodeId, Phase, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.store.ledger.ledger_schema import Incident
-from spotlight.training.iteration_log import IterationLog
+from spotlight.training.step_metrics import IterationLog
 from spotlight.worker.interfaces import FollowLease
 from spotlight.worker.reports import RolloutSpeed
 

@@ -1,5 +1,5 @@
 """What configuration keys require of each other, as data: the checks, their messages and a page of the
-reference (``docs/reference/exclusions.md``) are made from the same rows.
+reference (``docs/reference/configuration.md``) are made from the same rows.
 
 A section, an algorithm or a policy declares its rows beside its keys, as the class attribute ``requires``::
 
@@ -67,17 +67,14 @@ def at_most(other: str | float) -> Need:
 
 
 def at_least(other: str | float) -> Need:
-    """As :func:`at_most`."""
     return _bound("at least", operator.ge, other)
 
 
 def less_than(other: str | float) -> Need:
-    """As :func:`at_most`."""
     return _bound("less than", operator.lt, other)
 
 
 def more_than(other: str | float) -> Need:
-    """As :func:`at_most`."""
     return _bound("more than", operator.gt, other)
 
 
@@ -90,8 +87,7 @@ def _bound(text: str, compare: Callable[[Any, Any], bool], other: str | float) -
 
 
 def other_than(*values: object) -> Need:
-    """Anything but these."""
-    return Need(f"another than {' or '.join(map(shown, values))}", lambda value, _: value not in values)
+    return Need(f"other than {' or '.join(map(shown, values))}", lambda value, _: value not in values)
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,6 @@ class Requires(Generic[Run]):
     remedy: str | Callable[[Run], str]
 
     def problems(self, run: Run) -> Iterator[Problem]:
-        """What contradicts this row."""
         listed, star, _ = self.key.partition(".*")
         for index in range(len(value_at(run, listed))) if star else [None]:
             here = str(index)
@@ -123,7 +118,7 @@ class Requires(Generic[Run]):
             found = shown(value_at(run, key))
             expected = f"{self._wanted(run)} {self.condition(run, here)}".strip()
             remedy = filled(self.remedy, run) if isinstance(self.remedy, str) else self.remedy(run)
-            yield Problem(re.sub(r"\.(\d+)", r"[\1]", key), found, expected, remedy)
+            yield Problem(_indexed(key), found, expected, remedy)
 
     def _applies(self, run: Run, here: str) -> bool:
         if isinstance(self.when, That):
@@ -145,13 +140,13 @@ class Requires(Generic[Run]):
             return filled(self.when.text, run)
         words = {"with": list[str](), "without": list[str]()}
         for key, test in self.when.items():
-            key = key.replace("*", here)
+            found, key = key.replace("*", here), _indexed(key.replace("*", here))
             if test is UNSET:
                 words["without"].append(key)
             elif test is SET:
                 words["with"].append(key)
             else:
-                value = shown(value_at(run, key)) if run is not None else _text(test, None)
+                value = plain(value_at(run, found)) if run is not None else _text(test, None)
                 words["with"].append(
                     f"{key} {value}" if run is None and isinstance(test, Need) else f"{key}={value}"
                 )
@@ -204,21 +199,30 @@ def value_at(tree: object, key: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value, in messages."""
+    """A value as messages quote it."""
+    return repr(value) if isinstance(value, str) else plain(value)
+
+
+def plain(value: object) -> str:
+    """A value as on the command line; of a section its name, or that it is set."""
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
-    return "set" if isinstance(value, BaseModel) else str(value)
+        return f"[{', '.join(map(plain, value))}]"
+    return str(getattr(value, "name", "set")) if isinstance(value, BaseModel) else str(value)
 
 
 def filled(text: str, run: object | None) -> str:
     """``text`` with the values of the keys in braces; without a run, with the keys' names."""
     if run is None:
-        return _HOLE.sub(lambda hole: hole[1].rpartition(".")[2], re.sub(r" = \{[\w.]+\}", "", text))
-    return _HOLE.sub(lambda hole: shown(value_at(run, hole[1])), text)
+        return _HOLE.sub(lambda hole: hole[1].rpartition(".")[2], re.sub(r" ?= ?\{[\w.]+\}", "", text))
+    return _HOLE.sub(lambda hole: plain(value_at(run, hole[1])), text)
+
+
+def _indexed(key: str) -> str:
+    return re.sub(r"\.(\d+)", r"[\1]", key)
 
 
 def _is_off(run: object, key: str) -> bool:

@@ -4,8 +4,8 @@ One strict, frozen pydantic model per section; unknown keys are errors, and ever
 from which the reference is generated. Nothing here imports torch, so ``--help``, ``--dry-run`` and planning
 start at once.
 
-Checks of one field are constraints on it. Checks across fields or sections belong in
-:meth:`~spotlight.config.section.Section.problems` of the section whose key should be changed.
+Checks of one field are constraints on it. What keys require of each other is data beside them:
+:mod:`spotlight.config.requires`.
 """
 
 from __future__ import annotations
@@ -85,14 +85,8 @@ class RunConfig(Section):
     """The hardware, and what it costs."""
 
     def every_problem(self) -> Iterator[Problem]:
-        """All contradictions between keys."""
-        sections = (*self.sections(), *(each for each in self.policies.values() if isinstance(each, Section)))
-        rows = (row for section in sections for row in section.requirements())
-        yield from problems_of(rows, self)
-        for name in type(self).model_fields:
-            if isinstance(section := getattr(self, name), Section):
-                yield from section.problems(self)
-        yield from self.algorithm.common_problems(self)
+        rows = (row for section in self.sections() for row in section.requirements())
+        return problems_of(rows, self)
 
     def every_note(self) -> Iterator[str]:
         """What is valid, but may not be what was meant; shown when a run is planned and begins."""
@@ -112,6 +106,15 @@ class RunConfig(Section):
         group = self.algorithm.train_samples or self.rollout.group_size
         samples = self.rollout.prompts_per_iteration * group
         return samples // self.learner.updates_per_batch // self.fleet.learner_ranks
+
+    @property
+    def decays_until(self) -> float | None:
+        """Iterations after which the learning rate is 0; None: it stays above."""
+        if self.learner.decay_iterations is None:
+            return None
+        rollout = self.rollout
+        trained = rollout.prompts_per_iteration * (self.algorithm.train_samples or rollout.group_size)
+        return self.learner.decay_iterations * (self.learner.schedule_samples or trained) / trained
 
     @property
     def trained_timesteps(self) -> int:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from spotlight.models.model_errors import ModelError
-from spotlight.registry import FAMILIES
 from spotlight_rewards.registry import RegistryError
 
 if TYPE_CHECKING:
@@ -148,6 +147,8 @@ def locate(
 
 
 def _family_remedy(pipeline_class: object) -> str:
+    from spotlight.registry import FAMILIES  # here: families read their files with this module
+
     for name in FAMILIES:
         with suppress(RegistryError):  # a broken package is reported where its family is asked for
             if FAMILIES.load(name).pipeline_class == pipeline_class:

@@ -19,10 +19,11 @@ from spotlight.registry import FAMILIES
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import base_model, loading_snippet
-from spotlight.report.record import GRADED, STRICT, RunRecord
+from spotlight.report.record import RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison, write_progress
+from spotlight.store.metrics import GRADED, STRICT
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import write_atomically

@@ -24,6 +24,12 @@ from spotlight_rewards.base.files import write_atomically
 ITERATION = "iteration"
 SAMPLES_TRAINED = "samples_trained"
 WALL_S = "wall_s"
+VALIDATION = "validation/"
+"""Prefix of the curves of an evaluation on held-out prompts."""
+STRICT, GRADED = JUDGED = "strict", "graded"
+"""Curves of the score a run is judged by: pass or fail, if the rewards have that, and the trained one."""
+STDERR = "_stderr"
+"""Ending of the curve of a curve's standard error."""
 
 
 @dataclass(frozen=True, slots=True)

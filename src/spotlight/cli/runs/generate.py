@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spotlight.cli.options import Device, DeviceOption, WeightsOption, device_of, slot_of
-from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight.cli.options import DeviceOption, WeightsOption, open_run
+from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
-from spotlight_rewards.commands.options import silence_loading_bars
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,46 +21,39 @@ if TYPE_CHECKING:
 
 _SLUG_MAX = 48
 
-PromptOption: TypeAlias = Annotated[
-    list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")
-]
-StepsOption: TypeAlias = Annotated[
-    int | None, typer.Option(min=1, help="Denoising steps (default: the run's).", show_default=False)
-]
-GuidanceOption: TypeAlias = Annotated[
-    float | None,
-    typer.Option(min=1.0, help="True CFG scale (default: the run's).", show_default=False),
-]
-ReferenceOption: TypeAlias = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--reference",
-        help="Picture to edit; may be given several times: all prompts are about all of them.",
-        exists=True,
-        dir_okay=False,
-        show_default=False,
-    ),
-]
-BeforeOption: TypeAlias = Annotated[
-    bool, typer.Option("--before", help="Also draw with the weights before training, side by side.")
-]
-OutOption: TypeAlias = Annotated[
-    Path | None, typer.Option("--out", help="Folder (default: RUN/generated).", show_default=False)
-]
-
 
 def generate(
     run: RunArgument,
-    prompt: PromptOption,
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")
+    ],
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Pictures per prompt, with successive seeds.")] = 1,
-    steps: StepsOption = None,
-    guidance: GuidanceOption = None,
-    reference: ReferenceOption = None,
-    before: BeforeOption = False,
-    out: OutOption = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Denoising steps (default: the run's).", show_default=False)
+    ] = None,
+    guidance: Annotated[
+        float | None,
+        typer.Option(min=1.0, help="True CFG scale (default: the run's).", show_default=False),
+    ] = None,
+    reference: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--reference",
+            help="Picture to edit; may be given several times: all prompts are about all of them.",
+            exists=True,
+            dir_okay=False,
+            show_default=False,
+        ),
+    ] = None,
+    before: Annotated[
+        bool, typer.Option("--before", help="Also draw with the weights before training, side by side.")
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder (default: RUN/generated).", show_default=False)
+    ] = None,
     weights: WeightsOption = None,
-    device: DeviceOption = Device.AUTO,
+    device: DeviceOption = "auto",
 ) -> None:
     """Generate images with the newest checkpoint of a run.
 
@@ -76,18 +68,14 @@ def generate(
     """
     if not all(text.strip() for text in prompt):
         raise failure(f"--prompt: found {prompt}; expected texts that are not empty. Say what to draw.")
-    directory = find_run(run)
-    silence_loading_bars()
     pairs = [(text, seed + index) for text in prompt for index in range(count)]
     with errors_without_traceback():
-        from spotlight.runtime.inference import TrainedRun
-
-        trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))
+        trained = open_run(run, device, weights)
         untrained = trained.with_weights("reference") if before else None  # fail now rather than at the end
         texts, seeds = [text for text, _ in pairs], [number for _, number in pairs]
         shown = reference or []
         after = trained.generate(texts, seeds, steps, guidance, shown)
-        folder = out or directory / "generated"
+        folder = out or trained.directory / "generated"
         written = _save(folder, pairs, after, trained, "")
         if untrained is not None:
             old = untrained.generate(texts, seeds, steps, guidance, shown)

@@ -39,7 +39,6 @@ class PreviewCostsConfig(Section):
     """
 
     def work_s(self, steps: int, previews: int) -> float:
-        """Worker-seconds of so many previews."""
         return previews * (steps * self.step_s + self.fixed_s)
 
 

@@ -203,7 +203,6 @@ class FleetConfig(Section):
     """Memory on this process's node for latents and samples in flight; more goes to the run directory."""
 
     def published_dtype(self, run: RunConfig) -> Literal["float32", "bfloat16"]:
-        """``publish``, decided."""
         if self.publish != "auto":
             return self.publish
         rounds = run.learner.mode == "lora" and run.learner.autocast == "bfloat16"
@@ -216,7 +215,6 @@ class FleetConfig(Section):
 
     @property
     def reserved_ranks(self) -> int:
-        """Learner ranks on reserved nodes."""
         return 0 if self.learner_moves else self.learner_ranks
 
     @property

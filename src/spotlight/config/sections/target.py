@@ -81,7 +81,6 @@ class TargetConfig(Section):
 
     @property
     def provider_name(self) -> str:
-        """``provider``, decided."""
         return EMULATED if self.provider == "auto" else self.provider
 
     requires = (

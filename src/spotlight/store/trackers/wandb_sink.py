@@ -12,7 +12,14 @@ from types import ModuleType
 from typing import Any
 
 from spotlight.store.images import drawn_iterations
-from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, FinalTable, MetricsRow, read_metrics
+from spotlight.store.metrics import (
+    SAMPLES_TRAINED,
+    VALIDATION,
+    WALL_S,
+    FinalTable,
+    MetricsRow,
+    read_metrics,
+)
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.trackers.shown_media import shown_media
 from spotlight_rewards.base.file_errors import StoreError
@@ -64,7 +71,7 @@ class WeightsAndBiases:
     def write(self, row: MetricsRow) -> None:
         """Log the row, unless an earlier attempt did."""
         progress = {SAMPLES_TRAINED: row.samples_trained, WALL_S: row.wall_s}
-        kind = "validation" if any(name.startswith("validation/") for name in row.values) else "row"
+        kind = "validation" if any(name.startswith(VALIDATION) for name in row.values) else "row"
         self._log(kind, row.iteration, {**row.values, **progress})
 
     def pictures(self, iteration: int) -> None:
