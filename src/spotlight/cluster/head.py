@@ -389,7 +389,7 @@ class Head:
             if left:
                 observer.work(phase, total - left, total)
                 return
-        if controller.stage is Stage.EXPLORING:
+        if controller.stage is Stage.PREPARING:
             total = sum(len(work.rollouts) for work in controller.work.extra)
             done = total - controller.queue.outstanding_for(Purpose.EXPLORE)
             observer.work(Phase.EXPLORATION, done, total)
