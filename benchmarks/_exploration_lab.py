@@ -24,8 +24,7 @@ from spotlight.rollout.state import FinishedRollout
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.denoiser import Denoiser
-from spotlight.runtime.inline import InlineDriver, InlineParts
+from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.observer import Silent
 from spotlight.runtime.process import prepare_process
 from spotlight.runtime.recorder import Picture

@@ -17,7 +17,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, Group, MicroBatch
-from spotlight.training.batching.sample_advantages import sample_advantages
+from spotlight.training.batching.feed import sample_advantages
 from spotlight.weights.bundle import read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

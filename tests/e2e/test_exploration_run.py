@@ -32,7 +32,7 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.batching import feed
-from spotlight.training.batching.sample_advantages import sample_advantages
+from spotlight.training.batching.feed import sample_advantages
 
 SHORT = ("iterations=2", "evaluation.every=9")
 EXPLORES = (*GRPO, *SHORT, "exploration={seeds_per_prompt: 7, steps: 2, sampled_prompts: 1}")

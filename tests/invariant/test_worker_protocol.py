@@ -45,8 +45,8 @@ from spotlight.scheduler.events import (
     WeightsPulled,
 )
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, WorkerId
-from spotlight.worker.group_role import GroupRole
 from spotlight.worker.interfaces import HeadLostError, Leave, LoadError, Patience
+from spotlight.worker.leases import GroupRole
 
 STEPS = 4
 W0 = WorkerId("w0")

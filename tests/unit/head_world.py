@@ -348,7 +348,8 @@ class World:
     def forget(self, rollouts: Sequence[str]) -> None:
         """No sample waits for its group."""
 
-    def score(self, rollouts: Sequence[Rollout], lineage: int) -> None:
+    def score(self, effect: ef.ScoreSamples) -> None:
+        rollouts, lineage = effect.rollouts, effect.lineage
         digests = self.samples.digests
         assert all(digests[each.id] == self.learner.digest(each.version) for each in rollouts)
         for each in rollouts:

@@ -27,8 +27,7 @@ from spotlight.runtime.attempt import RunResult as RunResult
 from spotlight.runtime.attempt import open_attempt, stopping_gracefully
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
-from spotlight.runtime.denoiser import Denoiser
-from spotlight.runtime.inline import InlineDriver, InlineParts
+from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk
 from spotlight.runtime.process import explain_out_of_memory, prepare_process

@@ -47,15 +47,13 @@ from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import WeightSlots
 from spotlight.training import learner_state as state
 from spotlight.training.batching.batch import (
+    TrainedGroups,
     TrainingSample,
     kept_steps,
     require_fresh,
     stack,
 )
-from spotlight.training.batching.groups import TrainedGroups
-from spotlight.training.iteration_log import IterationLog
-from spotlight.training.passes import Bound, TrainingPasses
-from spotlight.training.policy import MicroBatchPolicy
+from spotlight.training.passes import Bound, MicroBatchPolicy, TrainingPasses
 from spotlight.training.recompute import recompute_blocks
 from spotlight.training.settings import (
     TrainingError,
@@ -65,7 +63,7 @@ from spotlight.training.settings import (
     compute_type,
 )
 from spotlight.training.sharding import Ranks, average_gradients, shard
-from spotlight.training.step_metrics import BatchReport, StepReport, UpdateMeter, batch_report
+from spotlight.training.step_metrics import BatchReport, IterationLog, StepReport, UpdateMeter, batch_report
 
 __all__ = ["Learner", "TrainingError", "TrainingGuidance", "TrainingSample"]
 

@@ -53,8 +53,6 @@ from spotlight.scheduler.events import (
     WeightsPulled,
 )
 from spotlight.scheduler.types import LeaseId, PolicyVersion, RolloutId, WorkerId
-from spotlight.worker.batching import OpenModel, by_slot
-from spotlight.worker.group_role import GroupRole
 from spotlight.worker.interfaces import (
     Command,
     FollowLease,
@@ -65,10 +63,10 @@ from spotlight.worker.interfaces import (
     Patience,
     WorkerDependencies,
 )
-from spotlight.worker.leases import safe_steps
+from spotlight.worker.leases import GroupRole, safe_steps
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.resume import RolloutStarter
-from spotlight.worker.speed_meter import SpeedMeter
+from spotlight.worker.steps import OpenModel, SpeedMeter, by_slot
 
 log = logging.getLogger("spotlight.rollout")
 

@@ -13,6 +13,7 @@ import torch
 from spotlight.algorithms import Algorithm
 from spotlight.config.schema import RunConfig
 from spotlight.data.media_size import media_size
+from spotlight.dry_run.memory_plan import EMBEDDINGS_BYTES
 from spotlight.dry_run.model_checks import require_model, require_supported
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
@@ -21,7 +22,6 @@ from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.preview_settings import preview_steps
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.feed import BatchFeed
-from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight.training.learner import Learner, TrainingGuidance
 from spotlight.training.sharding import Ranks, is_shared
 from spotlight_rewards.base.errors import ConfigError, Problem

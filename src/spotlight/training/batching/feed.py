@@ -1,17 +1,23 @@
-"""Connects the controller's rollout ids to the learner's tensors."""
+"""From the controller's rollouts and rewards to the learner's samples and advantages.
+
+The one place where rewards become advantages. A whole batch is scaled together; each group of a part uses
+the comparison chosen by the controller.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from spotlight.algorithms.advantages import advantages
+from spotlight.algorithms.baselines import Rewards, exploration_advantages, slice_advantages
+from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.rollout.state import Recipe, SampleTensors
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import Rollout, RolloutId
+from spotlight.scheduler.types import COMPARED_MIN, Baseline, Comparison, Rollout, RolloutId
 from spotlight.training.batching.batch import TrainingSample
 from spotlight.training.batching.conditions import Conditions
 from spotlight.training.batching.redistribute import deal
-from spotlight.training.batching.sample_advantages import sample_advantages
 from spotlight.training.learner import Learner
 
 
@@ -75,3 +81,73 @@ class BatchFeed:
     def _first_step(self, rollout: Rollout) -> int:
         window = self.recipe.window
         return 0 if window is None else window.steps(rollout.steps, rollout.seed, rollout.iteration).start
+
+
+def sample_advantages(
+    effect: PrepareBatch, weights: Mapping[str, float], config: AdvantageConfig
+) -> dict[RolloutId, float]:
+    """Advantages of all samples of ``effect``.
+
+    In a part, slice members with fewer than two others to compare with get 0, like a group of one.
+
+    Args:
+        weights: factor per reward; other rewards are ignored.
+
+    Raises:
+        ValueError: not one comparison per group, ``advantage.std`` is unsuitable for a part, or scores are
+            missing or not finite.
+    """
+    if not effect.partial:
+        groups = [[_only(weights, effect.scores[name]) for name in group.rollouts] for group in effect.groups]
+        others = [[_only(weights, scores) for scores in each.others] for each in effect.comparisons]
+        scaled = advantages(groups, weights, config, others or None)
+        names = (name for group in effect.groups for name in group.rollouts)
+        return dict(zip(names, (value for values in scaled for value in values), strict=True))
+    return _part_advantages(effect, weights, config)
+
+
+def _part_advantages(
+    effect: PrepareBatch, weights: Mapping[str, float], config: AdvantageConfig
+) -> dict[RolloutId, float]:
+    comparisons = effect.comparisons or (Comparison(),) * len(effect.groups)
+    if len(comparisons) != len(effect.groups):
+        raise ValueError(
+            f"{len(effect.groups)} groups have {len(comparisons)} comparisons; expected one a group"
+        )
+    found: dict[RolloutId, float] = {}
+    for group, comparison in zip(effect.groups, comparisons, strict=True):
+        rewards = [_only(weights, effect.scores[rollout]) for rollout in group.rollouts]
+        others = [_only(weights, scores) for scores in comparison.others]
+        values = _values(comparison.baseline, rewards, others, weights, config)
+        found |= dict(zip(group.rollouts, values, strict=True))
+    return found
+
+
+def _values(
+    baseline: Baseline,
+    rewards: Sequence[Rewards],
+    others: Sequence[Rewards],
+    weights: Mapping[str, float],
+    config: AdvantageConfig,
+) -> list[float]:
+    match baseline:
+        case Baseline.GROUP:
+            if config.std == "global":
+                raise ValueError(
+                    "advantage.std is 'global', the spread of the whole batch, which a part does not know: "
+                    "set it to 'group', or pipeline.axis to 'none'"
+                )
+            return advantages([rewards], weights, config, [others])[0]
+        case Baseline.SLICE if len(rewards) + len(others) - 1 < COMPARED_MIN:
+            return [0.0] * len(rewards)
+        case Baseline.SLICE:
+            return slice_advantages(rewards, others, weights, config)
+        case Baseline.EXPLORATION:
+            return exploration_advantages(rewards, others, weights, config)
+
+
+def _only(weights: Mapping[str, float], scores: Mapping[str, float]) -> dict[str, float]:
+    absent = [name for name in weights if name not in scores]
+    if absent:
+        raise ValueError(f"a sample has the rewards {sorted(scores)}; {absent[0]!r} is missing")
+    return {name: scores[name] for name in weights}
