@@ -15,7 +15,7 @@ from reward_server import Reply, as_json, completion, decoded, reward_server
 
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import PromptId
-from spotlight_rewards.endpoints.vlm_rank import FACTS, pairings, still, tournament, vlm_rank
+from spotlight_rewards.endpoints.vlm_rank import FACTS, VlmRank, pairings, still, tournament
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.waiting import SampleGroup, WaitingSamples
 from spotlight_rewards.results import RewardFailure, ScoredSample
@@ -135,7 +135,7 @@ class TestVlmRank:
     def rank(self, url: str, *levels: int, **params: Any) -> dict[str, list[float | SampleError]]:
         endpoint = {"base_url": url, "model": "judge", "retries": 0, **params.pop("endpoint", {})}
         prompts = ["a bright square"] * len(levels)
-        return vlm_rank(pictures(*levels), prompts, [{}] * len(levels), endpoint=endpoint, **params)
+        return VlmRank(endpoint=endpoint, **params)(pictures(*levels), prompts, [{}] * len(levels))
 
     def test_the_score_is_the_share_of_wins_over_all_others(self, judge: Any) -> None:
         prices = {"usd_per_million_prompt_tokens": 10.0}

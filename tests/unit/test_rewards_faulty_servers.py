@@ -15,7 +15,7 @@ from reward_server import Reply, as_json, completion, drip, hang, reward_server
 
 from spotlight_rewards.registry import REWARDS
 from spotlight_rewards.reward import RewardSetupError, SampleError
-from spotlight_rewards.reward_registry import facts_of
+from spotlight_rewards.reward_registry import facts_of, load
 
 QUICK = {"timeout_s": 0.3, "batch_timeout_s": 3.0, "retries": 0}
 CALLS: Mapping[str, dict[str, Any]] = {
@@ -82,9 +82,10 @@ def test_a_faulty_server_s_samples_have_no_score(fault: str, tmp_path: Path) -> 
         for name, params in CALLS.items():
             key, url = ("server", world.url) if name in SERVICES else ("endpoint", f"{world.url}/v1")
             place = QUICK | {"base_url": url} | ({"model": "any"} if key == "endpoint" else {})
-            reward: Any = REWARDS.load(name)
             try:
-                scores = reward([picture] * 2, ['a "word"'] * 2, [metadata] * 2, **{key: place}, **params)
+                scores = load(name, {key: place, **params}).function(
+                    [picture] * 2, ['a "word"'] * 2, [metadata] * 2
+                )
             except RewardSetupError:
                 continue
             values = scores["score"] if isinstance(scores, Mapping) else scores

@@ -18,7 +18,7 @@ import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from PIL import Image as PILImage
@@ -89,15 +89,18 @@ _answered: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class HttpCall:
+class HttpCall(Generic[Read]):
     """One request.
 
     Attributes:
         path: below the server's ``base_url``.
+        read: turns the answer's JSON into a value; may raise SampleError, or RewardSetupError for what would
+            fail every sample. TypeError, ValueError and OverflowError fail the sample: the server lied.
         body: makes the body of a POST, in a thread; None: a GET.
     """
 
     path: str
+    read: Callable[[Any], Read]
     body: Callable[[], Mapping[str, Any]] | None = None
 
     @property
@@ -158,22 +161,14 @@ def parse_settings(kind: type[Settings], key: str, value: object) -> Settings:
         ) from None
 
 
-def ask_all(
-    server: RewardServer,
-    calls: Sequence[HttpCall],
-    read: Callable[[Any], Read],
-) -> list[Read | SampleError]:
+def ask_all(server: RewardServer, calls: Sequence[HttpCall[Read]]) -> list[Read | SampleError]:
     """Send all calls and read their answers, in order.
-
-    Args:
-        read: turns an answer's JSON into a value; may raise SampleError, or RewardSetupError for what would
-            fail every sample. TypeError, ValueError and OverflowError fail the sample: the server lied.
 
     Raises:
         RewardSetupError: no call can succeed: the key or the address is refused, or it is no such service.
             Once such a server has answered this process, it is the SampleError of that call instead.
     """
-    return asyncio.run(_ask_all(server, calls, read)) if calls else []
+    return asyncio.run(_ask_all(server, calls)) if calls else []
 
 
 def png_base64(image: Image) -> str:
@@ -185,8 +180,7 @@ def png_base64(image: Image) -> str:
 
 async def _ask_all(
     server: RewardServer,
-    calls: Sequence[HttpCall],
-    read: Callable[[Any], Read],
+    calls: Sequence[HttpCall[Read]],
 ) -> list[Read | SampleError]:
     import httpx2  # keeps start-up fast for runs without such a reward
 
@@ -200,7 +194,10 @@ async def _ask_all(
         verify=_tls(),
         trust_env=host not in LOOPBACK,  # a proxy does not lead to this machine
     ) as client:
-        tasks = [asyncio.create_task(_answer(client, gate, server, call, read)) for call in calls]
+        tasks: list[asyncio.Task[Read | SampleError]] = []
+        for call in calls:
+            answer = _answer(client, gate, server, call)
+            tasks.append(asyncio.create_task(answer))
         try:
             await asyncio.wait(tasks, timeout=server.batch_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             late = {task for task in tasks if not task.done()}
@@ -223,14 +220,13 @@ async def _answer(
     client: httpx2.AsyncClient,
     gate: asyncio.Semaphore,
     server: RewardServer,
-    call: HttpCall,
-    read: Callable[[Any], Read],
+    call: HttpCall[Read],
 ) -> Read | SampleError:
     async with gate:
         content = None if call.body is None else await asyncio.to_thread(_encoded, call.body)
         settings = server.model_dump_json()
         try:
-            found = _read(await _with_retries(client, server, call, content), read)
+            found = _read(await _with_retries(client, server, call, content), call.read)
         except SampleError as error:
             return SampleError(safe_message(server, error))
         except RewardSetupError as error:
@@ -258,7 +254,7 @@ def _encoded(body: Callable[[], Mapping[str, Any]]) -> bytes:
 async def _with_retries(
     client: httpx2.AsyncClient,
     server: RewardServer,
-    call: HttpCall,
+    call: HttpCall[Any],
     content: bytes | None,
 ) -> Any:
     url = server.base_url + call.path
