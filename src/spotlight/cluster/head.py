@@ -156,7 +156,7 @@ class Head:
                     work = Compute(event.tokens, event.flops)
                     self.log.worked("rollout", work, event.seconds, event.peak_flop_s)
                 else:
-                    self.parts.inbox.put(event, report.mark)
+                    self.parts.inbox.put(event, report.weights_digest)
 
     def _handle(self, event: ev.Event, weights_digest: str) -> None:
         parts, controller, now = self.parts, self.parts.controller, self.parts.accounts.clock()
