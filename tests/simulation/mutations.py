@@ -227,7 +227,7 @@ def _never_unsaved(self: LearnerLife) -> bool:
     return self.up
 
 
-def _forgets_what_was_trained(self: Unsaved, at: Iteration) -> None:
+def _forgets_what_was_trained(self: Unsaved, ended: Iteration) -> None:
     self.names.clear()
 
 

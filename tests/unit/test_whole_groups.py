@@ -29,7 +29,7 @@ def work_of(*issued: Rollout) -> tuple[Rollouts, WholeGroups]:
     controller = Controller(COMPARES, [Prompt(PromptId("a"), "a", {})], [])
     work = controller.work
     for each in issued:
-        work.at.issue(each)
+        work.current.issue(each)
     policy = work.policies["whole-groups"]
     assert isinstance(policy, WholeGroups)
     return work, policy
@@ -55,9 +55,9 @@ def test_each_sample_leaves_once_with_all_of_its_group(data: st.DataObject) -> N
     (work, policy), left = work_of(*issued), list[Rollout]()
     for at, made in enumerate(order):
         if made in failing:
-            work.at.unscored.discard(made.id)
+            work.current.unscored.discard(made.id)
         else:
-            make(work.at, policy, made)
+            make(work.current, policy, made)
         for group in asked(work, policy):
             assert not {each.prompt_id for each in order[at + 1 :]} & {group.rollouts[0].prompt_id}
             assert group.size == 4
@@ -68,10 +68,10 @@ def test_each_sample_leaves_once_with_all_of_its_group(data: st.DataObject) -> N
 def test_a_group_begun_early_waits_for_members_not_issued_yet() -> None:
     begun = [rollout("a", member) for member in range(2)]
     work, policy = work_of(*begun)
-    make(work.at, policy, *begun)
+    make(work.current, policy, *begun)
     assert asked(work, policy) == []
     for member in (2, 3):
-        work.at.rollouts[rollout("a", member).id] = rollout("a", member)  # and dropped
+        work.current.rollouts[rollout("a", member).id] = rollout("a", member)  # and dropped
     (group,) = asked(work, policy)
     assert (group.rollouts, group.size) == (tuple(begun), 4)
 
@@ -79,7 +79,7 @@ def test_a_group_begun_early_waits_for_members_not_issued_yet() -> None:
 def test_evaluation_and_training_of_a_prompt_are_two_groups() -> None:
     judged, trained = rollout("a", 0, Purpose.EVAL), [rollout("a", member) for member in range(4)]
     work, policy = work_of(judged, *trained)
-    make(work.at, policy, judged, trained[0])
+    make(work.current, policy, judged, trained[0])
     (group,) = asked(work, policy)
     assert (group.rollouts, group.size) == ((judged,), 1)
 
@@ -87,9 +87,9 @@ def test_evaluation_and_training_of_a_prompt_are_two_groups() -> None:
 def test_a_sample_that_is_not_wanted_any_more_is_not_scored() -> None:
     issued = [rollout("a", member) for member in range(4)]
     work, policy = work_of(*issued)
-    make(work.at, policy, *issued[:3])
-    work.at.unscored.discard(issued[0].id)
-    work.at.unscored.discard(issued[3].id)
+    make(work.current, policy, *issued[:3])
+    work.current.unscored.discard(issued[0].id)
+    work.current.unscored.discard(issued[3].id)
     (group,) = asked(work, policy)
     assert group.rollouts == tuple(issued[1:3])
 

@@ -103,9 +103,9 @@ class Controller:
     def waits_for_rewards(self) -> bool:
         """Whether scores are all that is missing: nothing is left to generate or, meanwhile, to train."""
         if self.stage is Stage.ROLLING:
-            at_rewards = bool(self.work.at.unscored)
+            at_rewards = bool(self.work.current.unscored)
         else:
-            at_rewards = self.stage is Stage.EXPLORING and not self._is_decided
+            at_rewards = self.stage is Stage.PREPARING and not self._is_decided
         return at_rewards and not self.queue.outstanding and self.training.task is None
 
     @property
@@ -236,7 +236,7 @@ class Controller:
     @property
     def rollouts(self) -> Mapping[RolloutId, Rollout]:
         """The current iteration's."""
-        return self.work.at.rollouts
+        return self.work.current.rollouts
 
     # -- issue -----------------------------------------------------------------------------------------
 
@@ -251,9 +251,9 @@ class Controller:
             work.issue_evaluation(self.iteration, self.version)
         for policy in self.policies:
             policy.begin(self.iteration, self.version, self._now)
-        self._stages.move(Trigger.PREVIEWS_ISSUED if held_back else Trigger.ROLLOUTS_ISSUED)
+        self._stages.move(Trigger.ROLLOUTS_HELD_BACK if held_back else Trigger.ROLLOUTS_ISSUED)
         if not held_back:
-            work.forget_safe()
+            work.forget_survived()
         self._advance()
 
     @property
@@ -267,14 +267,14 @@ class Controller:
         if self.work.stopping is not None:
             self._stop(self.work.stopping)
             return
-        if self.stage is Stage.EXPLORING and self._is_decided:
+        if self.stage is Stage.PREPARING and self._is_decided:
             self._close()
             self.work.issue_training(self.iteration, self.version)
-            self.work.forget_safe()
-            self._stages.move(Trigger.PREVIEWS_SCORED)
-        if self.stage is not Stage.ROLLING or self.work.at.unscored:
+            self.work.forget_survived()
+            self._stages.move(Trigger.GROUPS_DECIDED)
+        if self.stage is not Stage.ROLLING or self.work.current.unscored:
             return
-        if self.work.at.evaluation:
+        if self.work.current.evaluation:
             self._stages.move(Trigger.EVALUATION_SCORED)
             self._report_evaluation()
         else:
@@ -286,19 +286,21 @@ class Controller:
             policy.close(self._now)
 
     def _report_evaluation(self) -> None:
-        scored = [rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores]
+        scored = [rollout for rollout in self.work.current.evaluation if rollout in self.work.current.scores]
         if not scored:
             self._stop(f"iteration {self.iteration}: not one evaluation sample was scored, nothing is known")
             return
         for rollout in scored:
             self.ledger.evaluate(rollout)
-        issued = tuple(self.work.at.rollouts[rollout] for rollout in self.work.at.evaluation)
-        scores = {rollout: self.work.at.scores[rollout] for rollout in scored}
+        issued = tuple(self.work.current.rollouts[rollout] for rollout in self.work.current.evaluation)
+        scores = {rollout: self.work.current.scores[rollout] for rollout in scored}
         report = ReportEvaluation(self.iteration, self.version, issued, scores, self.cluster.lineage)
         self.work.effects.append(report)
 
     def _evaluation_reported(self) -> None:
-        self.work.discard(rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores)
+        self.work.discard(
+            rollout for rollout in self.work.current.evaluation if rollout in self.work.current.scores
+        )
         self._all_arrived()
 
     def _all_arrived(self) -> None:
@@ -347,13 +349,16 @@ class Controller:
         if not self.cluster.trainers():
             return
         waits = self.learner.works and self.stage in LEARNER_IDLES and self.training.task is None
-        rollouts: float = 0.0
-        if waits:
-            said = [policy.trainer_budget() for policy in self.policies] * (self.stage is not Stage.EXPLORING)
+        rollouts = self._trainer_budget() if waits else 0.0
+        self.dispatcher.set_trainer_budget(rollouts, explore=self.stage is Stage.PREPARING)
+
+    def _trainer_budget(self) -> float:
+        if self.stage is not Stage.PREPARING:
+            said = (policy.trainer_budget() for policy in self.policies)
             limits = [limit for limit in said if limit is not None]
-            trainable = self.training.trains_parts and self.training.ready()
-            rollouts = min(limits, default=0.0 if trainable else math.inf)
-        self.dispatcher.set_trainer_budget(rollouts, explore=self.stage is Stage.EXPLORING)
+            if limits:
+                return min(limits)
+        return 0.0 if self.training.trains_parts and self.training.ready() else math.inf
 
     def _serve(self) -> None:
         self.dispatcher.serve()

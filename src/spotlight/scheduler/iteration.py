@@ -112,7 +112,7 @@ class Iteration(Work):
 
 
 @dataclass(slots=True)
-class Safe:
+class Survived:
     """Work that survived a lost learner: samples, scores, makers, and steps of unfinished rollouts."""
 
     samples: dict[RolloutId, Rollout] = field(default_factory=dict)
@@ -121,12 +121,12 @@ class Safe:
     progress: dict[RolloutId, tuple[Rollout, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, at: Iteration, unfinished: Mapping[RolloutId, tuple[Rollout, int]]) -> Safe:
+    def of(cls, lost: Iteration, unfinished: Mapping[RolloutId, tuple[Rollout, int]]) -> Survived:
         """The surviving work of an iteration."""
         return cls(
-            {name: at.rollouts[name] for name in at.rollouts if name in at.finished},
-            dict(at.scores),
-            dict(at.makers),
+            {name: lost.rollouts[name] for name in lost.rollouts if name in lost.finished},
+            dict(lost.scores),
+            dict(lost.makers),
             {name: (rollout, step) for name, (rollout, step) in unfinished.items() if step},
         )
 
@@ -135,7 +135,7 @@ class Safe:
         """Of all that is left."""
         return (*self.samples, *self.progress)
 
-    def merge(self, older: Safe) -> None:
+    def merge(self, older: Survived) -> None:
         """Add what was there before, unless it is here."""
         self.samples = older.samples | self.samples
         self.scores = {**older.scores, **self.scores}
@@ -165,10 +165,10 @@ class Unsaved:
     names: list[RolloutId] = field(default_factory=list)
     before: Iteration = field(default_factory=Iteration)
 
-    def begin(self, at: Iteration) -> None:
-        """The next iteration begins after ``at``."""
+    def begin(self, ended: Iteration) -> None:
+        """The next iteration begins after ``ended``."""
         if self.names:
-            self.before = at
+            self.before = ended
 
     def take(self) -> list[RolloutId]:
         """Remove all, since they are durable or are trained again."""

@@ -26,7 +26,7 @@ from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import DiscardSamples, Effect, ScoreSamples
 from spotlight.scheduler.iteration import (
     Iteration,
-    Safe,
+    Survived,
     Unsaved,
     Work,
     evaluation_rollouts,
@@ -59,11 +59,11 @@ class Rollouts:
     """See the module's docstring.
 
     Attributes:
-        at: the current iteration.
+        current: the iteration under way.
         extra: work beside it, each with its owner.
         prompts: for training, by id.
         policies: that this run uses, by name.
-        safe: work that survived a lost learner, not reissued yet.
+        survived: work that survived a lost learner, not reissued yet.
         unsaved: trained samples whose step may be lost.
         stopping: why the run has to stop, if it has to.
         effects: taken by the controller after each event.
@@ -77,7 +77,7 @@ class Rollouts:
         self.train_prompts, self.test_prompts = tuple(train), tuple(test)
         self.prompts: Mapping[PromptId, Prompt] = {prompt.id: prompt for prompt in train}
         self.ledger = Ledger()
-        self.at, self.safe = Iteration(), Safe()
+        self.current, self.survived = Iteration(), Survived()
         self.extra: list[Work] = []
         self.unsaved = Unsaved()
         self._oldest = PolicyVersion(0)
@@ -95,20 +95,20 @@ class Rollouts:
     @property
     def names(self) -> set[RolloutId]:
         """Ids of everything :meth:`find` finds."""
-        return {name for work in (self.at, *self.extra) for name in work.rollouts}
+        return {name for work in (self.current, *self.extra) for name in work.rollouts}
 
     def _work_of(self, rollout: RolloutId) -> Work:
         for work in self.extra:
             if rollout in work.rollouts:
                 return work
-        return self.at
+        return self.current
 
     # -- issue -----------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
         """Start an iteration."""
-        self.unsaved.begin(self.at)
-        self.at = Iteration()
+        self.unsaved.begin(self.current)
+        self.current = Iteration()
         self.queue.forget_done()
         self.queue.promote()
         self.cluster.pace.promote(now)
@@ -116,7 +116,7 @@ class Rollouts:
     def issue_evaluation(self, iteration: int, version: PolicyVersion) -> None:
         """Queue the evaluation rollouts."""
         issued = evaluation_rollouts(self.plan, self.test_prompts, iteration, version)
-        self.at.evaluation = [self._issue(prompt, rollout) for prompt, rollout in issued]
+        self.current.evaluation = [self._issue(prompt, rollout) for prompt, rollout in issued]
 
     def issue_training(self, iteration: int, version: PolicyVersion) -> None:
         """Queue the groups, with prompts and seeds as policies have them."""
@@ -125,7 +125,7 @@ class Rollouts:
             groups = policy.groups(iteration, groups)
         for slot, prompt, rollout in train_rollouts(self.plan, groups, iteration, version):
             name = self._issue(prompt, rollout)
-            self.at.groups.setdefault((slot, prompt.id), []).append(name)
+            self.current.groups.setdefault((slot, prompt.id), []).append(name)
         for policy in self.policies.values():
             policy.issued()
 
@@ -135,18 +135,18 @@ class Rollouts:
         return prompts_of_iteration(self.train_prompts, plan.run_seed, iteration, plan.prompts_per_iteration)
 
     def _issue(self, prompt: Prompt, rollout: Rollout) -> RolloutId:
-        at, safe = self.at, self.safe
-        maker = safe.makers.get(rollout.id)
+        current, survived = self.current, self.survived
+        maker = survived.makers.get(rollout.id)
         # A sample that was a preview comes from the preview that is made again. The planner may have given
         # the one before the loss other steps; the ledger would then name the wrong one.
-        recalled = (maker is None or maker.preview is None) and safe.take(rollout)
+        recalled = (maker is None or maker.preview is None) and survived.take(rollout)
         begun = None
         if not recalled:
             taken = (policy.take(rollout) for policy in self.policies.values())
             begun = next((each for each in taken if each is not None), None)
         if begun is not None:
             rollout = begun.rollout
-        at.rollouts[rollout.id] = rollout
+        current.rollouts[rollout.id] = rollout
         self.ledger.issue(rollout, prompt)
         if recalled:
             self._recall(rollout)
@@ -154,22 +154,22 @@ class Rollouts:
         if begun is not None:
             self._take_over(rollout, begun.maker, begun.scores)
             return rollout.id
-        at.unscored.add(rollout.id)
-        if step := safe.step_of(rollout):
+        current.unscored.add(rollout.id)
+        if step := survived.step_of(rollout):
             self.cluster.recoveries[Recovery.PROGRESS_KEPT] += 1
         self.queue.add([rollout], {rollout.id: step})
         return rollout.id
 
     def _take_over(self, rollout: Rollout, maker: Maker | None, scores: Scores | None) -> None:
         """Count work on a rollout of this iteration that was done before."""
-        at = self.at
+        current = self.current
         if maker is not None:
-            at.makers[rollout.id] = maker
-            at.finished.add(rollout.id)
+            current.makers[rollout.id] = maker
+            current.finished.add(rollout.id)
             self.ledger.finish(rollout, maker)
-        at.unscored.add(rollout.id)
+        current.unscored.add(rollout.id)
         if scores is not None:
-            at.score(rollout.id, scores)
+            current.score(rollout.id, scores)
             self.ledger.score(rollout.id, scores)
 
     def issue_extra(
@@ -187,21 +187,21 @@ class Rollouts:
 
     def issue_again(self, name: RolloutId) -> None:
         """Replace a rollout of an older version, which nobody makes any more, by one of the published."""
-        at = self.at
-        old = at.rollouts.pop(name)
-        at.unscored.discard(name)
+        current = self.current
+        old = current.rollouts.pop(name)
+        current.unscored.discard(name)
         self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
         self.drop_quietly(name, DropReason.STALE, f"its holder is gone, and so is version {old.version}")
         new = replace(old, id=RolloutId(f"{name}r"), version=self.cluster.target)
-        for members in at.groups.values():
+        for members in current.groups.values():
             if name in members:
                 members[members.index(name)] = new.id
         self._issue(self.prompts[old.prompt_id], new)
 
-    def forget_safe(self) -> None:
+    def forget_survived(self) -> None:
         """Free surviving work that was not reissued; a kept preview may have its name by now."""
-        self.discard(name for name in self.safe.names if name not in self.at.finished)
-        self.safe = Safe()
+        self.discard(name for name in self.survived.names if name not in self.current.finished)
+        self.survived = Survived()
 
     # -- versions --------------------------------------------------------------------------------------
 
@@ -214,7 +214,7 @@ class Rollouts:
     def require_fresh(self, rollouts: Iterable[RolloutId]) -> None:
         """Raise RuntimeError if a sample is more than one published version old."""
         for name in rollouts:
-            if (made_by := self.at.rollouts[name].version) < self._oldest:
+            if (made_by := self.current.rollouts[name].version) < self._oldest:
                 raise RuntimeError(
                     f"sample {name} of version {made_by} is too old to train on; expected {self._oldest}"
                 )
@@ -311,7 +311,7 @@ class Rollouts:
             owner.dropped(rollout, reason, detail)
             return
         self.drop_quietly(rollout, reason, detail)
-        too_many = self.at.drop(rollout, f"{reason.value}: {detail}", self.plan.max_drop_share)
+        too_many = self.current.drop(rollout, f"{reason.value}: {detail}", self.plan.max_drop_share)
         self.stopping = self.stopping or too_many
 
     def drop_quietly(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
@@ -322,21 +322,21 @@ class Rollouts:
     def discard(self, rollouts: Iterable[RolloutId]) -> None:
         """Have the samples' tensors freed."""
         if discarded := tuple(rollouts):
-            self.at.finished.difference_update(discarded)
+            self.current.finished.difference_update(discarded)
             self.effects.append(DiscardSamples(discarded))
 
     # -- a lost learner --------------------------------------------------------------------------------
 
     def roll_back(self, ledger: Mapping[str, object], states: Mapping[str, Mapping[str, object]]) -> None:
-        """Return to an earlier ledger and earlier policies, keeping what is safe. GPU time stays billed."""
+        """Return to an earlier ledger and earlier policies, keeping what survived. GPU time stays billed."""
         extra = [name for policy in self.policies.values() for name in policy.rolled_back()]
         self._oldest = PolicyVersion(0)
         revoked, unfinished = self.queue.reset()
         for lease in revoked:
             self.dispatcher.revoked(lease)
-        older, self.safe = self.safe, Safe.of(self.at, unfinished)
-        self.safe.merge(Safe.of(self.unsaved.before, {}))
-        self.safe.merge(older)
+        older, self.survived = self.survived, Survived.of(self.current, unfinished)
+        self.survived.merge(Survived.of(self.unsaved.before, {}))
+        self.survived.merge(older)
         self.cluster.recoveries[Recovery.TRAINED_AGAIN] += bool(self.unsaved.take())
         billed = self.ledger.gpu_seconds, self.ledger.billed_s
         self.load(ledger, states)
@@ -356,14 +356,14 @@ class Rollouts:
 
     def _recall(self, rollout: Rollout) -> None:
         self.cluster.recoveries[Recovery.SAMPLE_KEPT] += 1
-        scores = self.safe.scores.get(rollout.id)
-        self._take_over(rollout, self.safe.makers[rollout.id], scores)
+        scores = self.survived.scores.get(rollout.id)
+        self._take_over(rollout, self.survived.makers[rollout.id], scores)
         if scores is None:
             self._have_scored([rollout])
 
     def check(self) -> None:
         """Assert invariant 1 of the module, in O(rollouts of the iteration)."""
-        works = (self.at, *self.extra)
+        works = (self.current, *self.extra)
         waiting = sum(len(work.unscored - work.finished) for work in works)
         assert self.queue.outstanding == waiting, "the queue lost or invented a rollout"
         for work in works:
@@ -373,6 +373,6 @@ class Rollouts:
 
     def groups_scored(self) -> Iterator[tuple[int, dict[int, Scores]]]:
         """Of each slot of this iteration, the scores by seed."""
-        for (slot, _), members in self.at.groups.items():
-            scored = [name for name in members if name in self.at.scores]
-            yield slot, {self.at.rollouts[name].seed: self.at.scores[name] for name in scored}
+        for (slot, _), members in self.current.groups.items():
+            scored = [name for name in members if name in self.current.scores]
+            yield slot, {self.current.rollouts[name].seed: self.current.scores[name] for name in scored}

@@ -84,8 +84,8 @@ class TrainingTasks:
         self._whole = False
 
     @property
-    def _at(self) -> Iteration:
-        return self._work.at
+    def _current(self) -> Iteration:
+        return self._work.current
 
     # -- tasks -----------------------------------------------------------------------------------------
 
@@ -98,9 +98,11 @@ class TrainingTasks:
     @property
     def untrained(self) -> int:
         """Samples generated, scored or not, and neither trained yet nor left out for others."""
-        at = self._at
-        members = sum(len(group) for group in at.groups.values())
-        making = sum(at.rollouts[name].purpose is Purpose.TRAIN for name in at.unscored - at.finished)
+        current = self._current
+        members = sum(len(group) for group in current.groups.values())
+        making = sum(
+            current.rollouts[name].purpose is Purpose.TRAIN for name in current.unscored - current.finished
+        )
         return max(0, members - making - self._generated(sum(map(len, self.trained_in.values()))))
 
     def _generated(self, trained: int) -> int:
@@ -179,7 +181,7 @@ class TrainingTasks:
         if not self.trains_parts or self._whole:
             return []
         # Called at every event; only scores and drops change the result, so it is cached.
-        seen = (len(self._at.scores), len(self._at.unscored), sum(self._sliced.values()))
+        seen = (len(self._current.scores), len(self._current.unscored), sum(self._sliced.values()))
         if seen != self._seen:
             self._seen, self._found = seen, self._find_parts()
         return self._found
@@ -219,9 +221,9 @@ class TrainingTasks:
     def _updates_of_rest(self) -> list[list[Part]]:
         updates = self._plan.updates_per_batch
         if self.trains_parts:
-            count = max(1, min(updates, len(self._at.groups)))
+            count = max(1, min(updates, len(self._current.groups)))
             return [self._survivors(self.slots_of(update)) for update in range(count)]
-        found = self._survivors(range(len(self._at.groups)))
+        found = self._survivors(range(len(self._current.groups)))
         if self._plan.update_split != "groups":
             return [found]  # divided when it is known what is trained
         by_group = {part.group: part for part in found}
@@ -234,13 +236,13 @@ class TrainingTasks:
         taken = {rollout for part in found for rollout in part.group.rollouts + part.left_out}
         for slot in slots:
             for rollout in self._members(slot)[self._sliced.get(slot, 0) :]:
-                if rollout in self._at.scores and rollout not in taken:
+                if rollout in self._current.scores and rollout not in taken:
                     why = "the rest of its group was dropped"
                     self._work.drop_quietly(rollout, DropReason.GROUP_TOO_SMALL, why)
         return found
 
     def _prepare(self, parts: Sequence[tuple[int, Part]], *, partial: bool) -> PrepareBatch:
-        at, plan = self._at, self._plan
+        current, plan = self._current, self._plan
         batches: list[MicroBatch] = []
         for update, groups in self._by_update(parts):
             total = sum(len(group.rollouts) for group in groups)
@@ -265,7 +267,7 @@ class TrainingTasks:
         return PrepareBatch(
             self.iteration,
             tuple(part.group for _, part in parts),
-            {rollout: at.scores[rollout] for rollout in kept},
+            {rollout: current.scores[rollout] for rollout in kept},
             tuple(batches),
             partial,
             () if plain else comparisons,
@@ -311,17 +313,19 @@ class TrainingTasks:
     # -- groups ----------------------------------------------------------------------------------------
 
     def _ready(self, slots: Iterable[int]) -> Iterator[Part]:
-        at = self._at
-        keys = list(at.groups)
+        current = self._current
+        keys = list(current.groups)
         for slot in slots:
             prompt, sliced = keys[slot][1], self._sliced.get(slot, 0)
-            members = at.groups[keys[slot]]
+            members = current.groups[keys[slot]]
             if sliced == len(members):
                 continue
             cut = (policy.parts(slot, members) for policy in self._policies)
             found = next((parts for parts in cut if parts is not None), None)
             if found is None:
-                found = whole_group(slot, prompt, members, at.scores, lambda name: name not in at.unscored)
+                found = whole_group(
+                    slot, prompt, members, current.scores, lambda name: name not in current.unscored
+                )
             for part in found:
                 if part.members > sliced:
                     for policy in self._policies:
@@ -329,11 +333,11 @@ class TrainingTasks:
                     yield part
 
     def _members(self, slot: int) -> list[RolloutId]:
-        return list(self._at.groups.values())[slot]
+        return list(self._current.groups.values())[slot]
 
     def slots_of(self, update: int) -> range:
         """As planned, regardless of drops."""
-        groups = len(self._at.groups)
+        groups = len(self._current.groups)
         updates = max(1, min(self._plan.updates_per_batch, groups))
         bounds = [groups * index // updates for index in range(updates + 1)]
         low, high = list(pairwise(bounds))[update]

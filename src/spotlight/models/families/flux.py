@@ -8,12 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
-from spotlight.models.family_facts import (
-    ActivationCosts,
-    Dimensions,
-    dual_stream_dimensions,
-    read_models,
-)
+from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal, require_even_split
 from spotlight.models.shared.latents import decode_image, unpack
@@ -53,8 +48,9 @@ class Flux(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
-        return dual_stream_dimensions(files)
+        px, vae_width = block_widths(files)
+        blocks = ("num_layers", "num_single_layers")
+        return dimensions(files, layers=blocks, patch_px=2 * px, vae_width=vae_width)
 
     @classmethod
     def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:
@@ -62,7 +58,6 @@ class Flux(ModelFamily):
         require_even_split(degree, tokens + text_tokens, "FLUX")
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree."""
         config = self.config
         require_equal(
             self.files.folder("transformer") / "config.json",
@@ -120,5 +115,4 @@ class Flux(ModelFamily):
         return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Unpack, undo scale and shift, decode."""
         return decode_image(self.vae, unpack(latents, self.dimensions.grid(size)))

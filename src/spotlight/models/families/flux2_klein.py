@@ -18,12 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
-from spotlight.models.family_facts import (
-    ActivationCosts,
-    Dimensions,
-    dual_stream_dimensions,
-    read_models,
-)
+from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal, require_even_split
 from spotlight.models.shared.latents import unpack
@@ -60,8 +55,9 @@ class Flux2Klein(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
-        return dual_stream_dimensions(files)
+        px, vae_width = block_widths(files)
+        blocks = ("num_layers", "num_single_layers")
+        return dimensions(files, layers=blocks, patch_px=2 * px, vae_width=vae_width)
 
     @classmethod
     def negative_argument(cls, prompt: str) -> str:
@@ -75,7 +71,6 @@ class Flux2Klein(ModelFamily):
 
     @classmethod
     def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
-        """A distilled pipeline takes none."""
         if scale > 1 and files.setting("is_distilled"):
             raise ModelError(
                 f"{key} is {scale:g}; expected 1: {files.root} is distilled (is_distilled in "
@@ -83,7 +78,6 @@ class Flux2Klein(ModelFamily):
             )
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree."""
         channels = 4 * self.vae.config.latent_channels
         width, _ = self.text_size("text_encoder", "hidden_size")
         joined = _TEXT_LAYERS * width if isinstance(width, int) else None
@@ -148,7 +142,6 @@ class Flux2Klein(ModelFamily):
         return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo the normalisation, unpack, decode."""
         norm = self.vae.bn
         std = torch.sqrt(norm.running_var + self.vae.config.batch_norm_eps)
         grid = unpack(latents * std + norm.running_mean, self.dimensions.grid(size))

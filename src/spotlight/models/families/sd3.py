@@ -10,8 +10,9 @@ from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
+    block_widths,
     config_integer,
-    config_list,
+    dimensions,
     read_models,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
@@ -56,33 +57,21 @@ class StableDiffusion3(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
-        layers, heads, per_head, channels, patch, positions = (
-            config_integer(files, "transformer", key)
-            for key in (
-                *("num_layers", "num_attention_heads", "attention_head_dim"),
-                *("in_channels", "patch_size", "pos_embed_max_size"),
-            )
-        )
-        widths = config_list(files, "vae", "block_out_channels")
-        patch_px = patch * 2 ** (len(widths) - 1)
-        return Dimensions(
-            layers=layers,
-            width=heads * per_head,
-            heads=heads,
-            channels=channels * patch**2,
-            patch_px=patch_px,
-            vae_width=int(str(widths[0])),
-            side_max_px=positions * patch_px,
+        px, vae_width = block_widths(files)
+        patch = config_integer(files, "transformer", "patch_size")
+        return dimensions(
+            files,
+            latents_per_token=patch**2,
+            patch_px=patch * px,
+            vae_width=vae_width,
+            side_max_px=config_integer(files, "transformer", "pos_embed_max_size") * patch * px,
         )
 
     @classmethod
     def planned_text_tokens(cls, words: int, most: int) -> int:
-        """All of them: prompts are padded."""
         return _CLIP_TOKENS + most
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree."""
         channels = self.vae.config.latent_channels
         pooled = [self.text_size(name, "projection_dim")[0] for name in ("text_encoder", "text_encoder_2")]
         require_equal(
@@ -109,7 +98,6 @@ class StableDiffusion3(ModelFamily):
         }
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
-        """The pipeline's own ``encode_prompt``."""
         embeds, _, pooled, _ = pipeline.encode_prompt(
             prompt,
             None,
@@ -121,7 +109,6 @@ class StableDiffusion3(ModelFamily):
         return {"embeds": embeds[0], "pooled": pooled[0]}
 
     def set_timesteps(self, steps: int, size: MediaSize) -> None:
-        """The scheduler's own levels."""
         self.scheduler.set_timesteps(steps, device="cpu", **self.dynamic_shift(steps, size))
 
     def predict(
@@ -144,5 +131,4 @@ class StableDiffusion3(ModelFamily):
         return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo scale and shift, decode."""
         return decode_image(self.vae, latents)

@@ -203,7 +203,7 @@ class Exploration(Policy):
 
     def others(self, slot: int, members: Sequence[RolloutId]) -> Sequence[Scores]:
         """Preview scores of a slot's prompt, except at the seeds of ``members``."""
-        named = (self.work.at.rollouts.get(name) for name in members)
+        named = (self.work.current.rollouts.get(name) for name in members)
         return self.explorer.explored_beside(slot, {rollout.seed for rollout in named if rollout is not None})
 
     # -- state -----------------------------------------------------------------------------------------

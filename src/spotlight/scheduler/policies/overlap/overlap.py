@@ -26,14 +26,14 @@ class Overlap(Policy):
 
     def parts(self, slot: int, members: Sequence[RolloutId]) -> Iterator[Part]:
         """See :class:`Policy`."""
-        at, work = self.work.at, self.work
+        current, work = self.work.current, self.work
         return slices(
             work.plan.pipeline,
             slot,
-            at.rollouts[members[0]].prompt_id,
+            current.rollouts[members[0]].prompt_id,
             members,
-            at.scores,
-            lambda rollout: rollout not in at.unscored,
+            current.scores,
+            lambda rollout: rollout not in current.unscored,
             partial(self._others, slot),
         )
 

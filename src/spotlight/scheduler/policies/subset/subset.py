@@ -27,15 +27,15 @@ class Subset(Policy):
 
     def select(self, part: Part, iteration: int) -> Part:
         """See :class:`Policy`."""
-        plan, at, choice = self.work.plan, self.work.at, self.work.plan.choice
+        plan, current, choice = self.work.plan, self.work.current, self.work.plan.choice
         names = part.group.rollouts
         if choice.samples is None or len(names) <= choice.samples:
             return part
-        rewards = {at.rollouts[name].seed: at.scores[name][REWARD] for name in names}
+        rewards = {current.rollouts[name].seed: current.scores[name][REWARD] for name in names}
         draw_seed = derive_seed(plan.run_seed, "subset", iteration, part.slot)
         seeds = choose_seeds(rewards, choice.samples, choice.policy, draw_seed)
-        left_out = tuple(name for name in names if at.rollouts[name].seed not in seeds)
-        others = tuple(at.scores[name] for name in left_out) if choice.over == "generated" else ()
+        left_out = tuple(name for name in names if current.rollouts[name].seed not in seeds)
+        others = tuple(current.scores[name] for name in left_out) if choice.over == "generated" else ()
         chosen = part.without({*left_out})
         return replace(chosen, comparison=Comparison(Baseline.GROUP, others), left_out=left_out)
 
@@ -45,7 +45,7 @@ class Subset(Policy):
 
     def _is_silent(self, part: Part) -> bool:
         """Whether all advantages are 0."""
-        rewards = {self.work.at.scores[name][REWARD] for name in part.group.rollouts}
+        rewards = {self.work.current.scores[name][REWARD] for name in part.group.rollouts}
         return part.comparison.baseline is Baseline.GROUP and len(rewards) == 1
 
     def left_out(self, updates: list[list[Part]], training: Training) -> list[list[Part]]:

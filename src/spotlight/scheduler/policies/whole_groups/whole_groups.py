@@ -34,7 +34,7 @@ class WholeGroups(Policy):
         """Ask for the scores of the groups that are complete, in order of their first arrival."""
         if not self._held:
             return
-        works = [self.work.at, *self.work.extra]
+        works = [self.work.current, *self.work.extra]
         issued = Counter(group_of(rollout) for work in works for rollout in work.rollouts.values())
         to_come = {group_of(work.rollouts[name]) for work in works for name in work.unscored - work.finished}
         complete: dict[str, list[Rollout]] = {}
@@ -61,7 +61,7 @@ class WholeGroups(Policy):
     def check(self) -> None:
         """Whoever waits for scores is held, or its group was sent."""
         for name in self._held:
-            assert not any(name in work.scores for work in (self.work.at, *self.work.extra)), name
+            assert not any(name in work.scores for work in (self.work.current, *self.work.extra)), name
 
 
 def _wanted(work: Work, rollout: RolloutId) -> bool:
