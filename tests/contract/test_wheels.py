@@ -66,6 +66,7 @@ def test_versions_are_one() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_rewards_work_without_a_trainer(wheels: dict[str, Path], tmp_path: Path) -> None:
     commands = environment(tmp_path / "env")
     done(commands / "pip", "install", "-q", wheels["spotlight-rewards"], cwd=tmp_path)
@@ -79,6 +80,7 @@ def test_rewards_work_without_a_trainer(wheels: dict[str, Path], tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_planning_and_dashboard_work_without_torch(wheels: dict[str, Path], tmp_path: Path) -> None:
     """The trainer's wheel without what it needs to train stands in for one that is not imported."""
     commands = environment(tmp_path / "env")
