@@ -89,7 +89,7 @@ def test_a_picture_is_serialised_twice_for_three_rewards(monkeypatch: pytest.Mon
         scoring = SampleScoring(conversations, samples, pool, prompts, events.append, print)
 
         async def until_scored() -> None:
-            scoring.score([each.rollout for each in made], 0)
+            scoring.score(ScoreSamples(tuple(each.rollout for each in made), 0))
             while len(scored(events)) < len(made):  # in one event or, if the machine is busy, in more
                 await asyncio.sleep(0.01)
 
