@@ -73,7 +73,7 @@ class Blobs:
 
     kept: dict[tuple[str, str], bytes] = field(default_factory=dict)
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
         found = [self.kept.get((kind, name)) for name in names]
         return [None if data is None else StoredBlob(0, data) for data in found]
 

@@ -40,7 +40,7 @@ class Head:
     def deliver(self, report: object) -> None:
         """Nobody hears it."""
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Stored | None]:
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[Stored | None]:
         return [Stored(self.negative) if kind == "condition" else None for _ in names]
 
 

@@ -47,7 +47,7 @@ class Store:
 
     def deliver(self, report: Report) -> None:
         for each in report.values:
-            self.blobs[each.kind, each.name, report.mark] = StoredBlob(each.step, each.data)
+            self.blobs[each.kind, each.name, report.weights_digest] = StoredBlob(each.step, each.data)
 
 
 class Reports(Store):
@@ -89,7 +89,7 @@ def test_a_picture_is_serialised_twice_for_three_rewards(monkeypatch: pytest.Mon
         scoring = SampleScoring(conversations, samples, pool, prompts, events.append, print)
 
         async def until_scored() -> None:
-            scoring.score(ScoreSamples(tuple(each.rollout for each in made), 0))
+            scoring.score(ScoreSamples(tuple(each.rollout for each in made)))
             while len(scored(events)) < len(made):  # in one event or, if the machine is busy, in more
                 await asyncio.sleep(0.01)
 
@@ -166,6 +166,6 @@ def test_large_reports_travel_in_parts_and_their_events_with_the_last(parts: int
         for report in head.reports
     )
     assert len(head.reports) in {1: {1}, 3: {2, 3}, 8: {8}}[parts]
-    assert {report.mark for report in head.reports} == {DIGEST}
+    assert {report.weights_digest for report in head.reports} == {DIGEST}
     outbox.deliver(DIGEST)  # nothing is left
     assert len(head.reports) in {1: {1}, 3: {2, 3}, 8: {8}}[parts]

@@ -11,7 +11,7 @@ import torch
 from spotlight.cluster.head import Head
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts
-from spotlight.models.shared.flop_count import Work
+from spotlight.models.shared.flop_count import Compute
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.preview_settings import (
     preview_steps,
@@ -179,9 +179,9 @@ def test_what_is_put_does_not_average() -> None:
 
 def test_throughput_is_all_work_over_all_seconds() -> None:
     log = IterationLog()
-    log.worked("rollout", Work(90, 9e12), 1.0, 8e12)
-    log.worked("rollout", Work(10, 7e12), 3.0, 8e12)
-    log.worked("train", Work(4, None), 2.0, None)
+    log.worked("rollout", Compute(90, 9e12), 1.0, 8e12)
+    log.worked("rollout", Compute(10, 7e12), 3.0, 8e12)
+    log.worked("train", Compute(4, None), 2.0, None)
     assert log.take() == {
         "throughput/rollout_tokens_s": 25.0,
         "throughput/rollout_tflop_s": 4.0,
@@ -193,11 +193,11 @@ def test_throughput_is_all_work_over_all_seconds() -> None:
 
 def test_utilisation_is_of_what_all_devices_could_do() -> None:
     log = IterationLog()
-    log.worked("rollout", Work(1, 6e12), 1.0, 8e12)
-    log.worked("rollout", Work(1, 1e12), 2.0, 1e12)
+    log.worked("rollout", Compute(1, 6e12), 1.0, 8e12)
+    log.worked("rollout", Compute(1, 1e12), 2.0, 1e12)
     assert log.take()["throughput/rollout_mfu"] == pytest.approx(0.7)
-    log.worked("rollout", Work(1, 6e12), 1.0, 8e12)
-    log.worked("rollout", Work(1, 1e12), 2.0, None)
+    log.worked("rollout", Compute(1, 6e12), 1.0, 8e12)
+    log.worked("rollout", Compute(1, 1e12), 2.0, None)
     assert "throughput/rollout_mfu" not in log.take()
 
 

@@ -37,7 +37,7 @@ from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
 from spotlight.cluster.scaling.spot_scaler import SpotScaler
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
-from spotlight.models.shared.flop_count import Work
+from spotlight.models.shared.flop_count import Compute
 from spotlight.rollout.serialization import unpack_image
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.observer import Observer
@@ -153,10 +153,10 @@ class Head:
         while True:
             for report in await self.parts.samples.store.take():
                 if isinstance(event := report.event, RolloutSpeed):
-                    work = Work(event.tokens, event.flops)
+                    work = Compute(event.tokens, event.flops)
                     self.log.worked("rollout", work, event.seconds, event.peak_flop_s)
                 else:
-                    self.parts.inbox.put(event, report.mark)
+                    self.parts.inbox.put(event, report.weights_digest)
 
     def _handle(self, event: ev.Event, weights_digest: str) -> None:
         parts, controller, now = self.parts, self.parts.controller, self.parts.accounts.clock()

@@ -144,7 +144,8 @@ def read_models(module: str) -> tuple[Mapping[str, PublishedModel], Sequence[Tin
         module: its ``__file__``.
     """
     found = json.loads(Path(module).with_suffix(".json").read_text(encoding="utf-8"))
-    common, variants = found["tiny"]["changes"], found["tiny"]["variants"]
+    small = found.get("tiny", {"changes": {}, "variants": []})
+    common, variants = small["changes"], small["variants"]
     tiny = [
         TinyModel(model, {part: common.get(part, {}) | own.get(part, {}) for part in common | own})
         for model, own in ((variant.pop("model"), variant) for variant in variants)

@@ -68,7 +68,6 @@ class PipelineFiles:
     known: Mapping[str, Mapping[str, object]] | None = None
 
     def folder(self, component: str) -> Path:
-        """Folder of a component."""
         return self.root / component
 
     def config(self, component: str, name: str = "config.json") -> dict[str, object]:
@@ -333,7 +332,6 @@ def is_denoiser(component: str) -> bool:
 
 
 def transformer_names(components: Mapping[str, PipelineComponent]) -> list[str]:
-    """Of those, the transformers."""
     return [name for name in components if name.startswith("transformer")]
 
 

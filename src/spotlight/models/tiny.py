@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from spotlight.models.family_facts import FamilyTraits
+from spotlight.models.model_errors import ModelError
 
 _PRINTABLE = [chr(code) for code in range(33, 127)]
 
@@ -27,6 +28,11 @@ def write_pipeline(family: type[FamilyTraits], directory: Path, seed: int, varia
     """
     import diffusers
 
+    if not 0 <= variant < len(family.tiny_models):
+        raise ModelError(
+            f"model.family {family.name} has {len(family.tiny_models)} small pipelines; variant {variant} is "
+            "asked for: add it to its tiny_models, or override its tiny"
+        )
     tiny, generator = family.tiny_models[variant], torch.Generator().manual_seed(seed)
     published = family.published[tiny.model]
     index: dict[str, object] = {

@@ -114,7 +114,6 @@ def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
 
 
 def drawn_iterations(paths: RunPaths) -> list[int]:
-    """Iterations with stored images, ascending."""
     return sorted({iteration for iteration, _ in stored_tiles(paths)})
 
 

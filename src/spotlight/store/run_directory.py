@@ -72,7 +72,6 @@ class RunPaths:
         self.lock = path / "lock"
 
     def attempt_log(self, attempt: int) -> Path:
-        """Log file of one attempt."""
         return self.attempts / f"{attempt:03d}.log"
 
 
@@ -154,7 +153,6 @@ class RunDirectory(RunPaths):
             write_atomically(self.config, config_text.encode())
 
     def close(self) -> None:
-        """Release the lock."""
         if self._lock in _held_locks:
             _held_locks.remove(self._lock)
             os.close(self._lock)

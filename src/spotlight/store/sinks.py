@@ -63,17 +63,14 @@ class TensorBoard:
             self.rewind(resume_at)
 
     def write(self, row: MetricsRow) -> None:
-        """Write each value as a scalar."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
         self._add(row.iteration, Summary(value=values))
 
     def pictures(self, iteration: int) -> None:
-        """Write an evaluation's pictures; videos play."""
         if shown := shown_media(self._paths, iteration):
             self._add(iteration, Summary(value=[_image(each) for each in shown]))
 
     def table(self, iteration: int, table: FinalTable) -> None:
-        """Write the final table."""
         lines = (table.columns, ("---",) * len(table.columns), *table.rows)
         self._add(iteration, text_pb("summary", "\n".join(f"| {' | '.join(line)} |" for line in lines)))
 
@@ -83,11 +80,9 @@ class TensorBoard:
         self._writer.add_event(Event(wall_time=time.time(), step=iteration, session_log=purge))
 
     def flush(self) -> None:
-        """Write out buffered events."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         self._writer.close()
 
     def _add(self, iteration: int, summary: Summary) -> None:

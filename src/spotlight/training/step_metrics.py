@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms
-from spotlight.models.shared.flop_count import Work, rates
+from spotlight.models.shared.flop_count import Compute, rates
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.types import Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
@@ -119,7 +119,7 @@ class StepReport:
     learning_rate: float
     seconds: float
     timesteps_per_pass: int = 1
-    work: Work | None = None
+    work: Compute | None = None
     peak_flop_s: float | None = None
 
     def flat(self) -> dict[str, float]:
@@ -212,7 +212,7 @@ class IterationLog:
     _counts: defaultdict[str, int] = field(default_factory=lambda: defaultdict(int))
     _once: dict[str, float] = field(default_factory=dict)
     _scores: dict[RolloutId, tuple[int, Mapping[str, float]]] = field(default_factory=dict)
-    _work: dict[str, tuple[Work, float, float | None]] = field(default_factory=dict)  # and most operations
+    _work: dict[str, tuple[Compute, float, float | None]] = field(default_factory=dict)  # and most operations
 
     def add(self, name: str, value: float) -> None:
         """Add a value to a curve; the row holds the mean."""
@@ -229,9 +229,9 @@ class IterationLog:
         if rollout.purpose is Purpose.TRAIN:
             self._scores[rollout.id] = rollout.iteration, scores
 
-    def worked(self, what: str, work: Work, seconds: float, peak_flop_s: float | None) -> None:
+    def worked(self, what: str, work: Compute, seconds: float, peak_flop_s: float | None) -> None:
         """Add what a device did in ``seconds``; the row holds all of it over all seconds (:func:`rates`)."""
-        before, spent, most = self._work.get(what, (Work(0.0, 0.0), 0.0, 0.0))
+        before, spent, most = self._work.get(what, (Compute(0.0, 0.0), 0.0, 0.0))
         known = peak_flop_s is not None and most is not None
         most = (most or 0.0) + seconds * (peak_flop_s or 0.0) if known else None
         self._work[what] = before + work, spent + seconds, most

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from spotlight.models.shared.flop_count import Work
+from spotlight.models.shared.flop_count import Compute
 from spotlight.models.slots import Slot
 from spotlight.rollout.state import RolloutState
 from spotlight.scheduler.types import Purpose
@@ -71,7 +71,7 @@ class SpeedMeter:
 
     def __init__(self, engine: Engine, report: Callable[[RolloutSpeed], None]) -> None:
         self._engine, self._report = engine, report
-        self._work, self._seconds = Work(0.0, 0.0), 0.0
+        self._work, self._seconds = Compute(0.0, 0.0), 0.0
 
     @contextmanager
     def step(self, role: GroupRole, ranks: int) -> Iterator[None]:
@@ -90,4 +90,4 @@ class SpeedMeter:
         if len(role.leases) < len(states):
             work, peak_flop_s = self._work, self._engine.peak_flop_s
             self._report(RolloutSpeed(work.tokens, work.flops, self._seconds, peak_flop_s))
-            self._work, self._seconds = Work(0.0, 0.0), 0.0
+            self._work, self._seconds = Compute(0.0, 0.0), 0.0

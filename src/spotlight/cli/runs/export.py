@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
@@ -15,17 +15,20 @@ if TYPE_CHECKING:
     from spotlight.models.shared.update_rounding import LostUpdate
 
 
+DtypeOption: TypeAlias = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    typer.Option(
+        "--dtype", help="With --merged: type of its weights (default: model.dtype).", show_default=False
+    ),
+]
+
+
 def export(
     run: RunArgument,
     merged: Annotated[
         bool, typer.Option("--merged", help="A whole pipeline directory with the weights merged in.")
     ] = False,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"] | None,
-        typer.Option(
-            "--dtype", help="With --merged: type of its weights (default: model.dtype).", show_default=False
-        ),
-    ] = None,
+    dtype: DtypeOption = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Where to (default: RUN/lora or RUN/merged).", show_default=False),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -22,36 +22,44 @@ if TYPE_CHECKING:
 _SLUG_MAX = 48
 
 
+PromptOption: TypeAlias = Annotated[
+    list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")
+]
+StepsOption: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="Denoising steps (default: the run's).", show_default=False)
+]
+GuidanceOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(min=1.0, help="True CFG scale (default: the run's).", show_default=False),
+]
+ReferenceOption: TypeAlias = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--reference",
+        help="Picture to edit; may be given several times: all prompts are about all of them.",
+        exists=True,
+        dir_okay=False,
+        show_default=False,
+    ),
+]
+BeforeOption: TypeAlias = Annotated[
+    bool, typer.Option("--before", help="Also draw with the weights before training, side by side.")
+]
+OutOption: TypeAlias = Annotated[
+    Path | None, typer.Option("--out", help="Folder (default: RUN/generated).", show_default=False)
+]
+
+
 def generate(
     run: RunArgument,
-    prompt: Annotated[
-        list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")
-    ],
+    prompt: PromptOption,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Pictures per prompt, with successive seeds.")] = 1,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Denoising steps (default: the run's).", show_default=False)
-    ] = None,
-    guidance: Annotated[
-        float | None,
-        typer.Option(min=1.0, help="True CFG scale (default: the run's).", show_default=False),
-    ] = None,
-    reference: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--reference",
-            help="Picture to edit; may be given several times: all prompts are about all of them.",
-            exists=True,
-            dir_okay=False,
-            show_default=False,
-        ),
-    ] = None,
-    before: Annotated[
-        bool, typer.Option("--before", help="Also draw with the weights before training, side by side.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder (default: RUN/generated).", show_default=False)
-    ] = None,
+    steps: StepsOption = None,
+    guidance: GuidanceOption = None,
+    reference: ReferenceOption = None,
+    before: BeforeOption = False,
+    out: OutOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
 ) -> None:

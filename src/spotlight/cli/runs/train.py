@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -35,75 +35,86 @@ if TYPE_CHECKING:
     from spotlight.runtime.observer import Observer
 
 
+ConfigArgument: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="CONFIG.yaml|KEY=VALUE",
+        help="A configuration file (without it: the embedded default) and overrides in YAML syntax.",
+        show_default=False,
+    ),
+]
+DryRunOption: TypeAlias = Annotated[
+    bool, typer.Option("--dry-run", help="Print what the run would do and need; do nothing.")
+]
+SmokeOption: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--smoke",
+        help="Two iterations in this process with a small random pipeline of the family, not the model.",
+    ),
+]
+AddressOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="HOST:PORT",
+        help="Join this Ray cluster: short for fleet.driver=ray fleet.address=HOST:PORT.",
+        show_default=False,
+    ),
+]
+DeadlineOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--deadline-h",
+        metavar="H",
+        help="Add and drop spot nodes so that the run ends H hours after its first attempt began: short for "
+        "fleet.driver=ray fleet.target.deadline_h=H.",
+        show_default=False,
+    ),
+]
+BudgetOption: TypeAlias = Annotated[
+    float | None,
+    typer.Option(
+        "--budget-usd",
+        metavar="USD",
+        help="Likewise, so that the run costs no more: short for fleet.driver=ray "
+        "fleet.target.budget_usd=USD.",
+        show_default=False,
+    ),
+]
+PlainOption: TypeAlias = Annotated[
+    bool, typer.Option("--plain", help="One line per event, as when the output is not a terminal.")
+]
+DashboardOption: TypeAlias = Annotated[
+    bool, typer.Option("--dashboard", help="Serve the dashboard on 127.0.0.1 for as long as the run lasts.")
+]
+ProfileOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--profile",
+        metavar="N",
+        min=1,
+        help="Write torch profiler traces of up to N denoising steps (on a cluster: of one worker) and N "
+        "micro-batches of one iteration into the run directory.",
+        show_default=False,
+    ),
+]
+KeepDashboardOption: TypeAlias = Annotated[
+    bool, typer.Option("--keep-dashboard", help="As --dashboard, but it stays when the run has ended.")
+]
+
+
 def train(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="CONFIG.yaml|KEY=VALUE",
-            help="A configuration file (without it: the embedded default) and overrides in YAML syntax.",
-            show_default=False,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what the run would do and need; do nothing.")
-    ] = False,
-    smoke: Annotated[
-        bool,
-        typer.Option(
-            "--smoke",
-            help="Two iterations in this process with a small random pipeline of the family, not the model.",
-        ),
-    ] = False,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            "--address",
-            metavar="HOST:PORT",
-            help="Join this Ray cluster: short for fleet.driver=ray fleet.address=HOST:PORT.",
-            show_default=False,
-        ),
-    ] = None,
-    deadline_h: Annotated[
-        float | None,
-        typer.Option(
-            "--deadline-h",
-            metavar="H",
-            help="Add and drop spot nodes so that the run ends H hours after its first attempt began: short "
-            "for fleet.driver=ray fleet.target.deadline_h=H.",
-            show_default=False,
-        ),
-    ] = None,
-    budget_usd: Annotated[
-        float | None,
-        typer.Option(
-            "--budget-usd",
-            metavar="USD",
-            help="Likewise, so that the run costs no more: short for fleet.driver=ray "
-            "fleet.target.budget_usd=USD.",
-            show_default=False,
-        ),
-    ] = None,
-    plain: Annotated[
-        bool, typer.Option("--plain", help="One line per event, as when the output is not a terminal.")
-    ] = False,
-    dashboard: Annotated[
-        bool,
-        typer.Option("--dashboard", help="Serve the dashboard on 127.0.0.1 for as long as the run lasts."),
-    ] = False,
-    keep_dashboard: Annotated[
-        bool, typer.Option("--keep-dashboard", help="As --dashboard, but it stays when the run has ended.")
-    ] = False,
-    profile: Annotated[
-        int | None,
-        typer.Option(
-            "--profile",
-            metavar="N",
-            min=1,
-            help="Write torch profiler traces of up to N denoising steps (on a cluster: of one worker) and N "
-            "micro-batches of one iteration into the run directory.",
-            show_default=False,
-        ),
-    ] = None,
+    arguments: ConfigArgument = None,
+    dry_run: DryRunOption = False,
+    smoke: SmokeOption = False,
+    address: AddressOption = None,
+    deadline_h: DeadlineOption = None,
+    budget_usd: BudgetOption = None,
+    plain: PlainOption = False,
+    dashboard: DashboardOption = False,
+    keep_dashboard: KeepDashboardOption = False,
+    profile: ProfileOption = None,
 ) -> None:
     """Train a Diffusion Transformer by reinforcement learning; the same command resumes an interrupted run.
 

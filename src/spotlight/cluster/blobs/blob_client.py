@@ -81,9 +81,11 @@ class BlockingBlobClient:
         """Store a report's values, then pass on its events."""
         self._get(self.actor.deliver.remote(report))
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
         """Latest step of each named blob; None where missing."""
-        stored: list[StoredBlob | None] = self._get(self.actor.fetch.remote(kind, list(names), mark))
+        stored: list[StoredBlob | None] = self._get(
+            self.actor.fetch.remote(kind, list(names), weights_digest)
+        )
         return stored
 
     def put(self, kind: str, name: str, data: bytes) -> None:

@@ -122,7 +122,7 @@ class RankOrder:
 class RankStore(Protocol):
     """The blob store, as a rank uses it. Its errors propagate."""
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
         """Latest step of each named blob; None where missing."""
 
     def put(self, kind: str, name: str, data: bytes) -> None:
@@ -331,14 +331,16 @@ class LearnerRank:
     def _fetched(
         self, share: Sequence[RolloutId], stored: Mapping[RolloutId, BlobAddress]
     ) -> Iterator[tuple[RolloutId, bytes]]:
-        for mark in sorted({stored[rollout].mark for rollout in share}):
-            names = [rollout for rollout in share if stored[rollout].mark == mark]
+        for weights_digest in sorted({stored[rollout].weights_digest for rollout in share}):
+            names = [rollout for rollout in share if stored[rollout].weights_digest == weights_digest]
             for start in range(0, len(names), _FETCHED_AT_ONCE):
                 some = names[start : start + _FETCHED_AT_ONCE]
-                found = self.store.fetch(SAMPLE, [stored[name].name for name in some], mark)
+                found = self.store.fetch(SAMPLE, [stored[name].name for name in some], weights_digest)
                 for name, kept in zip(some, found, strict=True):
                     if kept is None:
-                        raise LookupError(f"no sample of rollout {name} with mark {mark!r} is stored")
+                        raise LookupError(
+                            f"no sample of rollout {name} made with weights {weights_digest!r} is stored"
+                        )
                     yield name, kept.data
 
     @property

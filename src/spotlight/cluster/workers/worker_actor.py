@@ -54,9 +54,9 @@ class WorkerBlobClient:
             self._under_way.result()
         self._under_way = self._carrier.submit(_answered, self._store.deliver, report)
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
         """See :class:`spotlight.worker.interfaces.HeadClient`."""
-        return _answered(self._store.fetch, kind, names, mark)
+        return _answered(self._store.fetch, kind, names, weights_digest)
 
 
 def _answered(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

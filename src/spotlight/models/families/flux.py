@@ -53,7 +53,6 @@ class Flux(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
         return dual_stream_dimensions(files)
 
     @classmethod
@@ -62,7 +61,6 @@ class Flux(ModelFamily):
         require_even_split(degree, tokens + text_tokens, "FLUX")
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree."""
         config = self.config
         require_equal(
             self.files.folder("transformer") / "config.json",
@@ -120,5 +118,4 @@ class Flux(ModelFamily):
         return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Unpack, undo scale and shift, decode."""
         return decode_image(self.vae, unpack(latents, self.dimensions.grid(size)))

@@ -60,7 +60,6 @@ class Flux2Klein(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
         return dual_stream_dimensions(files)
 
     @classmethod
@@ -75,7 +74,6 @@ class Flux2Klein(ModelFamily):
 
     @classmethod
     def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
-        """A distilled pipeline takes none."""
         if scale > 1 and files.setting("is_distilled"):
             raise ModelError(
                 f"{key} is {scale:g}; expected 1: {files.root} is distilled (is_distilled in "
@@ -83,7 +81,6 @@ class Flux2Klein(ModelFamily):
             )
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree."""
         channels = 4 * self.vae.config.latent_channels
         width, _ = self.text_size("text_encoder", "hidden_size")
         joined = _TEXT_LAYERS * width if isinstance(width, int) else None
@@ -148,7 +145,6 @@ class Flux2Klein(ModelFamily):
         return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo the normalisation, unpack, decode."""
         norm = self.vae.bn
         std = torch.sqrt(norm.running_var + self.vae.config.batch_norm_eps)
         grid = unpack(latents * std + norm.running_mean, self.dimensions.grid(size))

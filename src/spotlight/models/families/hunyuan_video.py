@@ -59,7 +59,6 @@ class HunyuanVideo(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
         double, single, heads, per_head, channels = (
             config_integer(files, "transformer", key)
             for key in (
@@ -84,7 +83,6 @@ class HunyuanVideo(ModelFamily):
         return min(size.frames, _CHUNK_FRAMES) * (frame if frame <= _UNTILED_PX else _TILE_PX)
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree."""
         channels = self.vae.config.latent_channels
         require_equal(
             self.files.folder("transformer") / "config.json",

@@ -59,7 +59,6 @@ class QwenImage(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
         heads, per_head = (
             config_integer(files, "transformer", key) for key in ("num_attention_heads", "attention_head_dim")
         )
@@ -73,7 +72,6 @@ class QwenImage(ModelFamily):
         )
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree."""
         z_dim, other = self.vae.config.z_dim, "it belongs to another pipeline"
         require_equal(
             self.files.folder("transformer") / "config.json",
@@ -145,5 +143,4 @@ class QwenImage(ModelFamily):
         return rescaled
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Unpack, undo the normalisation, decode."""
         return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))

@@ -83,7 +83,6 @@ class QwenImage21(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
         heads, per_head = (
             config_integer(files, "transformer", key) for key in ("num_attention_heads", "attention_head_dim")
         )
@@ -99,7 +98,6 @@ class QwenImage21(ModelFamily):
         )
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree."""
         vae, per_latent = self.vae.config, "pixels per latent of the VAE"
         require_equal(
             self.files.folder("transformer") / "config.json",
@@ -119,7 +117,6 @@ class QwenImage21(ModelFamily):
         return {"embeds": (text_tokens, self.config.context_in_dim)}
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
-        """The pipeline's own embeddings."""
         embeds: Tensor = pipeline.encode_prompt(prompt, device=self.device)[0][0]
         if embeds.shape[0] > self.max_text_tokens:
             raise ModelError(
@@ -174,7 +171,6 @@ class QwenImage21(ModelFamily):
         return by_kind(model, condition.lengths["embeds"], run)
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo the normalisation, decode, drop alpha."""
         grid = latents.transpose(1, 2).reshape(-1, latents.shape[-1], 1, *self.dimensions.grid(size))
         mean, std = latent_statistics(self.vae, grid)
         decoded: Tensor = self.vae.decode(grid * std + mean, return_dict=False)[0]

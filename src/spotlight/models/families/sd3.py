@@ -56,7 +56,6 @@ class StableDiffusion3(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
         layers, heads, per_head, channels, patch, positions = (
             config_integer(files, "transformer", key)
             for key in (
@@ -78,11 +77,9 @@ class StableDiffusion3(ModelFamily):
 
     @classmethod
     def planned_text_tokens(cls, words: int, most: int) -> int:
-        """All of them: prompts are padded."""
         return _CLIP_TOKENS + most
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree."""
         channels = self.vae.config.latent_channels
         pooled = [self.text_size(name, "projection_dim")[0] for name in ("text_encoder", "text_encoder_2")]
         require_equal(
@@ -109,7 +106,6 @@ class StableDiffusion3(ModelFamily):
         }
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
-        """The pipeline's own ``encode_prompt``."""
         embeds, _, pooled, _ = pipeline.encode_prompt(
             prompt,
             None,
@@ -121,7 +117,6 @@ class StableDiffusion3(ModelFamily):
         return {"embeds": embeds[0], "pooled": pooled[0]}
 
     def set_timesteps(self, steps: int, size: MediaSize) -> None:
-        """The scheduler's own levels."""
         self.scheduler.set_timesteps(steps, device="cpu", **self.dynamic_shift(steps, size))
 
     def predict(
@@ -144,5 +139,4 @@ class StableDiffusion3(ModelFamily):
         return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo scale and shift, decode."""
         return decode_image(self.vae, latents)

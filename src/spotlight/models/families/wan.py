@@ -68,7 +68,6 @@ class Wan(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
         vae = files.config("vae")
         heads, per_head, channels = (
             config_integer(files, "transformer", key)
@@ -203,12 +202,11 @@ class Wan(ModelFamily):
         return prediction
 
     def first_transformer(self, sigma: Tensor) -> Tensor | None:
-        """From the boundary up."""
         steps, boundary = self.scheduler.config.num_train_timesteps, self._boundary
         return None if boundary is None else sigma * steps >= boundary * steps
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo the normalisation, decode frame by frame; above 720p in overlapping tiles."""
+        """Frame by frame; above 720p in overlapping tiles."""
         self.vae.use_tiling = size.height * size.width > _UNTILED_PX
         return decode_normalised(self.vae, latents)
 

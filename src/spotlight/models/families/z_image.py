@@ -71,7 +71,6 @@ class ZImage(ModelFamily):
         return {"guidance_scale": scale - 1}
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree."""
         require_equal(
             self.files.folder("transformer") / "config.json",
             self.config,
@@ -99,7 +98,6 @@ class ZImage(ModelFamily):
         return {"embeds": embeds[0]}
 
     def set_timesteps(self, steps: int, size: MediaSize) -> None:
-        """Linear in float32, shifted."""
         sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()
         self.scheduler.set_timesteps(device="cpu", sigmas=sigmas, **self.dynamic_shift(steps, size))
 
@@ -126,5 +124,4 @@ class ZImage(ModelFamily):
         return prediction + (scale - 1) * (prediction - negative)
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo scale and shift, decode."""
         return decode_image(self.vae, latents)

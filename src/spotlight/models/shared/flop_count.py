@@ -41,7 +41,7 @@ _known: dict[tuple[object, ...], Points | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Compute:
     """What forwards, and backwards through them, took.
 
     Attributes:
@@ -52,15 +52,15 @@ class Work:
     tokens: float
     flops: float | None
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: Compute) -> Compute:
         known = self.flops is not None and other.flops is not None
-        return Work(self.tokens + other.tokens, (self.flops or 0) + (other.flops or 0) if known else None)
+        return Compute(self.tokens + other.tokens, (self.flops or 0) + (other.flops or 0) if known else None)
 
-    def __mul__(self, share: float) -> Work:
-        return Work(share * self.tokens, None if self.flops is None else share * self.flops)
+    def __mul__(self, share: float) -> Compute:
+        return Compute(share * self.tokens, None if self.flops is None else share * self.flops)
 
 
-def rates(what: str, work: Work, seconds: float, peak_flop_s: float | None) -> dict[str, float]:
+def rates(what: str, work: Compute, seconds: float, peak_flop_s: float | None) -> dict[str, float]:
     """Curves of how fast one device did ``work``.
 
     Args:
@@ -98,11 +98,10 @@ class ForwardLog:
             self._work[size, sum(text), seen] += cost
 
     def clear(self) -> None:
-        """Forget what was noted."""
         self._forwards.clear()
         self._work.clear()
 
-    def take(self, family: ModelFamily, *, operations: bool) -> Work:
+    def take(self, family: ModelFamily, *, operations: bool) -> Compute:
         """The work since the last call.
 
         Args:
@@ -115,10 +114,10 @@ class ForwardLog:
             for (size, text, seen), count in forwards.items()
         )
         if not operations:
-            return Work(tokens, None)
+            return Compute(tokens, None)
         counted = [(times, forward_flops(family, *key)) for key, times in work.items()]
         flops = [times * each for times, each in counted if each is not None]
-        return Work(tokens, sum(flops) if len(flops) == len(counted) else None)
+        return Compute(tokens, sum(flops) if len(flops) == len(counted) else None)
 
 
 def forward_flops(
@@ -223,7 +222,6 @@ def _counted(
 
 
 def _interpolated(points: Points, at: int) -> float:
-    """Lagrange's polynomial through the points."""
     total = 0.0
     for x, value in points:
         term = float(value)

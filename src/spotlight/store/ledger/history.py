@@ -75,7 +75,6 @@ class History:
 
     @property
     def state(self) -> str:
-        """See :func:`state_of`."""
         return state_of(self.attempts)
 
 

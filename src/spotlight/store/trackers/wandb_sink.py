@@ -75,7 +75,6 @@ class WeightsAndBiases:
         self._log(kind, row.iteration, {**row.values, **progress})
 
     def pictures(self, iteration: int) -> None:
-        """Log an evaluation's pictures and videos."""
         if self._entry("pictures", iteration) in self._logged:  # reading them takes a while
             return
         with TemporaryDirectory() as folder:
@@ -90,7 +89,6 @@ class WeightsAndBiases:
             self._log("pictures", iteration, shown)  # copies the files
 
     def table(self, iteration: int, table: FinalTable) -> None:
-        """Log the final table."""
         rows = [list(row) for row in table.rows]
         self._log("table", iteration, {"summary": self._wandb.Table(columns=list(table.columns), data=rows)})
 
@@ -98,7 +96,6 @@ class WeightsAndBiases:
         """Do nothing: W&B uploads in the background."""
 
     def close(self) -> None:
-        """Finish the upload."""
         self._run.finish()
 
     def _log_missing(self, resume_at: int) -> None:
