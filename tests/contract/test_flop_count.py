@@ -67,7 +67,7 @@ def test_a_count_without_memory_is_that_of_a_real_forward(name: str, tmp_path: P
             family.predict(model, latents, torch.tensor([0.5]), *given)
         log = ForwardLog()
         with torch.no_grad():
-            log.note(size, given[0], model)
+            log.note(size, given[0].size, given[0].lengths, model)
         found = log.take(family, operations=True)
         assert found.flops == pytest.approx(counter.get_total_flops(), rel=1e-6)
         assert found.tokens == family.dimensions.tokens(size) + a_condition(family, text).tokens

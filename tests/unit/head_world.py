@@ -342,12 +342,6 @@ class World:
     async def log_tail(self, order: ef.StartWorker) -> str:
         return ""
 
-    def release(self, progress: object) -> None:
-        """No reward here compares groups."""
-
-    def forget(self, rollouts: Sequence[str]) -> None:
-        """No sample waits for its group."""
-
     def score(self, effect: ef.ScoreSamples) -> None:
         rollouts, lineage = effect.rollouts, effect.lineage
         digests = self.samples.digests

@@ -37,7 +37,7 @@ from spotlight.models.family_facts import Dimensions, FamilyTraits
 from spotlight.models.kernels.attention import explaining_masks
 from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
-from spotlight.models.model_errors import shaped_as, storing
+from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import (
     PipelineFiles,
     is_denoiser,
@@ -357,9 +357,10 @@ class ModelFamily(FamilyTraits, ABC):
             def forward(given: ConditionBatch, name: str) -> Tensor:
                 texts = given.at(rows)
                 with guidance_pass(part, name), explaining_masks():
-                    velocity = shaped_as(inputs[0], self.predict(part, *inputs, texts, embedded, size), self)
+                    velocity = self.predict(part, *inputs, texts, embedded, size)
+                self._check_shape(velocity, inputs[0])
                 if log is not None:
-                    log.note(size, texts, part)
+                    log.note(size, texts.size, texts.lengths, part)
                 return velocity.float()
 
             if avoided is None:
@@ -480,6 +481,17 @@ class ModelFamily(FamilyTraits, ABC):
         if isinstance(prompt, Instruction):
             return self.embed_instruction(pipeline, prompt)
         return self.embed(pipeline, prompt)
+
+    def _check_shape(self, velocity: Tensor, latents: Tensor) -> None:
+        """Another shape would be broadcast silently."""
+        shape = getattr(velocity, "shape", None)
+        if shape != latents.shape:
+            found = f"a {type(velocity).__name__}" if shape is None else f"a tensor of shape {list(shape)}"
+            raise ModelError(
+                f"model family {type(self).__module__}:{type(self).__qualname__}: its predict returned "
+                f"{found}; expected the velocity in the shape of the latents, {list(latents.shape)}. Undo "
+                "patches and leave out what is not the latents' own, such as tokens of reference pictures."
+            )
 
     def _embedded(self, guidance: Guidance) -> float | None:
         if not self.config.get("guidance_embeds"):

@@ -153,24 +153,46 @@ def read_models(module: str) -> tuple[Mapping[str, PublishedModel], Sequence[Tin
     return {name: PublishedModel(**each) for name, each in found["published"].items()}, tiny
 
 
-def dual_stream_dimensions(files: PipelineFiles) -> Dimensions:
-    """Of FLUX's kind: blocks of two streams, then of one; 2x2 latents of an image VAE packed into a token."""
-    double, single, heads, per_head, channels = (
+def dimensions(
+    files: PipelineFiles,
+    *,
+    patch_px: int,
+    vae_width: int,
+    layers: Sequence[str] = ("num_layers",),
+    latents_per_token: int = 1,
+    frames_per_latent: int = 1,
+    unit_px: int | None = None,
+    side_max_px: int | None = None,
+) -> Dimensions:
+    """By the usual keys of a transformer's ``config.json``. Raises :class:`ModelError`.
+
+    Args:
+        layers: keys of the numbers of blocks, which are added up.
+        latents_per_token: latents that the transformer itself makes a token of.
+    """
+    heads, per_head, channels = (
         config_integer(files, "transformer", key)
-        for key in (
-            *("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim"),
-            "in_channels",
-        )
+        for key in ("num_attention_heads", "attention_head_dim", "in_channels")
     )
-    widths = config_list(files, "vae", "block_out_channels")
     return Dimensions(
-        layers=double + single,
+        layers=sum(config_integer(files, "transformer", key) for key in layers),
         width=heads * per_head,
         heads=heads,
-        channels=channels,
-        patch_px=2 ** len(widths),
-        vae_width=int(str(widths[0])),
+        channels=channels * latents_per_token,
+        patch_px=patch_px,
+        vae_width=vae_width,
+        frames_per_latent=frames_per_latent,
+        unit_px=unit_px,
+        side_max_px=side_max_px,
     )
+
+
+def block_widths(files: PipelineFiles) -> tuple[int, int]:
+    """Pixels per latent of a VAE's blocks, each of which but the last halves the sides, and the outermost's
+    channels. Raises :class:`ModelError`.
+    """
+    widths = config_list(files, "vae", "block_out_channels")
+    return 2 ** (len(widths) - 1), int(str(widths[0]))
 
 
 def config_integer(files: PipelineFiles, part: str, key: str) -> int:

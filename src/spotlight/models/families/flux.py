@@ -8,12 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
-from spotlight.models.family_facts import (
-    ActivationCosts,
-    Dimensions,
-    dual_stream_dimensions,
-    read_models,
-)
+from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal, require_even_split
 from spotlight.models.shared.latents import decode_image, unpack
@@ -53,7 +48,9 @@ class Flux(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        return dual_stream_dimensions(files)
+        px, vae_width = block_widths(files)
+        blocks = ("num_layers", "num_single_layers")
+        return dimensions(files, layers=blocks, patch_px=2 * px, vae_width=vae_width)
 
     @classmethod
     def check_split(cls, degree: int, tokens: int, text_tokens: int) -> None:

@@ -17,8 +17,9 @@ from spotlight.models.family import ConditionBatch, MediaSize, ModelError, Model
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
+    block_widths,
     config_integer,
-    config_list,
+    dimensions,
     read_models,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
@@ -59,20 +60,12 @@ class HunyuanVideo(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        double, single, heads, per_head, channels = (
-            config_integer(files, "transformer", key)
-            for key in (
-                *("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim"),
-                "in_channels",
-            )
-        )
-        return Dimensions(
-            layers=double + single,
-            width=heads * per_head,
-            heads=heads,
-            channels=4 * channels,
+        return dimensions(
+            files,
+            layers=("num_layers", "num_single_layers"),
+            latents_per_token=4,
             patch_px=2 * config_integer(files, "vae", "spatial_compression_ratio"),
-            vae_width=int(str(config_list(files, "vae", "block_out_channels")[0])),
+            vae_width=block_widths(files)[1],
             frames_per_latent=config_integer(files, "vae", "temporal_compression_ratio"),
         )
 

@@ -13,6 +13,7 @@ from spotlight.models.family_facts import (
     Dimensions,
     config_integer,
     config_list,
+    dimensions,
     read_models,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
@@ -59,14 +60,8 @@ class QwenImage(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        heads, per_head = (
-            config_integer(files, "transformer", key) for key in ("num_attention_heads", "attention_head_dim")
-        )
-        return Dimensions(
-            layers=config_integer(files, "transformer", "num_layers"),
-            width=heads * per_head,
-            heads=heads,
-            channels=config_integer(files, "transformer", "in_channels"),
+        return dimensions(
+            files,
             patch_px=2 * 2 ** len(config_list(files, "vae", "temperal_downsample")),
             vae_width=config_integer(files, "vae", "base_dim"),
         )

@@ -21,12 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
-from spotlight.models.family_facts import (
-    ActivationCosts,
-    Dimensions,
-    config_integer,
-    read_models,
-)
+from spotlight.models.family_facts import ActivationCosts, Dimensions, config_integer, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.latents import latent_statistics
@@ -83,19 +78,9 @@ class QwenImage21(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        heads, per_head = (
-            config_integer(files, "transformer", key) for key in ("num_attention_heads", "attention_head_dim")
-        )
         decoder = "decoder_base_dim" if files.config("vae").get("decoder_base_dim") else "base_dim"
-        return Dimensions(
-            layers=config_integer(files, "transformer", "num_layers"),
-            width=heads * per_head,
-            heads=heads,
-            channels=config_integer(files, "transformer", "in_channels"),
-            patch_px=_PX_PER_TOKEN,
-            vae_width=config_integer(files, "vae", decoder),
-            unit_px=2 * _PX_PER_TOKEN,
-        )
+        width = config_integer(files, "vae", decoder)
+        return dimensions(files, patch_px=_PX_PER_TOKEN, vae_width=width, unit_px=2 * _PX_PER_TOKEN)
 
     def check_parts(self) -> None:
         vae, per_latent = self.vae.config, "pixels per latent of the VAE"

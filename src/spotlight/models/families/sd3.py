@@ -10,8 +10,9 @@ from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
+    block_widths,
     config_integer,
-    config_list,
+    dimensions,
     read_models,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
@@ -56,23 +57,14 @@ class StableDiffusion3(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        layers, heads, per_head, channels, patch, positions = (
-            config_integer(files, "transformer", key)
-            for key in (
-                *("num_layers", "num_attention_heads", "attention_head_dim"),
-                *("in_channels", "patch_size", "pos_embed_max_size"),
-            )
-        )
-        widths = config_list(files, "vae", "block_out_channels")
-        patch_px = patch * 2 ** (len(widths) - 1)
-        return Dimensions(
-            layers=layers,
-            width=heads * per_head,
-            heads=heads,
-            channels=channels * patch**2,
-            patch_px=patch_px,
-            vae_width=int(str(widths[0])),
-            side_max_px=positions * patch_px,
+        px, vae_width = block_widths(files)
+        patch = config_integer(files, "transformer", "patch_size")
+        return dimensions(
+            files,
+            latents_per_token=patch**2,
+            patch_px=patch * px,
+            vae_width=vae_width,
+            side_max_px=config_integer(files, "transformer", "pos_embed_max_size") * patch * px,
         )
 
     @classmethod

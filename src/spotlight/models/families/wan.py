@@ -18,12 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
-from spotlight.models.family_facts import (
-    ActivationCosts,
-    Dimensions,
-    config_integer,
-    read_models,
-)
+from spotlight.models.family_facts import ActivationCosts, Dimensions, config_integer, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.latents import decode_normalised
@@ -68,23 +63,12 @@ class Wan(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        vae = files.config("vae")
-        heads, per_head, channels = (
-            config_integer(files, "transformer", key)
-            for key in ("num_attention_heads", "attention_head_dim", "in_channels")
-        )
-        decoder = vae.get("decoder_base_dim")
-        return Dimensions(
-            layers=config_integer(files, "transformer", "num_layers"),
-            width=heads * per_head,
-            heads=heads,
-            channels=4 * channels,
-            patch_px=2 * _factors(files)[0],
-            # The decoder of 2.2-5B works on 2 x 2 pixels at once: by its memory it has 3/8 of its channels.
-            vae_width=3 * decoder // 8
-            if isinstance(decoder, int)
-            else config_integer(files, "vae", "base_dim"),
-            frames_per_latent=_factors(files)[1],
+        px, frames = _factors(files)
+        decoder = files.config("vae").get("decoder_base_dim")
+        # The decoder of 2.2-5B works on 2 x 2 pixels at once: by its memory it has 3/8 of its channels.
+        width = 3 * decoder // 8 if isinstance(decoder, int) else config_integer(files, "vae", "base_dim")
+        return dimensions(
+            files, latents_per_token=4, patch_px=2 * px, vae_width=width, frames_per_latent=frames
         )
 
     @classmethod

@@ -18,8 +18,8 @@ from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
+    block_widths,
     config_integer,
-    config_list,
     read_models,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
@@ -50,20 +50,13 @@ class ZImage(ModelFamily):
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE; the refiners of image and text count as layers."""
+        """The refiners of image and text count as layers."""
         layers, refiners, heads, width, channels = (
             config_integer(files, "transformer", key)
             for key in ("n_layers", "n_refiner_layers", "n_heads", "dim", "in_channels")
         )
-        widths = config_list(files, "vae", "block_out_channels")
-        return Dimensions(
-            layers=layers + 2 * refiners,
-            width=width,
-            heads=heads,
-            channels=4 * channels,
-            patch_px=2 ** len(widths),
-            vae_width=int(str(widths[0])),
-        )
+        px, vae_width = block_widths(files)
+        return Dimensions(layers + 2 * refiners, width, heads, 4 * channels, 2 * px, vae_width)
 
     @classmethod
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:

@@ -82,17 +82,22 @@ class ForwardLog:
         self._forwards: Counter[tuple[MediaSize, int, int]] = Counter()  # by tokens of text and references
         self._work: Counter[tuple[MediaSize, int, int]] = Counter()
 
-    def note(self, size: MediaSize, condition: ConditionBatch, model: nn.Module) -> None:
+    def note(
+        self, size: MediaSize, rows: int, condition: Mapping[str, Sequence[int]], model: nn.Module
+    ) -> None:
         """Note a forward of a batch, and the backward that will follow if there is a gradient.
 
         A backward through frozen weights costs one forward (gradients of activations), otherwise two.
+
+        Args:
+            condition: tokens of each row, for every sequence.
         """
         cost = 1
         if torch.is_grad_enabled():
             cost += 2 if next(model.parameters()).requires_grad else 1
-        none = (0,) * condition.size
-        texts = [lengths for name, lengths in condition.lengths.items() if name not in _NO_TEXT]
-        references = condition.lengths.get(REFERENCES, none)
+        none = (0,) * rows
+        texts = [lengths for name, lengths in condition.items() if name not in _NO_TEXT]
+        references = condition.get(REFERENCES, none)
         for seen, *text in zip(references, none, *texts, strict=True):
             self._forwards[size, sum(text), seen] += 1
             self._work[size, sum(text), seen] += cost

@@ -22,10 +22,9 @@ from spotlight.scheduler.policies.exploration.decayed_mean import section
 from spotlight.scheduler.policies.exploration.fidelity import fidelity
 from spotlight.scheduler.policies.exploration.planner import (
     ArmOutcome,
-    ArmPolicy,
-    FixedArm,
     PlanContext,
     Planner,
+    fixed,
 )
 from spotlight.scheduler.policies.exploration.window import Choice, ExploredGroup, Window, choose, flat
 from spotlight.scheduler.policy import Policy
@@ -39,7 +38,7 @@ class Explorer:
     """See the module's docstring.
 
     Attributes:
-        policy: decides how much to explore.
+        planner: decides how much to explore; None: the same in every iteration.
         window: open while previews are made.
         groups: chosen seeds for the iteration that trains next, by slot.
         report: JSON-able report on ``groups``, without the open window.
@@ -50,7 +49,7 @@ class Explorer:
         self._plan, self._exploration = plan, plan.exploration
         self._prompts = {prompt.id: prompt for prompt in prompts}
         self._owner = owner
-        self.policy = make_policy(plan, self._exploration)
+        self.planner = make_planner(plan, self._exploration)
         self._pool_max = plan.pool_max
         self.window = self._new_window(0)
         self._closed: tuple[Arm | None, float] | None = None
@@ -79,12 +78,16 @@ class Explorer:
             prompts: by slot.
             early: number of leading slots that are not explored.
         """
-        if self._closed is not None and self._exploration.where == "critical_path":
+        planner = self.planner
+        if planner and self._closed is not None and self._exploration.where == "critical_path":
             arm, closed_s = self._closed
-            self.policy.learn_rest(arm, now - closed_s)
+            planner.learn_rest(arm, now - closed_s)
         self._closed = None
         explored = {slot: prompt for slot, prompt in enumerate(prompts) if slot >= early}
-        decision = self.policy.decide(PlanContext(iteration, len(explored), workers))
+        if planner is None:
+            decision = fixed(arms_of(self._plan)[0], iteration)
+        else:
+            decision = planner.decide(PlanContext(iteration, len(explored), workers))
         self._planned = list(prompts)
         self._decided = {"iteration": iteration, "decision": dict(decision.metrics)}
         self.window = self._new_window(iteration)
@@ -130,11 +133,11 @@ class Explorer:
         self.groups = choice.groups
         self._closed = window.arm, now
         open_s = now - window.opened_s
-        if window.arm is not None:
+        if window.arm is not None and self.planner is not None:
             # Deepening pools keeps workers as busy as planned previews do.
             busy_s = open_s if window.work.unscored else window.scored_s - window.opened_s
             scored = len(window.work.scores)
-            self.policy.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored))
+            self.planner.observe(WindowSeen(window.arm, open_s, busy_s, window.workers, scored))
         self.report = self._decided | {
             "arm": window.arm and window.arm.name,
             "version": window.version,
@@ -213,7 +216,8 @@ class Explorer:
         gained = contrast(evidence[REWARD])
         arm = Arm.parse(str(report["arm"])) if report["arm"] is not None else None
         prompts = cast("int", section(report, "window")["prompts"])
-        self.policy.learn(ArmOutcome(arm, gained, len(self.groups), prompts))
+        if self.planner is not None:
+            self.planner.learn(ArmOutcome(arm, gained, len(self.groups), prompts))
         report["staleness"] = version - cast("int", report.pop("version"))
         report["contrast"] = dict(gained.as_metrics()) if gained is not None else {}
         report["fidelity"] = {name: dict(one.as_metrics()) for name, one in ranked.items()}
@@ -228,19 +232,20 @@ class Explorer:
     def snapshot(self) -> dict[str, object]:
         """JSON-able state between two iterations."""
         return {
-            "policy": self.policy.snapshot(),
+            "policy": {} if self.planner is None else self.planner.snapshot(),
             "groups": {str(slot): group.to_dict() for slot, group in self.groups.items()},
             "report": dict(self.report),
         }
 
     def load(self, state: Mapping[str, object]) -> None:
         """Restore a snapshot; empty: the initial state. Raises ValueError if malformed."""
-        self.policy = make_policy(self._plan, self._exploration)
+        self.planner = make_planner(self._plan, self._exploration)
         self.window, self.groups, self.report = self._new_window(0), {}, {}
         self._closed = None  # the clock may be another's
         if not state:
             return
-        self.policy.load(section(state, "policy"))
+        if self.planner is not None:
+            self.planner.load(section(state, "policy"))
         groups = section(state, "groups")
         self.groups = {int(slot): ExploredGroup.from_dict(tree) for slot, tree in groups.items()}
         unknown = [group.prompt for group in self.groups.values() if group.prompt not in self._prompts]
@@ -252,11 +257,11 @@ class Explorer:
         self.report = dict(section(state, "report"))
 
 
-def make_policy(plan: Plan, exploration: ExplorationConfig) -> ArmPolicy:
-    """The planner, or a fixed arm."""
+def make_planner(plan: Plan, exploration: ExplorationConfig) -> Planner | None:
+    """None: the same arm in every iteration."""
     planner = exploration.planner
     if planner is None:
-        return FixedArm(arms_of(plan)[0])
+        return None
     # The bandit tries arms in this order: the largest that fits first, to fill the window.
     arms = sorted(
         arms_of(plan), key=lambda arm: (-planner.costs.work_s(arm.steps, arm.seeds_per_prompt), arm)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from spotlight.scheduler.policies.exploration.bandit import Arm, ArmEstimate, DiscountedUCB
 from spotlight.scheduler.policies.exploration.budget import Capacity, Forecast, IterationSeconds, WindowSeen
@@ -63,60 +62,10 @@ class ArmOutcome:
     prompts: int
 
 
-class ArmPolicy(Protocol):
-    """Chooses how much to explore in each iteration."""
-
-    def decide(self, context: PlanContext) -> Decision:
-        """Choose the arm of a window that opens now."""
-        ...
-
-    def observe(self, seen: WindowSeen) -> None:
-        """Learn from a window's length and throughput."""
-        ...
-
-    def learn_rest(self, arm: Arm | None, rest_s: float) -> None:
-        """Learn how long an iteration took after the window of ``arm``."""
-        ...
-
-    def learn(self, outcome: ArmOutcome) -> None:
-        """Learn from the regenerated groups, once per iteration."""
-        ...
-
-    def snapshot(self) -> dict[str, object]:
-        """JSON-able state."""
-        ...
-
-    def load(self, state: Mapping[str, object]) -> None:
-        """Restore a snapshot. Raises ValueError if it is malformed."""
-        ...
-
-
-@dataclass(slots=True)
-class FixedArm:
-    """One arm for every iteration."""
-
-    arm: Arm
-
-    def decide(self, context: PlanContext) -> Decision:
-        """See :class:`ArmPolicy`."""
-        why = "the only arm"
-        return Decision(self.arm, why, {"iteration": context.iteration, "chosen": self.arm.name, "why": why})
-
-    def observe(self, seen: WindowSeen) -> None:
-        """Nothing depends on it."""
-
-    def learn_rest(self, arm: Arm | None, rest_s: float) -> None:
-        """Nothing depends on it."""
-
-    def learn(self, outcome: ArmOutcome) -> None:
-        """Nothing depends on it."""
-
-    def snapshot(self) -> dict[str, object]:
-        """See :class:`ArmPolicy`."""
-        return {}
-
-    def load(self, state: Mapping[str, object]) -> None:
-        """See :class:`ArmPolicy`."""
+def fixed(arm: Arm, iteration: int) -> Decision:
+    """Without a planner, the only arm there is."""
+    why = "the only arm"
+    return Decision(arm, why, {"iteration": iteration, "chosen": arm.name, "why": why})
 
 
 @dataclass(slots=True)
@@ -149,7 +98,7 @@ class Planner:
     _awaited: Arm | None = None
 
     def decide(self, context: PlanContext) -> Decision:
-        """See :class:`ArmPolicy`."""
+        """Choose the arm of a window that opens now."""
         capacity = self.forecast.capacity(context.workers)
         work_s = {arm: self._work_s(arm, context.prompts) for arm in self.bandit.arms}
         fits = {arm for arm in self.bandit.arms if self._fits(work_s[arm], capacity)}
@@ -183,18 +132,18 @@ class Planner:
         return Decision(arm, why, metrics | {"capacity": capacity.as_metrics(), "arms": arms})
 
     def observe(self, seen: WindowSeen) -> None:
-        """See :class:`ArmPolicy`."""
+        """Learn from a window's length and throughput."""
         self.forecast.observe(seen)
         if self.seconds is not None:
             self.seconds.learn_window(seen)
 
     def learn_rest(self, arm: Arm | None, rest_s: float) -> None:
-        """See :class:`ArmPolicy`."""
+        """Learn how long an iteration took after the window of ``arm``."""
         if self.seconds is not None:
             self.seconds.learn_rest(arm, rest_s)
 
     def learn(self, outcome: ArmOutcome) -> None:
-        """See :class:`ArmPolicy`."""
+        """Learn from the regenerated groups, once per iteration."""
         if outcome.arm is None:
             if self.seconds is not None:
                 self.bandit.forget()  # so that what did not pay is tried again
@@ -212,7 +161,7 @@ class Planner:
         self.bandit.learn(outcome.arm, share * outcome.contrast.gain / unit if unit > _NO_CONTRAST else 0.0)
 
     def snapshot(self) -> dict[str, object]:
-        """See :class:`ArmPolicy`."""
+        """JSON-able state."""
         return {
             "bandit": self.bandit.snapshot(),
             "forecast": self.forecast.snapshot(),
@@ -222,7 +171,7 @@ class Planner:
         }
 
     def load(self, state: Mapping[str, object]) -> None:
-        """See :class:`ArmPolicy`."""
+        """Restore a snapshot. Raises ValueError if it is malformed."""
         self.bandit.load(section(state, "bandit"))
         self.forecast.load(section(state, "forecast"))
         self._unit = DecayedMean.from_list(state.get("unit"))
