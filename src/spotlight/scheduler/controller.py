@@ -57,6 +57,7 @@ from spotlight.scheduler.effects import (
     TrainMicroBatch,
     WriteRecord,
 )
+from spotlight.scheduler.fleet.make_fleet import make_fleet
 from spotlight.scheduler.iteration import Snapshot
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.ledger import Ledger
@@ -96,7 +97,8 @@ class Controller:
         self.training = TrainingTasks(plan, self.work, 0)
         self._now = self._task_s = 0.0
         self._task_overlaps = False
-        self.learner = LearnerLife(plan.ranks, self.cluster, self._snapshot(), plan.ranks_min)
+        self.fleet = make_fleet(plan, self.cluster)
+        self.learner = LearnerLife(plan.ranks, self.fleet, self._snapshot(), plan.ranks_min)
         self._undo: list[Effect] = []
 
     @property
@@ -126,7 +128,7 @@ class Controller:
         Raises:
             RuntimeError: the event is illegal in this stage: drivers must answer effects in order.
         """
-        self._now = self.cluster.now = now
+        self._now = self.cluster.now = self.fleet.now = now
         for lease in self.queue.expire(now):
             self.dispatcher.suspect(lease)
         self.cluster.ring(now)
@@ -134,7 +136,11 @@ class Controller:
             self._stages.move(Trigger.CHECKPOINT_BEGUN)
             self._start_iteration()
         self._after_event()  # leases may have expired
-        self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
+        if self.stage is Stage.OVER:
+            self._after_the_end(event)
+        else:
+            self._dispatch(event)
+            self._place_machines()
         if self.stage is not Stage.OVER:
             self._after_event()
             self._place_learner()
@@ -150,8 +156,8 @@ class Controller:
         records = [WriteRecord(*numbered) for numbered in self.ledger.take_records()]
         if records:
             self.ledger.check()
-        effects = [*self._undo, *records, *self.work.effects, *self.cluster.effects]
-        self._undo, self.work.effects, self.cluster.effects = [], [], []
+        effects = [*self._undo, *records, *self.fleet.effects, *self.work.effects, *self.cluster.effects]
+        self._undo, self.fleet.effects, self.work.effects, self.cluster.effects = [], [], [], []
         return effects
 
     def _after_event(self) -> None:
@@ -195,17 +201,45 @@ class Controller:
             case ev.CheckpointCommitted():
                 self._checkpoint_committed()
             case ev.LearnerLost():
-                self._roll_back()
-            case ev.LearnerRestored() | ev.LearnerPrepared():
+                if self.stage is not Stage.IDLE:
+                    self._roll_back()
+                self.fleet.observe(event)
+            case ev.LearnerPrepared(number):
                 self.learner.observe(event)
+                if number == self.learner.preparations:  # else the places are another one's
+                    self.fleet.observe(event)
+            case ev.LearnerRestored():
+                self.learner.observe(event)
+            case ev.LearnerStarted() | ev.NodesProvided() | ev.IterationBilled():
+                self.fleet.observe(event)
             case ev.GpuTimeSpent(_, phase, seconds):
                 self.ledger.spend(phase, seconds)
                 self.ledger.check()
             case ev.TimePassed():
                 pass
-            case _:
+            case ev.NodeJoined() | ev.NodeLost() | ev.NodeNoticed() | ev.NoticeCancelled():
                 self.learner.observe(event)
+                self.fleet.handle(event)
+            case _:
                 self.cluster.handle(event)
+                self.fleet.observe(event)
+
+    def _after_the_end(self, event: ev.Event) -> None:
+        """Machines still come and go: a lost learner is formed again to export the weights."""
+        match event:
+            case ev.GpuTimeSpent():
+                self._dispatch(event)
+            case ev.NodeJoined() | ev.NodeLost() | ev.NodeNoticed() | ev.NoticeCancelled():
+                self.fleet.handle(event)
+            case ev.LearnerStarted() | ev.LearnerLost():
+                self.fleet.observe(event)
+        self._place_machines()
+        self.cluster.effects.clear()  # nothing rolls out any more
+
+    def _place_machines(self) -> None:
+        self.fleet.place()
+        if self.fleet.effects:
+            self.learner.nodes_changed()
 
     def _checkpoint_committed(self) -> None:
         behind = self.learner.saving is not None and self.stage is not Stage.COMMITTING
@@ -220,7 +254,7 @@ class Controller:
         """When a :class:`~spotlight.scheduler.events.TimePassed` is due at the latest; None if never."""
         begins_s = self._now if self._commits_behind else None
         due_s = (policy.wake_s(self._now) for policy in self.policies)
-        alarms = (self.queue.next_deadline_s, self.cluster.next_s, begins_s, *due_s)
+        alarms = (self.queue.next_deadline_s, self.cluster.next_s, self.fleet.next_s, begins_s, *due_s)
         times = [at_s for at_s in alarms if at_s is not None]
         return min(times, default=None)
 
@@ -229,6 +263,7 @@ class Controller:
         self.ledger.check()
         self.queue.check()
         self.cluster.check()
+        self.fleet.check()
         self.work.check()
         for policy in self.policies:
             policy.check()
@@ -448,6 +483,7 @@ class Controller:
         self.cluster.pace.filled_s.clear()  # undone, like the ledger's records since the commit
         self.cluster.serving.turned.clear()  # its GPUs belong to a new process now
         self.learner.lost()
+        self.fleet.roll_back(self.iteration)
         self._start_iteration()
 
     def _place_learner(self) -> None:
@@ -477,7 +513,7 @@ class Controller:
 
     def _snapshot(self) -> Snapshot:
         ledger = self.ledger.snapshot()
-        policies = self.work.snapshot()
+        policies = self.work.snapshot() | self.fleet.snapshot()
         return Snapshot(self.iteration, self.version, self.queue.leases_granted, ledger, policies)
 
     @classmethod
@@ -503,9 +539,5 @@ class Controller:
         controller.queue.leases_granted = parsed.leases_granted
         controller.cluster.target = parsed.version
         controller.learner.committed = parsed
+        controller.fleet.restore(parsed.policies)
         return controller
-
-
-def _after_the_end(event: ev.Event) -> ev.Event:
-    """Once the run is over, ignore every event but billing."""
-    return event if isinstance(event, ev.GpuTimeSpent) else ev.TimePassed()

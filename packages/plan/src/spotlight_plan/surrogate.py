@@ -26,7 +26,7 @@ from spotlight.fleet.traces.trace import PricePoint, Trace, TraceEventKind
 from spotlight.scheduler.types import WeightKind
 from spotlight_plan.compare import ComparedStrategy, SimulationOutcome, SimulationTask
 from spotlight_plan.learning_speed import Explored, honest_target, learned_target
-from spotlight_plan.scenarios.prepare import Prepared, on_demand_offer, with_file
+from spotlight_plan.scenarios.prepare import Prepared, on_demand_node, with_file
 from spotlight_plan.scenarios.pricing import PriceTag
 from spotlight_plan.scenarios.profile import Profile
 from spotlight_plan.scenarios.scenario_file import AlwaysOn, ScenarioFile, Target
@@ -298,23 +298,23 @@ def _served(prepared: Prepared, strategy: Strategy) -> Iterator[tuple[float, flo
     A learner that takes a node on demand does so when spot nodes have had no room for it for long enough; it
     works there as on spot nodes, and all of these roll out.
     """
-    offer = on_demand_offer(prepared) if strategy.placement == "spot_then_on_demand" else None
+    node = on_demand_node(prepared) if strategy.placement == "spot_then_on_demand" else None
     learner, warm_s = _learner_nodes(strategy, prepared.file), _warm_s(prepared, strategy)
     alone_s: float | None = None
     for since_s, until_s, there, useful, node_usd_h in _stretches(prepared, strategy):
         usd_h = there * node_usd_h
-        if offer is None or useful >= learner:
+        if node is None or useful >= learner:
             alone_s = None
             yield since_s, until_s, useful, usd_h
             continue
         alone_s = since_s if alone_s is None else alone_s
-        taken_s = alone_s + offer.after_s
+        taken_s = alone_s + prepared.file.learner.on_demand.after_s
         works_s = taken_s + warm_s
         for at_s, next_s in pairwise(
             sorted({since_s, until_s, *_within(since_s, until_s, taken_s, works_s)})
         ):
             nodes = learner + useful if at_s >= works_s else useful
-            yield at_s, next_s, nodes, usd_h + (offer.node.price_usd_h if at_s >= taken_s else 0.0)
+            yield at_s, next_s, nodes, usd_h + (node.price_usd_h if at_s >= taken_s else 0.0)
 
 
 def _within(since_s: float, until_s: float, *moments_s: float) -> list[float]:
