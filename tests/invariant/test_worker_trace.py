@@ -35,12 +35,12 @@ def test_a_trace_is_of_training_rollouts_and_ends_with_them(random_pipeline: Pat
         worker._dependencies, around=lambda states: profiler.step(kind_of(states)), rested=profiler.close
     )
     ready(worker, home)
-    worker.tell(grant(1, [rollout(3, STEPS, Purpose.EVAL)]))
+    worker.commands.put(grant(1, [rollout(3, STEPS, Purpose.EVAL)]))
     work_off(worker)
     assert not taken
-    worker.tell(grant(2, [rollout(1, STEPS), rollout(2, STEPS)]))
+    worker.commands.put(grant(2, [rollout(1, STEPS), rollout(2, STEPS)]))
     work_off(worker)
     assert taken == [["rollout step"] * (STEPS - 1)], notes
-    worker.tell(StopGroup(W0, 1, (W0,)))
+    worker.commands.put(StopGroup(W0, 1, (W0,)))
     turns(worker, 1)
     assert len(taken) == 1

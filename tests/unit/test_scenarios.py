@@ -370,7 +370,7 @@ def test_only_degrees_with_figures_are_ever_formed() -> None:
         ("workload.height=513", ("workload.height", "found 513", "a multiple of 16", "For example 512")),
         ("workload.width=700", ("workload.width", "found 700", "a multiple of 16", "For example 704")),
         ("workload.height=64", ("gpus.H100.denoise", "pixels")),
-        ("workload.updates_per_batch=33", ("workload.updates_per_batch", "33", "at most 32")),
+        ("workload.updates_per_batch=33", ("workload.updates_per_batch", "33", "workload.prompts = 32")),
         ("prices.source=gone", ("gone", "builtin")),
         ("prices.cloud=lambda", ("no on-demand price of H100", "cloud=lambda", "cluster.reserved.usd_gpu_h")),
         ("prices.instance_type=p5.4xlarge", ("no on-demand price", "instance_type=p5.4xlarge")),

@@ -123,7 +123,7 @@ class WorkerActor:
 
     def tell(self, command: Command) -> None:
         """Queue a command; returns at once."""
-        self._process.tell(command)
+        self._process.commands.put(command)
 
     def watch(self, hang_s: float) -> None:
         """Return after ``hang_s``; raise the cause as soon as the work has ended."""
@@ -138,7 +138,7 @@ class WorkerActor:
             RuntimeError: the work does not end within ``wait_s``, or ended with an error.
             WeightsError: see :meth:`WorkerProcess.hand_over`.
         """
-        self._process.tell(Leave())
+        self._process.commands.put(Leave())
         if not self._ended.wait(wait_s):
             raise RuntimeError(f"the worker's step did not end within {wait_s:g} s")
         if self._error is not None:
