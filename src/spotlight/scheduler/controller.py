@@ -63,6 +63,7 @@ from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan as Plan
 from spotlight.scheduler.plan import require_usable
+from spotlight.scheduler.policy import Policy, overriding
 from spotlight.scheduler.records import StepApplied
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.stages import (
@@ -94,6 +95,11 @@ class Controller:
         self.cluster.serving.switch_s = plan.pipeline.switch_s
         self.work = Rollouts(plan, train, test, self.dispatcher)
         self.policies = tuple(self.work.policies.values())
+        # Asked at every event, so only those that have an answer.
+        self._watching = overriding(self.policies, Policy.after_event)
+        self._filling = overriding(self.policies, Policy.fill)
+        self._timed = overriding(self.policies, Policy.wake_s)
+        self._budgeting = overriding(self.policies, Policy.trainer_budget)
         self.training = TrainingTasks(plan, self.work, 0)
         self._now = self._task_s = 0.0
         self._task_overlaps = False
@@ -148,7 +154,7 @@ class Controller:
         if self.stage is not Stage.OVER:
             self._set_trainer_budget()
             if self.stage in LOOKS_AHEAD:
-                for policy in self.policies:
+                for policy in self._filling:
                     policy.fill(self.iteration, now)
             self._serve()
         # Records come first: drivers make them durable before a checkpoint that an effect asks for.
@@ -161,7 +167,7 @@ class Controller:
         return effects
 
     def _after_event(self) -> None:
-        for policy in self.policies:
+        for policy in self._watching:
             policy.after_event()
 
     def _dispatch(self, event: ev.Event) -> None:
@@ -253,7 +259,7 @@ class Controller:
     def wake_s(self) -> float | None:
         """When a :class:`~spotlight.scheduler.events.TimePassed` is due at the latest; None if never."""
         begins_s = self._now if self._commits_behind else None
-        due_s = (policy.wake_s(self._now) for policy in self.policies)
+        due_s = (policy.wake_s(self._now) for policy in self._timed)
         alarms = (self.queue.next_deadline_s, self.cluster.next_s, self.fleet.next_s, begins_s, *due_s)
         times = [at_s for at_s in alarms if at_s is not None]
         return min(times, default=None)
@@ -359,7 +365,7 @@ class Controller:
         if self.dispatcher.trainers_work:
             return
         if generating and self.cluster.trainers():
-            wanted = [policy.rolls_out(training, self._now) for policy in self.policies]
+            wanted = [policy.rolls_out(training, self._now) for policy in self._budgeting]
             if any(wanted):
                 return
         task = training.next(complete)
@@ -376,7 +382,7 @@ class Controller:
             )
 
     def _trainer_budget_left(self, rollouts: float) -> None:
-        for policy in self.policies:
+        for policy in self._budgeting:
             policy.trainer_budget_left(rollouts)
 
     def _set_trainer_budget(self) -> None:
@@ -389,7 +395,7 @@ class Controller:
 
     def _trainer_budget(self) -> float:
         if self.stage is not Stage.PREPARING:
-            said = (policy.trainer_budget() for policy in self.policies)
+            said = (policy.trainer_budget() for policy in self._budgeting)
             limits = [limit for limit in said if limit is not None]
             if limits:
                 return min(limits)
