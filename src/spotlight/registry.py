@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from spotlight_rewards.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from typer import Typer
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.family import ModelFamily
     from spotlight.scheduler.fleet.fleet_machine import FleetPolicy
-    from spotlight.scheduler.plan import Plan
     from spotlight.scheduler.rollouts import PolicyKind
     from spotlight.store.metrics import SinkFactory
 
@@ -106,16 +105,17 @@ SINKS: Registry[SinkFactory] = Registry(
 COMMANDS: Registry[Callable[[Typer], None]] = Registry("the command line", "spotlight.commands", {})
 """Commands of other packages: a function that adds them to the command line."""
 
-FLEET_POLICIES: Registry[Callable[[Plan], Sequence[FleetPolicy]]] = Registry(
-    "the fleet's policies",
+FLEET_POLICIES: Registry[type[FleetPolicy]] = Registry(
+    "policies",
     "spotlight.fleet_policies",
     {
-        "spot-learner": "spotlight.scheduler.policies.spot_learner.spot_learner:spot_learner",
-        "target": "spotlight.scheduler.policies.target.hold_target:hold_target",
+        "spot-learner": "spotlight.scheduler.policies.spot_learner.spot_learner:SpotLearner",
+        "target": "spotlight.scheduler.policies.target.hold_target:HoldTarget",
     },
+    base="spotlight.scheduler.fleet.fleet_machine:FleetPolicy",
 )
-"""What machines do, and how many are wanted, beside the default: a function that makes the
-:class:`~spotlight.scheduler.fleet.fleet_machine.FleetPolicy` objects of a plan.
+"""What machines do, and how many are wanted, beside the default:
+:class:`~spotlight.scheduler.fleet.fleet_machine.FleetPolicy`.
 """
 
 POLICIES: Registry[PolicyKind] = Registry(

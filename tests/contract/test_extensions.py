@@ -35,6 +35,8 @@ from spotlight.config.requires import SET, Requires
 from spotlight.config.section import Section
 from spotlight.fleet.notices.notice import Cloud, NoticeReading, PendingNotice
 from spotlight.models.families.qwen_image import QwenImage
+from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.fleet.fleet_machine import FleetPolicy
 from spotlight.scheduler.policy import GroupPlan, Policy
 from spotlight_plan.prices.quotes import Quote
 
@@ -122,6 +124,34 @@ class Repeated(Policy):
         self.seen = int(state.get("seen", 0))
 
 
+class LimitConfig(Section):
+    """A number that the policy notes."""
+
+    nodes: int = 1
+
+
+class Limit(FleetPolicy):
+    """Counts the nodes that join: a policy of the fleet."""
+
+    section, name = LimitConfig, "limit"
+
+    def __init__(self, settings):
+        self.settings, self.joined = settings, 0
+
+    @classmethod
+    def of(cls, plan, settings):
+        return [cls(settings)]
+
+    def observe(self, event, fleet):
+        self.joined += isinstance(event, NodeJoined)
+
+    def snapshot(self):
+        return {"joined": self.joined, "most": self.settings.nodes}
+
+    def restore(self, state):
+        self.joined = int(state["joined"])
+
+
 class Lines:
     """Appends each row to a file."""
 
@@ -153,6 +183,8 @@ broken = elsewhere:NOT_THERE
 lines = elsewhere:Lines
 [spotlight.policies]
 repeated = elsewhere:Repeated
+[spotlight.fleet_policies]
+limit = elsewhere:Limit
 """
 
 RUN = (
@@ -161,7 +193,7 @@ RUN = (
     "rewards=[{name: redness, params: {scale: 2.0}}]",
     "metrics={tensorboard: false, sinks: {lines: {file: rows.jsonl}}}",
     "fleet.notices.cloud=tinycloud",
-    "policies={repeated: {step: 7}}",
+    "policies={repeated: {step: 7}, limit: {nodes: 3}}",
     "iterations=1",
     "rollout={steps: 2, prompts_per_iteration: 2, group_size: 2}",
     "evaluation={prompts: 1, images_per_prompt: 1, grid_images: 1, steps: 2}",
@@ -240,14 +272,17 @@ def test_one_run_uses_a_family_an_algorithm_a_reward_and_a_tracker_of_another_pa
     assert ran(installed, "audit")[0] == 0
 
 
-def test_a_run_uses_a_policy_of_another_package(installed: Path) -> None:
+def test_a_run_uses_policies_of_another_package(installed: Path) -> None:
     run = RunPaths(installed / "runs" / "run")
     with closing(queries.open_readonly(run.ledger)) as connection:
         seeds = connection.execute("SELECT seed FROM rollouts WHERE purpose = 'train' ORDER BY id").fetchall()
     assert [seed for (seed,) in seeds] == [0, 7, 100, 107]
     assert any(row.values.get("pipeline/scored_so_far") == 4 for row in read_metrics(run.path))
     (checkpoint,) = run.checkpoints.glob("*/controller.json")
-    assert json.loads(checkpoint.read_text())["policies"] == {"repeated": {"seen": 4}}
+    states = json.loads(checkpoint.read_text())["policies"]
+    assert states["repeated"] == {"seen": 4}
+    assert states["limit"]["most"] == 3
+    assert states["limit"]["joined"] >= 1
 
 
 def test_the_dry_run_plans_a_family_of_another_package(installed: Path) -> None:

@@ -1,4 +1,5 @@
-"""Policies of installed packages: their settings, by name (entry points ``spotlight.policies``)."""
+"""Policies of installed packages: their settings, by name (entry points ``spotlight.policies`` and
+``spotlight.fleet_policies``)."""
 
 from __future__ import annotations
 
@@ -8,20 +9,23 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import AfterValidator, ValidationError, ValidationInfo
 
 from spotlight.config.section import Section
-from spotlight.registry import POLICIES
+from spotlight.registry import FLEET_POLICIES, POLICIES
 from spotlight_rewards.registry import ANY_NAME, RegistryError
 
 
 def _read(given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-    known = POLICIES.known(without=tuple(POLICIES.built_in))
+    built_in = (*POLICIES.built_in, *FLEET_POLICIES.built_in)
+    known = POLICIES.known(*(name for name in FLEET_POLICIES if name not in built_in), without=built_in)
     read: dict[str, Any] = {}
     for name, settings in given.items():
         known(name, info)
-        if isinstance(settings, Section) or (name not in POLICIES and (info.context or {}).get(ANY_NAME)):
+        if isinstance(settings, Section) or (
+            name not in POLICIES and name not in FLEET_POLICIES and (info.context or {}).get(ANY_NAME)
+        ):
             read[name] = settings
             continue
         try:
-            section = POLICIES.load(name).section
+            section = (POLICIES if name in POLICIES else FLEET_POLICIES).load(name).section
             read[name] = section.model_validate_json(json.dumps(settings or {}), strict=True)
         except ValidationError as error:
             found = "; ".join(

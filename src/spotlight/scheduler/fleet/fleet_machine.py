@@ -16,12 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.effects import AssignRoles, Effect
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WorkerId
+
+if TYPE_CHECKING:
+    from spotlight.config.section import Section
+    from spotlight.scheduler.plan import Plan
 
 
 @dataclass(slots=True)
@@ -59,13 +63,27 @@ class FleetPolicy:
     own under ``scheduler/policies``, and is imported only by runs that use it. Every hook here is the default
     and changes nothing.
 
+    Another package adds one with an entry point of the group ``spotlight.fleet_policies``, and a run uses it
+    with ``policies.NAME: {keys of its section}``.
+
     Attributes:
+        section: of its keys, in another package's policy.
         name: of its state in snapshots.
         watches: it is to be asked after every event, not only after those that :meth:`observe` sees.
     """
 
+    section: ClassVar[type[Section]]
     name: ClassVar[str]
     watches: bool = False
+
+    @classmethod
+    def of(cls, plan: Plan, settings: Section | None) -> Sequence[FleetPolicy]:
+        """What a run needs of this: itself, and before or after it others that do what it decides.
+
+        Args:
+            settings: its section; None for those that are built in, whose keys stand in ``plan``.
+        """
+        return [cls()]
 
     def observe(self, event: ev.Event, fleet: Fleet) -> None:
         """See an event of machines, workers or groups, of where the learner is, or of what all this costs."""

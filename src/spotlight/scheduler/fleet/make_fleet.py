@@ -12,8 +12,14 @@ from spotlight.scheduler.plan import Plan
 def make_fleet(plan: Plan, cluster: Cluster) -> Fleet:
     """No machine is there yet."""
     moves, fleet = plan.cluster.learner_moves, plan.fleet
-    used = {"spot-learner": moves, "target": fleet.target is not None}
-    policies = [each for name, is_used in used.items() if is_used for each in FLEET_POLICIES.load(name)(plan)]
+    built_in = {"spot-learner": moves, "target": fleet.target is not None}
+    used = {name: None for name, on in built_in.items() if on} | dict(plan.added)
+    policies = [
+        each
+        for name in FLEET_POLICIES
+        if name in used
+        for each in FLEET_POLICIES.load(name).of(plan, used[name])
+    ]
     if fleet.reserved is not None and not moves:
         learner = ReservedLearner(plan.ranks, fleet.reserved, ranks_roll_out=fleet.ranks_roll_out)
         policies.insert(0, learner)

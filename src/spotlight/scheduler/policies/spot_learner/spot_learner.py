@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from spotlight.config.section import Section
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import PlaceLearner
 from spotlight.scheduler.fleet.fleet_machine import Fleet, FleetPolicy
@@ -12,19 +13,19 @@ from spotlight.scheduler.policies.spot_learner.on_demand import OnDemand
 from spotlight.scheduler.types import NodeKind
 
 
-def spot_learner(plan: Plan) -> list[FleetPolicy]:
-    """The policies of a learner that moves; with a node on demand if the plan says when."""
-    learner = SpotLearner(plan)
-    if (settings := plan.fleet.on_demand) is None:
-        return [learner]
-    supply = Supply(NodeKind.ON_DEMAND, plan.fleet.move_s, plan.fleet.drain_s)
-    return [learner, OnDemand(settings, plan, learner.places, supply), supply]
-
-
 class SpotLearner(FleetPolicy):
     """Spot nodes, and those on demand, train where :class:`LearnerPlaces` says."""
 
     name = "spot_learner"
+
+    @classmethod
+    def of(cls, plan: Plan, settings: Section | None) -> list[FleetPolicy]:
+        """The policies of a learner that moves; with a node on demand if the plan says when."""
+        learner = cls(plan)
+        if (on_demand := plan.fleet.on_demand) is None:
+            return [learner]
+        supply = Supply(NodeKind.ON_DEMAND, plan.fleet.move_s, plan.fleet.drain_s)
+        return [learner, OnDemand(on_demand, plan, learner.places, supply), supply]
 
     def __init__(self, plan: Plan) -> None:
         self.places = LearnerPlaces(plan.ranks, plan.fleet.even_ranks, plan.ranks_min)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from spotlight.config.section import Section
 from spotlight.config.sections.target import TargetConfig
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.members import ABLE
@@ -21,17 +22,17 @@ from spotlight.scheduler.policies.target.pace_meter import PaceMeter
 from spotlight.scheduler.types import NodeKind
 
 
-def hold_target(plan: Plan) -> list[FleetPolicy]:
-    """The policies of a run with a deadline or a budget."""
-    assert plan.fleet.target is not None
-    supply = Supply(NodeKind.SPOT, plan.fleet.move_s, plan.fleet.drain_s)
-    return [HoldTarget(plan.fleet.target, plan, supply), supply]
-
-
 class HoldTarget(FleetPolicy):
     """Decides :attr:`Supply.wanted` of spot nodes."""
 
     name = "target"
+
+    @classmethod
+    def of(cls, plan: Plan, settings: Section | None) -> list[FleetPolicy]:
+        """The policies of a run with a deadline or a budget."""
+        assert plan.fleet.target is not None
+        supply = Supply(NodeKind.SPOT, plan.fleet.move_s, plan.fleet.drain_s)
+        return [cls(plan.fleet.target, plan, supply), supply]
 
     def __init__(self, settings: TargetConfig, plan: Plan, supply: Supply) -> None:
         self.settings, self.supply = settings, supply
