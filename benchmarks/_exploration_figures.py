@@ -12,8 +12,8 @@ from rich.table import Table
 
 from benchmarks._exploration_settings import REWARD, SUCCESS, Sizes
 from benchmarks._record import Tree
-from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau, spearman_rho
-from spotlight.scheduler.exploration.selection import (
+from spotlight.scheduler.policies.exploration.fidelity import hit_rate, kendall_tau, spearman_rho
+from spotlight.scheduler.selection import (
     SelectionPolicy,
     SelectionVerdict,
     sample_variance,

@@ -21,11 +21,10 @@ from torch import Tensor
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.exploration import PreviewTime
 from spotlight.rollout.state import FinishedRollout
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.denoiser import Denoiser
-from spotlight.runtime.inline import InlineDriver, InlineParts
+from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.observer import Silent
 from spotlight.runtime.process import prepare_process
 from spotlight.runtime.recorder import Picture
@@ -33,6 +32,7 @@ from spotlight.runtime.validation import strict_curve, summarise
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import CommitCheckpoint, GrantLease, ReportEvaluation, ReportPipeline
+from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.records import Record
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, Rollout, RolloutId
@@ -99,7 +99,7 @@ class BesideTraining(InlineDriver):
     def _next_event(self) -> ev.Event:
         events, controller = self._events, self.parts.controller
         waits = bool(events) and isinstance(events[0], ev.BatchPrepared)
-        if not waits or not controller.work.window.unscored:
+        if not waits or not any(work.unscored for work in controller.work.extra):
             return super()._next_event()
         if len(events) == 1 and not controller.queue.outstanding:
             if self._unsubmitted:
@@ -142,7 +142,7 @@ class Lab:
         if where is None or exploration is None:
             plan = dataclasses.replace(plan, exploration=None)
         else:
-            planned = max(arm.seeds_per_prompt for arm in plan.arms) if where == "idle" else None
+            planned = max(arm.seeds_per_prompt for arm in arms_of(plan)) if where == "idle" else None
             there = exploration.model_copy(update={"where": where, "seeds_per_prompt_max": planned})
             keeps = plan.keeps_previews and where == "critical_path"
             plan = dataclasses.replace(plan, exploration=there, keeps_previews=keeps)
@@ -152,7 +152,7 @@ class Lab:
             InlineParts(
                 controller=Controller(plan, self.prompts.train, self.prompts.test),
                 denoiser=self.denoiser,
-                trainer=self.learning.trainer,
+                feed=self.learning.feed,
                 rewards=self.rewards,
                 recorder=recorder,
                 clock=PhaseClock(Phase.IDLE, now_s=now_s),

@@ -142,6 +142,24 @@ def machine(device: torch.device) -> dict[str, object]:
     }
 
 
+def write_result(
+    path: Path, benchmark: str, about: Mapping[str, object], content: Mapping[str, object]
+) -> None:
+    """Everything measured, as JSON.
+
+    Args:
+        about: the machine.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = {
+        "benchmark": benchmark,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": dict(about),
+    }
+    path.write_text(json.dumps(header | dict(content), indent=2, default=str) + "\n")
+
+
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
@@ -200,14 +218,6 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Everything measured, as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = {
-            "benchmark": self.title,
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "utc": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": machine(self.device),
-            "settings": dict(self.settings),
-            "per": self.per,
-            "rows": [{**asdict(row), "count": n} for row, n in zip(self.rows, self.counts, strict=True)],
-        }
-        path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+        rows = [{**asdict(row), "count": n} for row, n in zip(self.rows, self.counts, strict=True)]
+        content = {"settings": dict(self.settings), "per": self.per, "rows": rows}
+        write_result(path, self.title, machine(self.device), content)

@@ -80,7 +80,7 @@ class Process:
 
 _TITLES = {
     "ray::WorkerActor": TargetKind.WORKER,
-    "ray::LearnerActor": TargetKind.LEARNER,
+    "ray::LearnerRank": TargetKind.LEARNER,
     "ray::NodeAgent": TargetKind.AGENT,
 }
 

@@ -10,14 +10,11 @@ and decoding, as this process computed them; rewards are not timed.
 
 from __future__ import annotations
 
-import json as json_module
 import math
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +25,7 @@ import typer
 from numpy.typing import NDArray
 from rich.table import Table
 
-from benchmarks._measure import CLOCK_HELP, Clock, machine, ratio, take_turns, wide_console
+from benchmarks._measure import CLOCK_HELP, Clock, machine, ratio, take_turns, wide_console, write_result
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.diffusion.noise import INITIAL, noise_batch
@@ -38,10 +35,10 @@ from spotlight.models.media import MediaSize
 from spotlight.models.shared.latents import pack, unpack
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import Model, prepare_model
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import Model, prepare_model
 from spotlight.runtime.process import prepare_process
-from spotlight.scheduler.exploration.fidelity import hit_rate, kendall_tau
+from spotlight.scheduler.policies.exploration.fidelity import hit_rate, kendall_tau
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt
@@ -276,18 +273,8 @@ def write(
     settings: Mapping[str, object],
 ) -> None:
     """Everything measured, as JSON."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    content = {
-        "benchmark": "cheap previews",
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(device),
-        "settings": dict(settings),
-        "rows": [
-            asdict(row) | {"of_whole": asdict(ratio(row.seconds, row.whole_seconds))} for row in figures
-        ],
-    }
-    path.write_text(json_module.dumps(content, indent=2, default=str) + "\n")
+    rows = [asdict(row) | {"of_whole": asdict(ratio(row.seconds, row.whole_seconds))} for row in figures]
+    write_result(path, "cheap previews", machine(device), {"settings": dict(settings), "rows": rows})
 
 
 if __name__ == "__main__":

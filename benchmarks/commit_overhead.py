@@ -22,17 +22,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json as jsonlib
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +39,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._measure import machine, wide_console
+from benchmarks._measure import machine, wide_console, write_result
 from spotlight.cluster.blobs.blob_server import start_blob_store
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.condition import Condition
@@ -289,17 +286,12 @@ def main(
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
     if json is not None:
         content = {
-            "benchmark": "Commit overhead",
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "utc": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": about,
             "goal": {"share_of_step": GOAL_SHARE},
             "published_step_ms": PUBLISHED_MS,
             "published": "Qwen-Image 20B, H20, one picture, SP 1; not measured here",
             "rows": rows,
         }
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(content, indent=2, default=str) + "\n")
+        write_result(json, "Commit overhead", about, content)
 
 
 if __name__ == "__main__":

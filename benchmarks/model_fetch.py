@@ -19,17 +19,14 @@ Both ends and Ray share this machine's cores, so two machines with a fast networ
 from __future__ import annotations
 
 import hashlib
-import json as jsonlib
 import os
 import random
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 from unittest import mock
@@ -38,7 +35,7 @@ import torch
 import typer
 from rich.table import Table
 
-from benchmarks._measure import machine, wide_console
+from benchmarks._measure import machine, wide_console, write_result
 from benchmarks.new_worker import drop_from_cache, read_whole, write_synthetic
 from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.cluster.model_files.hub_snapshot import WantedModel, model_directory, wanted_of
@@ -157,15 +154,10 @@ def main(
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
     if json is not None:
         content = {
-            "benchmark": "A model's files from another node against from disk",
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "utc": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": about,
             "bytes": size,
             "seconds": seconds,
         }
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(content, indent=2, default=str) + "\n")
+        write_result(json, "A model's files from another node against from disk", about, content)
 
 
 if __name__ == "__main__":

@@ -20,17 +20,14 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import json as jsonlib
 import mmap
 import multiprocessing
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +38,7 @@ from rich.console import Console
 from rich.table import Table
 from tools.testbed.architecture import LATENT_CHANNELS, TEXT_WIDTH, build, save
 
-from benchmarks._measure import machine, ratio, wide_console
+from benchmarks._measure import machine, ratio, wide_console, write_result
 from benchmarks._new_worker_process import Ready, arrive, serve
 from spotlight.testbed import PIPELINE_DIR
 
@@ -250,14 +247,9 @@ def main(
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
     if json is not None:
         content = {
-            "benchmark": "New worker: from a peer against from disk",
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "utc": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": about,
             "rows": results,
         }
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(content, indent=2, default=str) + "\n")
+        write_result(json, "New worker: from a peer against from disk", about, content)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,14 @@ weights; the regroup moves none.
 from __future__ import annotations
 
 import itertools
-import json as jsonlib
 import multiprocessing
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -40,7 +37,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks._measure import machine, wide_console
+from benchmarks._measure import machine, wide_console, write_result
 from benchmarks._regroup_worker import PROMPT, Lost, Ran, serve
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.rollout.sequence_parallel import rendezvous
@@ -223,15 +220,10 @@ def main(
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), style="dim")
     if json is not None:
         content = {
-            "benchmark": "Regroup against restart",
-            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-            "utc": datetime.now(UTC).isoformat(timespec="seconds"),
-            "machine": about,
             "goal": {"regroup_p99_s": GOAL_P99_S, "ratio": GOAL_RATIO},
             "rows": results,
         }
-        json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(content, indent=2, default=str) + "\n")
+        write_result(json, "Regroup against restart", about, content)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from typer.core import TyperArgument, TyperGroup, TyperOption
 
 from spotlight.cli.main import app
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.registry import ALGORITHMS
 
@@ -248,8 +249,30 @@ def _choices(option: TyperOption) -> str:
     return f" [default: {default.value if isinstance(default, Enum) else default}]"
 
 
+def exclusions_page() -> str:
+    """What keys require of each other, from the same rows that are checked."""
+    sections = [found for name in RunConfig.model_fields for found in _all_sections(RunConfig, name)]
+    rows = dict.fromkeys(row.row() for section in sections for row in section.requirements())
+    return "\n".join(
+        [
+            "| key | must be | where | otherwise |",
+            "|---|---|---|---|",
+            *(f"| `{key}` | {' | '.join(map(_cell, rest))} |" for key, *rest in sorted(rows)),
+        ]
+    )
+
+
+def _all_sections(section: type[BaseModel], name: str) -> Iterator[type[Section]]:
+    for found in _sections(section.model_fields[name].annotation):
+        if issubclass(found, Section):
+            yield found
+        for inner in found.model_fields:
+            yield from _all_sections(found, inner)
+
+
 PARTS: Mapping[str, Callable[[], str]] = {
     "<!-- configuration keys -->": configuration_page,
+    "<!-- exclusions -->": exclusions_page,
     "<!-- commands -->": commands_page,
 }
 """What stands in for each marker of a page."""

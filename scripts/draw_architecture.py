@@ -244,7 +244,8 @@ def draw() -> str:
             parts.append(arrow(f"M{at:g} {top + height:g} V{end - 1:g}"))
     height = y - 44 + 50
     says = (
-        "Arrows: imports. In a package a room imports only rooms below it, or beside it. Figures: code lines."
+        "Arrows: imports. In a package a room imports only rooms below it, or beside it. "
+        "Figures: code lines, loose modules in the total."
     )
     title = "Packages, their rooms, and who imports whom"
     return "\n".join(

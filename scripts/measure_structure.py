@@ -1,11 +1,11 @@
-"""How large the package is, and how many of its files a rollout passes.
+"""How large the packages are, and how many of their files a rollout passes.
 
     python scripts/measure_structure.py                 # sizes, names that occur twice, long functions
     python scripts/measure_structure.py --walk          # files that a rollout passes during one iteration
     python scripts/measure_structure.py --root OTHER    # of another checkout
 
 ``--walk`` trains three iterations of the embedded default in one process and on an emulated Ray cluster, with
-a mark in every function, and lists two kinds of files of the package while the second iteration ran:
+a mark in every function, and lists two kinds of files of the packages while the second iteration ran:
 those in which a function was given a rollout of it (its id, or a tensor of more than two dimensions, also
 inside of what it was given: ``walk_hook.py``), and all in which any function was called. Start-up,
 evaluations and the export are left out. Code lines leave out docstrings, comments and blank lines.
@@ -26,7 +26,7 @@ import textwrap
 import time
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 LONG = 50
@@ -49,19 +49,29 @@ def main() -> None:
     parser.add_argument("--driver", action="append", choices=DRIVERS, help="of the walk; both by default")
     parser.add_argument("--json", type=Path, help="write the figures here, too")
     options = parser.parse_args()
-    package = (options.root / "src" / "spotlight").resolve()
-    figures: dict[str, object] = dict(measure(package))
-    for name, figure in figures.items():
-        print(f"{name:42} {figure}")
+    packages = packages_of(options.root)
+    figures: dict[str, object] = {}
+    for package in packages:
+        for name, figure in measure(package):
+            figures[f"{package.name}: {name}"] = figure
+            print(f"{package.name + ': ' + name:62} {figure}")
     if options.walk:
         for driver in options.driver or DRIVERS:
-            for kind, files in walk(package, driver).items():
+            for kind, files in walk(packages, driver).items():
                 figures[f"{KINDS[kind]}, {driver}"] = len(files)
                 print(f"\n{KINDS[kind]}, {driver}: {len(files)}")
                 print(textwrap.indent("\n".join(files), "  "))
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+def packages_of(root: Path) -> list[Path]:
+    """The folders of a checkout's packages, the trainer first."""
+    return [
+        (root / "src" / "spotlight").resolve(),
+        *sorted(path.parent for path in root.resolve().glob("packages/*/src/*/__init__.py")),
+    ]
 
 
 def measure(package: Path) -> Iterator[tuple[str, int]]:
@@ -119,15 +129,15 @@ def _code_lines(text: str, counts: Counter[str]) -> set[int]:
     return lines
 
 
-def walk(package: Path, driver: str) -> dict[str, list[str]]:
-    """Files of the package by :data:`KINDS`, during the middle one of three iterations."""
+def walk(packages: Sequence[Path], driver: str) -> dict[str, list[str]]:
+    """Files of the packages by :data:`KINDS`, during the middle one of three iterations."""
     with tempfile.TemporaryDirectory() as folder:
         flags = Path(folder)
         shutil.copy(HOOK, flags / "sitecustomize.py")
         environment = os.environ | {
-            "PYTHONPATH": f"{flags}:{package.parent}",
+            "PYTHONPATH": ":".join(map(str, (flags, *(package.parent for package in packages)))),
             "WALK_FLAGS": str(flags),
-            "WALK_PACKAGE": str(package),
+            "WALK_PACKAGES": ":".join(map(str, packages)),
         }
         arguments = ["name=walk", f"runs_dir={flags}", "iterations=3", "checkpoint.every=1"]
         arguments += ["evaluation.every=100", "evaluation.images_per_prompt=4", "evaluation.grid_images=1"]
@@ -144,12 +154,18 @@ def walk(package: Path, driver: str) -> dict[str, list[str]]:
                     (flags / "off").touch()
         if process.returncode:
             raise SystemExit(f"the run with fleet.driver={driver} ended with status {process.returncode}")
-        return {kind: _files(flags, kind, package) for kind in KINDS}
+        return {kind: _files(flags, kind, packages) for kind in KINDS}
 
 
-def _files(flags: Path, kind: str, package: Path) -> list[str]:
+def _files(flags: Path, kind: str, packages: Sequence[Path]) -> list[str]:
     names = {name for file in flags.glob(f"*.{kind}") for name in file.read_text().split()}
-    return sorted(str(Path(name).relative_to(package)) for name in names)
+    roots = {package: package.parent for package in packages}
+    return sorted(
+        str(Path(name).relative_to(root))
+        for name in names
+        for package, root in roots.items()
+        if Path(name).is_relative_to(package)
+    )
 
 
 def _iterations(metrics: Path) -> int:

@@ -1,7 +1,7 @@
-"""Installed as ``sitecustomize`` by ``measure_structure.py --walk``: marks every function of the package.
+"""Installed as ``sitecustomize`` by ``measure_structure.py --walk``: marks every function of the packages.
 
 While a file ``on`` and no file ``off`` lies in the folder ``WALK_FLAGS``, each process writes there into
-``PID.ran`` the files of the package ``WALK_PACKAGE`` in which a function is called, and into ``PID.passed``
+``PID.ran`` the files of the packages ``WALK_PACKAGES`` in which a function is called, and into ``PID.passed``
 those in which a function is given a rollout: its id, or a tensor of more than two dimensions (latents,
 pictures), also inside of what it is given.
 """
@@ -19,7 +19,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
-FLAGS, PACKAGE = Path(os.environ["WALK_FLAGS"]), os.environ["WALK_PACKAGE"]
+FLAGS, PACKAGES = Path(os.environ["WALK_FLAGS"]), tuple(os.environ["WALK_PACKAGES"].split(os.pathsep))
 ROLLOUT = re.compile(r"t[0-9]{6}-[0-9]{3}-[0-9]{3}")
 DEPTH = 6
 ITEMS = 20
@@ -72,7 +72,7 @@ def carries(value: Any, depth: int) -> bool:
 def marked(self: SourceFileLoader, name: str) -> Any:
     """A module's code: of the package's with a mark in every function, and never from the bytecode cache."""
     path = self.get_filename(name)
-    if not path.startswith(PACKAGE):
+    if not path.startswith(PACKAGES):
         return plain(self, name)
     tree = ast.parse(self.get_data(path))
     for node in ast.walk(tree):

@@ -21,7 +21,7 @@ from benchmarks.gpu.suite import Outcome
 from benchmarks.gpu.timing import interleaved, kernels, medians, spread
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.slots import LoraSlots
-from spotlight.training.policy import MicroBatchPolicy
+from spotlight.training.passes import MicroBatchPolicy
 from spotlight.training.recompute import recompute_blocks
 
 COPIES, AUTOCAST = "bfloat16 copies", "float32 under autocast"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.family import ModelFamily
-    from spotlight.scheduler.policy import Policy
+    from spotlight.scheduler.rollouts import PolicyKind
     from spotlight.store.metrics import SinkFactory
 
 
@@ -104,10 +104,19 @@ SINKS: Registry[SinkFactory] = Registry(
 COMMANDS: Registry[Callable[[Typer], None]] = Registry("the command line", "spotlight.commands", {})
 """Commands of other packages: a function that adds them to the command line."""
 
-POLICIES: Registry[type[Policy[Any]]] = Registry(
+POLICIES: Registry[PolicyKind] = Registry(
     "policies",
     "spotlight.policies",
-    {},
+    {
+        "next-iteration": "spotlight.scheduler.policies.next_iteration.next_iteration:NextIteration",
+        "exploration": "spotlight.scheduler.policies.exploration.exploration:Exploration",
+        "subset": "spotlight.scheduler.policies.subset.subset:Subset",
+        "overlap": "spotlight.scheduler.policies.overlap.overlap:Overlap",
+        "trainers": "spotlight.scheduler.policies.trainers.trainers:Trainers",
+        "whole-groups": "spotlight.scheduler.policies.whole_groups.whole_groups:WholeGroups",
+    },
     base="spotlight.scheduler.policy:Policy",
 )
-"""What a run may do beside the default: a :class:`~spotlight.scheduler.policy.Policy`."""
+"""What a run may do beside the default, in the order asked: a
+:class:`~spotlight.scheduler.policy.Policy`, made from all rollouts of the run and its settings.
+"""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from spotlight.config.load import load_config
+from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
+from spotlight.cluster.learner.learner_rank import LearnerRank, RankOrder, RankPlace
+from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RunConfig
+from spotlight.models.family import ModelFamily
 from spotlight.models.slots import Slot
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.serialization import pack_sample
 from spotlight.rollout.state import FinishedRollout, SampleTensors
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.seeds import prompts_of_iteration
 from spotlight.scheduler.types import Group, MicroBatch, PolicyVersion, Purpose, Rollout, RolloutId
@@ -61,6 +67,56 @@ def inline_learning(config: RunConfig) -> Learning:
     return assemble(config, model, fill_embeddings(config, model, prompts_of(config), Ranks()), Ranks())
 
 
+@dataclass
+class Blobs:
+    """A blob store."""
+
+    kept: dict[tuple[str, str], bytes] = field(default_factory=dict)
+
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
+        found = [self.kept.get((kind, name)) for name in names]
+        return [None if data is None else StoredBlob(0, data) for data in found]
+
+    def put(self, kind: str, name: str, data: bytes) -> None:
+        self.kept[kind, name] = data
+
+
+def rank_of(config: RunConfig, place: RankPlace, held: ModelFamily | None = None) -> LearnerRank:
+    return LearnerRank(RankOrder(dump_config(config), place), Blobs(), held)
+
+
+def alone(config: RunConfig, held: ModelFamily | None = None) -> LearnerRank:
+    """A learner of one rank."""
+    rank = rank_of(config, RankPlace(0, 1), held)
+    rank.join(None)
+    rank.load_model(prompts_of(config))
+    rank.build()
+    return rank
+
+
+def train_rank(
+    rank: LearnerRank,
+    batch: Batch,
+    packed: dict[RolloutId, bytes],
+    parts: Sequence[PrepareBatch] | None = None,
+    samples: int | None = None,
+) -> tuple[float, float]:
+    """Train a batch, whose samples are in the blob store, as a whole or in parts; returns loss and norm."""
+    stored = {name: BlobAddress(name, "") for name in batch.rollouts}
+    for name, data in packed.items():
+        rank.store.put("sample", name, data)
+    iteration = batch.effect.iteration
+    for part in parts or [batch.effect]:
+        members = {rollout for group in part.groups for rollout in group.rollouts}
+        rank.train(part, {name: batch.rollouts[name] for name in members}, stored)
+        for index, micro_batch in enumerate(part.micro_batches):
+            rank.train(ef.TrainMicroBatch(micro_batch, index), {}, {})
+    stepped = rank.train(ef.StepOptimizer(iteration, 0, samples or len(batch.rollouts), 0), {}, {})
+    assert isinstance(stepped, ev.OptimizerStepped)
+    rank.train(ef.FinishBatch(iteration), {}, {})
+    return stepped.loss, stepped.grad_norm
+
+
 def prompts_of(config: RunConfig) -> list[Prompt]:
     """As the head reads them."""
     return build.load_prompts(config).used(config)
@@ -91,7 +147,7 @@ def make_batch(
     Args:
         slot: default: the behaviour policy's.
     """
-    (name,) = learning.trainer.reward_weights
+    (name,) = learning.feed.reward_weights
     prompts = prompts_of_iteration(build.load_prompts(config).train, config.run_seed, iteration, 2)
     rollouts = [
         Rollout(

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from learner_job import config_of, make_batch, prompts_of
-from test_learner_rank import WEIGHT_TOLERANCE, alone, free_ports, train_rank
+from learner_job import alone, config_of, make_batch, prompts_of, rank_of, train_rank
+from test_learner_rank import WEIGHT_TOLERANCE, free_ports
 
-from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace
-from spotlight.config.load import dump_config
+from spotlight.cluster.learner.learner_rank import RankPlace
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.weights.bundle import read
@@ -33,7 +32,7 @@ def planned_for_two(root: Path, pipeline: Path) -> RunConfig:
 def one_of(number: int, world: int, batch: int, root: Path, pipeline: Path, port: int) -> None:
     """Train a batch from the state before it, and save the state after it."""
     torch.set_num_threads(1)
-    rank = LearnerRank(dump_config(planned_for_two(root, pipeline)), RankPlace(number, world, timeout_s=60))
+    rank = rank_of(planned_for_two(root, pipeline), RankPlace(number, world, timeout_s=60))
     address = None
     if world > 1:
         address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
@@ -46,7 +45,7 @@ def one_of(number: int, world: int, batch: int, root: Path, pipeline: Path, port
     batches = torch.load(root / "batches.pt", weights_only=False)
     figures = train_rank(rank, batches[batch], batches[batch].packed)
     rank.save(root / f"state-{batch}")
-    after, packed = rank.digest(), rank.publish(batch + 1, 0)
+    after, packed = rank.digest(), rank.packed(batch + 1, 0)
     if packed is not None:
         torch.save((figures, before, after, packed), root / f"after-{batch}.pt")
     rank.close()
@@ -67,7 +66,7 @@ def test_two_ranks_then_one_then_two_train_what_one_trains(random_pipeline: Path
         assert figures == pytest.approx(alone_figures, rel=1e-3, abs=1e-6)
     for (_, _, after, _), (_, before, _, _) in pairwise(found):
         assert before == after, "weights, moments and counters are those that were saved, at any size"
-    own = rank.publish(len(WORLDS), 0)
+    own = rank.packed(len(WORLDS), 0)
     assert own is not None
     bundle, straight = read(*found[-1][3]), read(*own)
     for slot, tensors in straight.tensors.items():

@@ -1,4 +1,4 @@
-"""One installed package adds a family, an algorithm, a reward, a cloud and a tracker by entry points."""
+"""One installed package adds a family, an algorithm, a reward, a policy, a cloud and a tracker."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import sys
+from contextlib import closing
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from spotlight.algorithms import build_algorithm
 from spotlight.cli.main import app
 from spotlight.diffusion.samplers import ODE
 from spotlight.registry import ALGORITHMS, CLOUDS, FAMILIES
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.metrics import read_metrics
+from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.registry import Registry, RegistryError
 
 MODULE = '''
@@ -28,8 +31,11 @@ from typing import Literal
 
 from spotlight.algorithms.diffusion_nft import DiffusionNFT
 from spotlight.config.sections.algorithm import DiffusionNFTConfig
+from spotlight.config.requires import SET, Requires
+from spotlight.config.section import Section
 from spotlight.fleet.notices.notice import Cloud, NoticeReading, PendingNotice
 from spotlight.models.families.qwen_image import QwenImage
+from spotlight.scheduler.policy import GroupPlan, Policy
 from spotlight_plan.prices.quotes import Quote
 
 
@@ -79,6 +85,43 @@ def prices(query):
 TINY_CLOUD = Cloud(TinyNotices, prices=prices)
 
 
+class RepeatedConfig(Section):
+    """Which seeds of every group are those of its first member, plus a number."""
+
+    step: int = 1
+    requires = (
+        Requires("policies.repeated.step", {"exploration": SET}, 0, "It chooses seeds: leave one out."),
+    )
+
+
+class Repeated(Policy):
+    """Seeds that follow each other, and how many samples of an iteration were scored."""
+
+    section = RepeatedConfig
+
+    def __init__(self, work, settings):
+        self.work, self.settings, self.seen = work, settings, 0
+
+    def groups(self, iteration, planned):
+        size, step = self.work.plan.group_size, self.settings.step
+        return [
+            GroupPlan(group.prompt, tuple(1000 * iteration + 100 * slot + step * one for one in range(size)))
+            for slot, group in enumerate(planned)
+        ]
+
+    def arrived(self, iteration, version):
+        self.seen += sum(len(scores) for _, scores in self.work.groups_scored())
+
+    def figures(self, training):
+        return {"scored_so_far": self.seen}
+
+    def snapshot(self):
+        return {"seen": self.seen}
+
+    def restore(self, state):
+        self.seen = int(state.get("seen", 0))
+
+
 class Lines:
     """Appends each row to a file."""
 
@@ -108,6 +151,8 @@ tinycloud = elsewhere:TINY_CLOUD
 broken = elsewhere:NOT_THERE
 [spotlight.sinks]
 lines = elsewhere:Lines
+[spotlight.policies]
+repeated = elsewhere:Repeated
 """
 
 RUN = (
@@ -116,6 +161,7 @@ RUN = (
     "rewards=[{name: redness, params: {scale: 2.0}}]",
     "metrics={tensorboard: false, sinks: {lines: {file: rows.jsonl}}}",
     "fleet.notices.cloud=tinycloud",
+    "policies={repeated: {step: 7}}",
     "iterations=1",
     "rollout={steps: 2, prompts_per_iteration: 2, group_size: 2}",
     "evaluation={prompts: 1, images_per_prompt: 1, grid_images: 1, steps: 2}",
@@ -131,6 +177,9 @@ COMMANDS = {
     "rewards": ("rewards",),
     "wrong options": ("train", *RUN, "metrics.sinks={lines: {path: x}}", "name=wrong", "runs_dir=runs"),
     "wrong keys": ("train", *RUN, "algorithm.faktor=1", "metrics.sinks={nowhere: {}}", "name=wrong"),
+    "wrong policies": ("train", *RUN, "policies={repeated: {stride: 7}}", "name=wrong"),
+    "another policy": ("train", *RUN, "exploration={}", "name=wrong"),
+    "built-in policy": ("train", *RUN, "policies={exploration: {}}", "name=wrong"),
     "broken": ("notices", "--cloud", "broken", "--once"),
 }
 
@@ -191,6 +240,16 @@ def test_one_run_uses_a_family_an_algorithm_a_reward_and_a_tracker_of_another_pa
     assert ran(installed, "audit")[0] == 0
 
 
+def test_a_run_uses_a_policy_of_another_package(installed: Path) -> None:
+    run = RunPaths(installed / "runs" / "run")
+    with closing(queries.open_readonly(run.ledger)) as connection:
+        seeds = connection.execute("SELECT seed FROM rollouts WHERE purpose = 'train' ORDER BY id").fetchall()
+    assert [seed for (seed,) in seeds] == [0, 7, 100, 107]
+    assert any(row.values.get("pipeline/scored_so_far") == 4 for row in read_metrics(run.path))
+    (checkpoint,) = run.checkpoints.glob("*/controller.json")
+    assert json.loads(checkpoint.read_text())["policies"] == {"repeated": {"seen": 4}}
+
+
 def test_the_dry_run_plans_a_family_of_another_package(installed: Path) -> None:
     status, output, errors = ran(installed, "plan")
     assert status == 0, errors
@@ -211,6 +270,12 @@ def test_notices_prices_and_rewards_of_another_package_are_found(installed: Path
         ("wrong keys", "'nowhere'"),
         ("wrong options", "metrics.sinks.lines is {'path': 'x'}"),
         ("wrong options", "expected file."),
+        ("wrong policies", "repeated.stride: Extra inputs are not permitted"),
+        (
+            "another policy",
+            "policies.repeated.step: found 7; expected 0 with exploration. It chooses",
+        ),
+        ("built-in policy", "no 'exploration' here, which has a key of its own"),
         ("broken", "the package elsewhere registers as 'elsewhere:NOT_THERE'"),
     ],
 )

@@ -19,7 +19,7 @@ from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.peak_rates import bfloat16_flop_s
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.shared import flop_count
-from spotlight.models.shared.flop_count import ForwardLog, Work, forward_flops, rates
+from spotlight.models.shared.flop_count import Compute, ForwardLog, forward_flops, rates
 from spotlight.models.slots import CopySlots, LoraSlots
 from spotlight.registry import FAMILIES
 
@@ -67,7 +67,7 @@ def test_a_count_without_memory_is_that_of_a_real_forward(name: str, tmp_path: P
             family.predict(model, latents, torch.tensor([0.5]), *given)
         log = ForwardLog()
         with torch.no_grad():
-            log.note(size, given[0], model)
+            log.note(size, given[0].size, given[0].lengths, model)
         found = log.take(family, operations=True)
         assert found.flops == pytest.approx(counter.get_total_flops(), rel=1e-6)
         assert found.tokens == family.dimensions.tokens(size) + a_condition(family, text).tokens
@@ -94,7 +94,7 @@ def test_rows_guidance_and_backwards_are_counted(mode: str, tmp_path: Path) -> N
         work = log.take(family, operations=True)
         assert work.tokens == 3 * tokens
         assert work.flops == pytest.approx(3 * passes * (one + other))
-    assert log.take(family, operations=True) == Work(0, 0)
+    assert log.take(family, operations=True) == Compute(0, 0)
 
 
 def test_a_model_that_cannot_be_counted_has_tokens_only(
@@ -110,11 +110,11 @@ def test_a_model_that_cannot_be_counted_has_tokens_only(
     monkeypatch.setattr(type(family), "predict", reads_values)
     monkeypatch.setattr(flop_count, "_known", {})
     assert forward_flops(family, CASES["qwen-image"].size, TEXT) is None
-    assert rates("train", Work(60, None), 2.0, 1e12) == {"throughput/train_tokens_s": 30.0}
+    assert rates("train", Compute(60, None), 2.0, 1e12) == {"throughput/train_tokens_s": 30.0}
 
 
 def test_mfu_is_of_the_devices_peak() -> None:
-    row = rates("rollout", Work(60, 4e12), 2.0, 8e12)
+    row = rates("rollout", Compute(60, 4e12), 2.0, 8e12)
     assert row == {
         "throughput/rollout_tokens_s": 30.0,
         "throughput/rollout_tflop_s": 2.0,

@@ -7,18 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_job import config_of, inline_learning, make_batch, prompts_of
-from test_learner_rank import alone, train_rank
+from learner_job import alone, config_of, inline_learning, make_batch, train_rank
 
-from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace
 from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
-from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import ModelFamily
 from spotlight.models.peft_layers import LoraSpec, eject, inject
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition
-from spotlight.runtime.build import components as build
+from spotlight.runtime.assembly import components as build
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
 from spotlight.weights.weight_errors import WeightsError
@@ -43,7 +40,7 @@ class Head:
     def deliver(self, report: object) -> None:
         """Nobody hears it."""
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Stored | None]:
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[Stored | None]:
         return [Stored(self.negative) if kind == "condition" else None for _ in names]
 
 
@@ -64,10 +61,7 @@ def test_a_learner_on_a_workers_model_equals_one_that_loaded_it(
 ) -> None:
     config = config_of(tmp_path, random_pipeline, algorithm)
     family, _ = ended_worker(config).hand_over()
-    rank = LearnerRank(dump_config(config), RankPlace(0, 1), held=family)
-    rank.join(None)
-    rank.load_model(prompts_of(config))
-    rank.build()
+    rank = alone(config, family)
     assert rank.learning.model.family is family
     other, learning = alone(config), inline_learning(config)
     assert rank.digest() == other.digest()

@@ -23,7 +23,7 @@ from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import LoraSlots, Slot
 from spotlight.registry import FAMILIES
-from spotlight.runtime.build import components as build
+from spotlight.runtime.assembly import components as build
 from spotlight_rewards.base.errors import ConfigError
 
 SIZE = MediaSize(16, 16)

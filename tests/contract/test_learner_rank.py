@@ -9,19 +9,27 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from learner_job import Batch, config_of, inline_learning, make_batch, prompts_of
+from learner_job import (
+    Batch,
+    Blobs,
+    alone,
+    config_of,
+    inline_learning,
+    make_batch,
+    prompts_of,
+    rank_of,
+    train_rank,
+)
 
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.learner import learner_rank
-from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace, share_of, write_token
+from spotlight.cluster.learner.learner_rank import NEGATIVE, RankPlace, write_token
 from spotlight.cluster.workers.worker_weights import BundleLoader
-from spotlight.config.load import dump_config
-from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import unpack_condition
-from spotlight.runtime.build.learner_parts import Learning, rollout_slots
+from spotlight.runtime.assembly.learner_parts import Learning, rollout_slots
 from spotlight.scheduler.effects import PullWeights
-from spotlight.scheduler.types import PolicyVersion, RolloutId, WeightKind, WorkerId
+from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import TrainingError
 from spotlight.weights.bundle import WeightsManifest, bind, pack, read
@@ -37,32 +45,13 @@ WEIGHT_TOLERANCE = 2e-6
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
 
-def alone(config: RunConfig) -> LearnerRank:
-    rank = LearnerRank(dump_config(config), RankPlace(0, 1))
-    rank.join(None)
-    rank.load_model(prompts_of(config))
-    rank.build()
-    return rank
-
-
 def train_inline(learning: Learning, batch: Batch) -> tuple[float, float]:
-    trainer = learning.trainer
-    trainer.prepare(batch.effect, batch.rollouts, batch.tensors)
+    learning.feed.prepare(batch.effect, batch.rollouts, batch.tensors)
     for micro_batch in batch.effect.micro_batches:
-        trainer.accumulate(micro_batch)
-    figures = trainer.step(len(batch.rollouts))
-    trainer.finish_batch()
-    return figures
-
-
-def train_rank(rank: LearnerRank, batch: Batch, packed: dict[RolloutId, bytes]) -> tuple[float, float]:
-    share = share_of(batch.effect, rank.place.rank, rank.place.world)
-    rank.prepare(batch.effect, batch.rollouts, {name: packed[name] for name in share})
-    for micro_batch in batch.effect.micro_batches:
-        rank.accumulate(micro_batch)
-    figures = rank.step(len(batch.rollouts))
-    rank.finish_batch()
-    return figures
+        learning.learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
+    report = learning.learner.step(len(batch.rollouts))
+    learning.learner.finish_batch()
+    return report.sums.loss, report.grad_norm
 
 
 def without_seconds(row: dict[str, float]) -> dict[str, float]:
@@ -80,10 +69,10 @@ def test_one_rank_equals_the_inline_trainer_to_the_bit(
     for iteration in range(2):
         batch = make_batch(config, learning, iteration, iteration)
         assert train_rank(rank, batch, batch.packed) == train_inline(learning, batch)
-        assert without_seconds(rank.take_log()) == without_seconds(learning.trainer.log.take())
+        assert without_seconds(rank.take_log()) == without_seconds(learning.learner.log.take())
         assert rank.digest() == learning.learner.digest() != start
 
-    packed = rank.publish(2, 5)
+    packed = rank.packed(2, 5)
     assert packed is not None
     bundle = read(*packed)
     assert (bundle.manifest.version, bundle.manifest.lineage) == (2, 5)
@@ -94,17 +83,20 @@ def test_one_rank_equals_the_inline_trainer_to_the_bit(
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
     with pytest.raises(RuntimeError, match="version 3 is to be published, but the learner has made 2"):
-        rank.publish(3, 0)
+        rank.packed(3, 0)
 
     rank.save(tmp_path / "state")
     again = alone(config)
     again.load(tmp_path / "state")
     assert again.digest() == rank.digest()
     prompts = [batch.effect.groups[1].prompt_id, batch.effect.groups[0].prompt_id]
-    conditions = [unpack_condition(data)["embeds"] for data in again.conditions(prompts)]
+    again.send_conditions(prompts)
+    assert isinstance(again.store, Blobs)
+    sent = {name: unpack_condition(data)["embeds"] for (_, name), data in again.store.kept.items()}
+    conditions = [sent[prompt] for prompt in prompts]
     assert all(map(torch.equal, conditions, (each["embeds"] for each in learning.conditions.of(prompts))))
-    assert torch.equal(unpack_condition(again.negative())["embeds"], learning.negative["embeds"])
-    assert again.publish(None, 0) is not None
+    assert torch.equal(sent[NEGATIVE], learning.negative["embeds"])
+    assert again.packed(None, 0) is not None
 
 
 @pytest.mark.parametrize(
@@ -126,7 +118,7 @@ def test_adapters_rounded_for_workers_change_no_rollout_that_computes_in_bfloat1
     rank, worker = alone(config), alone(config).learning
     batch = make_batch(config, rank.learning, 0, 0)
     train_rank(rank, batch, batch.packed)
-    published = rank.publish(1, 0)
+    published = rank.packed(1, 0)
     assert published is not None
     states = {slot: rank.learning.slots.state(slot) for slot in ("old", "policy")}  # type: ignore[arg-type]
     whole, data = pack(1, 0, states, rank.learning.slots.modules_bound)
@@ -155,7 +147,7 @@ class Home:
     def __init__(self, manifest: WeightsManifest, data: bytes) -> None:
         self.kept = {"manifest": manifest.to_json().encode(), "weights": data}
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob]:
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob]:
         return [StoredBlob(0, self.kept[kind])]
 
     def deliver(self, report: Report) -> None:
@@ -176,7 +168,7 @@ def test_evaluated_weights_are_sent_where_they_are_evaluated_and_older_ones_cann
                 batch = make_batch(config, rank.learning, version - 1, version - 1)
                 train_rank(rank, batch, batch.packed)
             due = version in (0, 2)
-            manifest, data = rank.publish(version, 0) or pytest.fail("rank 0 publishes")
+            manifest, data = rank.packed(version, 0) or pytest.fail("rank 0 publishes")
             assert manifest.slots == (used if due else ("old",))
             loader = BundleLoader(Home(manifest, data), cache, worker.slots, used)
             worker_id = WorkerId("w")
@@ -189,7 +181,7 @@ def test_evaluated_weights_are_sent_where_they_are_evaluated_and_older_ones_cann
     again = alone(config)
     rank.save(tmp_path / "state")
     again.load(tmp_path / "state")
-    assert again.publish(None, 0) == rank.publish(3, 0), "what was begun with these weights goes on"
+    assert again.packed(None, 0) == rank.packed(3, 0), "what was begun with these weights goes on"
     evaluated = make_batch(config, worker, 3, 3, slot="policy")
     assert not evaluated.finished, "without the weights no evaluation looks right"
     assert make_batch(config, worker, 3, 3).finished
@@ -202,7 +194,7 @@ def one_of_two(number: int, root: Path, pipeline: Path, ports: tuple[int, ...]) 
     torch.set_num_threads(1)
     for algorithm, port in zip(ALGORITHMS, ports, strict=True):
         config = config_of(root, pipeline, algorithm, algorithm)
-        rank = LearnerRank(dump_config(config), RankPlace(number, 2, timeout_s=60))
+        rank = rank_of(config, RankPlace(number, 2, timeout_s=60))
         rank.check_storage("the token")
         address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
         rank.join(address)
@@ -210,7 +202,7 @@ def one_of_two(number: int, root: Path, pipeline: Path, ports: tuple[int, ...]) 
         rank.build()
         batches = torch.load(root / f"{algorithm}-batches.pt", weights_only=False)
         figures = [train_rank(rank, batch, batch.packed) for batch in batches]
-        digest, packed = rank.digest(), rank.publish(2, 0)
+        digest, packed = rank.digest(), rank.packed(2, 0)
         rank.save(root / f"{algorithm}-state")
         exported = rank.export()
         assert (packed is None) == (exported is None) == (number > 0)
@@ -237,7 +229,7 @@ def test_two_ranks_equal_one(random_pipeline: Path, tmp_path: Path) -> None:
         others, digest, packed = torch.load(tmp_path / f"{algorithm}-two.pt", weights_only=False)
         for mine, theirs in zip(figures[algorithm], others, strict=True):
             assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-6)
-        own = rank.publish(2, 0)
+        own = rank.packed(2, 0)
         assert own is not None
         bundle, expected = read(*packed), read(*own)
         assert bundle.manifest.modules_bound == expected.manifest.modules_bound
@@ -260,7 +252,7 @@ def free_ports(count: int) -> tuple[int, ...]:
 def test_a_batch_that_ranks_cannot_share_is_refused(random_pipeline: Path, tmp_path: Path) -> None:
     config = config_of(tmp_path, random_pipeline, "nft")
     with pytest.raises(ConfigError, match="divisible by the 3 ranks"):
-        LearnerRank(dump_config(config), RankPlace(0, 3))
+        rank_of(config, RankPlace(0, 3)).config  # noqa: B018
 
 
 def test_the_run_directory_must_be_the_heads(
@@ -268,7 +260,7 @@ def test_the_run_directory_must_be_the_heads(
 ) -> None:
     monkeypatch.setattr(learner_rank, "_STORAGE_SETTLES_S", 0.1)
     config = config_of(tmp_path, random_pipeline, "nft")
-    rank = LearnerRank(dump_config(config), RankPlace(0, 1))
+    rank = rank_of(config, RankPlace(0, 1))
     with pytest.raises(StoreError, match=r"found nothing .* storage that all nodes share that train"):
         rank.check_storage("abc")
     RunPaths(config.runs_dir / config.name).path.mkdir()
@@ -283,12 +275,12 @@ def test_bad_batches_raise_what_they_raise_inline(random_pipeline: Path, tmp_pat
     config = config_of(tmp_path, random_pipeline, "nft")
     rank = alone(config)
     with pytest.raises(RuntimeError, match="not joined"):
-        LearnerRank(dump_config(config), RankPlace(0, 1)).ranks  # noqa: B018
+        rank_of(config, RankPlace(0, 1)).ranks  # noqa: B018
     batch = make_batch(config, rank.learning, 0, 0)
     first = next(iter(batch.packed))
     short = {name: data for name, data in batch.packed.items() if name != first}
-    with pytest.raises(ValueError, match=f"7 of the 8 samples of its share; the first missing is {first}"):
-        rank.prepare(batch.effect, batch.rollouts, short)
+    with pytest.raises(LookupError, match=f"no sample of rollout {first}"):
+        train_rank(rank, batch, short)
     batch.finished[first].tensors.final.fill_(float("nan"))
     with pytest.raises(TrainingError, match="gradient norm"):
         train_rank(rank, batch, batch.packed)

@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from learner_job import Batch, config_of, make_batch, prompts_of
-from test_learner_rank import WEIGHT_TOLERANCE, alone, free_ports, train_rank, without_seconds
+from learner_job import Batch, alone, config_of, make_batch, prompts_of, rank_of, train_rank
+from test_learner_rank import WEIGHT_TOLERANCE, free_ports, without_seconds
 
-from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace, share_of
-from spotlight.config.load import dump_config
+from spotlight.cluster.learner.learner_rank import LearnerRank, RankPlace
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, Group, MicroBatch
-from spotlight.training.batching.sample_advantages import sample_advantages
+from spotlight.training.batching.feed import sample_advantages
 from spotlight.weights.bundle import read
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
@@ -70,18 +69,7 @@ def slice_by_slice(effect: PrepareBatch, size: int) -> list[PrepareBatch]:
 def train_parts(
     rank: LearnerRank, batch: Batch, parts: list[PrepareBatch], samples: int
 ) -> tuple[float, float]:
-    packed = batch.packed
-    for part in parts:
-        members = {rollout for group in part.groups for rollout in group.rollouts}
-        share = share_of(part, rank.place.rank, rank.place.world)
-        rank.prepare(
-            part, {name: batch.rollouts[name] for name in members}, {name: packed[name] for name in share}
-        )
-        for micro_batch in part.micro_batches:
-            rank.accumulate(micro_batch)
-    figures = rank.step(samples)
-    rank.finish_batch()
-    return figures
+    return train_rank(rank, batch, batch.packed, parts, samples)
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("nft", marks=pytest.mark.slow), "grpo"])
@@ -110,19 +98,19 @@ def test_slices_train_with_the_advantages_of_their_baseline(random_pipeline: Pat
     parts = slice_by_slice(batch.effect, 3)
     assert [len(part.groups[0].rollouts) for part in parts] == [3, 1]
     train_parts(rank, batch, parts, 8)
-    learner, trainer = by_hand.learning.learner, by_hand.learning.trainer
+    learner, feed = by_hand.learning.learner, by_hand.learning.feed
     given: dict[str, float] = {}
     for part in parts:
-        given |= sample_advantages(part, trainer.reward_weights, learner.advantage)
+        given |= sample_advantages(part, feed.reward_weights, learner.advantage)
     assert len({round(value, 6) for value in given.values()}) > 2
     order = [micro_batch for part in parts for micro_batch in part.micro_batches]
-    samples = trainer._batch(batch.effect, batch.rollouts, batch.tensors)
+    samples = feed._batch(batch.effect, batch.rollouts, batch.tensors)
     samples = [replace(sample, advantage=given[sample.key]) for sample in samples]
-    by_hand.learning.learner.prepare(samples, [each.rollouts for each in order], part=True)
+    learner.prepare(samples, [each.rollouts for each in order], part=True)
     for micro_batch in order:
-        trainer.accumulate(micro_batch)
-    trainer.step(8)
-    trainer.finish_batch()
+        learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
+    learner.step(8)
+    learner.finish_batch()
     assert rank.digest() == by_hand.digest()
 
 
@@ -144,14 +132,14 @@ def test_samples_lost_between_parts_leave_the_mean_over_the_rest(
 def one_of_two(number: int, root: Path, pipeline: Path, algorithm: str, port: int) -> None:
     torch.set_num_threads(1)
     config = config_in_parts(root, pipeline, algorithm)
-    rank = LearnerRank(dump_config(config), RankPlace(number, 2, timeout_s=60))
+    rank = rank_of(config, RankPlace(number, 2, timeout_s=60))
     address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
     rank.join(address)
     rank.load_model(prompts_of(config))
     rank.build()
     batches = torch.load(root / "batches.pt", weights_only=False)
     figures = [train_parts(rank, batch, group_by_group(batch.effect), 8) for batch in batches]
-    packed = rank.publish(2, 0)
+    packed = rank.packed(2, 0)
     if packed is not None:
         torch.save((figures, packed), root / "two.pt")
     rank.close()
@@ -175,7 +163,7 @@ def test_two_ranks_in_parts_equal_one_with_the_whole_batch(
     others, packed = torch.load(tmp_path / "two.pt", weights_only=False)
     for mine, theirs in zip(figures, others, strict=True):
         assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-6)
-    own = rank.publish(2, 0)
+    own = rank.packed(2, 0)
     assert own is not None
     bundle, expected = read(*packed), read(*own)
     for slot, tensors in expected.tensors.items():

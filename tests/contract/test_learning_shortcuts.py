@@ -10,8 +10,8 @@ from torch import nn
 
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import prepare_model
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import prepare_model
 from spotlight_rewards.base.errors import ConfigError
 
 

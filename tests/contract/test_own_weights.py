@@ -20,7 +20,7 @@ from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.report.loading import loading_snippet
-from spotlight.runtime.build import components as build
+from spotlight.runtime.assembly import components as build
 from spotlight_rewards.base.errors import ConfigError
 
 SIZE = MediaSize(16, 16)

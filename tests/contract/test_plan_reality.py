@@ -14,7 +14,7 @@ from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
 from spotlight.dry_run.run_plan import count_passes, make_plan
 from spotlight.models.media import MediaSize
 from spotlight.models.slots import WeightSlots
-from spotlight.runtime.build import components as build
+from spotlight.runtime.assembly import components as build
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.recompute import recompute_blocks
 
@@ -43,7 +43,7 @@ def test_parameters_and_copies_are_exactly_those_of_the_loaded_model(
     real = slots(settings)
     assert isinstance(plan.model, ModelSizes)
     assert plan.model.parameters == sum(tensor.numel() for tensor in real.merged_state("policy").values())
-    assert plan.parameters_trained == real.trainable_count()
+    assert plan.parameters_trained == sum(weight.numel() for weight in real.trainable_parameters().values())
     owning = [slot for slot in real.slots if settings.learner.mode == "full" or slot != "reference"]
     assert weight_copies(settings) == len(owning) - 1
 

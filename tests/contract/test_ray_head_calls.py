@@ -142,7 +142,7 @@ def test_the_head_hears_at_once(store: Any) -> None:
         answer = sender.deliver.remote(store, committed(step, 1))
         (delivered,) = ray.get(question, timeout=ANSWER_S)
         now = time.monotonic()
-        assert (delivered.event.steps, delivered.mark, delivered.sender) == (step, MARK, SENDER)
+        assert (delivered.event.steps, delivered.weights_digest, delivered.sender) == (step, MARK, SENDER)
         waits.append(now - ray.get(answer, timeout=ANSWER_S))
     median, most = (1000 * wait for wait in (statistics.median(waits), max(waits)))
     print(f"\nfrom delivery to the head: median {median:.1f} ms, max {most:.1f} ms")

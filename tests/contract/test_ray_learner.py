@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,16 @@ from own_ray import own_ray
 
 from spotlight.cluster.blobs.blob_server import start_blob_store
 from spotlight.cluster.blobs.blob_store import BlobAddress
-from spotlight.cluster.learner.learner_actor import CONDITION, NEGATIVE, WEIGHTS, Placement, RayLauncher
-from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
-from spotlight.cluster.learner.learner_rank import write_token
+from spotlight.cluster.learner.learner_group import LearnerGroup
+from spotlight.cluster.learner.learner_rank import CONDITION, NEGATIVE, WEIGHTS, LearnerRank, write_token
+from spotlight.cluster.learner.life import Deadlines
+from spotlight.cluster.learner.ray_launcher import Placement, RayLauncher
 from spotlight.cluster.remote_calls import AbandonedError
 from spotlight.config.load import dump_config
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import Baseline, Comparison, PolicyVersion, RolloutId
+from spotlight.scheduler.types import Baseline, Comparison, PolicyVersion, Rollout, RolloutId
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import TrainingError
 from spotlight.weights.bundle import WeightsManifest, read
@@ -126,13 +129,22 @@ class Head:
             ray.get(self.store.put.remote("sample", name, data, mark))
         return {name: BlobAddress(name, mark) for name in batch.rollouts}
 
+    async def ask(
+        self,
+        effect: ef.TrainEffect,
+        rollouts: Mapping[RolloutId, Rollout] | None = None,
+        stored: Mapping[RolloutId, BlobAddress] | None = None,
+    ) -> ev.Event:
+        return await self.group.ranks.ask(LearnerRank.train, effect, rollouts or {}, stored or {})
+
     async def train(self, batch: Batch) -> tuple[float, float]:
-        await self.group.prepare(batch.effect, batch.rollouts, self.keep(batch))
-        for micro_batch in batch.effect.micro_batches:
-            await self.group.accumulate(micro_batch)
-        loss, norm = await self.group.step(len(batch.rollouts), 0)
-        await self.group.finish_batch()
-        return loss, norm
+        await self.ask(batch.effect, batch.rollouts, self.keep(batch))
+        for index, micro_batch in enumerate(batch.effect.micro_batches):
+            await self.ask(ef.TrainMicroBatch(micro_batch, index))
+        stepped = await self.ask(ef.StepOptimizer(batch.effect.iteration, 0, len(batch.rollouts)))
+        assert isinstance(stepped, ev.OptimizerStepped)
+        await self.ask(ef.FinishBatch(batch.effect.iteration))
+        return stepped.loss, stepped.grad_norm
 
     def stored(self, kind: str, name: str) -> bytes:
         (blob,) = ray.get(self.store.fetch.remote(kind, [name]))
@@ -160,9 +172,9 @@ async def fails_to_train(head: Head, batch: Batch) -> None:
         sample.tensors.final.fill_(float("nan"))
     stored = head.keep(batch, "another digest")
     for part in in_parts(batch.effect):
-        await head.group.prepare(part, batch.rollouts, stored)
-        await head.group.accumulate(part.micro_batches[0])
-    head.beside(head.group.step(8, 0), "step")
+        await head.ask(part, batch.rollouts, stored)
+        await head.ask(ef.TrainMicroBatch(part.micro_batches[0], 0))
+    head.beside(head.ask(ef.StepOptimizer(2, 0, 8)), "step")
     await head.until(lambda: bool(head.failed))
     (error,) = head.failed
     assert type(error) is TrainingError
@@ -176,28 +188,28 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         assert (manifest.version, manifest.lineage) == (0, 0)
         _, norm = await head.train(batches[0])
         assert norm > 0
-        log = await group.take_log()
+        log = await group.ranks.ask(LearnerRank.take_log)
         assert log["train/samples"] == len(batches[0].rollouts)
-        published = await group.publish(PolicyVersion(1), 0)
+        published = await group.ranks.publish(PolicyVersion(1), 0)
         read(published, head.stored(WEIGHTS, published.digest))
         assert published.digest != manifest.digest
         prompts = [each.prompt_id for each in batches[0].effect.groups]
-        await group.send_conditions(prompts)
+        await group.ranks.ask(LearnerRank.send_conditions, prompts)
         assert all(head.stored(CONDITION, name) for name in [*prompts, NEGATIVE])
         await group.save(state)
         undisturbed = await head.train(batches[1])
-        digest = await group.digest()
+        digest = await group.ranks.ask(LearnerRank.digest)
 
         stored = head.keep(batches[2])
         first_part, second_part = in_parts(batches[2].effect)
-        await group.prepare(first_part, batches[2].rollouts, stored)
-        await group.accumulate(first_part.micro_batches[0])
-        await group.prepare(second_part, batches[2].rollouts, stored)
-        head.beside(group.accumulate(second_part.micro_batches[0]), "accumulate")
+        await head.ask(first_part, batches[2].rollouts, stored)
+        await head.ask(ef.TrainMicroBatch(first_part.micro_batches[0], 0))
+        await head.ask(second_part, batches[2].rollouts, stored)
+        head.beside(head.ask(ef.TrainMicroBatch(second_part.micro_batches[0], 0)), "accumulate")
         await asyncio.sleep(0)
         killed_at, first = time.monotonic(), head.process_of(0)
         os.kill(head.process_of(1), signal.SIGKILL)
-        head.beside(group.step(8, 0), "step")
+        head.beside(head.ask(ef.StepOptimizer(2, 0, 8)), "step")
         await head.until(lambda: bool(head.losses))
         ((lost_at, detail),) = head.losses
         assert lost_at - killed_at < 10
@@ -210,8 +222,9 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         assert (again.version, again.lineage) == (1, 1)
         assert not _lives(first), "the survivor of the lost life is gone"
         assert await head.train(batches[1]) == undisturbed
-        assert await group.digest() == digest
-        exported = await group.export()
+        assert await group.ranks.ask(LearnerRank.digest) == digest
+        exported = await group.ranks.ask(LearnerRank.export)
+        assert exported is not None
         assert exported.is_file()
         await group.save(state.with_name("later"))
         assert (len(head.losses), head.failed, head.notes) == (1, [], [])
@@ -240,13 +253,13 @@ def test_a_killed_rank_is_reported_once_and_the_restored_learner_goes_on_as_if_n
 async def stopped(head: Head, batches: list[Batch]) -> None:
     async with head:
         await head.restore(None, 0)
-        await head.group.prepare(batches[0].effect, batches[0].rollouts, head.keep(batches[0]))
+        await head.ask(batches[0].effect, batches[0].rollouts, head.keep(batches[0]))
         ranks = [head.process_of(rank) for rank in range(2)]
         os.kill(ranks[1], signal.SIGSTOP)
-        head.beside(head.group.accumulate(batches[0].effect.micro_batches[0]), "accumulate")
+        head.beside(head.ask(ef.TrainMicroBatch(batches[0].effect.micro_batches[0], 0)), "accumulate")
         await head.until(lambda: bool(head.losses))
         ((_, detail),) = head.losses
-        assert "did not answer accumulate within 5 s" in detail
+        assert "did not answer train within 5 s" in detail
         await head.until(lambda: not any(map(_lives, ranks)))
         assert not head.answered
 

@@ -245,7 +245,9 @@ def _load(rank: int, small: Path, large: Path, scratch: Path, results: Queue[Any
         for slot in whole.slots
         for name, tensor in shared.state(slot).items()
     )
-    results.put((before, after, 4 * whole.trainable_count(), equal))
+    results.put(
+        (before, after, 4 * sum(weight.numel() for weight in whole.trainable_parameters().values()), equal)
+    )
     dist.barrier()
     dist.destroy_process_group()
 

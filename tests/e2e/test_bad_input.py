@@ -194,7 +194,9 @@ def test_a_run_directory_of_another_configuration_is_left_alone(job: Job) -> Non
 def test_a_run_that_another_process_works_on_is_left_alone(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spotlight.runtime.build.components.load_family", unreachable)  # refused before that
+    monkeypatch.setattr(
+        "spotlight.runtime.assembly.components.load_family", unreachable
+    )  # refused before that
     config = dump_config(job.config("busy", f"runs_dir={tmp_path}", "iterations=1"))
     with RunDirectory.open(tmp_path, "busy", config), pytest.raises(RunInUseError, match="in use by process"):
         job.train("busy", f"runs_dir={tmp_path}", "iterations=1")
@@ -218,7 +220,9 @@ def test_a_place_that_cannot_be_written_is_refused(
 ) -> None:
     place = unwritable(tmp_path)
     before = sorted(place.iterdir())
-    monkeypatch.setattr("spotlight.runtime.build.components.load_family", unreachable)  # refused before that
+    monkeypatch.setattr(
+        "spotlight.runtime.assembly.components.load_family", unreachable
+    )  # refused before that
     with pytest.raises(StoreError, match=r"^runs_dir: .* cannot be made: .*Set runs_dir to") as caught:
         job.train("refused", f"runs_dir={place}")
     assert str(place / "refused") in str(caught.value)

@@ -282,7 +282,7 @@ def test_ray_processes_are_known_by_their_titles() -> None:
         return _process_faults.Process(1, "1", title, 1).kind
 
     assert kind("ray::WorkerActor.watch") is _process_faults.TargetKind.WORKER
-    assert kind("ray::LearnerActor") is _process_faults.TargetKind.LEARNER
+    assert kind("ray::LearnerRank") is _process_faults.TargetKind.LEARNER
     assert kind("ray::NodeAgent.notices") is _process_faults.TargetKind.AGENT
     assert (
         kind("/bin/python -P -u -c from spotlight_rewards.pool.reward_worker import main")

@@ -11,7 +11,7 @@ from benchmarks._pipeline_ray import paced_environment
 from main_job import Job
 from ray_job import running
 
-from spotlight.runtime.build.controller_plan import cluster_plan_of
+from spotlight.runtime.assembly.controller_plan import cluster_plan_of
 from spotlight_plan.calibration.measured_profile import measured_profile
 from spotlight_plan.calibration.run_prediction import predict_run
 from spotlight_plan.calibration.run_times import RunTimes, read_run_times

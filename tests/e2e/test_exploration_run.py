@@ -26,13 +26,13 @@ from main_job import (
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.exploration.selection import SelectionPolicy, select
+from spotlight.scheduler.selection import SelectionPolicy, select
 from spotlight.scheduler.types import Phase, RolloutId
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.batching import feed
-from spotlight.training.batching.sample_advantages import sample_advantages
+from spotlight.training.batching.feed import sample_advantages
 
 SHORT = ("iterations=2", "evaluation.every=9")
 EXPLORES = (*GRPO, *SHORT, "exploration={seeds_per_prompt: 7, steps: 2, sampled_prompts: 1}")

@@ -18,10 +18,10 @@ from spotlight.config.sections.exploration import ExplorationConfig, SeedPolicy
 from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler import controller as controller_module
+from spotlight.scheduler import training_tasks as training_module
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import Effect, PrepareBatch, WriteRecord
 from spotlight.scheduler.ledger import AccountingError
-from spotlight.scheduler.overlap import training_tasks as training_module
 from spotlight.scheduler.plan import ClusterPlan, Plan
 from spotlight.scheduler.records import SampleDropped, SampleTrained
 from spotlight.scheduler.rollouts import Rollouts

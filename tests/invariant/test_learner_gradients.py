@@ -26,7 +26,7 @@ from spotlight.models.condition import ConditionBatch
 from spotlight.models.slots import LoraSlots
 from spotlight.training.batching.batch import kept_steps, stack
 from spotlight.training.learner import Learner, TrainingSample
-from spotlight.training.policy import MicroBatchPolicy
+from spotlight.training.passes import MicroBatchPolicy
 
 ALGORITHMS = ("flow-grpo", "flow-grpo-fast", "diffusion-nft")
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

@@ -53,7 +53,6 @@ def test_groups_trained_as_they_arrive_give_the_gradient_of_the_whole_batch_to_t
     for arrived, keys in enumerate(cut(samples, GROUP), start=1):
         part = [sample for sample in samples if sample.key in keys]
         assert learner.prepare(part, [keys], part=True).groups == arrived
-        assert learner.announced == (None if arrived == 1 else len(samples))
         learner.accumulate(keys, len(samples))
     found = gathered(learner)
     assert found.keys() == expected.keys()
@@ -123,14 +122,12 @@ def test_a_batch_of_fewer_samples_than_announced_is_the_mean_over_those(world: W
     samples = roll_out(world, whole)
     expected = gradients(whole, samples[: 2 * GROUP], GROUP)
     learner = make_learner(world, algorithm("diffusion-nft"))
-    with pytest.raises(RuntimeError, match="no announced number"):
-        learner.amend(4)
     first, second, _lost = cut(samples, GROUP)
     learner.prepare(samples[:GROUP], [first], part=True)
     learner.accumulate(first, len(samples))
-    learner.amend(2 * GROUP)
     learner.prepare(samples[GROUP : 2 * GROUP], [second], part=True)
-    learner.accumulate(second, 2 * GROUP)
+    learner.accumulate(second, len(samples))
+    learner._announce(2 * GROUP)
     found = gathered(learner)
     for key, gradient in expected.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-4, atol=1e-7)

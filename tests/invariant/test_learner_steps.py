@@ -135,7 +135,7 @@ def test_samples_counted_as_zero_shorten_the_gradient(world: World) -> None:
         keys = [sample.key for sample in samples]
         learner.prepare(samples, [keys])
         learner.accumulate(keys, len(keys) + zeros)
-        norms.append(learner.step(zeros).grad_norm)
+        norms.append(learner.step(zeros=zeros).grad_norm)
     assert norms[1] == pytest.approx(norms[0] * 3 / 4, rel=1e-5)
 
 

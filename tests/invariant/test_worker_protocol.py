@@ -45,8 +45,8 @@ from spotlight.scheduler.events import (
     WeightsPulled,
 )
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, WorkerId
-from spotlight.worker.group_role import GroupRole
 from spotlight.worker.interfaces import HeadLostError, Leave, LoadError, Patience
+from spotlight.worker.leases import GroupRole
 
 STEPS = 4
 W0 = WorkerId("w0")
@@ -334,7 +334,7 @@ def test_values_are_safe_before_anything_is_reported(body: Body, home: MemoryHom
     safe: set[tuple[str, str, int]] = set()
     for report in home.reports:
         safe |= {(value.kind, value.name, value.step) for value in report.values}
-        assert report.mark == mark_of(0)
+        assert report.weights_digest == mark_of(0)
         for event in report.events:
             if isinstance(event, LeaseProgressed):
                 assert all(("progress", one.id, event.steps) in safe for one in PAIR)

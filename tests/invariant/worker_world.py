@@ -75,7 +75,7 @@ class MemoryHome:
             raise HeadLostError("the home is gone")
         with self._changed:
             for value in report.values:
-                key = (value.kind, value.name, report.mark)
+                key = (value.kind, value.name, report.weights_digest)
                 if key not in self.values or self.values[key].step < value.step:
                     self.values[key] = Kept(value.step, value.data)
             self.reports.append(report)

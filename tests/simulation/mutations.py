@@ -17,6 +17,8 @@ from spotlight.config.sections.algorithm import TrainPolicy
 from spotlight.scheduler import events as ev
 from spotlight.scheduler import iteration as issue_module
 from spotlight.scheduler import rollouts as rollouts_module
+from spotlight.scheduler import training_tasks as training_module
+from spotlight.scheduler.batches import Part, micro_batches
 from spotlight.scheduler.cluster.answer_limits import AnswerLimits
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.commands import CommandEffect, Commands
@@ -25,17 +27,19 @@ from spotlight.scheduler.cluster.members import Worker, WorkerGroup
 from spotlight.scheduler.cluster.queue import CommitVerdict, PullQueue, _OpenLease
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.exploration.kept import KeptPreviews, KeptSample
 from spotlight.scheduler.iteration import Iteration, Unsaved
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.learner.learner_places import LearnerPlaces
-from spotlight.scheduler.overlap import training_tasks as training_module
-from spotlight.scheduler.overlap.batches import micro_batches
-from spotlight.scheduler.overlap.slices import Slice
-from spotlight.scheduler.overlap.subset import choose_seeds
-from spotlight.scheduler.overlap.training_tasks import TrainingTasks
 from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.policies.exploration.exploration import Exploration
+from spotlight.scheduler.policies.exploration.kept import KeptPreviews, KeptSample
+from spotlight.scheduler.policies.next_iteration.next_iteration import NextIteration
+from spotlight.scheduler.policies.subset import subset as subset_module
+from spotlight.scheduler.policies.subset.choose_seeds import choose_seeds
+from spotlight.scheduler.policies.subset.subset import Subset
+from spotlight.scheduler.policy import GroupPlan
 from spotlight.scheduler.rollouts import Rollouts
+from spotlight.scheduler.training_tasks import TrainingTasks
 from spotlight.scheduler.types import (
     DropReason,
     Lease,
@@ -118,13 +122,9 @@ def _closes_any(self: PullQueue, lease: LeaseId, rollout: RolloutId) -> None:
 
 
 def _lags_a_version(
-    plan: Plan,
-    prompts: Sequence[Prompt],
-    iteration: int,
-    version: PolicyVersion,
-    chosen: Mapping[int, Sequence[int]],
+    plan: Plan, groups: Sequence[GroupPlan], iteration: int, version: PolicyVersion
 ) -> Iterator[tuple[int, Prompt, Rollout]]:
-    return _train_rollouts(plan, prompts, iteration, PolicyVersion(max(0, version - 1)), chosen)
+    return _train_rollouts(plan, groups, iteration, PolicyVersion(max(0, version - 1)))
 
 
 def _never_expires(self: PullQueue, now: float) -> list[Lease]:
@@ -155,10 +155,10 @@ def _grants_again_from_now(self: PullQueue, lease: LeaseId) -> Granted:
 
 
 def _keeps_the_ledger(
-    self: Rollouts, ledger: Mapping[str, object], exploration: Mapping[str, object]
+    self: Rollouts, ledger: Mapping[str, object], states: Mapping[str, Mapping[str, object]]
 ) -> None:
     before = self.ledger
-    _load(self, ledger, exploration)
+    _load(self, ledger, states)
     if before.position:
         self.ledger = before
 
@@ -186,14 +186,12 @@ def _never_preempts(
     return []
 
 
-def _looks_ahead_at_once(self: Rollouts, iteration: int, now: float) -> None:
-    explores = self.plan.exploration
-    idle = explores is not None and explores.where == "idle" and iteration + 1 < self.plan.iterations
-    if idle and self.window.opened_s is None:
-        self.open_window(iteration + 1, self.cluster.target, now)
+def _looks_ahead_at_once(self: Exploration, iteration: int, now: float) -> None:
+    if self.beside and iteration + 1 < self.work.plan.iterations and self.window.opened_s is None:
+        self._open(iteration + 1, self.work.cluster.target, now)
 
 
-def _leaves_windows_open(self: Rollouts, now: float) -> None:
+def _leaves_windows_open(self: Exploration, now: float) -> None:
     pass
 
 
@@ -229,7 +227,7 @@ def _never_unsaved(self: LearnerLife) -> bool:
     return self.up
 
 
-def _forgets_what_was_trained(self: Unsaved, at: Iteration) -> None:
+def _forgets_what_was_trained(self: Unsaved, ended: Iteration) -> None:
     self.names.clear()
 
 
@@ -268,12 +266,12 @@ def _books_work_as_idle(self: GpuAccounts, segments: Iterable[BilledSegment], ph
     _confirm(self, segments, Phase.LOST if phase is Phase.LOST else Phase.IDLE)
 
 
-def _keeps_older_work(self: Rollouts) -> None:
+def _keeps_older_work(self: NextIteration) -> None:
     pass
 
 
-def _reissues_early(self: Rollouts, prompt: Prompt, name: RolloutId) -> bool:
-    return False
+def _reissues_early(self: NextIteration, rollout: Rollout) -> None:
+    return None
 
 
 def _chooses_the_best(
@@ -306,7 +304,7 @@ def _counts_none_left_out(
     pass
 
 
-def _calls_everything_silent(self: TrainingTasks, part: Slice) -> bool:
+def _calls_everything_silent(self: Subset, part: Part) -> bool:
     return part.slot > 0
 
 
@@ -353,26 +351,26 @@ MUTATIONS = (
         "GPUs that train are leased meanwhile", ((Dispatcher, "set_trainer_budget", _leases_busy_learners),)
     ),
     Mutation("previews are not preempted", ((SpareTime, "preempt", _never_preempts),)),
-    Mutation("previews begin while rollouts wait", ((Rollouts, "explore_ahead", _looks_ahead_at_once),)),
-    Mutation("exploration windows are never closed", ((Rollouts, "close_window", _leaves_windows_open),)),
+    Mutation("previews begin while rollouts wait", ((Exploration, "fill", _looks_ahead_at_once),)),
+    Mutation("exploration windows are never closed", ((Exploration, "close", _leaves_windows_open),)),
     Mutation("workers keep weights that were undone", ((Cluster, "roll_back", _keeps_newer_weights),)),
-    Mutation("rollouts of the version before last are begun", ((Rollouts, "renew", _keeps_older_work),)),
+    Mutation(
+        "rollouts of the version before last are begun", ((NextIteration, "after_event", _keeps_older_work),)
+    ),
     Mutation("more groups than allowed begin early", ((Plan, "early_groups", _ALL_GROUPS),)),
-    Mutation("rollouts begun early are issued a second time", ((Rollouts, "_adopt", _reissues_early),)),
+    Mutation("rollouts begun early are issued a second time", ((NextIteration, "take", _reissues_early),)),
     Mutation("the learner trains while its GPUs roll out", ((Dispatcher, "trainers_work", _NEVER),)),
     Mutation(
         "several updates train the same samples",
         ((training_module, "split_updates", _trains_every_group_every_time),),
     ),
+    Mutation("the best are trained, not the extremes", ((subset_module, "choose_seeds", _chooses_the_best),)),
     Mutation(
-        "the best are trained, not the extremes", ((training_module, "choose_seeds", _chooses_the_best),)
-    ),
-    Mutation(
-        "one more than configured is trained", ((training_module, "choose_seeds", _chooses_one_too_many),)
+        "one more than configured is trained", ((subset_module, "choose_seeds", _chooses_one_too_many),)
     ),
     Mutation("micro-batches cut groups", ((training_module, "micro_batches", _cuts_groups),)),
-    Mutation("samples left out have no end", ((TrainingTasks, "_leave_out", _counts_none_left_out),)),
-    Mutation("groups that differ are skipped", ((TrainingTasks, "_is_silent", _calls_everything_silent),)),
+    Mutation("samples left out have no end", ((TrainingTasks, "leave_out", _counts_none_left_out),)),
+    Mutation("groups that differ are skipped", ((Subset, "_is_silent", _calls_everything_silent),)),
     Mutation("previews of fewer steps are kept", ((KeptPreviews, "wants", _keeps_short_previews),)),
     Mutation("rollouts are made that were previewed", ((KeptPreviews, "take", _keeps_nothing),)),
     Mutation("a preview is kept as several rollouts", ((KeptPreviews, "take", _keeps_twice),)),

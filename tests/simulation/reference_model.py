@@ -16,7 +16,8 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.answer_limits import MORE_MAX, SLOWER_MAX
 from spotlight.scheduler.cluster.members import GroupState
-from spotlight.scheduler.exploration.window import Window
+from spotlight.scheduler.policies.exploration.exploration import Exploration
+from spotlight.scheduler.policies.exploration.window import Window
 from spotlight.scheduler.records import (
     REWARD,
     Record,
@@ -412,9 +413,12 @@ class ReferenceModel:
         if not cluster.spare.explores:
             return
         pressing = queue.waiting - queue.waiting_for(Purpose.EXPLORE)
-        opens = controller.work.window is not self.window and controller.work.window.opened_s is not None
+        explores = controller.work.policies["exploration"]
+        assert isinstance(explores, Exploration)
+        window = explores.window
+        opens = window is not self.window and window.opened_s is not None
         assert not (opens and pressing), "a window opens while rollouts of the iteration wait"
-        self.window = controller.work.window
+        self.window = window
         able = [lease for lease in queue.previews() if cluster.groups[lease.worker].state is GroupState.READY]
         assert not pressing or not able or cluster.spare.awaited(self.simulation.now), (
             f"{pressing} rollouts wait, {len(able)} groups make previews, and none is preempted"

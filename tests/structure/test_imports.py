@@ -139,7 +139,6 @@ MESSAGES = {f"spotlight.scheduler.{module}" for module in ("types", "effects", "
 SPEAK_MESSAGES = {"rollout", "worker", "training", "report", "spotlight_dashboard"}
 ALSO = {
     ("rollout", "spotlight.scheduler.seeds"),
-    ("training", "spotlight.scheduler.overlap.slices"),
     ("training", "spotlight.store.store_errors"),
 }
 """Single modules allowed beside the table."""
@@ -148,19 +147,15 @@ FOR_ALL = {"registry", "garbage"}
 
 SCHEDULER_PARTS: dict[str, set[str]] = {
     "messages": set(),
-    "exploration": {"messages"},
     "cluster": {"messages"},
     "learner": {"messages", "cluster"},
     "scaling": set(),
-    "policy": {"messages", "rollouts"},
-    "rollouts": {"messages", "exploration", "cluster"},
-    "overlap": {"messages", "cluster", "exploration", "rollouts"},
-    "controller": {"messages", "exploration", "cluster", "learner", "rollouts", "overlap"},
+    "rollouts": {"messages", "cluster"},
+    "training_tasks": {"messages", "rollouts"},
+    "policies": {"messages", "cluster", "rollouts"},
+    "controller": {"messages", "cluster", "learner", "rollouts", "training_tasks"},
 }
 """Who may import whom inside the scheduler; ``messages`` is every module of its own level not named here."""
-PLAN_NAMES = {"spotlight.scheduler.exploration.bandit"}
-"""The plan speaks of arms as exploration defines them."""
-
 LIGHT = (
     *(f"spotlight.{room}" for room in ("config", "data", "scheduler", "fleet", "store")),
     "spotlight_rewards",
@@ -311,8 +306,17 @@ def test_inside_the_scheduler_parts_import_only_what_the_table_allows() -> None:
         for module, names in scheduler_imports().items()
         for name in sorted(names)
         if scheduler_part(name) not in {scheduler_part(module), *SCHEDULER_PARTS[scheduler_part(module)]}
-        and not (module == "spotlight.scheduler.plan" and name in PLAN_NAMES)
     ]
+    assert not found, "\n".join(found)
+
+
+def test_a_policy_imports_no_other_policy() -> None:
+    found = []
+    for module, names in scheduler_imports().items():
+        folder = ".".join(module.split(".")[:4])
+        if module.startswith("spotlight.scheduler.policies."):
+            others = (name for name in names if name.startswith("spotlight.scheduler.policies."))
+            found += [f"{module} imports {name}" for name in others if not name.startswith(f"{folder}.")]
     assert not found, "\n".join(found)
 
 

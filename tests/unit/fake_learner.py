@@ -10,9 +10,11 @@ from typing import Any
 
 from virtual_time import settle
 
-from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
-from spotlight.cluster.learner.life import RankHandle
+from spotlight.cluster.learner.learner_group import LearnerGroup
+from spotlight.cluster.learner.learner_rank import LearnerRank
+from spotlight.cluster.learner.life import Deadlines, RankHandle
 from spotlight.cluster.remote_calls import AbandonedError
+from spotlight.scheduler import effects as ef
 from spotlight.scheduler.types import MicroBatch
 from spotlight.weights.bundle import WeightsManifest
 
@@ -20,6 +22,17 @@ MANIFEST = WeightsManifest(0, 0, "digest", 1, ("policy",), 1)
 MICRO_BATCH = MicroBatch(0, 0, (), 0)
 START = ["begin", "open_rendezvous", "join", "load_model", "build", "load", "publish"]
 PENDING = object()
+TRAINING = {
+    ef.PrepareBatch: "prepare",
+    ef.TrainMicroBatch: "accumulate",
+    ef.StepOptimizer: "step",
+    ef.FinishBatch: "finish_batch",
+}
+
+
+def name_of(method: Callable[..., Any], args: Sequence[Any]) -> str:
+    """What a rank is asked for, by the name of its method, or what it is to train."""
+    return TRAINING[type(args[0])] if method == LearnerRank.train else method.__name__
 
 
 def pending() -> asyncio.Future[Any]:
@@ -41,10 +54,11 @@ class FakeRank:
     waiting: list[asyncio.Future[Any]] = field(default_factory=list)
     death: asyncio.Future[Any] = field(default_factory=pending)
 
-    def call(self, method: str, *args: object) -> asyncio.Future[Any]:
-        self.called.append(method)
+    def call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Future[Any]:
+        name = name_of(method, args)
+        self.called.append(name)
         future = pending()
-        answer = self.answers(self.rank, method)
+        answer = self.answers(self.rank, name)
         if self.death.done():
             fail(future, RuntimeError("actor died"))
         elif isinstance(answer, Exception):
@@ -121,7 +135,10 @@ class World:
         self._start(self._live(checkpoint, lineage))
 
     def accumulate(self, label: str) -> None:
-        self.ask(self.group.accumulate(MICRO_BATCH), label)
+        self.ask(self.train(ef.TrainMicroBatch(MICRO_BATCH, 0)), label)
+
+    async def train(self, effect: ef.TrainEffect) -> Any:
+        return await self.group.ranks.ask(LearnerRank.train, effect, {}, {})
 
     async def up(self, checkpoint: Path | None = None, lineage: int = 0) -> FakeLauncher:
         self.restore(checkpoint, lineage)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from fake_learner import name_of
 
 from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_server import Delivered
@@ -27,8 +28,8 @@ from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight.rollout.serialization import _pack
+from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import Attempt, RunResult, open_attempt
-from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Silent
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -40,7 +41,6 @@ from spotlight.training.sharding import Ranks
 from spotlight.weights.bundle import WeightsManifest
 from spotlight.worker.interfaces import Command
 from spotlight.worker.reports import RolloutSpeed
-from spotlight_rewards.base.prompts import PromptId
 
 SETTINGS = (
     "device=cpu",
@@ -208,42 +208,36 @@ class FakeLearner:
         self.life += 1
         self.asked.append("form_second")
 
-    async def send_conditions(self, prompts: Sequence[PromptId]) -> None:
-        await self._ask("send_conditions")
+    @property
+    def ranks(self) -> FakeLearner:
+        return self
 
-    async def prepare(
-        self, effect: ef.PrepareBatch, rollouts: object, stored: Mapping[RolloutId, BlobAddress]
-    ) -> None:
-        self.stored.update(stored)
-        await self._ask("prepare")
-
-    async def accumulate(self, micro_batch: object) -> None:
-        await self._ask("accumulate")
-
-    async def step(self, samples: int, zeros: int) -> tuple[float, float]:
-        self.version += 1
-        await self._ask("step")
-        return 0.5, 1.0
-
-    async def finish_batch(self) -> None:
-        await self._ask("finish_batch")
+    async def ask(self, method: Callable[..., Any], *args: Any) -> Any:
+        name = name_of(method, args)
+        match args:
+            case [ef.PrepareBatch(iteration), _, stored]:
+                self.stored.update(stored)
+                answer: Any = ev.BatchPrepared(iteration)
+            case [ef.TrainMicroBatch(batch, index), *_]:
+                answer = ev.MicroBatchTrained(batch.iteration, batch.update, index)
+            case [ef.StepOptimizer(iteration, update), *_]:
+                self.version += 1
+                answer = ev.OptimizerStepped(iteration, update, 0.5, 1.0)
+            case [ef.FinishBatch(iteration), *_]:
+                answer = ev.BatchFinished(iteration)
+            case _:
+                answer = {"take_log": {}, "export": self.directory}.get(name)
+        await self._ask(name)
+        return answer
 
     async def publish(self, version: int, lineage: int) -> WeightsManifest:
         await self._ask("publish")
         return self._manifest(lineage)
 
-    async def take_log(self) -> dict[str, float]:
-        await self._ask("take_log")
-        return {}
-
     async def save(self, directory: Path) -> None:
         directory.mkdir()
         (directory / "version").write_text(str(self.version))
         await self._ask("save")
-
-    async def export(self) -> Path:
-        await self._ask("export")
-        return self.directory
 
 
 class FakeWorker:
@@ -348,13 +342,8 @@ class World:
     async def log_tail(self, order: ef.StartWorker) -> str:
         return ""
 
-    def release(self, progress: object) -> None:
-        """No reward here compares groups."""
-
-    def forget(self, rollouts: Sequence[str]) -> None:
-        """No sample waits for its group."""
-
-    def score(self, rollouts: Sequence[Rollout], lineage: int) -> None:
+    def score(self, effect: ef.ScoreSamples) -> None:
+        rollouts, lineage = effect.rollouts, effect.lineage
         digests = self.samples.digests
         assert all(digests[each.id] == self.learner.digest(each.version) for each in rollouts)
         for each in rollouts:

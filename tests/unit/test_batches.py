@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.scheduler.overlap.batches import (
+from spotlight.scheduler.batches import (
     even_out,
     even_out_each,
     micro_batches,

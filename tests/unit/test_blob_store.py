@@ -66,7 +66,7 @@ class VaultLikeADict(RuleBasedStateMachine):
             kind, name, mark = key
             data = bytes([fill]) * size
             newer = key not in self.model or self.model[key].step < step
-            assert self.store.put(kind, name, data, mark=mark, step=step) is newer
+            assert self.store.put(kind, name, data, weights_digest=mark, step=step) is newer
             if not newer:
                 continue
             self.model[key] = StoredBlob(step, data)
@@ -178,8 +178,8 @@ def test_threads_lose_nothing_and_never_pass_the_bound(store: BlobStore, tmp_pat
 def test_a_damaged_file_is_absent_and_logged(
     store: BlobStore, tmp_path: Path, harm: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.put("progress", "r1", b"x" * 900, mark="m", step=3)
-    store.put("progress", "r2", b"y" * 900, mark="m", step=3)
+    store.put("progress", "r1", b"x" * 900, weights_digest="m", step=3)
+    store.put("progress", "r2", b"y" * 900, weights_digest="m", step=3)
     first, second = sorted(on_disk(tmp_path))
     content = first.read_bytes()
     match harm:
@@ -199,11 +199,11 @@ def test_a_damaged_file_is_absent_and_logged(
     with caplog.at_level(logging.ERROR):
         assert store.get("progress", "r1", "m") is None
     assert str(first) in caplog.text
-    assert "progress of r1 at step 3 (mark m)" in caplog.text
+    assert "progress of r1 at step 3 (weights m)" in caplog.text
     assert store.step_of("progress", "r1", "m") is None
     assert (store.usage().damaged, store.usage().disk_bytes) == (1, 900)
     assert store.get("progress", "r2", "m") == StoredBlob(3, b"y" * 900)
-    assert store.put("progress", "r1", b"again", mark="m", step=1)  # made again where it is needed
+    assert store.put("progress", "r1", b"again", weights_digest="m", step=1)  # made again where it is needed
 
 
 FULL_DISK = """

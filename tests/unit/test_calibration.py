@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
 from spotlight.config.load import dump_config, load_config
-from spotlight.runtime.build.controller_plan import cluster_plan_of
+from spotlight.runtime.assembly.controller_plan import cluster_plan_of
 from spotlight.scheduler.events import NodeLost
 from spotlight.scheduler.types import NodeId
 from spotlight.store.ledger.ledger_schema import SCHEMA

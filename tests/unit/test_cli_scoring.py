@@ -223,9 +223,9 @@ def test_check_promises_a_download_only_of_what_is_at_the_hub(
 
 @pytest.mark.slow  # a process that imports transformers
 def test_check_refuses_a_model_that_prefers_the_wrong_prompt(here: Path) -> None:
-    from spotlight_rewards.preference.clip_score import tiny
+    from spotlight_rewards.preference.clip_rewards import ClipScore
 
-    params = [word for key, value in tiny(here).items() for word in ("-p", f"{key}={value}")]
+    params = [word for key, value in ClipScore().tiny(here).items() for word in ("-p", f"{key}={value}")]
     done = spotlight("rewards", "check", "clip-score", *params)
     assert f"scored by {here}/clip@" in done.output
     assert "a range stands in" in done.output

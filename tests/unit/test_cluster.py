@@ -320,7 +320,7 @@ def test_a_lost_learner_returns_to_the_checkpoint_and_keeps_what_is_safe() -> No
     restore = only(effects, ef.RestoreLearner)
     assert (restore.iteration, restore.lineage) == (0, 1)
     assert room.count(Recovery.SAMPLE_KEPT) == 1
-    assert grant.rollouts[0].id in room.controller.work.at.scores
+    assert grant.rollouts[0].id in room.controller.work.current.scores
     rejected = room.controller.ledger.rejected.total()
     room.feed(reward)
     assert room.controller.ledger.rejected.total() == rejected + 1, "a score of the lineage before"

@@ -11,7 +11,7 @@ from spotlight.config.load import load_config
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.pipeline import NO_OVERLAP
 from spotlight.diffusion.schedule import RandomWindow
-from spotlight.runtime.build.components import cluster_plan_of, make_window, plan_of
+from spotlight.runtime.assembly.components import cluster_plan_of, make_window, plan_of
 from spotlight.scheduler.plan import require_usable
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.prompts import Prompt, PromptId

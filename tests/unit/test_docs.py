@@ -235,7 +235,8 @@ def test_the_reference_names_every_key_and_every_option() -> None:
     site = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(site)
     pages = "".join(
-        (ROOT / "docs" / "reference" / name).read_text() for name in ("configuration.md", "cli.md")
+        (ROOT / "docs" / "reference" / name).read_text()
+        for name in ("configuration.md", "exclusions.md", "cli.md")
     )
     assert all(marker in pages for marker in site.PARTS)
     keys, commands = site.configuration_page(), site.commands_page()

@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 
+from spotlight.config.requires import problems_of
+from spotlight.config.schema import RunConfig
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig, PlannerConfig, PreviewCostsConfig
+from spotlight.config.sections.fleet import FleetConfig
+from spotlight.config.sections.rollout import RolloutConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.exploration.explorer import Explorer
-from spotlight.scheduler.exploration.window import ExploredGroup
 from spotlight.scheduler.plan import ClusterPlan, Plan
+from spotlight.scheduler.policies.exploration.explorer import Explorer
+from spotlight.scheduler.policies.exploration.window import ExploredGroup
 from spotlight.scheduler.records import RolloutIssued, SampleDropped, SampleExplored, SampleTrained
 from spotlight.scheduler.types import Node, NodeId, NodeKind, PolicyVersion, Purpose, Rollout
 from spotlight_plan.simulation.costs import ConstantCosts
@@ -27,6 +31,7 @@ from spotlight_plan.simulation.scenario import Scenario
 from spotlight_plan.simulation.virtual_driver import Simulation
 from spotlight_plan.simulation.virtual_rewards import RewardModel
 from spotlight_plan.simulation.virtual_workers import Receipt
+from spotlight_rewards.base.errors import Problem
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 10.0, True, False)
@@ -38,6 +43,8 @@ PLAN = Plan(
     lease_s=60.0, max_drop_share=None, cluster=ClusterPlan(),
 )  # fmt: skip
 CRITICAL = ExplorationConfig(seeds_per_prompt=16, steps=5)
+PLANNED = {"seeds_per_prompt": None, "steps": None}
+"""What a planner decides."""
 
 
 def revised(section: ExplorationConfig, **changes: object) -> ExplorationConfig:
@@ -310,7 +317,6 @@ def test_slices_of_a_group_chosen_for_its_contrast_balance(chosen_by_chance: boo
         tuple(range(16)),
         tuple(scores),
         16 if chosen_by_chance else 0,
-        None,
         32,
         {},
         (good,) * 16,
@@ -327,9 +333,7 @@ def test_slices_of_a_group_chosen_for_its_contrast_balance(chosen_by_chance: boo
 
 def test_a_restored_explorer_refuses_other_prompts() -> None:
     explorer = Explorer(dataclasses.replace(PLAN, exploration=CRITICAL), [Prompt(PromptId("a"), "a", {})])
-    group = ExploredGroup(
-        PromptId("b"), (1, 2), ({"reward": 0.0}, {"reward": 1.0}), 0, None, 4, {"reward": 1.0}
-    )
+    group = ExploredGroup(PromptId("b"), (1, 2), ({"reward": 0.0}, {"reward": 1.0}), 0, 4, {"reward": 1.0})
     state = {**explorer.snapshot(), "groups": {"0": group.to_dict()}}
     with pytest.raises(ValueError, match="prompt b"):
         explorer.load(json.loads(json.dumps(state)))
@@ -343,7 +347,7 @@ def test_a_restored_explorer_refuses_other_prompts() -> None:
     ("changes", "key"),
     [
         ({"steps": 11}, "steps"),
-        ({"planner": PlannerConfig(seed_counts=(8,), step_counts=(2, 11))}, "planner.step_counts"),
+        ({**PLANNED, "planner": PlannerConfig(seed_counts=(8,), step_counts=(2, 11))}, "planner.step_counts"),
         ({"drawn_seeds": 7}, "drawn_seeds"),
         ({"sampled_prompts": 1, "drawn_seeds": 1}, "sampled_prompts"),
         ({"where": "idle", "seeds_per_prompt_max": 15}, "seeds_per_prompt_max"),
@@ -351,6 +355,12 @@ def test_a_restored_explorer_refuses_other_prompts() -> None:
     ],
 )
 def test_settings_that_contradict_each_other_are_named(changes: dict[str, Any], key: str) -> None:
-    (problem,) = revised(CRITICAL, **changes).seed_problems(group_size=6, steps=10, section="rollout")
+    def problems(exploration: ExplorationConfig) -> list[Problem]:
+        run = RunConfig(
+            exploration=exploration, rollout=RolloutConfig(group_size=6), fleet=FleetConfig(driver="ray")
+        )
+        return list(problems_of(exploration.requirements(), run))
+
+    (problem,) = problems(revised(CRITICAL, **changes))
     assert problem.key == f"exploration.{key}"
-    assert not [*CRITICAL.seed_problems(group_size=6, steps=10, section="rollout")]
+    assert not problems(CRITICAL)

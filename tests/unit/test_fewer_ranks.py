@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.cluster.learner.learner_rank import passes_of, share_of
 from spotlight.config.load import load_config
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -19,6 +18,7 @@ from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import ClusterPlan
 from spotlight.scheduler.types import MicroBatch, Node, NodeId, NodeKind, PolicyVersion, RolloutId
+from spotlight.training.batching.redistribute import passes_of, share_of
 from spotlight_rewards.base.errors import ConfigError
 
 STATE = Snapshot(0, PolicyVersion(0), 0, Ledger().snapshot(), {})

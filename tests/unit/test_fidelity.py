@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from spotlight.scheduler.exploration.evidence import GroupEvidence
-from spotlight.scheduler.exploration.fidelity import (
+from spotlight.scheduler.policies.exploration.evidence import GroupEvidence
+from spotlight.scheduler.policies.exploration.fidelity import (
     fidelity,
     hit_rate,
     kendall_tau,
@@ -21,7 +21,7 @@ from spotlight.scheduler.exploration.fidelity import (
     spearman_rho,
     tau_by_slope,
 )
-from spotlight.scheduler.exploration.selection import SelectionPolicy, sample_variance, select
+from spotlight.scheduler.selection import SelectionPolicy, sample_variance, select
 
 VALUES = st.one_of(st.floats(-5, 5).map(lambda value: round(value, 3)), st.sampled_from([0.0, 0.5, 1.0]))
 PAIRS = st.lists(st.tuples(VALUES, VALUES), min_size=2, max_size=20)

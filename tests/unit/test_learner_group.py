@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from fake_learner import MANIFEST, MICRO_BATCH, PENDING, START, World
+from fake_learner import MANIFEST, PENDING, START, World
 from hypothesis import given
 from hypothesis import strategies as st
 from virtual_time import played, settle
@@ -17,8 +17,11 @@ from virtual_time import played, settle
 from spotlight.cluster.learner.failures import STUCK_MAX, Failures
 from spotlight.cluster.learner.learner_group import LearnerError
 from spotlight.cluster.learner.life import FINAL
+from spotlight.scheduler import effects as ef
 from spotlight.training.settings import TrainingError
 from spotlight_rewards.base.errors import ConfigError, Problem
+
+STEP = ef.StepOptimizer(0, 0, 8)
 
 
 def test_a_start_makes_every_rank_ready_and_publishes() -> None:
@@ -27,11 +30,11 @@ def test_a_start_makes_every_rank_ready_and_publishes() -> None:
         launcher = await world.up(Path("state"), 3)
         first, second = launcher.lives[0]
         assert first.called == START
-        assert second.called == [step for step in START if step != "open_rendezvous"]
+        assert second.called == START
         assert world.done == [MANIFEST]
         assert world.group.is_up
         alone = World(world=1)
-        assert (await alone.up()).lives[0][0].called == ["begin", "join", "load_model", "build", "publish"]
+        assert (await alone.up()).lives[0][0].called == [step for step in START if step != "load"]
 
     played(scene())
 
@@ -41,7 +44,7 @@ def test_calls_go_to_every_rank_one_after_the_other() -> None:
         world = World(accumulate=PENDING, step=(0.5, 2.0))
         launcher = await world.up()
         world.accumulate("a")
-        world.ask(world.group.step(8, 0))
+        world.ask(world.train(STEP))
         await settle()
         assert [process.called[-1] for process in launcher.lives[0]] == ["accumulate"] * 2
         launcher.lives[0][1].waiting[0].set_result(None)
@@ -110,7 +113,7 @@ def test_a_late_answer_costs_the_life() -> None:
         await asyncio.sleep(49)
         assert not world.lost
         await asyncio.sleep(2)
-        assert "learner ranks 1 of 2 did not answer accumulate within 50 s" in world.lost[0]
+        assert "learner ranks 1 of 2 did not answer train within 50 s" in world.lost[0]
         assert all(process.death.done() for process in launcher.lives[0])
         assert world.done == [MANIFEST]
 
@@ -122,7 +125,7 @@ def test_errors_to_fix_end_the_run_as_they_are() -> None:
         error = TrainingError("the gradient norm is nan")
         world = World(step=error)
         launcher = await world.up()
-        world.ask(world.group.step(8, 0))
+        world.ask(world.train(STEP))
         await asyncio.sleep(300)
         assert world.failed == [error]
         assert not world.lost
@@ -319,7 +322,7 @@ def test_each_life_ends_at_most_once_and_answers_only_while_it_lives(
             world.restore(None, life)
             await asyncio.sleep(10)
             assert world.group.is_up
-            world.ask(world.group.accumulate(MICRO_BATCH), f"life {life}")
+            world.accumulate(f"life {life}")
             await settle()
             processes = world.launcher.lives[-1]
             before = len(world.lost)

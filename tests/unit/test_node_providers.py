@@ -297,11 +297,11 @@ RAY = {"driver": "ray", "address": "auto", "price_usd_h": 1.0}
 @pytest.mark.parametrize(
     ("fleet", "key", "message"),
     [
-        ({"target": {"nodes_max": 4}}, "fleet.target", "settings without a goal.*--deadline-h"),
+        ({"target": {"nodes_max": 4}}, "fleet.target", "nothing without deadline_h.*--deadline-h"),
         ({"target": {"deadline_h": 2}}, "fleet.target", "fleet.driver=inline"),
-        (RAY | {"target": {"deadline_h": 2}}, "fleet.target.provider", "kubernetes or commands with"),
+        (RAY | {"target": {"deadline_h": 2}}, "fleet.target.provider", "other than 'auto' or 'emulated'"),
         ({"driver": "ray", "target": {"deadline_h": 2, "provider": "kubernetes"}}, "fleet.target.provider",
-         "emulated or auto with a cluster on this machine"),
+         "'auto' or 'emulated' with a cluster on this machine"),
         (RAY | {"target": {"budget_usd": 9, "provider": "commands"}}, "fleet.target.params.start", "nothing"),
         (RAY | {"target": {"budget_usd": 9, "provider": "kubernetes", "params": {"grp": "x"}}},
          "fleet.target.params.grp", "group, cluster"),
@@ -310,9 +310,9 @@ RAY = {"driver": "ray", "address": "auto", "price_usd_h": 1.0}
         ({"driver": "ray", "target": {"deadline_h": 2, "nodes_min": 3, "nodes_max": 2}},
          "fleet.target.nodes_min", "at most fleet.target.nodes_max"),
         ({"driver": "ray", "target": {"deadline_h": 2, "nodes_min": 0}}, "fleet.target.nodes_min",
-         "at least 1: a slot that rolls out"),
+         "a slot that rolls out.* Set at least 1"),
         ({"driver": "ray", "learner_placement": "spot", "learner_ranks": 2, "spot": {"nodes": 4},
-          "target": {"deadline_h": 2}}, "fleet.target.nodes_min", "at least 3: the learner and a slot"),
+          "target": {"deadline_h": 2}}, "fleet.target.nodes_min", "the learner and a slot.* Set at least 3"),
     ],
 )  # fmt: skip
 def test_goals_that_cannot_be_used_are_refused(fleet: dict[str, object], key: str, message: str) -> None:

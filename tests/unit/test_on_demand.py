@@ -400,7 +400,7 @@ def test_what_cannot_be_stopped_is_reported_at_the_end(quick: None) -> None:
         ({"learner_placement": "spot_then_on_demand", "on_demand": {"stop": "true"}}, "fleet.on_demand.stop",
          "leave it out"),
         ({"learner_placement": "spot_then_on_demand", "address": "auto"}, "fleet.on_demand.start",
-         "Give the command of your cloud"),
+         "Give the shell command of your cloud"),
     ],
 )  # fmt: skip
 def test_keys_that_do_not_go_together_are_refused(changes: dict[str, object], key: str, remedy: str) -> None:

@@ -19,7 +19,7 @@ from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import Conversations
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.group_gate import GroupProgress
+from spotlight.scheduler.effects import ScoreSamples
 from spotlight.scheduler.types import LeaseId, RolloutId, WorkerId
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.reports import Report
@@ -47,7 +47,7 @@ class Store:
 
     def deliver(self, report: Report) -> None:
         for each in report.values:
-            self.blobs[each.kind, each.name, report.mark] = StoredBlob(each.step, each.data)
+            self.blobs[each.kind, each.name, report.weights_digest] = StoredBlob(each.step, each.data)
 
 
 class Reports(Store):
@@ -89,7 +89,7 @@ def test_a_picture_is_serialised_twice_for_three_rewards(monkeypatch: pytest.Mon
         scoring = SampleScoring(conversations, samples, pool, prompts, events.append, print)
 
         async def until_scored() -> None:
-            scoring.score([each.rollout for each in made], 0)
+            scoring.score(ScoreSamples(tuple(each.rollout for each in made)))
             while len(scored(events)) < len(made):  # in one event or, if the machine is busy, in more
                 await asyncio.sleep(0.01)
 
@@ -102,9 +102,7 @@ def test_a_picture_is_serialised_twice_for_three_rewards(monkeypatch: pytest.Mon
     assert sorted(written) == ["rewards"] * len(made) + ["store"] * len(made)
 
 
-def test_samples_wait_at_the_head_for_the_rest_of_their_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_group_is_scored_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "whole.py").write_text(
         "from spotlight_rewards.reward import takes_groups\n"
         "@takes_groups\n"
@@ -128,12 +126,8 @@ def test_samples_wait_at_the_head_for_the_rest_of_their_group(
         scoring = SampleScoring(conversations, samples, pool, prompts, events.append, print)
 
         async def until_scored() -> None:
-            scoring.score(rollouts[:1], 5)
-            scoring.release(lambda: GroupProgress.of(rollouts, rollouts[1:], len(rollouts)))
-            scoring.score(rollouts[1:2], 5)
-            assert not events
-            # The third has failed: no more are to come.
-            scoring.release(lambda: GroupProgress.of(rollouts, [], len(rollouts)))
+            # The third has failed.
+            scoring.score(ScoreSamples(tuple(rollouts[:2]), 5, size=len(rollouts)))
             while sum(len(each.scores) for each in events if isinstance(each, ev.SamplesRewarded)) < 2:
                 await asyncio.sleep(0.01)
 
@@ -172,6 +166,6 @@ def test_large_reports_travel_in_parts_and_their_events_with_the_last(parts: int
         for report in head.reports
     )
     assert len(head.reports) in {1: {1}, 3: {2, 3}, 8: {8}}[parts]
-    assert {report.mark for report in head.reports} == {DIGEST}
+    assert {report.weights_digest for report in head.reports} == {DIGEST}
     outbox.deliver(DIGEST)  # nothing is left
     assert len(head.reports) in {1: {1}, 3: {2, 3}, 8: {8}}[parts]

@@ -13,11 +13,13 @@ from test_cluster import PLAN, SPOT, V0, Room, of, only
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
+from spotlight.scheduler.batches import Part
 from spotlight.scheduler.cluster.pace import Pace
 from spotlight.scheduler.cluster.recovery import Recovery
-from spotlight.scheduler.overlap.slices import COMPARED_MIN, Slice, slices
 from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.policies.overlap.slices import slices
 from spotlight.scheduler.types import (
+    COMPARED_MIN,
     Baseline,
     DropReason,
     Filler,
@@ -61,7 +63,7 @@ def test_slices_depend_on_what_became_of_members_and_not_on_when(
     pipeline, members, scored, order = fate
     previews = [{"reward": float(number)} for number in range(explored)]
 
-    def cut(resolved: set[RolloutId]) -> list[Slice]:
+    def cut(resolved: set[RolloutId]) -> list[Part]:
         scores = {member: {"reward": 1.0} for member in resolved if scored[member]}
         found = slices(pipeline, 0, PROMPT, members, scores, resolved.__contains__, lambda _: previews)
         return list(found)

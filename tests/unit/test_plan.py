@@ -17,7 +17,14 @@ from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import load_prompts
 from spotlight.dry_run.fitting_sizes import GPU_GIB
-from spotlight.dry_run.memory_plan import Estimate, peak_bytes, published_parts, weight_copies, worker_parts
+from spotlight.dry_run.memory_plan import (
+    EMBEDDINGS_BYTES,
+    Estimate,
+    peak_bytes,
+    published_parts,
+    weight_copies,
+    worker_parts,
+)
 from spotlight.dry_run.model_plan import (
     ModelSizes,
     NotHere,
@@ -33,7 +40,6 @@ from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.rollout.limits import decode_batch
 from spotlight.runtime.preflight import require_disk
-from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.reward import RewardSetupError

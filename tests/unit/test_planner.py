@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.config.sections.exploration import PreviewCostsConfig
-from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
-from spotlight.scheduler.exploration.budget import Forecast, WindowSeen
-from spotlight.scheduler.exploration.contrast import Contrast
-from spotlight.scheduler.exploration.planner import ArmOutcome, PlanContext, Planner
+from spotlight.scheduler.policies.exploration.bandit import Arm, DiscountedUCB, arm_grid
+from spotlight.scheduler.policies.exploration.budget import Forecast, WindowSeen
+from spotlight.scheduler.policies.exploration.contrast import Contrast
+from spotlight.scheduler.policies.exploration.planner import ArmOutcome, PlanContext, Planner
 
 GRID = arm_grid((16, 32), (4, 8))
 COSTS = PreviewCostsConfig(step_s=1.0, fixed_s=1.0, reward_s=2.0)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
-from spotlight.scheduler.exploration.decayed_mean import DecayedMean
+from spotlight.scheduler.policies.exploration.bandit import Arm, DiscountedUCB, arm_grid
+from spotlight.scheduler.policies.exploration.decayed_mean import DecayedMean
 
 ARMS = arm_grid((8, 16, 32), (4, 8))
 ROUNDS, RUNS, NOISE = 300, 12, 0.25

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from test_exploration import ran
 
 from spotlight.config.sections.exploration import ExplorationConfig, PlannerConfig, PreviewCostsConfig
-from spotlight.scheduler.exploration.bandit import Arm, DiscountedUCB, arm_grid
-from spotlight.scheduler.exploration.budget import Forecast, IterationSeconds, WindowSeen
-from spotlight.scheduler.exploration.contrast import Contrast
-from spotlight.scheduler.exploration.planner import ArmOutcome, PlanContext, Planner
+from spotlight.scheduler.policies.exploration.bandit import Arm, DiscountedUCB, arm_grid
+from spotlight.scheduler.policies.exploration.budget import Forecast, IterationSeconds, WindowSeen
+from spotlight.scheduler.policies.exploration.contrast import Contrast
+from spotlight.scheduler.policies.exploration.planner import ArmOutcome, PlanContext, Planner
 
 GRID = arm_grid((16, 32, 64), (5, 10))
 PROMPTS, GROUP, WORKERS, STEPS = 4, 8, 8, 10

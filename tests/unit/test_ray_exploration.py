@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from head_world import RESERVED, SPOT, World, world
 
-from spotlight.scheduler.exploration.selection import SelectionPolicy, select
-from spotlight.scheduler.types import DropReason, Purpose, Rollout
+from spotlight.scheduler.effects import ScoreSamples
+from spotlight.scheduler.selection import SelectionPolicy, select
+from spotlight.scheduler.types import DropReason, Purpose
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.metrics import read_metrics
@@ -32,7 +33,7 @@ def train_slowly(it: World) -> None:
     """The learner's micro-batches take as long as the previews beside them."""
 
     async def before(what: str) -> None:
-        while what == "accumulate" and it.controller.work.window.unscored:
+        while what == "accumulate" and any(work.unscored for work in it.controller.work.extra):
             await asyncio.sleep(0.005)
 
     it.learner.before = before
@@ -86,8 +87,12 @@ def test_previews_that_are_not_scored_in_time_are_dropped_and_seeds_are_random(t
         it.join(RESERVED, SPOT)
         inner = it.score
 
-        def late(rollouts: Sequence[Rollout], lineage: int) -> None:
-            inner([each for each in rollouts if each.purpose is not Purpose.EXPLORE], lineage)
+        def late(effect: ScoreSamples) -> None:
+            inner(
+                replace(
+                    effect, rollouts=tuple(r for r in effect.rollouts if r.purpose is not Purpose.EXPLORE)
+                )
+            )
 
         it.score = late  # type: ignore[method-assign]
         it.run()

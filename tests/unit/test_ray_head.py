@@ -15,9 +15,10 @@ from head_world import PICTURE, RESERVED, SPOT, World, world
 
 from spotlight.cluster.blobs.blob_server import TRACE
 from spotlight.cluster.remote_calls import AbandonedError, RayLostError
+from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.recovery import Recovery
-from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase, Purpose, Rollout
+from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase, Purpose
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import read_history
@@ -259,9 +260,9 @@ def test_a_learner_lost_in_the_last_evaluation_is_restored_for_the_export(
             it.inbox.put(ev.NodeLost(node.id))
             it.lose()
 
-        def lose_it_first(rollouts: Sequence[Rollout], lineage: int) -> None:
-            if lost or rollouts[0].iteration < 3:
-                score(rollouts, lineage)
+        def lose_it_first(effect: ef.ScoreSamples) -> None:
+            if lost or effect.rollouts[0].iteration < 3:
+                score(effect)
             else:
                 lose()  # this node and these scores never come back
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_server import Reply, as_json, completion, decoded, reward_server
 
-from spotlight.scheduler.group_gate import GroupGate, GroupProgress
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import PromptId
-from spotlight_rewards.endpoints.vlm_rank import FACTS, pairings, still, tournament, vlm_rank
+from spotlight_rewards.endpoints.vlm_rank import FACTS, VlmRank, pairings, still, tournament
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.waiting import SampleGroup, WaitingSamples
 from spotlight_rewards.results import RewardFailure, ScoredSample
@@ -100,59 +98,6 @@ class TestBatchesOfWhatWaits:
         assert waiting.take() == ([], None)
 
 
-class TestGroupGate:
-    @given(st.data())
-    def test_each_sample_leaves_once_with_all_of_its_group(self, data: st.DataObject) -> None:
-        issued = [rollout(prompt, member) for prompt in "abc" for member in range(4)]
-        order = data.draw(st.permutations(issued))
-        failing = data.draw(st.sets(st.sampled_from(issued)))
-        gate, left = GroupGate(), list[Rollout]()
-        for at, made in enumerate(order):
-            if made not in failing:
-                gate.hold([made], lineage=0)
-            unmade = order[at + 1 :]
-            for group in gate.release(GroupProgress.of(issued, unmade, full=4)):
-                assert not {each.prompt_id for each in unmade} & {group.rollouts[0].prompt_id}
-                assert group.size == 4
-                left += group.rollouts
-        assert not gate.holds_any
-        assert sorted(left, key=lambda each: each.id) == [each for each in issued if each not in failing]
-
-    def test_a_group_begun_early_waits_for_members_not_issued_yet(self) -> None:
-        gate, begun = GroupGate(), [rollout("a", member) for member in range(2)]
-        gate.hold(begun, lineage=0)
-        assert gate.release(GroupProgress.of(begun, [], full=3)) == []
-        whole = [*begun, rollout("a", 2)]
-        (group,) = gate.release(GroupProgress.of(whole, [], full=3))
-        assert (group.rollouts, group.size) == (tuple(begun), 3)
-
-    def test_evaluation_and_training_of_a_prompt_are_two_groups(self) -> None:
-        gate = GroupGate()
-        judged = rollout("a", 0, purpose=Purpose.EVAL)
-        gate.hold([judged, rollout("a", 0)], lineage=3)
-        (group,) = gate.release(GroupProgress.of([judged, rollout("a", 0)], [rollout("a", 1)], full=2))
-        assert (group.rollouts, group.lineage) == ((judged,), 3)
-        gate.forget([rollout("a", 0).id])
-        assert not gate.holds_any
-
-    def test_a_prompt_drawn_twice_has_two_groups(self) -> None:
-        def drawn(slot: int) -> list[Rollout]:
-            name = f"t000000-{slot:03d}"
-            return [replace(rollout("a", one), id=RolloutId(f"{name}-{one:03d}")) for one in range(2)]
-
-        gate, first, second = GroupGate(), drawn(0), drawn(1)
-        gate.hold([*first, second[0]], lineage=0)
-        (group,) = gate.release(GroupProgress.of([*first, *second], second[1:], full=2))
-        assert (group.rollouts, group.size) == (tuple(first), 2)
-
-    def test_a_sample_that_survived_a_lost_learner_leaves_under_the_new_lineage(self) -> None:
-        gate, group = GroupGate(), [rollout("a", 0), rollout("a", 1)]
-        gate.hold(group, lineage=0)
-        gate.hold(group[:1], lineage=1)
-        (complete,) = gate.release(GroupProgress.of(group, [], full=2))
-        assert (complete.lineage, complete.rollouts) == (1, tuple(group))
-
-
 class TestPool:
     def test_a_comparing_reward_gets_each_group_whole_and_says_who_is_missing(self) -> None:
         specs = [RewardConfig(name="comparing:ranks"), RewardConfig(name="comparing:by_twos", weight=0)]
@@ -190,7 +135,7 @@ class TestVlmRank:
     def rank(self, url: str, *levels: int, **params: Any) -> dict[str, list[float | SampleError]]:
         endpoint = {"base_url": url, "model": "judge", "retries": 0, **params.pop("endpoint", {})}
         prompts = ["a bright square"] * len(levels)
-        return vlm_rank(pictures(*levels), prompts, [{}] * len(levels), endpoint=endpoint, **params)
+        return VlmRank(endpoint=endpoint, **params)(pictures(*levels), prompts, [{}] * len(levels))
 
     def test_the_score_is_the_share_of_wins_over_all_others(self, judge: Any) -> None:
         prices = {"usd_per_million_prompt_tokens": 10.0}

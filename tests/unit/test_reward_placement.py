@@ -260,7 +260,7 @@ class TestNodesOfACluster:
 @pytest.mark.parametrize("device", ["spot", "cuda", "learner"])
 def test_votes_are_asked_for_beside_the_command_which_has_the_run_directory(device: str) -> None:
     cluster = ["fleet.driver=ray", "fleet.address=10.0.0.1:6379"]
-    with pytest.raises(ConfigError, match=f"'{device}'.*'auto': 'vote' needs the run directory"):
+    with pytest.raises(ConfigError, match=f"'{device}'.*name=vote. It needs the run directory"):
         load_config(None, [*cluster, f"rewards=[{{name: vote, device: {device}}}]"])
     config = load_config(None, [*cluster, "rewards=[{name: vote}, {name: shapes}]"])
     assert [each.name for each in placed_by_ray(config)] == ["shapes"]

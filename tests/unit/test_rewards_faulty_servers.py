@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import pickle
 from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -17,7 +15,7 @@ from reward_server import Reply, as_json, completion, drip, hang, reward_server
 
 from spotlight_rewards.registry import REWARDS
 from spotlight_rewards.reward import RewardSetupError, SampleError
-from spotlight_rewards.reward_registry import facts_of
+from spotlight_rewards.reward_registry import facts_of, load
 
 QUICK = {"timeout_s": 0.3, "batch_timeout_s": 3.0, "retries": 0}
 CALLS: Mapping[str, dict[str, Any]] = {
@@ -30,10 +28,9 @@ CALLS: Mapping[str, dict[str, Any]] = {
     "http": {"reward": "align"},
     "http-video": {"reward": "align", "fps": 8},
     "flow-factory": {},
-    "pickle-server": {"protocol": "verl-omni", "allow_pickle": True},
 }
 """Parameters by reward, the server's address apart."""
-SERVICES = {"http", "http-video", "flow-factory", "pickle-server"}
+SERVICES = {"http", "http-video", "flow-factory"}
 
 
 def lies_about_its_length(request: BaseHTTPRequestHandler, body: Any) -> None:
@@ -67,7 +64,6 @@ FAULTS: dict[str, Callable[[BaseHTTPRequestHandler, Any], Reply | None]] = {
     "HTML": repeated(b"<html>Welcome</html>"),
     "NaN": repeated(b'{"choices": [NaN], "results": [NaN], "rewards": [NaN], "scores": [NaN]}'),
     "NaN in words": lambda request, body: completion("nan", top={"nan": 0.0}),
-    "NaN, pickled": lambda request, body: (200, pickle.dumps({"scores": [math.nan]})),
     "impossible logprobs": lambda request, body: completion("", top={"Yes": 3.0, "A": 3.0}),
     "too few": repeated(json.dumps({"choices": [], "results": [], "rewards": [], "scores": []}).encode()),
     "another's answer": repeated(json.dumps({"score": 0.0, "reward": 0.0, "ok": True}).encode()),
@@ -86,9 +82,10 @@ def test_a_faulty_server_s_samples_have_no_score(fault: str, tmp_path: Path) -> 
         for name, params in CALLS.items():
             key, url = ("server", world.url) if name in SERVICES else ("endpoint", f"{world.url}/v1")
             place = QUICK | {"base_url": url} | ({"model": "any"} if key == "endpoint" else {})
-            reward: Any = REWARDS.load(name)
             try:
-                scores = reward([picture] * 2, ['a "word"'] * 2, [metadata] * 2, **{key: place}, **params)
+                scores = load(name, {key: place, **params}).function(
+                    [picture] * 2, ['a "word"'] * 2, [metadata] * 2
+                )
             except RewardSetupError:
                 continue
             values = scores["score"] if isinstance(scores, Mapping) else scores

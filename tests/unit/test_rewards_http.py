@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from tests.unit.reward_server import Reply, as_json, decoded, drip, hang, reward_server
 
-from spotlight_rewards.endpoints import service_scores
-from spotlight_rewards.endpoints.service_scores import http
+from spotlight_rewards.endpoints.service_scores import Http, HttpVideo
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.results import RewardFailure, ScoredSample
 from spotlight_rewards.reward import RewardSetupError, SampleError
@@ -33,7 +32,7 @@ def place(url: str) -> dict[str, Any]:
 
 
 def ask(url: str, **params: Any) -> dict[str, list[Any]]:
-    return http(IMAGES, PROMPTS, METADATA, server=place(url), reward="align", **{"batch_size": 2, **params})
+    return Http(server=place(url), reward="align", **{"batch_size": 2, **params})(IMAGES, PROMPTS, METADATA)
 
 
 def brightness(request: BaseHTTPRequestHandler, body: Any) -> Reply:
@@ -46,7 +45,7 @@ def brightness(request: BaseHTTPRequestHandler, body: Any) -> Reply:
 
 def test_every_picture_is_sent_with_its_prompt_and_metadata_and_gets_its_score() -> None:
     with reward_server(brightness) as server:
-        service_scores.check(PROMPTS, METADATA, server=place(server.url), reward="align")
+        Http(server=place(server.url), reward="align").check(PROMPTS, METADATA)
         found = ask(server.url)
         other = ask(server.url, score="VQ")
     assert found == {"score": [0, 1, 2, 3, 4], "VQ": [0, -1, -2, -3, -4]}
@@ -128,9 +127,9 @@ def test_a_service_that_repeats_the_key(monkeypatch: pytest.MonkeyPatch) -> None
     body_sent = {"results": [{}], "errors": [{"align": "bad key sk-secret"}], "rewards": ["sk-secret"]}
     with reward_server(lambda request, body: as_json(body_sent)) as server:
         keyed = {**place(server.url), "api_key_env": "SERVICE_KEY"}
-        (found,) = http(IMAGES[:1], ["a"], [{}], server=keyed, reward="align")["score"]
+        (found,) = Http(server=keyed, reward="align")(IMAGES[:1], ["a"], [{}])["score"]
         with pytest.raises(RewardSetupError) as error:
-            service_scores.check(["a"], [{}], server=keyed, reward="align")
+            Http(server=keyed, reward="align").check(["a"], [{}])
     assert "[key]" in str(found)
     assert "sk-secret" not in f"{found} {error.value}"
 
@@ -161,11 +160,11 @@ def test_in_the_pool_an_error_of_the_service_reaches_its_sample() -> None:
 
 def test_a_reward_that_the_service_lacks_is_reported_before_any_work() -> None:
     with reward_server(brightness) as server, pytest.raises(RewardSetupError, match="'align', 'other'"):
-        service_scores.check(PROMPTS, METADATA, server=place(server.url), reward="alignment")
+        Http(server=place(server.url), reward="alignment").check(PROMPTS, METADATA)
     with reward_server(brightness) as server:
         url = server.url
     with pytest.raises(RewardSetupError, match="last of 2 attempts"):
-        service_scores.check(PROMPTS, METADATA, server=place(url), reward="align")
+        Http(server=place(url), reward="align").check(PROMPTS, METADATA)
 
 
 @pytest.mark.parametrize("batch_size", [0, -1, 2.5])
@@ -201,13 +200,12 @@ def test_videos_are_sent_whole() -> None:
 @pytest.mark.parametrize("fps", [0, -1, None, "8", True, float("nan")])
 def test_videos_need_their_frames_per_second(fps: Any) -> None:
     params = {"server": place("http://h"), "reward": "align", "fps": fps}
-    for needing in (service_scores.scored_by, lambda **given: service_scores.check([], [], **given)):
-        with pytest.raises(RewardSetupError, match=r"http-video reward: params\.fps is .*rollout\.fps"):
-            needing(**params)
+    with pytest.raises(RewardSetupError, match=r"http-video reward: params\.fps is .*rollout\.fps"):
+        HttpVideo(**params)
 
 
 def test_without_pyav_videos_are_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(RewardSetupError, match=r"pip install 'spotlight-rl\[video\]'"):
-        service_scores.scored_by(server=place("http://h"), reward="align", fps=8)
-    service_scores.scored_by(server=place("http://h"), reward="align")
+        HttpVideo(server=place("http://h"), reward="align", fps=8)
+    Http(server=place("http://h"), reward="align").scored_by()

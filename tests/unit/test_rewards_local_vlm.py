@@ -15,12 +15,10 @@ from safetensors.torch import load_file, save_file
 from tests.unit.reward_server import reward_server
 from tests.unit.vlm_oracle import PlainVlm
 
-from spotlight_rewards.endpoints import ocr_vlm as ocr_module
-from spotlight_rewards.endpoints import vlm_judge as judge_module
 from spotlight_rewards.endpoints.chat import TOP_LOGPROBS
 from spotlight_rewards.endpoints.local_vlm import LocalVlm
-from spotlight_rewards.endpoints.ocr_vlm import ocr_vlm
-from spotlight_rewards.endpoints.vlm_judge import QUESTIONS, vlm_judge
+from spotlight_rewards.endpoints.ocr_vlm import OcrVlm
+from spotlight_rewards.endpoints.vlm_judge import QUESTIONS, VlmJudge
 from spotlight_rewards.models.tiny_vlm import save_tiny_vlm
 from spotlight_rewards.reward import RewardSetupError, SampleError
 from spotlight_rewards.reward_registry import load, tiny_params
@@ -56,7 +54,7 @@ def endpoint(url: str) -> dict[str, Any]:
 
 
 def judged(**where: Any) -> Curves:
-    return vlm_judge(pictures(), PROMPTS, [{}] * 4, **where)
+    return VlmJudge(**where)(pictures(), PROMPTS, [{}] * 4)
 
 
 def test_first_tokens_equal_an_independent_forward(folder: Path, record_property: Record) -> None:
@@ -104,7 +102,7 @@ def test_judging_is_the_same_in_a_process_and_at_an_endpoint(
 
 def test_reading_is_the_same_in_a_process_and_at_an_endpoint(folder: Path) -> None:
     def read(**where: Any) -> Curves:
-        return ocr_vlm(pictures(), PROMPTS, [{}] * 4, tokens_max=4, **where)
+        return OcrVlm(tokens_max=4, **where)(pictures(), PROMPTS, [{}] * 4)
 
     here = read(model=local(folder))
     with reward_server(PlainVlm(folder).serve) as server:
@@ -116,9 +114,9 @@ def test_reading_is_the_same_in_a_process_and_at_an_endpoint(folder: Path) -> No
 
 
 def test_what_scores_is_reported_with_a_digest(sure: Path) -> None:
-    scorer = judge_module.scored_by(model=local(sure))
+    scorer = VlmJudge(model=local(sure)).scored_by()
     assert scorer.startswith(f"{sure}@")
-    judge_module.check([], [], model=local(sure))
+    VlmJudge(model=local(sure)).check([], [])
 
 
 def test_tokens_are_counted(sure: Path) -> None:
@@ -161,7 +159,7 @@ def test_a_network_that_breaks_is_an_error_of_each_sample(sure: Path, tmp_path: 
 def test_mistakes_are_reported_with_the_remedy(sure: Path, tmp_path: Path) -> None:
     def refused(**params: Any) -> str:
         with pytest.raises(RewardSetupError) as caught:
-            ocr_module.scored_by(**params)
+            OcrVlm(**params).scored_by()
         return str(caught.value)
 
     both = refused(model=local(sure), endpoint={"base_url": "http://localhost", "model": "x"})

@@ -25,14 +25,8 @@ from spotlight_rewards.frames import FrameRule
 from spotlight_rewards.models import hub, pretrained_model
 from spotlight_rewards.models.pretrained_model import find_file
 from spotlight_rewards.models.vision_language import _Watch
-from spotlight_rewards.preference.aesthetic import aesthetic
-from spotlight_rewards.preference.aesthetic import tiny as tiny_aesthetic
-from spotlight_rewards.preference.clip_score import clip_score
-from spotlight_rewards.preference.clip_score import tiny as tiny_clip_score
-from spotlight_rewards.preference.hps import cleaned, hps
+from spotlight_rewards.preference.clip_rewards import Aesthetic, ClipScore, Hps, PickScore, cleaned
 from spotlight_rewards.preference.open_clip_weights import converted_clip, prepare
-from spotlight_rewards.preference.pickscore import pickscore
-from spotlight_rewards.preference.pickscore import tiny as tiny_pickscore
 from spotlight_rewards.preference.tiny_clip import random_checkpoint, save_spelling_tokenizer
 from spotlight_rewards.reward import RewardSetupError
 from spotlight_rewards.reward_registry import load, tiny_params
@@ -83,23 +77,23 @@ def compare(found: list[float], expected: list[float], name: str, record: Record
 
 
 def test_clip_score_is_the_cosine(tmp_path: Path, record_property: Record) -> None:
-    params = tiny_clip_score(tmp_path)
-    found = clip_score(pictures(), PROMPTS, [{}] * 4, **params, batch_size=3)
+    params = ClipScore().tiny(tmp_path)
+    found = ClipScore(**params, batch_size=3)(pictures(), PROMPTS, [{}] * 4)
     compare(found["score"], cosines(params["model"]), "clip-score", record_property)
     assert found["truncated"] == [0, 0, 0, 1]
 
 
 def test_pickscore_is_the_scaled_cosine(tmp_path: Path, record_property: Record) -> None:
-    params = tiny_pickscore(tmp_path)
+    params = PickScore().tiny(tmp_path)
     scale = math.exp(load_file(Path(params["model"]) / "model.safetensors")["logit_scale"].item())
-    found = pickscore(pictures(), PROMPTS, [{}] * 4, **params, batch_size=1)
+    found = PickScore(**params, batch_size=1)(pictures(), PROMPTS, [{}] * 4)
     expected = [scale * each / 26 for each in cosines(params["model"])]
     compare(found["score"], expected, "pickscore", record_property)
     assert found["truncated"] == [0, 0, 0, 1]
 
 
 def test_aesthetic_is_the_mlp_on_the_unit_vector(tmp_path: Path, record_property: Record) -> None:
-    params = tiny_aesthetic(tmp_path)
+    params = Aesthetic().tiny(tmp_path)
     weights = load_file(Path(params["model"]) / "model.safetensors")
     (file,) = Path(params["head"]).iterdir()
     head = load_file(file)
@@ -110,10 +104,10 @@ def test_aesthetic_is_the_mlp_on_the_unit_vector(tmp_path: Path, record_property
         for layer in (0, 2, 4, 6, 7):
             x = head[f"layers.{layer}.weight"] @ x + head[f"layers.{layer}.bias"]
         expected.append(float(x))
-    found = aesthetic(pictures(), PROMPTS, [{}] * 4, **params, batch_size=4)
+    found = Aesthetic(**params, batch_size=4)(pictures(), PROMPTS, [{}] * 4)
     compare(found, expected, "aesthetic", record_property)
     torch.save(head, tmp_path / "sac+logos+ava1-l14-linearMSE.pth")  # as it is published
-    again = aesthetic(pictures(), PROMPTS, [{}] * 4, **params | {"head": str(tmp_path)})
+    again = Aesthetic(**params | {"head": str(tmp_path)})(pictures(), PROMPTS, [{}] * 4)
     assert again == found
 
 
@@ -125,7 +119,7 @@ def test_hps_is_the_cosine_of_the_checkpoints_own_model(
     state = random_checkpoint(tokens, heads=heads, layers=layers, grid=grid, patch_px=6, seed=grid)
     torch.save({"state_dict": state, "epoch": 1}, tmp_path / "HPS_v2.1_compressed.pt")
     params = {"weights": str(tmp_path), "tokenizer": str(tmp_path)}
-    found = hps(pictures(), PROMPTS, [{}] * 4, **params, batch_size=3)
+    found = Hps(**params, batch_size=3)(pictures(), PROMPTS, [{}] * 4)
     expected = [
         float(
             oracle.open_picture(state, oracle.padded(image, 6 * grid), heads[0])
@@ -136,7 +130,7 @@ def test_hps_is_the_cosine_of_the_checkpoints_own_model(
     compare(found["score"], expected, "hps", record_property)
     assert found["truncated"] == [0, 0, 0, 1]
     save_file(state, tmp_path / "weights.safetensors")
-    again = hps(pictures(), PROMPTS, [{}] * 4, **params | {"weights": str(tmp_path / "weights.safetensors")})
+    again = Hps(**params | {"weights": str(tmp_path / "weights.safetensors")})(pictures(), PROMPTS, [{}] * 4)
     assert again["score"] == pytest.approx(found["score"], abs=1e-6)
 
 
@@ -169,28 +163,28 @@ def test_a_checkpoint_of_another_model_is_refused_tensor_by_tensor() -> None:
 
 def refusal(reward: Callable[..., Any], params: Mapping[str, Any]) -> str:
     with pytest.raises(RewardSetupError) as error:
-        reward(pictures(), PROMPTS, [{}] * 4, **params)
+        reward(**params)(pictures(), PROMPTS, [{}] * 4)
     return str(error.value)
 
 
 def test_what_is_missing_is_named_with_the_remedy(tmp_path: Path) -> None:
-    params = tiny_clip_score(tmp_path)
+    params = ClipScore().tiny(tmp_path)
     assert "model is './gone', which is no directory. Name openai/clip-vit-large-patch14" in refusal(
-        clip_score, {"model": "./gone"}
+        ClipScore, {"model": "./gone"}
     )
-    assert "device is 'gpu'" in refusal(clip_score, params | {"device": "gpu"})
-    assert "batch_size is 0" in refusal(clip_score, params | {"batch_size": 0})
+    assert "device is 'gpu'" in refusal(ClipScore, params | {"device": "gpu"})
+    assert "batch_size is 0" in refusal(ClipScore, params | {"batch_size": 0})
     (tmp_path / "empty").mkdir()
     empty = str(tmp_path / "empty")
-    message = refusal(pickscore, {"model": params["model"], "processor": empty})
+    message = refusal(PickScore, {"model": params["model"], "processor": empty})
     assert "pickscore reward: processor" in message
     assert "Name yuvalkirstain/PickScore_v1" in message
     assert "holds none of HPS_v2.1_compressed.safetensors, HPS_v2.1_compressed.pt. Name xswu/HPSv2" in (
-        refusal(hps, {"weights": empty, "tokenizer": params["model"]})
+        refusal(Hps, {"weights": empty, "tokenizer": params["model"]})
     )
-    assert "is neither a file nor a directory" in refusal(hps, {"weights": "./gone.pt"})
-    narrow = tiny_aesthetic(tmp_path / "aesthetic") | {"model": params["model"]}
-    assert "whose embeddings are 16 wide; expected 768" in refusal(aesthetic, narrow)
+    assert "is neither a file nor a directory" in refusal(Hps, {"weights": "./gone.pt"})
+    narrow = Aesthetic().tiny(tmp_path / "aesthetic") | {"model": params["model"]}
+    assert "whose embeddings are 16 wide; expected 768" in refusal(Aesthetic, narrow)
 
 
 def test_a_failed_look_at_the_hub_is_kept_for_a_minute_a_good_one_for_good(
@@ -228,7 +222,7 @@ def test_a_hub_that_is_away_is_reported_in_seconds(monkeypatch: pytest.MonkeyPat
     hub._last.clear()
     begun_s = time.monotonic()
     try:
-        message = refusal(clip_score, {"model": "org/gone"})
+        message = refusal(ClipScore, {"model": "org/gone"})
     finally:
         hub._last.clear()
     assert time.monotonic() - begun_s < 10
@@ -253,8 +247,8 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
 
     for name in ("HPS_v2.1_compressed.pt", "sac+logos+ava1-l14-linearMSE.pth"):
         (tmp_path / name).write_bytes(pickle.dumps({"state_dict": Runs()}))
-    assert "holds no readable weights" in refusal(hps, {"weights": str(tmp_path)})
-    assert "holds no readable weights" in refusal(aesthetic, {"head": str(tmp_path)})
+    assert "holds no readable weights" in refusal(Hps, {"weights": str(tmp_path)})
+    assert "holds no readable weights" in refusal(Aesthetic, {"head": str(tmp_path)})
     assert not (tmp_path / "ran").exists()
 
 
@@ -267,22 +261,22 @@ def test_masked_tokens_are_no_overflow_of_a_language_model() -> None:
 
 
 def test_a_head_that_lacks_a_layer_is_refused(tmp_path: Path) -> None:
-    params = tiny_aesthetic(tmp_path)
+    params = Aesthetic().tiny(tmp_path)
     (file,) = Path(params["head"]).iterdir()
     tensors = load_file(file)
     del tensors["layers.7.bias"]
     save_file(tensors, file)
-    assert "tensor 'layers.7.bias' is missing" in refusal(aesthetic, params)
+    assert "tensor 'layers.7.bias' is missing" in refusal(Aesthetic, params)
 
 
 def test_weights_that_are_not_numbers_are_an_error_and_not_a_zero(tmp_path: Path) -> None:
-    params = tiny_clip_score(tmp_path)
+    params = ClipScore().tiny(tmp_path)
     file = Path(params["model"]) / "model.safetensors"
     tensors = load_file(file)
     tensors["visual_projection.weight"][0] = torch.nan
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ValueError, match="clip-score reward: the model returned numbers that are not finite"):
-        clip_score(pictures(), PROMPTS, [{}] * 4, **params)
+        ClipScore(**params)(pictures(), PROMPTS, [{}] * 4)
 
 
 @pytest.mark.parametrize("name", ["pickscore", "hps", "clip-score", "aesthetic"])

@@ -12,7 +12,7 @@ from spotlight_rewards import reward_registry as registry
 from spotlight_rewards.example_pictures import example_picture
 from spotlight_rewards.registry import REWARDS
 from spotlight_rewards.results import require_names
-from spotlight_rewards.reward import RewardSetupError
+from spotlight_rewards.reward import RewardContext, RewardInputError, RewardSetupError
 from spotlight_rewards.reward_config import RewardConfig
 from spotlight_rewards.reward_facts import Reads
 from spotlight_rewards.reward_registry import Reference, facts_of, load, parse, tiny_params
@@ -67,7 +67,6 @@ NEEDED: dict[str, dict[str, object]] = {
     "flow-factory": {"server": {"base_url": "http://127.0.0.1:1"}},
     "http": {"server": {"base_url": "http://127.0.0.1:1"}, "reward": "any"},
     "http-video": {"server": {"base_url": "http://127.0.0.1:1"}, "reward": "any", "fps": 16},
-    "pickle-server": {"server": {"base_url": "http://127.0.0.1:1"}, "protocol": "verl-omni"},
 }
 
 
@@ -122,12 +121,56 @@ def test_the_modules_check_gets_the_params_it_names(own: Path) -> None:
     assert load("own_rewards:plain", {}).check is None
 
 
+def test_a_reward_may_be_a_class_of_its_params(own: Path) -> None:
+    (own / "class_reward.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from spotlight_rewards.reward import Reward, RewardInputError, best_with\n"
+        "@best_with(batch_size=3)\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Level(Reward):\n"
+        "    level: float\n"
+        "    def __call__(self, images, prompts, metadata):\n"
+        "        return [self.level + self.context.deadline_s] * len(images)\n"
+        "    def check(self, prompts, metadata):\n"
+        "        raise RewardInputError(str(self.level))\n"
+    )
+    reward = load("class_reward:Level", {"level": 2.0}, context=RewardContext(deadline_s=5))
+    assert reward.function([np.zeros((1, 1, 3), np.uint8)], ["a"], [{}]) == [7.0]
+    assert reward.traits.batch_size == 3
+    assert reward.check is not None
+    with pytest.raises(RewardInputError, match=r"2\.0"):
+        reward.check(["a"], [{}])
+    assert reward.scored_by is not None
+    assert str(reward.scored_by()).startswith("code of class_reward.py@")
+    assert tiny_params("class_reward:Level", own, {"level": 1.0}) is None
+    assert "params lack 'level'" in failure("class_reward:Level")
+    assert "it accepts level" in failure("class_reward:Level", level=1, context=2)
+
+
+def test_function_and_hooks_that_name_it_get_the_context(own: Path) -> None:
+    (own / "aware.py").write_text(
+        "def f(images, prompts, metadata, *, context): return [context.deadline_s]\n"
+        "def scored_by(context): return context.run_directory\n"
+        "def g(images, prompts, metadata, *, run_directory=''): return []\n"
+    )
+    reward = load("aware:f", {}, context=RewardContext(3.0, "runs/a"))
+    assert reward.function([], [], []) == [3.0]
+    assert reward.scored_by is not None
+    assert reward.scored_by() == "runs/a"
+    assert "Take it from there: context.run_directory" in failure("aware:g")
+
+
 def test_an_unknown_name_lists_the_known_ones() -> None:
     assert (
         f"unknown reward 'shape'; the registered rewards are {', '.join(REWARDS)}. Did you mean 'shapes'?"
         in failure("shape")
     )
     assert "'module:function'" in failure("my_reward")
+
+
+def test_a_retired_name_says_what_to_use_instead() -> None:
+    assert "this version has no reward 'pickle-server'" in failure("pickle-server")
+    assert "the reward http or flow-factory" in failure("pickle-server")
 
 
 @pytest.mark.parametrize("name", ["rewards/own.py:plain", "own_rewards:", ":plain", "own rewards:plain"])

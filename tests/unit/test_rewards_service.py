@@ -25,11 +25,9 @@ import uvicorn
 from PIL import Image
 from tests.unit.reward_server import Reply, as_json, decoded, reward_server
 
-from spotlight_rewards.endpoints import flow_factory as flow_factory_module
-from spotlight_rewards.endpoints.flow_factory import flow_factory
+from spotlight_rewards.endpoints.flow_factory import FlowFactory
 from spotlight_rewards.endpoints.json_client import png_base64
-from spotlight_rewards.endpoints.service_scores import check as check_http
-from spotlight_rewards.endpoints.service_scores import http
+from spotlight_rewards.endpoints.service_scores import Http
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.reward import RewardSetupError, SampleError
 from spotlight_rewards.reward_config import RewardConfig
@@ -122,13 +120,13 @@ def post(url: str, body: object) -> httpx2.Response:
 def test_the_http_reward_gets_the_same_scores_as_a_pool_here(service: str) -> None:
     images = grays(10, 20, 30)
     records = [{"asked": index} for index in range(3)]
-    check_http(["a"], [{}], server=place(service), reward="level")
-    found = http(images, ["a"] * 3, records, server=place(service), reward="level", batch_size=2)
+    Http(server=place(service), reward="level").check(["a"], [{}])
+    found = Http(server=place(service), reward="level", batch_size=2)(images, ["a"] * 3, records)
     assert found == {"score": [10.0, 20.0, 30.0], "asked": [0.0, 1.0, 2.0]}
 
 
 def test_a_picture_that_kills_or_hangs_the_reward_fails_alone(service: str) -> None:
-    found = http(grays(10, 255, 20, 254), ["a"] * 4, [{}] * 4, server=place(service), reward="level")["score"]
+    found = Http(server=place(service), reward="level")(grays(10, 255, 20, 254), ["a"] * 4, [{}] * 4)["score"]
     assert (found[0], found[2]) == (10.0, 20.0)
     assert isinstance(found[1], SampleError)
     assert isinstance(found[3], SampleError)
@@ -327,7 +325,7 @@ def test_the_command_serves(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert f"jpeg_size at http://127.0.0.1:{port}" in process.stdout.readline()
         server = {"base_url": f"http://127.0.0.1:{port}", **QUICK, "retries": 6}
-        (score,) = http(grays(3), ["a"], [{}], server=server, reward="jpeg_size")["score"]
+        (score,) = Http(server=server, reward="jpeg_size")(grays(3), ["a"], [{}])["score"]
         assert not isinstance(score, SampleError)
         assert score < 0
     finally:
@@ -362,8 +360,9 @@ def test_a_flow_factory_server_scores_or_fails_one_sample(case: str) -> None:
 
     server = {"timeout_s": 0.5, "batch_timeout_s": 5, "retries": 0}
     with reward_server(behave) as world:
-        flow_factory_module.check([], [], server=server | {"base_url": world.url}) if case == "nan" else None
-        good, bad = flow_factory(grays(5, 255), ["a", "b"], [{}] * 2, server=server | {"base_url": world.url})
+        reward = FlowFactory(server=server | {"base_url": world.url})
+        reward.check([], []) if case == "nan" else None
+        good, bad = reward(grays(5, 255), ["a", "b"], [{}] * 2)
     assert good == 0.5
     assert isinstance(bad, SampleError)
 
@@ -371,4 +370,4 @@ def test_a_flow_factory_server_scores_or_fails_one_sample(case: str) -> None:
 def test_a_flow_factory_server_that_is_none_is_refused_before_any_work() -> None:
     server = {"base_url": "http://127.0.0.1:1", "timeout_s": 0.5, "retries": 0}
     with pytest.raises(RewardSetupError, match="did not score a first picture"):
-        flow_factory_module.check(["a"], [{}], server=server)
+        FlowFactory(server=server).check(["a"], [{}])

@@ -27,16 +27,14 @@ from tests.unit.reward_server import (
 )
 
 from spotlight_rewards import reward_registry
-from spotlight_rewards.endpoints import ocr_vlm as ocr_module
-from spotlight_rewards.endpoints import vlm_judge as judge_module
 from spotlight_rewards.endpoints.chat import ChatEndpoint
 from spotlight_rewards.endpoints.json_client import BYTES_MAX, parse_server
-from spotlight_rewards.endpoints.ocr_vlm import NO_TEXT, ocr_vlm
-from spotlight_rewards.endpoints.vlm_judge import parse_grade, probability_of_yes, vlm_judge
+from spotlight_rewards.endpoints.ocr_vlm import NO_TEXT, OcrVlm, reading
+from spotlight_rewards.endpoints.vlm_judge import VlmJudge, parse_grade, probability_of_yes
 from spotlight_rewards.frames import OverFrames
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.results import RewardFailure, ScoredSample
-from spotlight_rewards.reward import RewardInputError, RewardSetupError, SampleError
+from spotlight_rewards.reward import RewardContext, RewardInputError, RewardSetupError, SampleError
 from spotlight_rewards.reward_config import RewardConfig
 
 YES = {"Yes": math.log(0.7), " yes": math.log(0.1), "No": math.log(0.15), "Maybe": math.log(0.05)}
@@ -55,7 +53,7 @@ def judge(url: str, levels: tuple[int, ...] = (0,), *, endpoint: dict[str, Any] 
     images = grays(*levels)
     prompts = [f'a sign "{level}"' for level in levels]
     place = settings(url, **(endpoint or {}))
-    return vlm_judge(images, prompts, [{}] * len(images), endpoint=place, **params)
+    return VlmJudge(endpoint=place, **params)(images, prompts, [{}] * len(images))
 
 
 def test_yes_is_summed_over_its_spellings() -> None:
@@ -106,7 +104,7 @@ def test_without_logprobs_the_remedy_is_named_before_any_work() -> None:
         reward_server(lambda request, body: completion("Yes")) as server,
         pytest.raises(RewardSetupError, match=r"Set params\.answer: grade"),
     ):
-        judge_module.check(["a cat"], [{}], endpoint=settings(server.url))
+        VlmJudge(endpoint=settings(server.url)).check(["a cat"], [{}])
 
 
 BAD: dict[str, tuple[Callable[[BaseHTTPRequestHandler, Any], Reply | None], str]] = {
@@ -192,7 +190,7 @@ def test_nobody_there() -> None:
     (found,) = judge(url, answer="grade")["score"]
     assert "last of 2 attempts" in str(found)
     with pytest.raises(RewardSetupError, match="did not answer"):
-        judge_module.check(["a cat"], [{}], endpoint=settings(url))
+        VlmJudge(endpoint=settings(url)).check(["a cat"], [{}])
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 302])
@@ -223,7 +221,7 @@ def test_the_key_is_sent_and_written_nowhere(
     assert key not in str(found)
     monkeypatch.setenv("JUDGE_KEY", f"{key}\nX-Other: 1")
     with pytest.raises(RewardSetupError) as error:
-        judge_module.scored_by(endpoint=settings("http://h", api_key_env="JUDGE_KEY"))
+        VlmJudge(endpoint=settings("http://h", api_key_env="JUDGE_KEY")).scored_by()
     assert key not in str(error.value)
 
 
@@ -234,8 +232,8 @@ def test_a_key_that_is_also_a_word_of_the_answer_leaves_it_as_it_is(
     monkeypatch.setenv("JUDGE_KEY", key)
     with reward_server(lambda request, body: completion("EMPTY", top={"Yes": -0.1})) as server:
         place = settings(server.url, api_key_env="JUDGE_KEY")
-        found = ocr_vlm(grays(0), ['a bin "EMPTY"'], [{}], endpoint=place)
-        judged = vlm_judge(grays(0), ["a bin"], [{}], endpoint=place)
+        found = OcrVlm(endpoint=place)(grays(0), ['a bin "EMPTY"'], [{}])
+        judged = VlmJudge(endpoint=place)(grays(0), ["a bin"], [{}])
     assert (found["score"], found["prompt_tokens"]) == ([1.0], [100.0])
     assert judged["score"] == [pytest.approx(math.exp(-0.1))]
 
@@ -293,30 +291,30 @@ def test_one_answer_without_logprobs_or_usage_fails_its_sample() -> None:
 
 @given(st.sampled_from(["[No text]", "no text.", " [NO  TEXT].\n", "[no text]", "", "\n"]))
 def test_no_text_is_an_empty_reading_in_any_spelling(answer: str) -> None:
-    assert ocr_module.reading(answer) == ""
+    assert reading(answer) == ""
 
 
 @pytest.mark.parametrize("text", ["No Text", "[no text]", "NO TEXT."])
 def test_a_text_that_reads_as_none_is_refused(text: str) -> None:
     prompts, place = [f'a sign "{text}"'], settings("http://127.0.0.1:1")
     with pytest.raises(RewardInputError, match=r"ocr-vlm reward: .*the score could only be 0"):
-        ocr_module.check(prompts, [{}], endpoint=place)
+        OcrVlm(endpoint=place).check(prompts, [{}])
     with pytest.raises(RewardInputError):
-        ocr_vlm(grays(0), prompts, [{}], endpoint=place)
+        OcrVlm(endpoint=place)(grays(0), prompts, [{}])
 
 
 def test_an_empty_transcription_is_read_and_a_model_that_reads_nothing_is_refused() -> None:
     with reward_server(lambda request, body: completion("")) as server:
-        found = ocr_vlm(grays(0), ['a sign "OPEN"'], [{}], endpoint=settings(server.url))
+        found = OcrVlm(endpoint=settings(server.url))(grays(0), ['a sign "OPEN"'], [{}])
         with pytest.raises(RewardSetupError, match="read nothing"):
-            ocr_module.check(['a sign "OPEN"'], [{}], endpoint=settings(server.url))
+            OcrVlm(endpoint=settings(server.url)).check(['a sign "OPEN"'], [{}])
     assert found["score"] == [0.0]
     sign = picture_in(server.seen[-1][2])
     assert sign.min() == 0
     assert sign.max() == 255
-    assert ocr_module.reading("There is [no text] here") != ""
+    assert reading("There is [no text] here") != ""
     with reward_server(lambda request, body: completion("", finish="length")) as server:
-        (cut,) = ocr_vlm(grays(0), ['a sign "OPEN"'], [{}], endpoint=settings(server.url))["score"]
+        (cut,) = OcrVlm(endpoint=settings(server.url))(grays(0), ['a sign "OPEN"'], [{}])["score"]
     assert isinstance(cut, SampleError)
 
 
@@ -336,7 +334,7 @@ def test_an_empty_transcription_is_read_and_a_model_that_reads_nothing_is_refuse
 )
 def test_settings_are_strict_and_name_the_key(endpoint: Any, words: str) -> None:
     with pytest.raises(RewardSetupError, match=words) as error:
-        judge_module.scored_by(endpoint=endpoint)
+        VlmJudge(endpoint=endpoint).scored_by()
     assert "pw@" not in str(error.value)
 
 
@@ -344,7 +342,7 @@ def test_settings_are_strict_and_name_the_key(endpoint: Any, words: str) -> None
 def test_a_batch_may_not_take_longer_than_the_call_and_costs_add(name: str) -> None:
     place = {"base_url": "http://h", "batch_timeout_s": 40}
     params = {"server": place, "reward": "r"} if name == "http" else {"endpoint": {**place, "model": "m"}}
-    reward = reward_registry.load(name, params, call_deadline_s=40)
+    reward = reward_registry.load(name, params, context=RewardContext(40))
     assert isinstance(reward.function, OverFrames)
     assert "cost_usd" in reward.function.added_curves
     assert reward.scored_by is not None
@@ -406,10 +404,10 @@ def test_ocr_scores_what_the_model_reads_like_ocr() -> None:
         return completion(texts[level], finish="length" if level == 2 else "stop")
 
     with reward_server(read) as server:
-        found = ocr_vlm(grays(0, 1, 2, 3), ['a sign "OPEN"'] * 4, [{}] * 4, endpoint=settings(server.url))
-        ocr_module.check(['a sign "OPEN"'], [{}], endpoint=settings(server.url))
+        found = OcrVlm(endpoint=settings(server.url))(grays(0, 1, 2, 3), ['a sign "OPEN"'] * 4, [{}] * 4)
+        OcrVlm(endpoint=settings(server.url)).check(['a sign "OPEN"'], [{}])
         with pytest.raises(RewardInputError, match="double"):
-            ocr_module.check(["a sign"], [{}], endpoint=settings(server.url))
+            OcrVlm(endpoint=settings(server.url)).check(["a sign"], [{}])
     assert found["score"] == [0.0, 1.0, 0.5, 0.0]
     assert found["exact"] == [0.0, 1.0, 0.0, 0.0]
     assert found["cut_off"] == [0.0, 0.0, 1.0, 0.0]

@@ -24,17 +24,15 @@ from tests.unit.reward_server import (
     reward_server,
 )
 
-from spotlight_rewards.endpoints import edit_score as edit_module
-from spotlight_rewards.endpoints import geneval2 as geneval2_module
-from spotlight_rewards.endpoints import unified_reward as unified_module
-from spotlight_rewards.endpoints.edit_score import edit_score
-from spotlight_rewards.endpoints.geneval2 import answer_probability, geneval2, geometric_mean
-from spotlight_rewards.endpoints.unified_reward import unified_reward
+from spotlight_rewards.endpoints.edit_score import FACTS, EditScore
+from spotlight_rewards.endpoints.geneval2 import GenEval2, answer_probability, geometric_mean
+from spotlight_rewards.endpoints.unified_reward import UnifiedReward
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.results import RewardFailure, ScoredSample
 from spotlight_rewards.reward import RewardInputError, RewardSetupError, SampleError
 from spotlight_rewards.reward_check import check_reward
 from spotlight_rewards.reward_config import RewardConfig
+from spotlight_rewards.reward_registry import load
 
 ATOMS = [["How many dogs are there?", "two"], ["What is striped?", "zebra"], ["Is it day?", "Yes"]]
 GRADES = "Alignment Score (1-5): 4.5\nCoherence Score (1-5): 3\nStyle Score (1-5): **2**"
@@ -67,8 +65,8 @@ def by_question(request: BaseHTTPRequestHandler, body: Any) -> Reply:
 def test_geneval2_is_the_mean_over_atoms_and_the_geometric_mean_over_a_prompt() -> None:
     with reward_server(by_question) as world:
         place = settings(world.url, usd_per_million_prompt_tokens=2.0)
-        found = geneval2(grays(51, 204), ["a", "b"], [{"vqa_list": ATOMS}] * 2, endpoint=place)
-        plain = geneval2(grays(51), ["a"], [{"vqa_list": ATOMS}], endpoint=place, mean="arithmetic")
+        found = GenEval2(endpoint=place)(grays(51, 204), ["a", "b"], [{"vqa_list": ATOMS}] * 2)
+        plain = GenEval2(endpoint=place, mean="arithmetic")(grays(51), ["a"], [{"vqa_list": ATOMS}])
     assert found["arithmetic"] == pytest.approx([(0.6 + 0.3 + 0.2) / 3, (0.6 + 0.3 + 0.8) / 3])
     assert found["score"] == found["geometric"] == pytest.approx([0.036 ** (1 / 3), 0.144 ** (1 / 3)])
     assert found["weakest"] == pytest.approx([0.2, 0.3])
@@ -114,9 +112,9 @@ def test_the_geometric_mean_lies_between_the_least_and_the_arithmetic_mean(value
 
 def test_unified_reward_is_a_grade_of_five() -> None:
     with reward_server(lambda request, body: completion(GRADES)) as world:
-        found = unified_reward(grays(1), ["a {low} cat"], [{}], endpoint=settings(world.url))
-        style = unified_reward(grays(1), ["a"], [{}], endpoint=settings(world.url), train_on="style")
-        unified_module.check(["a"], [{}], endpoint=settings(world.url))
+        found = UnifiedReward(endpoint=settings(world.url))(grays(1), ["a {low} cat"], [{}])
+        style = UnifiedReward(endpoint=settings(world.url), train_on="style")(grays(1), ["a"], [{}])
+        UnifiedReward(endpoint=settings(world.url)).check(["a"], [{}])
     assert found["score"] == pytest.approx([(4.5 + 3 + 2) / 15])
     assert (found["alignment"], found["coherence"], found["style"]) == ([4.5], [3.0], [2.0])
     assert style["score"] == [0.4]
@@ -136,7 +134,7 @@ def test_unified_reward_is_a_grade_of_five() -> None:
 )
 def test_grades_that_are_not_all_there_are_an_error(text: str) -> None:
     with reward_server(lambda request, body: completion(text)) as world:
-        found = unified_reward(grays(1), ["a"], [{}], endpoint=settings(world.url))
+        found = UnifiedReward(endpoint=settings(world.url))(grays(1), ["a"], [{}])
     assert isinstance(found["score"][0], SampleError)
 
 
@@ -156,8 +154,8 @@ def test_edit_score_compares_with_the_original(tmp_path: Path) -> None:
     records: list[dict[str, object]] = [{"reference": ten}, {"references": [twenty, ten], "reference": "x"}]
     with reward_server(edited) as world:
         place = settings(world.url)
-        edit_module.check(["brighter"] * 2, records, endpoint=place)
-        found = edit_score(grays(100, 110), ["brighter", "more"], records, endpoint=place)
+        EditScore(endpoint=place).check(["brighter"] * 2, records)
+        found = EditScore(endpoint=place)(grays(100, 110), ["brighter", "more"], records)
     assert found["score"] == pytest.approx([12.0, 12.0])
     assert (found["faithfulness"], found["quality"]) == ([9.0, 9.0], [16.0, 16.0])
     assert found["prompt_tokens"] == [200.0, 200.0]
@@ -169,7 +167,7 @@ def test_the_check_of_edit_score_writes_an_original() -> None:
 
     with reward_server(judge) as world:
         reward = RewardConfig(name="edit-score", params={"endpoint": settings(world.url)})
-        report = check_reward(reward, edit_module.FACTS, start_deadline_s=60)
+        report = check_reward(reward, FACTS, start_deadline_s=60)
     assert report.good, report.findings
     assert len(report.findings) == 3
 
@@ -191,7 +189,7 @@ def test_an_answer_without_two_grades_is_an_error(text: str, tmp_path: Path) -> 
     Image.fromarray(grays(1)[0]).save(tmp_path / "a.png")
     with reward_server(lambda request, body: completion(text, finish="length")) as world:
         record = {"reference": str(tmp_path / "a.png")}
-        found = edit_score(grays(1), ["a"], [record], endpoint=settings(world.url))
+        found = EditScore(endpoint=settings(world.url))(grays(1), ["a"], [record])
     assert isinstance(found["score"][0], SampleError)
     assert "cut off" in str(found["score"][0])
 
@@ -205,13 +203,13 @@ def test_an_original_that_is_missing_or_broken_is_refused(tmp_path: Path) -> Non
         ({"reference": str(tmp_path / "broken.png")}, "cannot be read as a picture"),
     ):
         with pytest.raises(RewardInputError, match=words):
-            edit_module.check(["a"], [record], endpoint=settings("http://127.0.0.1:1"))
+            EditScore(endpoint=settings("http://127.0.0.1:1")).check(["a"], [record])
 
 
 @pytest.mark.parametrize("atoms", [None, [], "two", [["only a question"]], [["q", ""]], [["q", 2]]])
 def test_atoms_are_required(atoms: object) -> None:
     with pytest.raises(RewardInputError, match="'vqa_list' of the prompt 'a dog' is"):
-        geneval2_module.check(["a dog"], [{"vqa_list": atoms}], endpoint=settings("http://127.0.0.1:1"))
+        GenEval2(endpoint=settings("http://127.0.0.1:1")).check(["a dog"], [{"vqa_list": atoms}])
 
 
 def test_an_endpoint_without_logprobs_is_refused_before_any_work() -> None:
@@ -219,12 +217,12 @@ def test_an_endpoint_without_logprobs_is_refused_before_any_work() -> None:
         reward_server(lambda request, body: completion("Yes")) as world,
         pytest.raises(RewardSetupError, match="geneval2 reward: the endpoint sends no logprobs"),
     ):
-        geneval2_module.check([], [], endpoint=settings(world.url))
+        GenEval2(endpoint=settings(world.url)).check([], [])
     for words, params in (("params.mean", {"mean": "median"}), ("params.instruction", {"instruction": "?"})):
         with pytest.raises(RewardSetupError, match=words):
-            geneval2_module.check([], [], endpoint=settings("http://h"), **params)
+            GenEval2(endpoint=settings("http://h"), **params).check([], [])
     with pytest.raises(RewardSetupError, match=r"params.train_on is 'all'; expected one of mean"):
-        unified_module.check([], [], endpoint=settings("http://h"), train_on="all")  # type: ignore[arg-type]
+        UnifiedReward(endpoint=settings("http://h"), train_on="all").check([], [])  # type: ignore[arg-type]
 
 
 BAD: dict[str, Callable[[BaseHTTPRequestHandler, Any], Reply | None]] = {
@@ -249,9 +247,9 @@ def test_one_bad_answer_fails_its_sample_and_no_other(case: str, name: str, tmp_
             return by_question(request, body)
         return completion(GRADES) if name == "unified-reward" else completion('{"score": [9, 16]}')
 
-    function = {"geneval2": geneval2, "unified-reward": unified_reward, "edit-score": edit_score}[name]
     with reward_server(behave) as world:
-        found = function(grays(0, 255), ["a", "b"], [record] * 2, endpoint=settings(world.url))["score"]
+        reward = load(name, {"endpoint": settings(world.url)}).function
+        found = reward(grays(0, 255), ["a", "b"], [record] * 2)["score"]  # type: ignore[call-overload]
     assert isinstance(found[1], SampleError)
     assert not isinstance(found[0], SampleError)
 

@@ -13,7 +13,7 @@ from spotlight.algorithms.baselines import exploration_advantages, slice_advanta
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import Baseline, Comparison, Group, RolloutId
-from spotlight.training.batching.sample_advantages import sample_advantages
+from spotlight.training.batching.feed import sample_advantages
 from spotlight_rewards.base.prompts import PromptId
 
 WEIGHTS = {"ocr": 1.0, "jpeg": 0.5}

@@ -11,9 +11,9 @@ import torch
 from spotlight.cluster.head import Head
 from spotlight.config.load import load_config
 from spotlight.data.datasets import Prompts
-from spotlight.models.shared.flop_count import Work
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.preview_settings import (
+from spotlight.models.shared.flop_count import Compute
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.preview_settings import (
     preview_steps,
     report_note,
     report_row,
@@ -22,10 +22,11 @@ from spotlight.runtime.inline import NODE, WORKER
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.effects import DiscardSamples, FormGroup, GrantLease, ReportExploration
-from spotlight.scheduler.exploration.bandit import Arm
+from spotlight.scheduler.policies.exploration.bandit import Arm
+from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose
-from spotlight.training.batching.feed import IterationLog
+from spotlight.training.step_metrics import IterationLog
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 SDE = ("algorithm.name=flow-grpo", "rollout.sampler=flow-sde")
@@ -47,14 +48,14 @@ REPORT: dict[str, object] = {
 
 
 def test_defaults_are_resolved_by_the_size_of_groups_and_rollouts() -> None:
-    assert build.plan_of(load_config(None)).arms == ()
+    assert arms_of(build.plan_of(load_config(None))) == ()
     plan = build.plan_of(load_config(None, ["exploration={}"]))
-    assert plan.arms == (Arm(32, 10),)
+    assert arms_of(plan) == (Arm(32, 10),)
     assert plan.pool_max is None, "on the critical path, only what was planned"
     planned = build.plan_of(
         load_config(None, ["exploration.planner={seed_counts: [20, 40], step_counts: [5]}"])
     )
-    assert planned.arms == (Arm(20, 5), Arm(40, 5))
+    assert arms_of(planned) == (Arm(20, 5), Arm(40, 5))
 
 
 def test_the_controller_takes_the_section_itself() -> None:
@@ -178,9 +179,9 @@ def test_what_is_put_does_not_average() -> None:
 
 def test_throughput_is_all_work_over_all_seconds() -> None:
     log = IterationLog()
-    log.worked("rollout", Work(90, 9e12), 1.0, 8e12)
-    log.worked("rollout", Work(10, 7e12), 3.0, 8e12)
-    log.worked("train", Work(4, None), 2.0, None)
+    log.worked("rollout", Compute(90, 9e12), 1.0, 8e12)
+    log.worked("rollout", Compute(10, 7e12), 3.0, 8e12)
+    log.worked("train", Compute(4, None), 2.0, None)
     assert log.take() == {
         "throughput/rollout_tokens_s": 25.0,
         "throughput/rollout_tflop_s": 4.0,
@@ -192,11 +193,11 @@ def test_throughput_is_all_work_over_all_seconds() -> None:
 
 def test_utilisation_is_of_what_all_devices_could_do() -> None:
     log = IterationLog()
-    log.worked("rollout", Work(1, 6e12), 1.0, 8e12)
-    log.worked("rollout", Work(1, 1e12), 2.0, 1e12)
+    log.worked("rollout", Compute(1, 6e12), 1.0, 8e12)
+    log.worked("rollout", Compute(1, 1e12), 2.0, 1e12)
     assert log.take()["throughput/rollout_mfu"] == pytest.approx(0.7)
-    log.worked("rollout", Work(1, 6e12), 1.0, 8e12)
-    log.worked("rollout", Work(1, 1e12), 2.0, None)
+    log.worked("rollout", Compute(1, 6e12), 1.0, 8e12)
+    log.worked("rollout", Compute(1, 1e12), 2.0, None)
     assert "throughput/rollout_mfu" not in log.take()
 
 

@@ -14,8 +14,8 @@ from store_history import history, write
 
 from spotlight.config.load import dump_config, load_config
 from spotlight.data.datasets import Prompts
+from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import RunResult, open_attempt
-from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Silent
 from spotlight.runtime.run import train
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
@@ -153,7 +153,7 @@ def test_a_run_of_an_older_version_takes_the_prompts_that_it_is_resumed_with(tmp
 def test_mistakes_in_rewards_are_said_before_a_model_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: str, error: type[Exception], message: str
 ) -> None:
-    monkeypatch.setattr("spotlight.runtime.build.components.load_family", None)
+    monkeypatch.setattr("spotlight.runtime.assembly.components.load_family", None)
     with pytest.raises(error, match=message):
         train(load_config(None, [f"runs_dir={tmp_path}", "device=cpu", settings]), Silent())
 

@@ -11,6 +11,7 @@ import pytest
 
 from spotlight.fleet.traces.trace import TraceError
 from spotlight.scheduler.events import NodeJoined
+from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.types import NodeKind
 from spotlight_plan.pages.comparison_summary import prices_of
 from spotlight_plan.prices.quotes import PriceError, Quote
@@ -444,7 +445,7 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
     plan = scenario.plan.exploration
     assert plan is not None
     assert plan.planner is not None
-    assert (len(scenario.plan.arms), plan.planner.alpha) == (9, 0)
+    assert (len(arms_of(scenario.plan)), plan.planner.alpha) == (9, 0)
     assert scenario.rewards.exponent == 0.82
     costs = plan.planner.costs
     size = scenario.costs.lease_size("H100", file.pixels, 1)
@@ -469,7 +470,7 @@ def test_a_planner_of_a_scenario_knows_what_previews_cost() -> None:
         ("exploration.drawn_seeds=17", ("exploration.drawn_seeds", "17", "workload.group_size = 16")),
         (
             "exploration={sampled_prompts: 1, drawn_seeds: 1}",
-            ("exploration.sampled_prompts", "1", "drawn_seeds below 2"),
+            ("exploration.sampled_prompts", "1", "0 with exploration.drawn_seeds=1"),
         ),
         ("exploration.policy=best", ("exploration.policy", "max_variance")),
     ],

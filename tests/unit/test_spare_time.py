@@ -19,6 +19,8 @@ from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.plan import ClusterPlan
+from spotlight.scheduler.policies.exploration.exploration import Exploration
+from spotlight.scheduler.policies.exploration.window import Window
 from spotlight.scheduler.records import SampleExplored
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Purpose, WorkerId
 from spotlight_plan.compare import outcome_of
@@ -33,6 +35,12 @@ SMALL = dataclasses.replace(
 TRAINER = Node(NodeId("r"), NodeKind.RESERVED, 1, "H100", 8.0, True, True)
 
 
+def window_of(room: Room) -> Window:
+    explores = room.controller.work.policies["exploration"]
+    assert isinstance(explores, Exploration)
+    return explores.window
+
+
 def purposes(effects: Iterable[ef.Effect]) -> list[Purpose]:
     return [one.purpose for grant in effects if isinstance(grant, ef.GrantLease) for one in grant.rollouts]
 
@@ -45,11 +53,11 @@ def test_a_window_opens_when_nothing_better_waits_and_never_before() -> None:
     room = Room(SMALL)
     one, other = room.bring_up()
     room.pull(one)
-    assert room.controller.work.window.opened_s is None, "a rollout still waits"
+    assert window_of(room).opened_s is None, "a rollout still waits"
     room.pull(other)
     room.wait(7.0)
-    assert room.controller.work.window.opened_s == 7.0, "all are taken: a new worker would idle"
-    assert room.controller.work.window.iteration == 1
+    assert window_of(room).opened_s == 7.0, "all are taken: a new worker would idle"
+    assert window_of(room).iteration == 1
 
 
 def test_a_preview_gives_way_to_a_rollout_that_waits_again() -> None:
@@ -133,7 +141,7 @@ def test_gpus_that_train_make_no_previews_in_idle_time() -> None:
     (trainer,) = room.bring_up(TRAINER)
     grant = only(room.pull(trainer, capacity=2), ef.GrantLease)
     finish(room, trainer, grant)
-    assert room.controller.work.window.opened_s is not None
+    assert window_of(room).opened_s is not None
     assert not purposes(room.pull(trainer, capacity=2, seen=grant.lease.id))
     (group,) = room.bring_up(dataclasses.replace(SPOT, gpus=1))
     assert purposes(room.pull(group)) == [Purpose.EXPLORE]

@@ -32,8 +32,8 @@ def test_an_iteration_with_a_checkpoint_goes_through_the_stages_in_order() -> No
     machine, seen = StageMachine(), []
     for trigger in (
         Trigger.RUN_STARTED,
-        Trigger.PREVIEWS_ISSUED,
-        Trigger.PREVIEWS_SCORED,
+        Trigger.ROLLOUTS_HELD_BACK,
+        Trigger.GROUPS_DECIDED,
         Trigger.EVALUATION_SCORED,
         Trigger.EVALUATION_REPORTED,
         Trigger.BATCH_FINISHED,
@@ -44,7 +44,7 @@ def test_an_iteration_with_a_checkpoint_goes_through_the_stages_in_order() -> No
         seen.append(machine.stage.value)
     assert seen == [
         "starting",
-        "exploring",
+        "preparing",
         "rolling",
         "reporting",
         "learning",

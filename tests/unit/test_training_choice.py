@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import combinations
 from typing import get_args
 
@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from test_controller import PLAN, Run
 
 from spotlight.config.load import load_config
-from spotlight.config.schema import RunConfig
+from spotlight.config.requires import Requires
 from spotlight.config.sections.algorithm import DiffusionNFTConfig, SilentGroups, TrainPolicy
 from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.exploration.selection import sample_variance
-from spotlight.scheduler.overlap.subset import choose_seeds
 from spotlight.scheduler.plan import TRAINS_ALL, Plan, TrainingChoice
+from spotlight.scheduler.policies.subset.choose_seeds import choose_seeds
+from spotlight.scheduler.selection import sample_variance
 from spotlight.scheduler.types import Baseline, DropReason, MicroBatch, Rollout
-from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.errors import ConfigError
 
 REWARDS = st.dictionaries(
     st.integers(0, 2**62),
@@ -323,8 +323,8 @@ def test_choices_that_cannot_be_made_are_errors(overrides: list[str], key: str) 
 
 def test_an_algorithm_with_checks_of_its_own_keeps_those_of_all() -> None:
     class OwnConfig(DiffusionNFTConfig):
-        def problems(self, run: RunConfig) -> Iterator[Problem]:
-            yield Problem("algorithm.own", "1", "2", "Set it.")
+        own: int = 1
+        requires = (Requires("algorithm.own", {}, 2, "Set it."),)
 
     own = OwnConfig(train_samples=17, train_timesteps=11, noise_levels="steps")
     found = load_config(None, ["rollout.steps=10"]).model_copy(update={"algorithm": own}).every_problem()

@@ -15,8 +15,8 @@ from PIL import Image
 
 from spotlight.config.load import load_config
 from spotlight.registry import FAMILIES
-from spotlight.runtime.build.components import cluster_plan_of
-from spotlight.runtime.build.controller_plan import FRAMES_PER_LATENT
+from spotlight.runtime.assembly.components import cluster_plan_of
+from spotlight.runtime.assembly.controller_plan import FRAMES_PER_LATENT
 from spotlight.store.images import Tile, drop_pictures, read_tiles, write_comparison, write_grid
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards import reward_registry

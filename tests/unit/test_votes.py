@@ -22,7 +22,7 @@ from spotlight_rewards.ballots import AWAITED_FOR_S, Ballot, BallotBox, NoSuchBa
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.reward_process import RewardProcess
 from spotlight_rewards.results import FailureKind, RewardFailure, SampleResult
-from spotlight_rewards.reward import Image, RewardSetupError
+from spotlight_rewards.reward import Image, RewardContext, RewardSetupError
 from spotlight_rewards.reward_config import RewardConfig
 from spotlight_rewards.reward_registry import compares_groups, load, tiny_params
 from spotlight_rewards.vote import shares_beaten
@@ -254,7 +254,9 @@ def test_in_a_smoke_run_the_brighter_picture_wins(run: Path) -> None:
     assert compares_groups("vote")
     params = tiny_params("vote", run, {})
     assert params is not None
-    scored = load("vote", params, run_directory=str(run)).function(grays(9, 7, 8), ["a"] * 3, [{}] * 3)
+    scored = load("vote", params, context=RewardContext(run_directory=str(run))).function(
+        grays(9, 7, 8), ["a"] * 3, [{}] * 3
+    )
     assert scored["score"] == [1, 0, 0.5]  # type: ignore[call-overload]
     with pool_of(run, params=params) as pool:
         assert pool.scored_by == {"vote": "brightness, in place of people"}

@@ -227,45 +227,6 @@ def test_the_lender_says_which_protocol_it_speaks(
         fetch_from_peer(server.path, "base", weights(2), 3)
 
 
-def test_a_loan_is_of_one_version(home: Path) -> None:
-    own = weights(1)
-    served = ServedWeights(own, 3, "v1")
-    targets = weights(2)
-    with WeightServer(home, "w0", served, bucket_bytes=4096) as server:
-        real = peers._Transfer.take
-        taken = []
-
-        def take(self: peers._Transfer, rows: list[list[int]], bucket: Tensor) -> None:
-            real(self, rows, bucket)
-            if not taken:
-                with served.changing("v2"):
-                    for name, tensor in weights(3).items():
-                        own[name].copy_(tensor)
-            taken.append(rows)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(peers._Transfer, "take", take)
-            with pytest.raises(PeerLostError, match="'v1' are not here: this worker has 'v2'"):
-                fetch_from_peer(server.path, "v1", targets, 3)
-        fetch_from_peer(server.path, "v2", targets, 3)
-        assert same(targets, weights(3))
-
-
-def test_a_change_that_failed_is_lent_by_nobody_unless_nothing_was_written() -> None:
-    served = ServedWeights(weights(1), 3, "v1")
-    with pytest.raises(WeightsError, match="nothing written"), served.changing("v2"):
-        raise WeightsError("nothing written")
-    assert served.digest == "v1"
-    with pytest.raises(RuntimeError, match="halfway"), served.changing("v2"):
-        raise RuntimeError("halfway")
-    assert served.digest == ""
-    with pytest.raises(PeerLostError, match="has 'a mixture'"), served.reading("v1"):
-        pass
-    with served.changing("v3"):
-        pass
-    assert served.digest == "v3"
-
-
 def test_what_cannot_be_lent_is_reported(home: Path) -> None:
     with pytest.raises(WeightsError, match="found 0 tensors of 1 modules on no device"):
         ServedWeights({}, 1, "d")

@@ -9,7 +9,7 @@ guidance.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -133,32 +133,8 @@ def train_flow(parts: Parts, data: FlowData, recipe: FlowRecipe, seed: int, log:
     """Train in place, ending with the averaged weights; returns the mean loss of each tenth of the steps."""
     generator = torch.Generator().manual_seed(seed)
     model = JointModel(parts, math.isqrt(data.latents.shape[1])).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=recipe.weight_decay
-    )
-    averaged = {name: value.detach().clone() for name, value in model.named_parameters()}
     shift = scheduler_shift(parts, data.latents.shape[1])
-    tenth = max(recipe.steps // 10, 1)
-    recent: list[Tensor] = []
-    losses: list[float] = []
-    for step in range(recipe.steps):
-        loss = flow_loss(model, data, recipe, shift, generator)
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = learning_rate(step, recipe)
-        optimizer.step()
-        average(averaged, model, min(recipe.ema_decay, (1 + step) / (10 + step)))
-        recent.append(loss.detach())
-        if (step + 1) % tenth == 0:
-            losses.append(round(torch.stack(recent).mean().item(), 5))
-            recent.clear()
-            log(f"flow step {step + 1}/{recipe.steps} loss {losses[-1]:.4f}")
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            value.copy_(averaged[name])
-    model.eval()
-    return losses
+    return train_averaged(model, recipe, lambda: flow_loss(model, data, recipe, shift, generator), log)
 
 
 def flow_loss(
@@ -209,13 +185,60 @@ class Schedule(Protocol):
         """All steps."""
 
 
+class AveragedTraining(Schedule, Protocol):
+    """What a recipe says of training that ends with averaged weights."""
+
+    @property
+    def weight_decay(self) -> float:
+        """AdamW's."""
+
+    @property
+    def ema_decay(self) -> float:
+        """Of the averaged weights."""
+
+
+def train_averaged(
+    model: nn.Module, recipe: AveragedTraining, loss: Callable[[], Tensor], log: Log
+) -> list[float]:
+    """Train in place, ending with the averaged weights; returns the mean loss of each tenth of the steps.
+
+    Args:
+        loss: of the next random batch.
+    """
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=recipe.weight_decay
+    )
+    averaged = {name: value.detach().clone() for name, value in model.named_parameters()}
+    tenth = max(recipe.steps // 10, 1)
+    recent: list[Tensor] = []
+    losses: list[float] = []
+    for step in range(recipe.steps):
+        step_loss = loss()
+        optimizer.zero_grad(set_to_none=True)
+        torch.autograd.backward(step_loss)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.param_groups[0]["lr"] = learning_rate(step, recipe)
+        optimizer.step()
+        _average(averaged, model, min(recipe.ema_decay, (1 + step) / (10 + step)))
+        recent.append(step_loss.detach())
+        if (step + 1) % tenth == 0:
+            losses.append(round(torch.stack(recent).mean().item(), 5))
+            recent.clear()
+            log(f"flow step {step + 1}/{recipe.steps} loss {losses[-1]:.4f}")
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            value.copy_(averaged[name])
+    model.eval()
+    return losses
+
+
 def learning_rate(step: int, recipe: Schedule) -> float:
     """Linear warm-up, then cosine decay to zero."""
     warm = min((step + 1) / recipe.warmup_steps, 1.0)
     return recipe.learning_rate * warm * 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
 
 
-def average(averaged: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
+def _average(averaged: Mapping[str, Tensor], model: nn.Module, decay: float) -> None:
     """Move the averaged parameters towards the model's, in place."""
     values = dict(model.named_parameters())
     kept = [averaged[name] for name in values]

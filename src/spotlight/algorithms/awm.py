@@ -29,8 +29,6 @@ _MATCHING_MIN = 1e-10  # the slope of l^p diverges at 0
 
 @dataclass(frozen=True, slots=True)
 class AWM:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`."""
-
     config: AWMConfig
     sampler: Sampler
     name: str = "awm"
@@ -48,7 +46,6 @@ class AWM:
         return tuple(slot for slot, weight in self._anchors() if weight > 0)
 
     def timesteps(self, kept_steps: int) -> int:
-        """``train_timesteps``."""
         return self.config.train_timesteps
 
     @torch.no_grad()
@@ -60,7 +57,6 @@ class AWM:
         return self._log_prob(self._matching(policy.velocity(at.x, at.sigma), at, batch), at)
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
-        """See the module's formula; one noise level per row."""
         config = self.config
         at = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         velocity = policy.velocity(at.x, at.sigma).float()

@@ -41,7 +41,7 @@ def slice_advantages(
         seen: the group's earlier slices.
         weights: factor of each reward; every sample must have exactly these rewards.
         config: conventions; ``std`` is ignored.
-        spreads: scales known in advance, such as :func:`spreads_of` the previous iteration, so that all
+        spreads: scales known in advance, such as the previous iteration's standard deviations, so that all
             slices are scaled alike. None: computed from the other samples, which scales early slices more.
 
     Raises:
@@ -97,19 +97,6 @@ def exploration_advantages(
         for i in range(len(arrived))
     ]
     return [_combined(row, weights, config) for row in rows]
-
-
-def spreads_of(
-    groups: Sequence[Sequence[Rewards]], weights: Mapping[str, float], config: AdvantageConfig
-) -> dict[str, float]:
-    """Standard deviations over all samples of all groups: of the sum, or of each reward if ``combine``
-    says so.
-
-    These are what ``advantage.std: global`` divides by.
-    """
-    check_rewards(groups, weights)
-    channels = _channels([sample for group in groups for sample in group], weights, config)
-    return {name: spread_of(values, config.ddof) for name, values in channels.items()}
 
 
 def _channels(

@@ -24,8 +24,6 @@ from spotlight.diffusion.samplers import Sampler, predict_x0
 
 @dataclass(frozen=True, slots=True)
 class DiffusionNFT:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`."""
-
     config: DiffusionNFTConfig
     sampler: Sampler
     name: str = "diffusion-nft"
@@ -39,15 +37,12 @@ class DiffusionNFT:
         return ("old", "reference") if self.config.reference_weight > 0 else ("old",)
 
     def timesteps(self, kept_steps: int) -> int:
-        """``train_timesteps``."""
         return self.config.train_timesteps
 
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
-        """None: there are no ratios."""
         return
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
-        """See the module's formula; one noise level per row."""
         config, clip = self.config, self.config.advantage.clip
         x_t, sigma, _ = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         velocity = policy.velocity(x_t, sigma).float()
@@ -73,5 +68,4 @@ class DiffusionNFT:
         return LossTerms(loss, metrics)
 
     def old_decay(self, n: float) -> float:
-        """From ``algorithm.old_policy``."""
         return self.config.old_policy.decay(n)

@@ -42,7 +42,6 @@ class FlowDPPO:
         require_stochastic(self.name, self.sampler)
 
     def timesteps(self, kept_steps: int) -> int:
-        """``train_timesteps``, or all stored steps."""
         return timestep_count(kept_steps, self.config.train_timesteps)
 
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:

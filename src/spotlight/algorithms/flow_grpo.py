@@ -39,7 +39,6 @@ class FlowGRPO:
 
     @property
     def name(self) -> str:
-        """``flow-grpo`` or ``flow-grpo-fast``."""
         return self.config.name
 
     @property
@@ -53,7 +52,6 @@ class FlowGRPO:
         return self.config.old_log_probs == "rollout"
 
     def timesteps(self, kept_steps: int) -> int:
-        """``train_timesteps``, or all stored steps."""
         return timestep_count(kept_steps, self.config.train_timesteps)
 
     @torch.no_grad()
@@ -85,7 +83,6 @@ class FlowGRPO:
         return LossTerms(loss, metrics, kept_step=at.index)
 
     def old_decay(self, n: float) -> None:
-        """None: there is no old slot."""
         return
 
     def _moments(self, policy: Policy, at: Transition, slot: Slot) -> Moments:

@@ -27,8 +27,6 @@ from spotlight.diffusion.samplers import Sampler, predict_x0
 
 @dataclass(frozen=True, slots=True)
 class VGRPO:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`."""
-
     config: VGRPOConfig
     sampler: Sampler
     name: str = "v-grpo"
@@ -38,7 +36,6 @@ class VGRPO:
     takes_stale: Literal[False] = False
 
     def timesteps(self, kept_steps: int) -> int:
-        """``train_timesteps``."""
         return self.config.train_timesteps
 
     @torch.no_grad()
@@ -63,7 +60,6 @@ class VGRPO:
         return LossTerms(loss, {**metrics, "surrogate": surrogate.detach()})
 
     def old_decay(self, n: float) -> None:
-        """None: there is no old slot."""
         return
 
     def _surrogate(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor:

@@ -17,8 +17,6 @@ from spotlight.cli.run_argument import RUNS
 
 
 class Verdict(StrEnum):
-    """Result of a check."""
-
     OK = "ok"
     WARN = "warn"
     FAIL = "fail"

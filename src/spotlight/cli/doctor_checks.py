@@ -22,7 +22,6 @@ _HUB_TIMEOUT_S = 3.0
 
 
 def python() -> Iterator[Finding]:
-    """The interpreter."""
     # No version check: pip refuses interpreters older than 3.11.
     yield Finding(Verdict.OK, "Python", f"{sys.version.split()[0]} at {sys.executable}")
 
@@ -57,7 +56,6 @@ def packages() -> Iterator[Finding]:
 
 
 def device() -> Iterator[Finding]:
-    """CUDA devices, if any."""
     import torch
 
     if not torch.cuda.is_available():
@@ -89,7 +87,6 @@ def kernels() -> Iterator[Finding]:
 
 
 def cpu() -> Iterator[Finding]:
-    """Threads and memory."""
     import torch
 
     usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
@@ -155,7 +152,6 @@ def disk(runs_dir: Path) -> Iterator[Finding]:
 
 
 def pipeline() -> Iterator[Finding]:
-    """The files of the embedded models."""
     from spotlight.models.model_errors import ModelError
     from spotlight.models.pipeline_files import locate
     from spotlight.registry import FAMILIES
@@ -182,7 +178,6 @@ def pipeline() -> Iterator[Finding]:
 
 
 def tesseract() -> Iterator[Finding]:
-    """The OCR reward's engine."""
     import numpy as np
 
     from spotlight_rewards.ocr import readings
@@ -198,7 +193,6 @@ def tesseract() -> Iterator[Finding]:
 
 
 def hub() -> Iterator[Finding]:
-    """Whether hub models can be downloaded."""
     import urllib.error
     import urllib.request
     from http.client import HTTPException, InvalidURL

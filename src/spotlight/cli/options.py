@@ -1,32 +1,19 @@
-"""Options shared by several commands."""
+"""Options shared by several commands, and the run that they open."""
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
+from spotlight.cli.run_argument import find_run
+from spotlight_rewards.commands.options import silence_loading_bars
+
 if TYPE_CHECKING:
-    from spotlight.models.slots import Slot
+    from spotlight.runtime.inference import TrainedRun
 
-
-class Weights(StrEnum):
-    """Which weights of a run to use."""
-
-    POLICY = "policy"
-    EMA = "ema"
-    OLD = "old"
-    REFERENCE = "reference"
-
-
-class Device(StrEnum):
-    """Where the model lives."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"
-
+Weights: TypeAlias = Literal["policy", "ema", "old", "reference"]
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 
 WeightsOption: TypeAlias = Annotated[
     Weights | None,
@@ -39,11 +26,10 @@ WeightsOption: TypeAlias = Annotated[
 DeviceOption: TypeAlias = Annotated[Device, typer.Option("--device", help="Where the model lives.")]
 
 
-def slot_of(weights: Weights | None) -> Slot | None:
-    """The weight slot that the option names."""
-    return None if weights is None else weights.value
+def open_run(run: str, device: Device, weights: Weights | None) -> TrainedRun:
+    """The newest checkpoint of the run that the argument names, loaded."""
+    directory = find_run(run)
+    silence_loading_bars()
+    from spotlight.runtime.inference import TrainedRun
 
-
-def device_of(device: Device) -> Literal["auto", "cpu", "cuda"]:
-    """The device that the option names."""
-    return device.value
+    return TrainedRun.open(directory, device=device, weights=weights)

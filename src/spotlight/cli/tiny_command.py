@@ -32,12 +32,10 @@ def tiny(
         raise failure(f"DIR: {directory} exists; expected a directory to be made. Name another one.")
     with errors_without_traceback():
         from spotlight.registry import FAMILIES
-        from spotlight_rewards.base.file_errors import storage_error
+        from spotlight_rewards.base.file_errors import storage_errors
 
         silence_loading_bars()
         kind = FAMILIES.load(family)
-        try:
+        with storage_errors("cannot write a small pipeline", directory):
             kind.tiny(directory, seed=seed, variant=variant)
-        except OSError as error:
-            raise storage_error("cannot write a small pipeline", directory, error) from error
     typer.echo(directory)

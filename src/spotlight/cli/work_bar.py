@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
+from spotlight.runtime.observer import Silent
 from spotlight.scheduler.types import Phase
 
 
-class WorkBar:
+class WorkBar(Silent):
     """An ``Observer`` that draws one bar on stderr if it is a terminal. Use as a context manager."""
 
     def __init__(self) -> None:
@@ -30,20 +30,9 @@ class WorkBar:
         self._progress.stop()
 
     def note(self, text: str) -> None:
-        """Print the note."""
         self._progress.console.print(text, markup=False, soft_wrap=True)
 
     def work(self, phase: Phase, done: float, total: int) -> None:
-        """Move the bar."""
         if self._task is None:
             self._task = self._progress.add_task(phase.value, total=total)
         self._progress.update(self._task, completed=done, total=total, description=phase.value)
-
-    def billed(self, cost_usd: float) -> None:
-        """Draw nothing."""
-
-    def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Draw nothing."""
-
-    def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """Draw nothing."""

@@ -17,9 +17,10 @@ from spotlight.cluster.cluster_nodes import ClusterNodes, Site
 from spotlight.cluster.drains import Drains
 from spotlight.cluster.head import Head, HeadParts
 from spotlight.cluster.incidents import IncidentRecorder
-from spotlight.cluster.learner.learner_actor import RayLauncher
-from spotlight.cluster.learner.learner_group import Deadlines, LearnerGroup
+from spotlight.cluster.learner.learner_group import LearnerGroup
 from spotlight.cluster.learner.learner_rank import write_token
+from spotlight.cluster.learner.life import Deadlines
+from spotlight.cluster.learner.ray_launcher import RayLauncher
 from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
 from spotlight.cluster.model_files.model_fetch import pinned
@@ -41,8 +42,8 @@ from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.sequence_parallel.rendezvous import Address
+from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import Attempt
-from spotlight.runtime.build import components as build
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import CONTROLLER_FILE
 from spotlight.scheduler.controller import Controller
@@ -160,7 +161,8 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
 
 
 def _controller(materials: Materials, attempt: Attempt) -> Controller:
-    plan, prompts = build.cluster_plan_of(materials.config), materials.prompts
+    compares, prompts = bool(materials.rewards.compares_groups), materials.prompts
+    plan = build.cluster_plan_of(materials.config, compares=compares)
     if attempt.newest is None:
         return Controller(plan, prompts.train, prompts.test, attempt.number)
     snapshot = json.loads((attempt.newest.directory / CONTROLLER_FILE).read_text())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spotlight.cluster.learner.learner_actor import Placement
+from spotlight.cluster.learner.ray_launcher import Placement
 from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.local.emulation import SIGTERM_GRACE_S
 from spotlight.cluster.local.local_cluster import LocalCluster

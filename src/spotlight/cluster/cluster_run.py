@@ -40,8 +40,8 @@ from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.rollout.sequence_parallel.rendezvous import serve
+from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
-from spotlight.runtime.build import components as build
 from spotlight.runtime.conclusion import conclude_run
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk

@@ -29,6 +29,7 @@ from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.cluster_accounts import ClusterAccounts
 from spotlight.cluster.drains import Drains
 from spotlight.cluster.incidents import IncidentRecorder
+from spotlight.cluster.learner.learner_rank import LearnerRank
 from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.learner_driver import LearnerDriver
 from spotlight.cluster.remote_calls import Conversations, Inbox
@@ -36,18 +37,18 @@ from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
 from spotlight.cluster.scaling.spot_scaler import SpotScaler
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
-from spotlight.models.shared.flop_count import Work
+from spotlight.models.shared.flop_count import Compute
 from spotlight.rollout.serialization import unpack_image
-from spotlight.runtime.build.preview_settings import report_note, report_row
+from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.stages import Stage
-from spotlight.scheduler.types import NodeId, Phase, PolicyVersion, Purpose, RolloutId, WorkerId
+from spotlight.scheduler.types import NodeId, Phase, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
 from spotlight.store.ledger.ledger_schema import Incident
-from spotlight.training.batching.feed import IterationLog
+from spotlight.training.step_metrics import IterationLog
 from spotlight.worker.interfaces import FollowLease
 from spotlight.worker.reports import RolloutSpeed
 
@@ -152,10 +153,10 @@ class Head:
         while True:
             for report in await self.parts.samples.store.take():
                 if isinstance(event := report.event, RolloutSpeed):
-                    work = Work(event.tokens, event.flops)
+                    work = Compute(event.tokens, event.flops)
                     self.log.worked("rollout", work, event.seconds, event.peak_flop_s)
                 else:
-                    self.parts.inbox.put(event, report.mark)
+                    self.parts.inbox.put(event, report.weights_digest)
 
     def _handle(self, event: ev.Event, weights_digest: str) -> None:
         parts, controller, now = self.parts, self.parts.controller, self.parts.accounts.clock()
@@ -177,14 +178,10 @@ class Head:
                 parts.workers.worked(leader)
             case ev.LeaseCompleted(leader, rollouts=rollouts):
                 parts.workers.worked(leader)
-                accepted = [r.id for e in effects if isinstance(e, ef.ScoreSamples) for r in e.rollouts]
-                parts.samples.accept([name for name in accepted if name in rollouts], weights_digest)
+                parts.samples.accept([one.id for one in ef.accepted(effects, rollouts)], weights_digest)
                 self._show_work()
         for effect in effects:
             self._carry_out(effect)
-        # Most events only tell that a lease is alive: too many to look at all rollouts for each.
-        if effects or not isinstance(event, ev.LeaseProgressed):
-            parts.scoring.release(controller.work.group_progress)
         for node, seconds in parts.drains.finished(controller.cluster, now):
             self.log.add("fleet/drain_s", seconds)
             parts.incidents.record(Incident.NODE_DRAINED, node, f"{seconds:.2f} s after it was to stop")
@@ -229,14 +226,15 @@ class Head:
                 self._grant(effect)
             case ef.AbandonLease(leader):
                 parts.workers.tell(leader, effect)
-            case ef.ScoreSamples(rollouts, lineage):
-                parts.scoring.score(rollouts, lineage)
+            case ef.HoldSamples():
+                pass
+            case ef.ScoreSamples():
+                parts.scoring.score(effect)
             case ef.KeepPreview(preview, rollout, scores):
                 parts.samples.keep(preview, rollout.id)
                 self.log.scored(rollout, scores)
             case ef.DiscardSamples(rollouts):
                 parts.samples.forget(rollouts)
-                parts.scoring.forget(rollouts)
                 parts.conversations.start(parts.samples.drop(rollouts))
             case ef.ReportEvaluation():
                 parts.conversations.start(self._report_evaluation(effect))
@@ -248,7 +246,7 @@ class Head:
             case ef.ReportChoice():
                 self.log.put(effect.row())
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
-                self._train(effect)
+                parts.conversations.start(self._train(effect, *self._to_prepare(effect)))
             case ef.PublishWeights(version):
                 parts.conversations.start(self._end_iteration(version, cluster.lineage))
             case ef.CommitCheckpoint():
@@ -300,17 +298,27 @@ class Head:
             if member != lease.worker:
                 self.parts.workers.tell(member, FollowLease(lease.worker, lease.epoch, lease.id))
 
-    def _train(
-        self, effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
+    def _to_prepare(
+        self, effect: ef.TrainEffect
+    ) -> tuple[Mapping[RolloutId, Rollout], Mapping[RolloutId, BlobAddress]]:
+        """The rollouts of a batch to prepare, and where their samples are now."""
+        if not isinstance(effect, ef.PrepareBatch):
+            return {}, {}
+        names = [name for group in effect.groups for name in group.rollouts]
+        rollouts = self.parts.controller.rollouts
+        return {name: rollouts[name] for name in names}, {n: self.parts.samples.address(n) for n in names}
+
+    async def _train(
+        self,
+        effect: ef.TrainEffect,
+        rollouts: Mapping[RolloutId, Rollout],
+        stored: Mapping[RolloutId, BlobAddress],
     ) -> None:
-        stored: dict[RolloutId, BlobAddress] = {}
-        if isinstance(effect, ef.PrepareBatch):
-            names = [name for group in effect.groups for name in group.rollouts]
-            stored = {name: self.parts.samples.address(name) for name in names}
         if isinstance(effect, ef.TrainMicroBatch):
             training = self.parts.controller.training
             self.parts.observer.work(Phase.TRAINING, training.begun - 1, training.prepared)
-        self.parts.conversations.start(self.parts.learner.train(effect, stored))
+        ranks = self.parts.learner.ranks
+        self.parts.inbox.put(await ranks.ask(LearnerRank.train, effect, rollouts, stored))
 
     async def _report_evaluation(self, effect: ef.ReportEvaluation) -> None:
         parts, controller = self.parts, self.parts.controller
@@ -329,7 +337,7 @@ class Head:
         parts.inbox.put(ev.EvaluationReported(effect.iteration, effect.lineage))
 
     async def _end_iteration(self, version: PolicyVersion, lineage: int) -> None:
-        self._write_row(await self.parts.learner.learner.take_log())
+        self._write_row(await self.parts.learner.ranks.ask(LearnerRank.take_log))
         await self.parts.traces.collect()
         await self.parts.learner.publish(version, lineage)
 
@@ -381,7 +389,7 @@ class Head:
             if left:
                 observer.work(phase, total - left, total)
                 return
-        if controller.stage is Stage.EXPLORING:
-            total = len(controller.work.window.rollouts)
+        if controller.stage is Stage.PREPARING:
+            total = sum(len(work.rollouts) for work in controller.work.extra)
             done = total - controller.queue.outstanding_for(Purpose.EXPLORE)
             observer.work(Phase.EXPLORATION, done, total)

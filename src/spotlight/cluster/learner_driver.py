@@ -1,4 +1,4 @@
-"""Drives the learner for the head: begin, train, publish, checkpoint, restore, export, one task each.
+"""The learner's course for the head: begin, publish, checkpoint, restore, export, one task each.
 
 A task whose learner is lost ends silently (``AbandonedError``); the loss is an event of its own, answered by
 a rollback.
@@ -7,22 +7,22 @@ a rollback.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from spotlight.cluster.blobs.blob_client import BlobClient
-from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.learner.learner_group import LearnerGroup
+from spotlight.cluster.learner.learner_rank import LearnerRank
+from spotlight.cluster.learner.life import Life
 from spotlight.cluster.remote_calls import AbandonedError, Conversations, Notify
 from spotlight.cluster.workers.worker_weights import version_name
 from spotlight.runtime.recorder import LEARNER_FOLDER
-from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.types import PolicyVersion, RolloutId
+from spotlight.scheduler.types import PolicyVersion
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.weights.bundle import WeightsManifest
 from spotlight_rewards.base.prompts import PromptId
@@ -30,7 +30,6 @@ from spotlight_rewards.base.prompts import PromptId
 T = TypeVar("T")
 VERSIONS_KEPT = 2
 """Published versions, besides the newest, whose weights are retained."""
-TrainEffect = ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
 
 
 class PublishedVersions:
@@ -78,7 +77,7 @@ class Places(Protocol):
 
 @dataclass(slots=True)
 class LearnerDriver:
-    """Drives the learner. Head's event loop only.
+    """The learner, as the head uses it. Head's event loop only.
 
     Attributes:
         places: None if the learner does not move.
@@ -104,6 +103,11 @@ class LearnerDriver:
     _second: int = 0
     _restored: asyncio.Event = field(default_factory=asyncio.Event)
 
+    @property
+    def ranks(self) -> Life:
+        """See :attr:`LearnerGroup.ranks`."""
+        return self.learner.ranks
+
     def begin(self, checkpoint: Path | None) -> None:
         """Start the learner from ``checkpoint``; None starts the run afresh."""
         self._start_from = checkpoint
@@ -112,7 +116,7 @@ class LearnerDriver:
     async def _begin(self) -> None:
         manifest = await self._restore(self._start_from, self.controller.cluster.lineage)
         life = self.learner.working_life
-        await self.learner.send_conditions(self.prompts)
+        await self.ranks.ask(LearnerRank.send_conditions, self.prompts)
         await self.published.announce(manifest)
         if self.learner.is_up and self.learner.working_life == life:  # else it was lost and is being restored
             self._begun = True
@@ -144,30 +148,9 @@ class LearnerDriver:
         elif self._exporting:
             self.restore(None, self.controller.cluster.lineage)
 
-    # -- an iteration ----------------------------------------------------------------------------------
-
-    async def train(self, effect: TrainEffect, stored: Mapping[RolloutId, BlobAddress]) -> None:
-        """Prepare, train a micro-batch, step or finish a batch. ``stored``: where the samples to prepare
-        are.
-        """
-        learner = self.learner
-        match effect:
-            case ef.PrepareBatch(iteration):
-                await learner.prepare(effect, self.controller.rollouts, stored)
-                self.put_event(ev.BatchPrepared(iteration))
-            case ef.TrainMicroBatch(batch, index):
-                await learner.accumulate(batch)
-                self.put_event(ev.MicroBatchTrained(batch.iteration, batch.update, index))
-            case ef.StepOptimizer(iteration, update, samples, zeros):
-                loss, norm = await learner.step(samples, zeros)
-                self.put_event(ev.OptimizerStepped(iteration, update, loss, norm))
-            case ef.FinishBatch(iteration):
-                await learner.finish_batch()
-                self.put_event(ev.BatchFinished(iteration))
-
     async def publish(self, version: PolicyVersion, lineage: int) -> None:
         """Store the weights and announce their version to workers."""
-        await self.published.announce(await self.learner.publish(version, lineage))
+        await self.published.announce(await self.ranks.publish(version, lineage))
         self.put_event(ev.WeightsPublished(version))
 
     # -- checkpoints -----------------------------------------------------------------------------------
@@ -237,7 +220,9 @@ class LearnerDriver:
                 self.restore(None, self.controller.cluster.lineage)
             self._restored.clear()
             try:
-                return await self.learner.export()
+                exported = await self.ranks.ask(LearnerRank.export)
+                assert exported is not None, "rank 0 exports"
+                return exported
             except AbandonedError:
                 await self._restored.wait()
 

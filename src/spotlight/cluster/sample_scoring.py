@@ -11,8 +11,8 @@ from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
 from spotlight.cluster.remote_calls import Conversations, Notify
 from spotlight.rollout.serialization import unpack_image
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.group_gate import GroupGate, GroupProgress
-from spotlight.scheduler.types import DropReason, Rollout, RolloutId
+from spotlight.scheduler.effects import ScoreSamples
+from spotlight.scheduler.types import DropReason, Rollout, RolloutId, group_of
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.waiting import SampleGroup
@@ -92,25 +92,13 @@ class SampleScoring:
     prompts: Mapping[PromptId, Prompt]
     put_event: Callable[[ev.Event], None]
     note: Notify
-    _gate: GroupGate = field(default_factory=GroupGate)
 
-    def score(self, rollouts: Sequence[Rollout], lineage: int) -> None:
-        """Request scores, which arrive as events; with rewards that compare, when the group is complete."""
-        if self.pool.compares_groups:
-            self._gate.hold(rollouts, lineage)
-            return
-        self.conversations.start(self._score(rollouts, lineage))
-
-    def release(self, progress: Callable[[], GroupProgress]) -> None:
-        """Request the scores of the groups that are complete by now."""
-        if self._gate.holds_any:
-            for group in self._gate.release(progress()):
-                sample_group = SampleGroup(f"{group.name} {group.lineage}", group.size)
-                self.conversations.start(self._score(group.rollouts, group.lineage, sample_group))
-
-    def forget(self, rollouts: Sequence[RolloutId]) -> None:
-        """Request no scores of discarded samples."""
-        self._gate.forget(rollouts)
+    def score(self, effect: ScoreSamples) -> None:
+        """Request scores, which arrive as events."""
+        group, lineage = None, effect.lineage
+        if effect.size is not None:
+            group = SampleGroup(f"{group_of(effect.rollouts[0])} {lineage}", effect.size)
+        self.conversations.start(self._score(effect.rollouts, lineage, group))
 
     async def _score(
         self, rollouts: Sequence[Rollout], lineage: int, group: SampleGroup | None = None

@@ -79,7 +79,6 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def _parsed(tree: Mapping[str, Any], source: str, *, any_name: bool = False) -> RunConfig:
-    """Validate each key by itself."""
     tree, removed = without_removed(tree)
     if removed:
         raise ConfigError(source, removed)

@@ -34,7 +34,6 @@ class Preset:
 
 
 def preset_names() -> list[str]:
-    """All presets."""
     return sorted(path.stem for path in _DIRECTORY.glob("*.yaml"))
 
 

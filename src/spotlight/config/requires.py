@@ -1,5 +1,5 @@
 """What configuration keys require of each other, as data: the checks, their messages and a page of the
-reference (``docs/reference/exclusions.md``) are made from the same rows.
+reference (``docs/reference/configuration.md``) are made from the same rows.
 
 A section, an algorithm or a policy declares its rows beside its keys, as the class attribute ``requires``::
 
@@ -45,7 +45,7 @@ class Need:
     other: object = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class That(Generic[Run]):
     """A fact that is computed. ``{key}`` in ``text`` becomes the key's value (any attribute's)."""
 
@@ -53,40 +53,44 @@ class That(Generic[Run]):
     holds: Callable[[Run], bool]
 
 
-Value: TypeAlias = Need | str | int | float | bool | tuple[object, ...] | None
-"""A test; or the value wanted; or a tuple of those that will do."""
+Value: TypeAlias = Need | BaseModel | str | int | float | bool | tuple[object, ...] | None
+"""A test; or the value wanted; or a tuple of those that will do; a section stands for its defaults."""
 
-SET = Need("set", lambda value, _: bool(value))
+SET = Need("a value", lambda value, _: bool(value))
 UNSET = Need("nothing", lambda value, _: not value)
 """None, 0, false or empty."""
 
 
 def at_most(other: str | float) -> Need:
-    """A bound: a number, or the key that has it."""
-    return Need("at most", operator.le, other)
+    """A bound: a number, or the key that has it. What is left out fits; of a list, every item must."""
+    return _bound("at most", operator.le, other)
 
 
 def at_least(other: str | float) -> Need:
-    """As :func:`at_most`."""
-    return Need("at least", operator.ge, other)
+    return _bound("at least", operator.ge, other)
 
 
 def less_than(other: str | float) -> Need:
-    """As :func:`at_most`."""
-    return Need("less than", operator.lt, other)
+    return _bound("less than", operator.lt, other)
 
 
 def more_than(other: str | float) -> Need:
-    """As :func:`at_most`."""
-    return Need("more than", operator.gt, other)
+    return _bound("more than", operator.gt, other)
+
+
+def _bound(text: str, compare: Callable[[Any, Any], bool], other: str | float) -> Need:
+    def holds(value: Any, bound: Any) -> bool:
+        items = value if isinstance(value, tuple) else (value,)
+        return value is None or all(compare(item, bound) for item in items)
+
+    return Need(text, holds, other)
 
 
 def other_than(*values: object) -> Need:
-    """Anything but these."""
-    return Need(f"another than {' or '.join(map(shown, values))}", lambda value, _: value not in values)
+    return Need(f"other than {' or '.join(map(shown, values))}", lambda value, _: value not in values)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Requires(Generic[Run]):
     """One requirement.
 
@@ -95,16 +99,15 @@ class Requires(Generic[Run]):
             same index in ``when``.
         when: keys and values under which this applies, all together; ``{}``: always.
         needs: of the key's value; where the key's section is off, nothing.
-        remedy: what to do, in sentences; with ``{key}`` as in :class:`That`.
+        remedy: what to do, in sentences, with ``{key}`` as in :class:`That`; or what computes them.
     """
 
     key: str
     when: Mapping[str, Value] | That[Run]
     needs: Value | That[Run]
-    remedy: str
+    remedy: str | Callable[[Run], str]
 
     def problems(self, run: Run) -> Iterator[Problem]:
-        """What contradicts this row."""
         listed, star, _ = self.key.partition(".*")
         for index in range(len(value_at(run, listed))) if star else [None]:
             here = str(index)
@@ -114,7 +117,8 @@ class Requires(Generic[Run]):
                 continue
             found = shown(value_at(run, key))
             expected = f"{self._wanted(run)} {self.condition(run, here)}".strip()
-            yield Problem(re.sub(r"\.(\d+)", r"[\1]", key), found, expected, filled(self.remedy, run))
+            remedy = filled(self.remedy, run) if isinstance(self.remedy, str) else self.remedy(run)
+            yield Problem(_indexed(key), found, expected, remedy)
 
     def _applies(self, run: Run, here: str) -> bool:
         if isinstance(self.when, That):
@@ -136,13 +140,13 @@ class Requires(Generic[Run]):
             return filled(self.when.text, run)
         words = {"with": list[str](), "without": list[str]()}
         for key, test in self.when.items():
-            key = key.replace("*", here)
+            found, key = key.replace("*", here), _indexed(key.replace("*", here))
             if test is UNSET:
                 words["without"].append(key)
             elif test is SET:
                 words["with"].append(key)
             else:
-                value = shown(value_at(run, key)) if run is not None else _text(test, None)
+                value = plain(value_at(run, found)) if run is not None else _text(test, None)
                 words["with"].append(
                     f"{key} {value}" if run is None and isinstance(test, Need) else f"{key}={value}"
                 )
@@ -150,10 +154,13 @@ class Requires(Generic[Run]):
 
     def row(self) -> tuple[str, str, str, str]:
         """(key, what it needs, under which condition, remedy), of any run."""
-        return self.key, self._wanted(None), self.condition(None), filled(self.remedy, None)
+        remedy = (
+            filled(self.remedy, None) if isinstance(self.remedy, str) else "The message has values that fit."
+        )
+        return self.key, self._wanted(None), self.condition(None), remedy
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Computed(Generic[Run]):
     """A requirement whose key, or whose remedy, has to be computed: a function in the same list."""
 
@@ -170,36 +177,52 @@ Requirement: TypeAlias = Requires[Run] | Computed[Run]
 
 
 def problems_of(rows: Iterable[Requirement[Run]], run: Run) -> Iterator[Problem]:
-    """All that contradicts the rows, in their order."""
+    """What contradicts the rows, in their order; of each key the first."""
+    named = set[str]()
     for row in rows:
-        yield from row.problems(run)
+        for problem in row.problems(run):
+            if problem.key not in named:
+                named.add(problem.key)
+                yield problem
 
 
 def value_at(tree: object, key: str) -> Any:
-    """Value of a dotted key; None where a section on the way is off."""
+    """Value of a dotted key; None where a section on the way is off, or another algorithm's."""
     for part in key.split("."):
         if tree is None:
             return None
-        tree = tree[int(part)] if isinstance(tree, Sequence) else getattr(tree, part)
+        if isinstance(tree, Mapping):
+            tree = tree.get(part)
+        else:
+            tree = tree[int(part)] if isinstance(tree, Sequence) else getattr(tree, part, None)
     return tree
 
 
 def shown(value: object) -> str:
-    """A value, in messages."""
+    """A value as messages quote it."""
+    return repr(value) if isinstance(value, str) else plain(value)
+
+
+def plain(value: object) -> str:
+    """A value as on the command line; of a section its name, or that it is set."""
     if value is None or isinstance(value, bool):
         return {None: "nothing", True: "true", False: "false"}[value]
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(shown, value))}]"
-    return "set" if isinstance(value, BaseModel) else str(value)
+        return f"[{', '.join(map(plain, value))}]"
+    return str(getattr(value, "name", "set")) if isinstance(value, BaseModel) else str(value)
 
 
 def filled(text: str, run: object | None) -> str:
     """``text`` with the values of the keys in braces; without a run, with the keys' names."""
     if run is None:
-        return _HOLE.sub(lambda hole: hole[1].rpartition(".")[2], re.sub(r" = \{[\w.]+\}", "", text))
-    return _HOLE.sub(lambda hole: shown(value_at(run, hole[1])), text)
+        return _HOLE.sub(lambda hole: hole[1].rpartition(".")[2], re.sub(r" ?= ?\{[\w.]+\}", "", text))
+    return _HOLE.sub(lambda hole: plain(value_at(run, hole[1])), text)
+
+
+def _indexed(key: str) -> str:
+    return re.sub(r"\.(\d+)", r"[\1]", key)
 
 
 def _is_off(run: object, key: str) -> bool:
@@ -218,7 +241,7 @@ def _text(test: Value, run: object | None) -> str:
     if isinstance(test, tuple):
         return " or ".join(map(shown, test))
     if not isinstance(test, Need):
-        return shown(test)
+        return "nothing" if isinstance(test, BaseModel) else shown(test)
     if isinstance(test.other, str):
         return filled(f"{test.text} {test.other} = {{{test.other}}}", run)
     return test.text if test.other is None else f"{test.text} {shown(test.other)}"

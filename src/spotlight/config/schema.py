@@ -4,8 +4,8 @@ One strict, frozen pydantic model per section; unknown keys are errors, and ever
 from which the reference is generated. Nothing here imports torch, so ``--help``, ``--dry-run`` and planning
 start at once.
 
-Checks of one field are constraints on it. Checks across fields or sections belong in
-:meth:`~spotlight.config.section.Section.problems` of the section whose key should be changed.
+Checks of one field are constraints on it. What keys require of each other is data beside them:
+:mod:`spotlight.config.requires`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.config.sections.model import DataConfig, ModelConfig
 from spotlight.config.sections.outputs import CheckpointConfig, MetricsConfig
 from spotlight.config.sections.pipeline import PipelineConfig
+from spotlight.config.sections.policies import AddedPolicies
 from spotlight.config.sections.rewards import RewardPolicyConfig
 from spotlight.config.sections.rollout import RolloutConfig
 from spotlight_rewards.base.errors import Problem
@@ -72,6 +73,8 @@ class RunConfig(Section):
     """Which seeds are trained on; default: random ones."""
     pipeline: PipelineConfig = PipelineConfig()
     """Overlap of generation and training."""
+    policies: AddedPolicies = Field(default_factory=dict)
+    """Scheduling policies of installed packages, by name, each with its keys."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How progress is evaluated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -82,13 +85,8 @@ class RunConfig(Section):
     """The hardware, and what it costs."""
 
     def every_problem(self) -> Iterator[Problem]:
-        """All contradictions between keys."""
-        for section in self.sections():
-            yield from problems_of(section.requirements(), self)
-        for name in type(self).model_fields:
-            if isinstance(section := getattr(self, name), Section):
-                yield from section.problems(self)
-        yield from self.algorithm.common_problems(self)
+        rows = (row for section in self.sections() for row in section.requirements())
+        return problems_of(rows, self)
 
     def every_note(self) -> Iterator[str]:
         """What is valid, but may not be what was meant; shown when a run is planned and begins."""
@@ -101,6 +99,22 @@ class RunConfig(Section):
         chosen = self.algorithm.train_samples
         yield from self.learner.rank_problems(self.rollout, ranks, per_node, chosen)
         yield from self.algorithm.micro_batch_problems(self.rollout, self.learner, ranks)
+
+    @property
+    def rank_samples(self) -> int:
+        """Samples that a rank of the learner trains in an update."""
+        group = self.algorithm.train_samples or self.rollout.group_size
+        samples = self.rollout.prompts_per_iteration * group
+        return samples // self.learner.updates_per_batch // self.fleet.learner_ranks
+
+    @property
+    def decays_until(self) -> float | None:
+        """Iterations after which the learning rate is 0; None: it stays above."""
+        if self.learner.decay_iterations is None:
+            return None
+        rollout = self.rollout
+        trained = rollout.prompts_per_iteration * (self.algorithm.train_samples or rollout.group_size)
+        return self.learner.decay_iterations * (self.learner.schedule_samples or trained) / trained
 
     @property
     def trained_timesteps(self) -> int:

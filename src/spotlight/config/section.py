@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from spotlight.config.requires import Requirement
-from spotlight_rewards.base.errors import Problem
 from spotlight_rewards.base.strict_section import StrictSection
 
 if TYPE_CHECKING:
@@ -26,15 +25,12 @@ class Section(StrictSection):
             yield from base.__dict__.get("requires", ())
 
     def sections(self) -> Iterator[Section]:
-        """This section and those in it."""
         yield self
         for name in type(self).model_fields:
-            if isinstance(value := getattr(self, name), Section):
-                yield from value.sections()
-
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Contradictions that are no rows yet."""
-        yield from ()
+            value = getattr(self, name)
+            for section in value.values() if isinstance(value, Mapping) else (value,):
+                if isinstance(section, Section):
+                    yield from section.sections()
 
     def notes(self, run: RunConfig) -> Iterator[str]:
         """What is valid, but may not be what was meant; nothing unless overridden."""

@@ -24,7 +24,6 @@ class Prompts:
 
     @property
     def by_id(self) -> dict[PromptId, Prompt]:
-        """All of them."""
         return {prompt.id: prompt for prompt in (*self.train, *self.test)}
 
     @property

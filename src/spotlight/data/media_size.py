@@ -7,5 +7,4 @@ from spotlight.models.media import MediaSize
 
 
 def media_size(rollout: RolloutConfig) -> MediaSize:
-    """Of the pictures or videos that are generated."""
     return MediaSize(rollout.height, rollout.width, rollout.frames, rollout.fps)

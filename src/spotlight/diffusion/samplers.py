@@ -167,7 +167,6 @@ class ODE:
 
     @property
     def stochastic(self) -> bool:
-        """Never."""
         return False
 
     def moments(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> Moments:
@@ -177,11 +176,9 @@ class ODE:
         return Moments(mean, zero, zero)
 
     def log_prob(self, x_next: Tensor, moments: Moments) -> Tensor:
-        """Raise UndefinedLogProbError."""
         raise _undefined(self)
 
     def kl(self, moments: Moments, reference: Moments) -> Tensor:
-        """Raise UndefinedLogProbError."""
         raise _undefined(self)
 
 

@@ -34,7 +34,6 @@ class AllSteps:
         return range(self.kept(total_steps))
 
     def kept(self, total_steps: int) -> int:
-        """T - 1."""
         if total_steps < 2:
             raise ValueError(
                 f"a rollout of {total_steps} step(s) has no stochastic step, as its last one is ODE; "
@@ -71,7 +70,6 @@ class RandomWindow:
         return range(positions[choice], positions[choice] + self.size)
 
     def kept(self, total_steps: int) -> int:
-        """``size``."""
         self._positions(total_steps)
         return self.size
 
@@ -117,7 +115,6 @@ class SlidingWindow:
         return range(start, start + self.size)
 
     def kept(self, total_steps: int) -> int:
-        """``size``."""
         _positions(self.size, self.low, self.high, total_steps)
         return self.size
 

@@ -15,7 +15,6 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, TransformerSizes, bind_targets
 from spotlight.rollout.limits import decode_batch
-from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight.training.timesteps import largest_pass
 
 if TYPE_CHECKING:
@@ -30,6 +29,11 @@ _ADAM, _OF_WORKER = "Adam", " (worker)"
 _APPLIED = "bfloat16 adapters"
 """Sharded weights are not merged, and adapters gathered in bfloat16."""
 _PNG_SHARE = 0.6  # of the raw bytes for photographs; images with few colours compress better
+EMBEDDINGS_BYTES = 4 << 30
+"""Kept in memory on a node, divided over its ranks; others are read from the disk cache when they are used.
+
+An embedding has up to 3.7 MB with Qwen-Image, 12.6 MB with FLUX.2-klein-9B.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,6 @@ class NotHere:
 
 
 def family_of(config: RunConfig) -> type[ModelFamily]:
-    """The configured family."""
     return FAMILIES.load(config.model.family)
 
 

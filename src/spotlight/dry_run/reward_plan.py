@@ -58,7 +58,6 @@ def require_rewards(config: RunConfig) -> None:
 
 
 def reward_places(config: RunConfig) -> tuple[RewardPlace, ...]:
-    """One per configured reward."""
     return tuple(_place_of(config, reward) for reward in config.rewards)
 
 

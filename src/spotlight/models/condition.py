@@ -73,7 +73,6 @@ class Condition:
         return None if embeds is None else Condition({**self.tensors, EMBEDS: embeds})
 
     def to(self, device: torch.device | str) -> Condition:
-        """The same on ``device``."""
         return Condition({name: tensor.to(device) for name, tensor in self.tensors.items()})
 
 
@@ -110,7 +109,6 @@ class ConditionBatch:
 
     @property
     def size(self) -> int:
-        """Rows."""
         return next(iter(self.tensors.values())).shape[0]
 
     def rows(self, name: str) -> list[Tensor]:

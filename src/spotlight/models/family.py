@@ -3,7 +3,7 @@ and one line of :data:`spotlight.registry.FAMILIES`.
 
 The base class locates and checks the pipeline, loads its parts, caches embeddings and exports. A family
 states its facts (``FamilyTraits``) and implements ``read_dimensions``, ``embed``, ``condition_shapes``,
-``predict`` and ``decode_frames``, the pipeline's arithmetic taken apart, and ``tiny``.
+``predict`` and ``decode_frames``, the pipeline's arithmetic taken apart.
 
 Invariants:
 - With the ODE sampler and the same initial latents, pictures equal those of the diffusers pipeline.
@@ -37,7 +37,7 @@ from spotlight.models.family_facts import Dimensions, FamilyTraits
 from spotlight.models.kernels.attention import explaining_masks
 from spotlight.models.media import MediaSize as MediaSize
 from spotlight.models.model_errors import ModelError as ModelError
-from spotlight.models.model_errors import shaped_as, storing
+from spotlight.models.model_errors import storing
 from spotlight.models.pipeline_files import (
     PipelineFiles,
     is_denoiser,
@@ -56,6 +56,7 @@ from spotlight.models.shared.transformer_files import (
 from spotlight.models.skeleton import load_weights, persistent_buffers
 from spotlight.models.text.embeddings import EmbeddingsCache
 from spotlight.models.text.prompt_encoder import PromptEncoder
+from spotlight.models.tiny import write_pipeline
 
 _NOT_STORED = (
     "Free some space there or name a directory that can be written, then run the same command again: "
@@ -201,17 +202,17 @@ class ModelFamily(FamilyTraits, ABC):
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """The VAE's output for final float32 latents: [batch, 3, frames, height, width], in [-1, 1]."""
 
+    # -- where families differ ------------------------------------------------------------------------------
+
     @classmethod
-    @abstractmethod
     def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
-        """Write a small random pipeline of the real classes (:mod:`spotlight.models.tiny`), about 1 MB.
+        """Write a small random pipeline of the real classes, about 1 MB.
 
         Args:
             seed: of the weights.
-            variant: 0 to 3: other widths, heads, layers and VAE factors.
+            variant: of :attr:`tiny_models`.
         """
-
-    # -- where families differ ------------------------------------------------------------------------------
+        write_pipeline(cls, directory, seed, variant)
 
     def embed_instruction(self, pipeline: Any, instruction: Instruction) -> dict[str, Tensor]:
         """As :meth:`embed`, of a prompt about reference pictures and of its negative prompt
@@ -255,7 +256,7 @@ class ModelFamily(FamilyTraits, ABC):
             scale: of true guidance.
             embedded: see :attr:`Guidance.embedded`.
         """
-        arguments: dict[str, object] = {"true_cfg_scale": scale}
+        arguments: dict[str, object] = {cls.guidance_argument: scale}
         return arguments if embedded is None else arguments | {"guidance_scale": embedded}
 
     @classmethod
@@ -288,6 +289,12 @@ class ModelFamily(FamilyTraits, ABC):
 
     def check_parts(self) -> None:
         """Raise :class:`ModelError` if the loaded parts belong to different models."""
+
+    def text_size(self, component: str, key: str) -> tuple[object, str]:
+        """A size that a text encoder's configuration states, and where, for :func:`require_equal`."""
+        config = self.files.config(component)
+        nested = config.get("text_config")
+        return (nested if isinstance(nested, dict) else config).get(key), f"{component}'s {key}"
 
     @classmethod
     def make_scheduler(cls, files: PipelineFiles) -> Any:
@@ -350,9 +357,10 @@ class ModelFamily(FamilyTraits, ABC):
             def forward(given: ConditionBatch, name: str) -> Tensor:
                 texts = given.at(rows)
                 with guidance_pass(part, name), explaining_masks():
-                    velocity = shaped_as(inputs[0], self.predict(part, *inputs, texts, embedded, size), self)
+                    velocity = self.predict(part, *inputs, texts, embedded, size)
+                self._check_shape(velocity, inputs[0])
                 if log is not None:
-                    log.note(size, texts, part)
+                    log.note(size, texts.size, texts.lengths, part)
                 return velocity.float()
 
             if avoided is None:
@@ -401,11 +409,6 @@ class ModelFamily(FamilyTraits, ABC):
         if self._unread is None:
             raise RuntimeError("read_weights() of a transformer whose weights were read when it was loaded")
         self._unread.read(modules, self.device)
-
-    @property
-    def text_encoder_loaded(self) -> bool:
-        """Whether the text encoders are in memory."""
-        return self._prompts.loaded
 
     def free_text_encoder(self) -> None:
         """Release the text encoders' memory; a later miss loads them again."""
@@ -478,6 +481,17 @@ class ModelFamily(FamilyTraits, ABC):
         if isinstance(prompt, Instruction):
             return self.embed_instruction(pipeline, prompt)
         return self.embed(pipeline, prompt)
+
+    def _check_shape(self, velocity: Tensor, latents: Tensor) -> None:
+        """Another shape would be broadcast silently."""
+        shape = getattr(velocity, "shape", None)
+        if shape != latents.shape:
+            found = f"a {type(velocity).__name__}" if shape is None else f"a tensor of shape {list(shape)}"
+            raise ModelError(
+                f"model family {type(self).__module__}:{type(self).__qualname__}: its predict returned "
+                f"{found}; expected the velocity in the shape of the latents, {list(latents.shape)}. Undo "
+                "patches and leave out what is not the latents' own, such as tokens of reference pictures."
+            )
 
     def _embedded(self, guidance: Guidance) -> float | None:
         if not self.config.get("guidance_embeds"):

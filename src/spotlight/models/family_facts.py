@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
@@ -121,24 +123,76 @@ class PublishedModel:
     settings: Mapping[str, object] = field(default_factory=dict)
 
 
-def dual_stream_dimensions(files: PipelineFiles) -> Dimensions:
-    """Of FLUX's kind: blocks of two streams, then of one; 2x2 latents of an image VAE packed into a token."""
-    double, single, heads, per_head, channels = (
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """A small pipeline of a family, which :func:`spotlight.models.tiny.write_pipeline` makes.
+
+    Attributes:
+        model: the published model that is shrunk, by hub id.
+        changes: to its components' configurations, and to ``model_index``. Of tokenizers and text encoders,
+            arguments of what makes them.
+    """
+
+    model: str
+    changes: Mapping[str, Mapping[str, Any]] = field(repr=False)
+
+
+def read_models(module: str) -> tuple[Mapping[str, PublishedModel], Sequence[TinyModel]]:
+    """Published models by hub id, and small ones, from the JSON file beside a family's module.
+
+    Args:
+        module: its ``__file__``.
+    """
+    found = json.loads(Path(module).with_suffix(".json").read_text(encoding="utf-8"))
+    small = found.get("tiny", {"changes": {}, "variants": []})
+    common, variants = small["changes"], small["variants"]
+    tiny = [
+        TinyModel(model, {part: common.get(part, {}) | own.get(part, {}) for part in common | own})
+        for model, own in ((variant.pop("model"), variant) for variant in variants)
+    ]
+    return {name: PublishedModel(**each) for name, each in found["published"].items()}, tiny
+
+
+def dimensions(
+    files: PipelineFiles,
+    *,
+    patch_px: int,
+    vae_width: int,
+    layers: Sequence[str] = ("num_layers",),
+    latents_per_token: int = 1,
+    frames_per_latent: int = 1,
+    unit_px: int | None = None,
+    side_max_px: int | None = None,
+) -> Dimensions:
+    """By the usual keys of a transformer's ``config.json``. Raises :class:`ModelError`.
+
+    Args:
+        layers: keys of the numbers of blocks, which are added up.
+        latents_per_token: latents that the transformer itself makes a token of.
+    """
+    heads, per_head, channels = (
         config_integer(files, "transformer", key)
-        for key in (
-            *("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim"),
-            "in_channels",
-        )
+        for key in ("num_attention_heads", "attention_head_dim", "in_channels")
     )
-    widths = config_list(files, "vae", "block_out_channels")
     return Dimensions(
-        layers=double + single,
+        layers=sum(config_integer(files, "transformer", key) for key in layers),
         width=heads * per_head,
         heads=heads,
-        channels=channels,
-        patch_px=2 ** len(widths),
-        vae_width=int(str(widths[0])),
+        channels=channels * latents_per_token,
+        patch_px=patch_px,
+        vae_width=vae_width,
+        frames_per_latent=frames_per_latent,
+        unit_px=unit_px,
+        side_max_px=side_max_px,
     )
+
+
+def block_widths(files: PipelineFiles) -> tuple[int, int]:
+    """Pixels per latent of a VAE's blocks, each of which but the last halves the sides, and the outermost's
+    channels. Raises :class:`ModelError`.
+    """
+    widths = config_list(files, "vae", "block_out_channels")
+    return 2 ** (len(widths) - 1), int(str(widths[0]))
 
 
 def config_integer(files: PipelineFiles, part: str, key: str) -> int:
@@ -206,10 +260,16 @@ class FamilyTraits:
     """Largest ``max_text_tokens``."""
     text_multiple: ClassVar[int] = 1
     """Its transformer pads each text to a multiple of so many tokens, and computes on all."""
+    pads_prompts: ClassVar[bool] = False
+    """Whether every prompt takes ``max_text_tokens`` of a forward."""
+    guidance_argument: ClassVar[str] = "true_cfg_scale"
+    """The pipeline's argument for the scale of true guidance."""
     published: ClassVar[Mapping[str, PublishedModel]] = {}
-    """Published models by hub id."""
+    """Published models by hub id; of our families, :func:`read_models`."""
+    tiny_models: ClassVar[Sequence[TinyModel]] = ()
+    """Four small variants: other widths, heads, layers and VAE factors."""
 
     @classmethod
     def planned_text_tokens(cls, words: int, most: int) -> int:
         """Estimated tokens of a prompt of ``words`` words: two per word plus a template's, up to ``most``."""
-        return min(2 * words + 6, most)
+        return most if cls.pads_prompts else min(2 * words + 6, most)

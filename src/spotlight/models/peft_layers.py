@@ -171,7 +171,6 @@ def _initialise(layers: Mapping[str, LoraLayer], spec: LoraSpec, adapters: Seque
 
 
 def lora_config(spec: LoraSpec) -> LoraConfig:
-    """``spec`` as peft's LoraConfig."""
     from peft import LoraConfig
 
     return LoraConfig(

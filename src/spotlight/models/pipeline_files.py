@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError, safe_open
 
 from spotlight.models.model_errors import ModelError
-from spotlight.registry import FAMILIES
 from spotlight_rewards.registry import RegistryError
 
 if TYPE_CHECKING:
@@ -69,7 +68,6 @@ class PipelineFiles:
     known: Mapping[str, Mapping[str, object]] | None = None
 
     def folder(self, component: str) -> Path:
-        """Folder of a component."""
         return self.root / component
 
     def config(self, component: str, name: str = "config.json") -> dict[str, object]:
@@ -148,6 +146,8 @@ def locate(
 
 
 def _family_remedy(pipeline_class: object) -> str:
+    from spotlight.registry import FAMILIES  # here: families read their files with this module
+
     for name in FAMILIES:
         with suppress(RegistryError):  # a broken package is reported where its family is asked for
             if FAMILIES.load(name).pipeline_class == pipeline_class:
@@ -332,7 +332,6 @@ def is_denoiser(component: str) -> bool:
 
 
 def transformer_names(components: Mapping[str, PipelineComponent]) -> list[str]:
-    """Of those, the transformers."""
     return [name for name in components if name.startswith("transformer")]
 
 

@@ -86,10 +86,6 @@ class WeightSlots(ABC):
         """The policy's parameters, by name, for the optimizer."""
         return self.parameters("policy")
 
-    def trainable_count(self) -> int:
-        """Number of trained scalars (global, even if sharded)."""
-        return sum(parameter.numel() for parameter in self.trainable_parameters().values())
-
     def state(self, slot: Slot) -> dict[str, Tensor]:
         """Detached views of a slot's parameters; clone what must survive the next update."""
         return {name: parameter.detach() for name, parameter in self.parameters(slot).items()}
@@ -236,7 +232,6 @@ class LoraSlots(WeightSlots):
         return peft_layers.adapter_parameters(self._layers, slot)
 
     def modules(self) -> dict[Slot, nn.Module]:
-        """The one module that carries all adapters."""
         return {"policy": self._module}
 
     def metadata(self) -> dict[str, object]:
@@ -303,13 +298,11 @@ class CopySlots(WeightSlots):
         return dict(self._modules[slot].named_parameters())
 
     def modules(self) -> dict[Slot, nn.Module]:
-        """One module per slot."""
         return dict(self._modules)
 
     def merged_state(
         self, slot: Slot, *, keep: bool = True, rounding: UpdateRounding | None = None
     ) -> dict[str, Tensor]:
-        """The slot's module as it is."""
         state = _gathered(self.parameters(slot), keep)
         if rounding is not None:
             for name in state:

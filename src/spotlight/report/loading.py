@@ -62,9 +62,19 @@ def loading_snippet(
         second = (weights if weights.is_dir() else weights.parent) / SECOND_TRANSFORMER
         if second.is_dir():
             lines.append(f"pipe.load_lora_weights({str(second)!r}, load_into_transformer_2=True)")
+    made = f"pipe({', '.join(_call(config, prompt))})"
+    if family.video:
+        lines.append(f"export_to_video({made}.frames[0], 'video.mp4', fps={config.rollout.fps:g})")
+    else:
+        lines.append(f"{made}.images[0].save('picture.png')")
+    return "\n".join(lines)
+
+
+def _call(config: RunConfig, prompt: str | None) -> list[str]:
+    """Arguments that draw one picture as the run evaluates it, as Python."""
+    family, rollout = FAMILIES.load(config.model.family), config.rollout
     if prompt is None:
         prompt = TESTBEDS[config.model.path].example if config.model.path in TESTBEDS else _EXAMPLE_PROMPT
-    rollout = config.rollout
     embedded = family.embedded_guidance if rollout.embedded_guidance is None else rollout.embedded_guidance
     guidance = family.call_arguments(rollout.true_cfg_scale, embedded)
     call = [
@@ -80,10 +90,7 @@ def loading_snippet(
         call.append(family.negative_argument(rollout.negative_prompt))
     if family.video:
         call.append(f"num_frames={rollout.frames}")
-        lines.append(f"export_to_video(pipe({', '.join(call)}).frames[0], 'video.mp4', fps={rollout.fps:g})")
-    else:
-        lines.append(f"pipe({', '.join(call)}).images[0].save('picture.png')")
-    return "\n".join(lines)
+    return call
 
 
 def _transformer(source: str) -> list[str]:

@@ -19,12 +19,13 @@ from spotlight.registry import FAMILIES
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import base_model, loading_snippet
-from spotlight.report.record import GRADED, STRICT, RunRecord
+from spotlight.report.record import RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison, write_progress
+from spotlight.store.metrics import GRADED, STRICT
 from spotlight.testbed import TESTBEDS
-from spotlight_rewards.base.file_errors import storage_error
+from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import write_atomically
 
 CARD_FOLDER = "card"
@@ -45,14 +46,12 @@ _CURVES = {
 def write_card(run: RunRecord) -> Path:
     """Write the card of a run with a validation; returns the README's path. Raises StoreError."""
     folder = run.paths.path / CARD_FOLDER
-    try:
+    with storage_errors("cannot write the model card", folder):
         folder.mkdir(exist_ok=True)
         pictures = [_copied(path, folder) for path in _pictures(run)]
         charts = [_drawn(folder / f"{name}.svg", svg) for name, svg in _charts(run)]
         readme = folder / "README.md"
         write_atomically(readme, card_text(run, pictures, charts).encode())
-    except OSError as error:
-        raise storage_error("cannot write the model card", folder, error) from error
     return readme
 
 

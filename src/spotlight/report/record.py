@@ -13,12 +13,9 @@ from spotlight.config.schema import RunConfig
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import History, read_history
-from spotlight.store.metrics import MetricsRow, read_metrics
+from spotlight.store.metrics import GRADED, JUDGED, STDERR, VALIDATION, MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.file_errors import StoreError
-
-VALIDATION = "validation/"
-STRICT, GRADED = "strict", "graded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +51,10 @@ class ValidationChange:
 
     @property
     def margin(self) -> float:
-        """The gain."""
         return self.after.mean - self.before.mean
 
     @property
     def noise(self) -> float:
-        """See the class."""
         return math.hypot(self.before.stderr, self.after.stderr)
 
     @property
@@ -91,7 +86,7 @@ class RunRecord:
     def curves(self) -> tuple[str, ...]:
         """``strict`` (if any) and ``graded``."""
         last = self.validations[-1].scores if self.validations else {}
-        return tuple(name for name in (STRICT, GRADED) if name in last)
+        return tuple(name for name in JUDGED if name in last)
 
     @property
     def since(self) -> str:
@@ -140,8 +135,8 @@ def read_run(directory: Path) -> RunRecord:
 def _validation(row: MetricsRow) -> ValidationRow:
     values = {name.removeprefix(VALIDATION): value for name, value in row.values.items()}
     scores = {
-        name: Mean(value, values.get(f"{name}_stderr", math.nan))
+        name: Mean(value, values.get(f"{name}{STDERR}", math.nan))
         for name, value in values.items()
-        if not name.endswith("_stderr")
+        if not name.endswith(STDERR)
     }
     return ValidationRow(row.iteration, row.samples_trained, row.wall_s, scores)

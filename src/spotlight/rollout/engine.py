@@ -29,7 +29,7 @@ from spotlight.models.condition import Condition, Guidance, Passes, in_turn
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.media import MediaSize
-from spotlight.models.shared.flop_count import ForwardLog, Work
+from spotlight.models.shared.flop_count import Compute, ForwardLog
 from spotlight.rollout import step_cache
 from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import Added, FailedRollout, FinishedRollout, Recipe, RolloutState, SampleTensors
@@ -86,7 +86,7 @@ class Engine:
         """Most operations a second of this device in the dtype of its products; None: unknown."""
         return peak_of(self.device, self.autocast or self._family.dtype)
 
-    def take_work(self) -> Work:
+    def take_work(self) -> Compute:
         """What the forwards since the last call took; operations are not counted on CPUs."""
         return self.forwards.take(self._family, operations=self.device.type != "cpu")
 

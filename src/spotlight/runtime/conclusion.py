@@ -11,16 +11,14 @@ from spotlight.config.schema import RunConfig
 from spotlight.models.family import ModelFamily
 from spotlight.models.slots import WeightSlots
 from spotlight.runtime.recorder import RunRecorder
-from spotlight.runtime.validation import GRADED, STRICT
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison
-from spotlight.store.metrics import MetricsRow, read_metrics
+from spotlight.store.metrics import GRADED, STDERR, STRICT, VALIDATION, MetricsRow, read_metrics
 from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, final_table, write_summary
 from spotlight.training.lora_export import export_lora, export_merged
 from spotlight.training.sharding import Ranks
 
 LORA_FOLDER, MERGED_FOLDER = "lora", "merged"
-_VALIDATION = "validation/"
 
 
 def export_judged(config: RunConfig, family: ModelFamily, slots: WeightSlots, ranks: Ranks) -> Path | None:
@@ -58,10 +56,10 @@ def conclude_run(
 def summarise_run(config: RunConfig, recorder: RunRecorder, lora: Path | None) -> RunSummary:
     """Summarise a run from its ledger and metrics."""
     counts = recorder.ledger.counts()
-    validations = [row for row in read_metrics(recorder.paths.path) if f"{_VALIDATION}{GRADED}" in row.values]
+    validations = [row for row in read_metrics(recorder.paths.path) if f"{VALIDATION}{GRADED}" in row.values]
     last = validations[-1].values if validations else {}
-    judged = STRICT if f"{_VALIDATION}{STRICT}" in last else GRADED
-    stderr = last.get(f"{_VALIDATION}{judged}_stderr", math.inf)
+    judged = STRICT if f"{VALIDATION}{STRICT}" in last else GRADED
+    stderr = last.get(f"{VALIDATION}{judged}{STDERR}", math.inf)
     return RunSummary(
         iterations=config.iterations,
         validation=tuple(_point(row) for row in validations),
@@ -91,6 +89,6 @@ def _point(row: MetricsRow) -> ValidationPoint:
         iteration=row.iteration,
         samples_trained=row.samples_trained,
         wall_s=row.wall_s,
-        strict=row.values.get(f"{_VALIDATION}{STRICT}"),
-        graded=row.values[f"{_VALIDATION}{GRADED}"],
+        strict=row.values.get(f"{VALIDATION}{STRICT}"),
+        graded=row.values[f"{VALIDATION}{GRADED}"],
     )

@@ -25,7 +25,7 @@ from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.shared.update_rounding import LostUpdate
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.state import FailedRollout, FinishedRollout, Recipe
-from spotlight.runtime.build import components as build
+from spotlight.runtime.assembly import components as build
 from spotlight.runtime.observer import Observer, Silent
 from spotlight.runtime.process import prepare_process
 from spotlight.runtime.recorder import LEARNER_FOLDER

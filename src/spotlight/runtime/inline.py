@@ -24,17 +24,19 @@ from functools import partial
 from typing import assert_never
 
 import numpy as np
+from torch import nn
 
+from spotlight.models.slots import Slot, WeightSlots
+from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout
-from spotlight.runtime.build.preview_settings import report_note, report_row
+from spotlight.runtime.assembly.components import Recipes
+from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.denoiser import Denoiser
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.group_gate import GroupGate
 from spotlight.scheduler.types import (
     PHASE_OF,
     DropReason,
@@ -48,8 +50,10 @@ from spotlight.scheduler.types import (
     Rollout,
     RolloutId,
     WorkerId,
+    group_of,
 )
-from spotlight.training.batching.feed import Trainer
+from spotlight.training.batching.conditions import Conditions
+from spotlight.training.batching.feed import BatchFeed
 from spotlight.training.batching.redistribute import even_shares
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.pool.reward_pool import RewardPool
@@ -71,6 +75,48 @@ WORKER = WorkerId(f"{NODE.id}/0")
 
 
 @dataclass(frozen=True, slots=True)
+class Denoiser:
+    """Runs leases with their purpose's slot; previews use ``train_slot`` (the behaviour policy).
+
+    Attributes:
+        around: a context for the steps of a lease, given the module that takes them.
+    """
+
+    engine: Engine
+    slots: WeightSlots
+    conditions: Conditions
+    recipes: Recipes
+    train_slot: Slot
+    evaluation_slot: Slot
+    around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
+
+    def run(
+        self,
+        rollouts: Sequence[Rollout],
+        on_step: Callable[[float], None],
+        around: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> list[FinishedRollout | FailedRollout]:
+        """Denoise rollouts of one purpose; calls ``on_step(fraction_done)`` after every step.
+
+        Args:
+            around: a context for each step.
+        """
+        evaluating = rollouts[0].purpose is Purpose.EVAL
+        recipe = self.recipes.by_purpose()[rollouts[0].purpose]
+        conditions = self.conditions.of(rollout.prompt_id for rollout in rollouts)
+        states = self.engine.start(rollouts, conditions, recipe)
+        steps = max(rollout.steps for rollout in rollouts)
+        slot = self.evaluation_slot if evaluating else self.train_slot
+        # Autocast would round merged weights to half precision; an unmerged adapter keeps its contribution.
+        with self.slots.use(slot, merged=self.engine.autocast is None) as model, self.around(model):
+            for step in range(steps):
+                with around():
+                    states = self.engine.step(model, states)
+                on_step((step + 1) / steps)
+        return self.engine.finish(states)
+
+
+@dataclass(frozen=True, slots=True)
 class InlineParts:
     """What the driver works with.
 
@@ -83,7 +129,7 @@ class InlineParts:
 
     controller: Controller
     denoiser: Denoiser
-    trainer: Trainer
+    feed: BatchFeed
     rewards: RewardPool
     recorder: Recorder
     clock: PhaseClock
@@ -111,7 +157,6 @@ class InlineDriver:
     _events: deque[ev.Event] = field(default_factory=deque)
     _samples: dict[RolloutId, FinishedRollout] = field(default_factory=dict)
     _unsubmitted: list[Rollout] = field(default_factory=list)
-    _gate: GroupGate = field(default_factory=GroupGate)
     _groups: dict[RolloutId, SampleGroup] = field(default_factory=dict)
     _group_turn: int = 0
     _lineage: int = 0
@@ -179,31 +224,32 @@ class InlineDriver:
             case ef.GrantLease(lease, rollouts):
                 self.parts.recorder.grant(effect)
                 self._denoise(lease, rollouts)
-            case ef.ScoreSamples(rollouts, lineage):
+            case ef.HoldSamples():
+                pass
+            case ef.ScoreSamples(rollouts, lineage, size):
                 self._lineage = lineage
-                if self.parts.rewards.compares_groups:
-                    self._gate.hold(rollouts, lineage)
-                else:
-                    self._unsubmitted.extend(rollouts)
+                if size is not None:
+                    group = SampleGroup(group_of(rollouts[0]), size)
+                    self._groups |= {rollout.id: group for rollout in rollouts}
+                self._unsubmitted.extend(rollouts)
             case ef.KeepPreview(preview, kept, scores):
                 if (sample := self._samples.pop(preview, None)) is not None:
                     self._samples[kept.id] = replace(sample, rollout=kept)
-                self.parts.trainer.log.scored(kept, scores)
+                self.parts.feed.learner.log.scored(kept, scores)
             case ef.DiscardSamples(rollouts):
-                self._gate.forget(rollouts)
                 for rollout in rollouts:
                     self._samples.pop(rollout, None)
             case ef.ReportEvaluation():
                 self._report(effect)
             case ef.ReportExploration(_, report):
-                self.parts.trainer.log.put(report_row(report))
+                self.parts.feed.learner.log.put(report_row(report))
                 if note := report_note(report):
                     self.parts.observer.note(note)
             case ef.ReportPipeline():
                 self.parts.recorder.pipeline(effect)
-                self.parts.trainer.log.put(effect.row())
+                self.parts.feed.learner.log.put(effect.row())
             case ef.ReportChoice():
-                self.parts.trainer.log.put(effect.row())
+                self.parts.feed.learner.log.put(effect.row())
             case ef.PrepareBatch() | ef.TrainMicroBatch() | ef.StepOptimizer() | ef.FinishBatch():
                 self._train(effect)
             case ef.PublishWeights(version):
@@ -263,12 +309,12 @@ class InlineDriver:
     def _measure(self, phase: Phase, seconds: float) -> None:
         engine = self.parts.denoiser.engine
         if phase is Phase.ROLLOUT:
-            self.parts.trainer.log.worked("rollout", engine.take_work(), seconds, engine.peak_flop_s)
+            self.parts.feed.learner.log.worked("rollout", engine.take_work(), seconds, engine.peak_flop_s)
         engine.forwards.clear()
 
     def _require_current(self, rollouts: Sequence[Rollout]) -> None:
         """Engine and learner share one module, so only its current version can generate samples."""
-        held = self.parts.trainer.learner.steps
+        held = self.parts.feed.learner.steps
         for rollout in rollouts:
             if rollout.version != held:
                 raise RuntimeError(
@@ -285,11 +331,6 @@ class InlineDriver:
     # -- rewards ---------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
-        if self._gate.holds_any:
-            for group in self._gate.release(self.parts.controller.work.group_progress()):
-                sample_group = SampleGroup(group.name, group.size)
-                self._groups |= {rollout.id: sample_group for rollout in group.rollouts}
-                self._unsubmitted.extend(group.rollouts)
         if not self._unsubmitted:
             return
         rollouts, self._unsubmitted = tuple(self._unsubmitted), []
@@ -345,7 +386,7 @@ class InlineDriver:
             scores = results[rollout.id]
             if isinstance(scores, dict):
                 self._events.append(ev.SamplesRewarded({rollout.id: scores}, scoring.lineage))
-                self.parts.trainer.log.scored(rollout, scores)
+                self.parts.feed.learner.log.scored(rollout, scores)
             else:
                 reason, detail = scores
                 self.parts.observer.note(f"{rollout.id} is not scored: {reason}: {_brief(detail)}")
@@ -376,27 +417,29 @@ class InlineDriver:
     def _train(
         self, effect: ef.PrepareBatch | ef.TrainMicroBatch | ef.StepOptimizer | ef.FinishBatch
     ) -> None:
-        trainer, clock = self.parts.trainer, self.parts.clock
-        with clock.phase(Phase.TRAINING):
+        feed, learner = self.parts.feed, self.parts.feed.learner
+        with self.parts.clock.phase(Phase.TRAINING):
             match effect:
                 case ef.PrepareBatch(iteration):
                     tensors = {name: sample.tensors for name, sample in self._samples.items()}
-                    trainer.prepare(effect, self.parts.controller.rollouts, tensors)
+                    feed.prepare(effect, self.parts.controller.rollouts, tensors)
                     self._to_train += [micro_batch.update for micro_batch in effect.micro_batches]
                     self._events.append(ev.BatchPrepared(iteration))
                 case ef.TrainMicroBatch(micro_batch, index):
                     with self.parts.around(Phase.TRAINING):
-                        trainer.accumulate(micro_batch)
+                        learner.accumulate(micro_batch.rollouts, micro_batch.update_samples)
                     done = sum(update < micro_batch.update for update in self._to_train) + index + 1
                     self.parts.observer.work(Phase.TRAINING, done, len(self._to_train))
                     self._events.append(
                         ev.MicroBatchTrained(micro_batch.iteration, micro_batch.update, index)
                     )
                 case ef.StepOptimizer(iteration, update, samples, zeros):
-                    loss, grad_norm = trainer.step(samples, zeros)
-                    self._events.append(ev.OptimizerStepped(iteration, update, loss, grad_norm))
+                    report = learner.step(samples, zeros)
+                    self._events.append(
+                        ev.OptimizerStepped(iteration, update, report.sums.loss, report.grad_norm)
+                    )
                 case ef.FinishBatch(iteration):
-                    trainer.finish_batch()
+                    learner.finish_batch()
                     self._to_train.clear()
                     self._events.append(ev.BatchFinished(iteration))
 
@@ -404,7 +447,7 @@ class InlineDriver:
 
     def _iteration_done(self) -> None:
         controller = self.parts.controller
-        row = self.parts.trainer.log.take()
+        row = self.parts.feed.learner.log.take()
         self._account()
         row |= {f"seconds/{phase.value}": spent for phase, spent in self._spent.items()}
         row["rewards/wait_s"] = self._spent[Phase.REWARD]
@@ -416,7 +459,7 @@ class InlineDriver:
         # Billed right before and right after, so that a resume from here finds exactly the lost seconds.
         self._account()
         with self.parts.clock.phase(Phase.CHECKPOINT):
-            self.parts.recorder.checkpoint(effect, self.parts.trainer.learner)
+            self.parts.recorder.checkpoint(effect, self.parts.feed.learner)
         self._account()
         self._stopped = self._over = any(self.parts.ranks.share(self._stop_requested))
         if not self._over:

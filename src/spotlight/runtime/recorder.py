@@ -25,7 +25,7 @@ from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import Tile, write_grid
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
-from spotlight.store.metrics import MetricsRow, MetricsWriter
+from spotlight.store.metrics import VALIDATION, MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
@@ -145,7 +145,7 @@ class RunRecorder:
         """See :class:`Recorder`."""
         validation = summarise(effect.scored, effect.scores, self.prompts, self.strict)
         row = validation.row()
-        named = {f"validation/{name}": value for name, value in row.items()}
+        named = {f"{VALIDATION}{name}": value for name, value in row.items()}
         self.metrics.write(MetricsRow(effect.iteration, samples_trained, self.wall_s, named))
         self._draw(effect, pictures, validation)
         return row

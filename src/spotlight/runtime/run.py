@@ -21,14 +21,13 @@ from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.models.kernels.step_profile import StepProfiler
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.attempt import RunResult as RunResult
 from spotlight.runtime.attempt import open_attempt, stopping_gracefully
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
-from spotlight.runtime.denoiser import Denoiser
-from spotlight.runtime.inline import InlineDriver, InlineParts
+from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
@@ -172,7 +171,7 @@ def _drive(
         InlineParts(
             controller=controller,
             denoiser=materials.denoiser,
-            trainer=materials.learning.trainer,
+            feed=materials.learning.feed,
             rewards=materials.rewards,
             recorder=recorder,
             clock=clock,
@@ -212,7 +211,7 @@ def _deal_size(config: RunConfig) -> int:
 
 def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
     config, ranks = materials.config, materials.ranks
-    plan = build.plan_of(config, ranks.world)
+    plan = build.plan_of(config, ranks.world, compares=bool(materials.rewards.compares_groups))
     (where, *_) = ranks.share(str(newest.directory) if newest else "")
     if not where:
         return Controller(plan, materials.prompts.train, materials.prompts.test)

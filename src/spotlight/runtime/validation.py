@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.types import Rollout, RolloutId
+from spotlight.store.metrics import GRADED, STDERR, STRICT
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.prompts import Prompt, PromptId
-
-STRICT, GRADED = "strict", "graded"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Validation:
             *((f"tag/{tag}", value) for tag, value in self.by_tag.items()),
             *((name, value) for name, value in self.curves.items() if name != REWARD),
         ):
-            row[name], row[f"{name}_stderr"] = value.mean, value.stderr
+            row[name], row[f"{name}{STDERR}"] = value.mean, value.stderr
         return row
 
 

@@ -3,10 +3,21 @@
     effects = controller.handle(event, now)
 
 No torch, clock, threads or global randomness: the same events give the same effects. Drivers carry out
-effects in order and feed back events. One iteration, each line a stage of the table in ``stages.py``:
+effects in order and feed back events. Four loops, each advanced by the events of its own:
+
+    loop       consumes                     waits for                          is unblocked by
+    rollouts   groups of workers that ask   rollouts in the queue, and the     the start of an iteration,
+               for work (GroupPulled)       published version on all members   WeightsPulled
+    rewards    finished samples             a reward for each sample           SamplesRewarded,
+               (LeaseCompleted)                                                RewardFailed
+    learner    scored groups                all samples of the iteration       BatchPrepared,
+                                                                               MicroBatchTrained, ...
+    iteration  the stages of ``stages.py``  the end of the loops above         WeightsPublished,
+                                                                               CheckpointCommitted
+
+One iteration, each line a stage:
 
     starting    draw prompts and seeds (hashes of the run seed), queue the rollouts
-    exploring   with previews on the critical path only: their scores choose the seeds
     rolling     a group pulls ► GrantLease ► it completes ► ScoreSamples ► rewards, until all have arrived
     reporting   ReportEvaluation, when one was due; its rollouts follow the others through the same queue
     learning    PrepareBatch ► TrainMicroBatch* ► StepOptimizer, once per update ► FinishBatch
@@ -14,9 +25,8 @@ effects in order and feed back events. One iteration, each line a stage of the t
     committing  CommitCheckpoint, when due, of learner, this state and the ledger position; then starting
 
 Workers wait for the published version. The learner waits for all scores of its iteration: optimizer steps use
-samples of the version the iteration started with. Nothing else waits. ``Plan.pipeline`` allows more overlap
-(see ``overlap/``): samples are trained in parts as they arrive (``axis``), the learner's GPUs generate while
-that is faster (``bounded``), the next iteration's rollouts begin early (``next_share``).
+samples of the version the iteration started with. Nothing else waits. What a run does otherwise is a policy's
+(``policy.py``): exploration, parts trained as they arrive, the next iteration begun early, and so on.
 
 Invariants: those of the ledger (checked after every event) and of the queue (see ``Controller.check``), and
     - every change of stage is one of ``stages.TRANSITIONS``;
@@ -50,8 +60,6 @@ from spotlight.scheduler.effects import (
 from spotlight.scheduler.iteration import Snapshot
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.ledger import Ledger
-from spotlight.scheduler.overlap.trainer_budget import Backlog, trainer_rollout_budget
-from spotlight.scheduler.overlap.training_tasks import TrainingTasks
 from spotlight.scheduler.plan import Plan as Plan
 from spotlight.scheduler.plan import require_usable
 from spotlight.scheduler.records import StepApplied
@@ -64,6 +72,7 @@ from spotlight.scheduler.stages import (
     StageMachine,
     Trigger,
 )
+from spotlight.scheduler.training_tasks import TrainingTasks
 from spotlight.scheduler.types import Filler, PolicyVersion, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt
 
@@ -83,21 +92,21 @@ class Controller:
         self.dispatcher = Dispatcher(self.cluster)
         self.cluster.serving.switch_s = plan.pipeline.switch_s
         self.work = Rollouts(plan, train, test, self.dispatcher)
+        self.policies = tuple(self.work.policies.values())
         self.training = TrainingTasks(plan, self.work, 0)
         self._now = self._task_s = 0.0
         self._task_overlaps = False
-        self._budget = self._budget_until_s = 0.0
         self.learner = LearnerLife(plan.ranks, self.cluster, self._snapshot(), plan.ranks_min)
         self._undo: list[Effect] = []
 
     @property
     def waits_for_rewards(self) -> bool:
         """Whether scores are all that is missing: nothing is left to generate or, meanwhile, to train."""
-        at_rewards = {
-            Stage.ROLLING: self.work.at.unscored,
-            Stage.EXPLORING: self.work.window.unscored,
-        }.get(self.stage)
-        return bool(at_rewards) and not self.queue.outstanding and self.training.task is None
+        if self.stage is Stage.ROLLING:
+            at_rewards = bool(self.work.current.unscored)
+        else:
+            at_rewards = self.stage is Stage.PREPARING and not self._is_decided
+        return at_rewards and not self.queue.outstanding and self.training.task is None
 
     @property
     def stage(self) -> Stage:
@@ -124,17 +133,17 @@ class Controller:
         if self._commits_behind:
             self._stages.move(Trigger.CHECKPOINT_BEGUN)
             self._start_iteration()
-        # Expiry and the event itself may requeue rollouts of an older version.
-        self.work.renew()
+        self._after_event()  # leases may have expired
         self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
         if self.stage is not Stage.OVER:
-            self.work.renew()
+            self._after_event()
             self._place_learner()
             self._learn()
         if self.stage is not Stage.OVER:
             self._set_trainer_budget()
             if self.stage in LOOKS_AHEAD:
-                self.work.explore_ahead(self.iteration, now)
+                for policy in self.policies:
+                    policy.fill(self.iteration, now)
             self._serve()
         # Records come first: drivers make them durable before a checkpoint that an effect asks for.
         # A rollback precedes them, because it truncates the ledger they are appended to.
@@ -144,6 +153,10 @@ class Controller:
         effects = [*self._undo, *records, *self.work.effects, *self.cluster.effects]
         self._undo, self.work.effects, self.cluster.effects = [], [], []
         return effects
+
+    def _after_event(self) -> None:
+        for policy in self.policies:
+            policy.after_event()
 
     def _dispatch(self, event: ev.Event) -> None:
         match event:
@@ -205,10 +218,9 @@ class Controller:
     @property
     def wake_s(self) -> float | None:
         """When a :class:`~spotlight.scheduler.events.TimePassed` is due at the latest; None if never."""
-        waited_for = self._budget and self._budget_until_s > self._now and not self.dispatcher.trainers_work
-        budget_s = self._budget_until_s if waited_for else None
         begins_s = self._now if self._commits_behind else None
-        alarms = (self.queue.next_deadline_s, self.cluster.next_s, budget_s, begins_s)
+        due_s = (policy.wake_s(self._now) for policy in self.policies)
+        alarms = (self.queue.next_deadline_s, self.cluster.next_s, begins_s, *due_s)
         times = [at_s for at_s in alarms if at_s is not None]
         return min(times, default=None)
 
@@ -218,33 +230,36 @@ class Controller:
         self.queue.check()
         self.cluster.check()
         self.work.check()
+        for policy in self.policies:
+            policy.check()
 
     @property
     def rollouts(self) -> Mapping[RolloutId, Rollout]:
-        """The current iteration's, without previews."""
-        return self.work.at.rollouts
+        """The current iteration's."""
+        return self.work.current.rollouts
 
     # -- issue -----------------------------------------------------------------------------------------
 
     def _start_iteration(self) -> None:
-        work = self.work
+        work, last = self.work, self.iteration >= self.plan.iterations
         work.begin(self._now)
         self.training = TrainingTasks(self.plan, work, self.iteration)
-        last = self.iteration >= self.plan.iterations
-        explores = self.plan.exploration
-        first = not last and explores is not None and explores.where == "critical_path"
-        if not last and not first:
+        held_back = not last and any(policy.holds_back for policy in self.policies)
+        if not last and not held_back:
             work.issue_training(self.iteration, self.version)
         if self.plan.evaluation.is_due(self.iteration, self.plan.iterations):
             work.issue_evaluation(self.iteration, self.version)
-        if self.iteration + 1 < self.plan.iterations:
-            work.issue_early(self.iteration + 1, self.version)
-        self._stages.move(Trigger.PREVIEWS_ISSUED if first else Trigger.ROLLOUTS_ISSUED)
-        if first:
-            work.open_window(self.iteration, self.version, self._now)
-        else:
-            work.forget_safe()
+        for policy in self.policies:
+            policy.begin(self.iteration, self.version, self._now)
+        self._stages.move(Trigger.ROLLOUTS_HELD_BACK if held_back else Trigger.ROLLOUTS_ISSUED)
+        if not held_back:
+            work.forget_survived()
         self._advance()
+
+    @property
+    def _is_decided(self) -> bool:
+        """Whether the rollouts that were held back can be issued."""
+        return all(policy.decided for policy in self.policies if policy.holds_back)
 
     # -- stages ----------------------------------------------------------------------------------------
 
@@ -252,111 +267,102 @@ class Controller:
         if self.work.stopping is not None:
             self._stop(self.work.stopping)
             return
-        if self.stage is Stage.EXPLORING and not self.work.window.unscored:
-            self.work.close_window(self._now)
+        if self.stage is Stage.PREPARING and self._is_decided:
+            self._close()
             self.work.issue_training(self.iteration, self.version)
-            self.work.forget_safe()
-            self._stages.move(Trigger.PREVIEWS_SCORED)
-        if self.stage is not Stage.ROLLING or self.work.at.unscored:
+            self.work.forget_survived()
+            self._stages.move(Trigger.GROUPS_DECIDED)
+        if self.stage is not Stage.ROLLING or self.work.current.unscored:
             return
-        if self.work.at.evaluation:
+        if self.work.current.evaluation:
             self._stages.move(Trigger.EVALUATION_SCORED)
             self._report_evaluation()
         else:
             self._stages.move(Trigger.SAMPLES_SCORED)
-            self._all_there()
+            self._all_arrived()
+
+    def _close(self) -> None:
+        for policy in self.policies:
+            policy.close(self._now)
 
     def _report_evaluation(self) -> None:
-        scored = [rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores]
+        scored = [rollout for rollout in self.work.current.evaluation if rollout in self.work.current.scores]
         if not scored:
             self._stop(f"iteration {self.iteration}: not one evaluation sample was scored, nothing is known")
             return
         for rollout in scored:
             self.ledger.evaluate(rollout)
-        issued = tuple(self.work.at.rollouts[rollout] for rollout in self.work.at.evaluation)
-        scores = {rollout: self.work.at.scores[rollout] for rollout in scored}
+        issued = tuple(self.work.current.rollouts[rollout] for rollout in self.work.current.evaluation)
+        scores = {rollout: self.work.current.scores[rollout] for rollout in scored}
         report = ReportEvaluation(self.iteration, self.version, issued, scores, self.cluster.lineage)
         self.work.effects.append(report)
 
     def _evaluation_reported(self) -> None:
-        self.work.discard(rollout for rollout in self.work.at.evaluation if rollout in self.work.at.scores)
-        self._all_there()
+        self.work.discard(
+            rollout for rollout in self.work.current.evaluation if rollout in self.work.current.scores
+        )
+        self._all_arrived()
 
-    def _all_there(self) -> None:
+    def _all_arrived(self) -> None:
         if self.iteration >= self.plan.iterations:
             self._finish()
             return
         if not self.learner.up:
             self.cluster.recoveries[Recovery.LEARNER_AWAITED] += 1
-        self.work.learn_from_groups(self.iteration, self.version)
+        for policy in self.policies:
+            policy.arrived(self.iteration, self.version)
 
     # -- training --------------------------------------------------------------------------------------
 
     def _learn(self) -> None:
         """Give an idle learner a task, unless its GPUs should roll out first."""
-        there, training = self.stage is Stage.LEARNING, self.training
-        rolls = self.stage in GENERATING
-        if training.task or not self.learner.works or not (there or rolls):
-            self._budget = 0
+        complete, generating = self.stage is Stage.LEARNING, self.stage in GENERATING
+        training = self.training
+        if training.task or not self.learner.works or not (complete or generating):
+            self._trainer_budget_left(0)
             return
         if self.dispatcher.trainers_work:
             return
-        if rolls and self.plan.bounded and self.cluster.trainers():
-            self._plan_budget()
-            if self._budget:
+        if generating and self.cluster.trainers():
+            wanted = [policy.rolls_out(training, self._now) for policy in self.policies]
+            if any(wanted):
                 return
-        task = training.next(there)
+        task = training.next(complete)
         if task is not None:
             # Switching from rollouts to training is not part of the training pace.
             self._task_s = self._now + self.cluster.serving.learner_turns()
-            made = (WorkClass.TRAIN, WorkClass.EVAL)
-            held = self.queue.outstanding_of(*made) - self.queue.waiting_of(*made)
-            self._task_overlaps = not there and held > 0
+            needed = (WorkClass.TRAIN, WorkClass.EVAL)
+            leased = self.queue.outstanding_of(*needed) - self.queue.waiting_of(*needed)
+            self._task_overlaps = not complete and leased > 0
             self.work.effects.append(task)
-        elif there:
+        elif complete:
             self._stop(
                 f"iteration {self.iteration}: no group kept two scored samples, nothing can be learnt from it"
             )
 
-    def _plan_budget(self) -> None:
-        """Plan the rollouts of the learner's GPUs; unused budget expires after ``answer_s``."""
-        pipeline, pace = self.plan.pipeline, self.cluster.pace
-        overlaps = pipeline.trains_parts
-        trainable = self.training.ready() if overlaps else 0
-        made = max(0, self.training.untrained - trainable) if overlaps else 0
-        backlog = Backlog(
-            self.plan.rollout_steps,
-            self.plan.evaluation.steps,
-            trainable,
-            made,
-            pace.train_s * self.plan.trained_share,
-            whole=not overlaps,
-            switch_s=pipeline.switch_s,
-            generating=bool(self.cluster.serving.turned),
-        )
-        takes = trainer_rollout_budget(self.cluster, backlog)
-        if takes is None:  # no trainer asks now: keep the plan until one does, or it expires
-            if self._now >= self._budget_until_s:
-                self._budget = 0
-        else:
-            self._budget, self._budget_until_s = takes, self._now + self.plan.cluster.answer_s
+    def _trainer_budget_left(self, rollouts: float) -> None:
+        for policy in self.policies:
+            policy.trainer_budget_left(rollouts)
 
     def _set_trainer_budget(self) -> None:
-        """The learner's GPUs roll out only while it idles and, if bounded, only as far as it pays."""
+        """The learner's GPUs roll out only while it idles, and as many as a policy says."""
         if not self.cluster.trainers():
             return
         waits = self.learner.works and self.stage in LEARNER_IDLES and self.training.task is None
-        rollouts: float = 0.0
-        if waits and self.plan.bounded and self.stage is not Stage.EXPLORING:
-            rollouts = self._budget
-        elif waits and not (self.plan.pipeline.trains_parts and self.training.ready()):
-            rollouts = math.inf
-        self.dispatcher.set_trainer_budget(rollouts, explore=self.stage is Stage.EXPLORING)
+        rollouts = self._trainer_budget() if waits else 0.0
+        self.dispatcher.set_trainer_budget(rollouts, explore=self.stage is Stage.PREPARING)
+
+    def _trainer_budget(self) -> float:
+        if self.stage is not Stage.PREPARING:
+            said = (policy.trainer_budget() for policy in self.policies)
+            limits = [limit for limit in said if limit is not None]
+            if limits:
+                return min(limits)
+        return 0.0 if self.training.trains_parts and self.training.ready() else math.inf
 
     def _serve(self) -> None:
         self.dispatcher.serve()
-        if self._budget:
-            self._budget = self.cluster.serving.trainer_budget
+        self._trainer_budget_left(self.cluster.serving.trainer_budget)
 
     def _trained(
         self, event: ev.BatchPrepared | ev.MicroBatchTrained | ev.OptimizerStepped | ev.BatchFinished
@@ -377,7 +383,9 @@ class Controller:
             case ev.BatchFinished():
                 self._stages.move(Trigger.BATCH_FINISHED)
                 self._report_pipeline()
-                self.work.effects += [*self.training.report(), PublishWeights(self.version)]
+                for policy in self.policies:
+                    self.work.effects += policy.reports(self.training)
+                self.work.effects.append(PublishWeights(self.version))
 
     def _stepped(self, update: int, loss: float, grad_norm: float) -> None:
         self.version = PolicyVersion(self.version + 1)
@@ -396,7 +404,7 @@ class Controller:
         if self.stage is not Stage.PUBLISHING or version != self.version:
             return
         self.ledger.publish(version)
-        self.work.close_window(self._now)
+        self._close()
         self.cluster.publish(version)
         self.work.published(self._published_before)
         self._published_before = version
@@ -417,12 +425,11 @@ class Controller:
         return behind and self.iteration < self.plan.iterations
 
     def _report_pipeline(self) -> None:
-        pipeline, filled = self.plan.pipeline, self.cluster.pace.filled_s
-        overlapped = self.training.overlapped if pipeline.trains_parts else None
-        early = self.work.early_samples if pipeline.next_share else None
-        if filled or overlapped is not None or early is not None:
-            report = ReportPipeline(self.iteration, dict(sorted(filled.items())), overlapped, early)
-            self.work.effects.append(report)
+        filled, samples = self.cluster.pace.filled_s, dict[str, int]()
+        for policy in self.policies:
+            samples |= policy.figures(self.training)
+        if filled or samples:
+            self.work.effects.append(ReportPipeline(self.iteration, dict(sorted(filled.items())), samples))
         filled.clear()
 
     # -- the learner's life ----------------------------------------------------------------------------
@@ -435,7 +442,7 @@ class Controller:
         self.work.effects = []
         self.iteration, self.version = committed.iteration, committed.version
         self._published_before = self.version
-        self.work.roll_back(committed.ledger, committed.exploration)
+        self.work.roll_back(committed.ledger, committed.policies)
         self._undo.append(RollBack(self.ledger.position))
         self.cluster.roll_back(self.version)
         self.cluster.pace.filled_s.clear()  # undone, like the ledger's records since the commit
@@ -446,11 +453,9 @@ class Controller:
     def _place_learner(self) -> None:
         if self.stage is Stage.IDLE:
             return  # it is being started, and does not answer yet
-        rests = self.stage in LEARNER_IDLES and not self.training.task
-        idle, waits = (
-            rests and not self.training.prepared,
-            rests and self.queue.waiting_of(WorkClass.TRAIN, WorkClass.EVAL) > 0,
-        )
+        untasked = self.stage in LEARNER_IDLES and not self.training.task
+        idle = untasked and not self.training.prepared
+        waits = untasked and self.queue.waiting_of(WorkClass.TRAIN, WorkClass.EVAL) > 0
         self.work.effects += self.learner.placed(self.iteration, idle=idle, waits=waits)
 
     def _finish(self) -> None:
@@ -472,8 +477,8 @@ class Controller:
 
     def _snapshot(self) -> Snapshot:
         ledger = self.ledger.snapshot()
-        exploration = self.work.explorer.snapshot() if self.work.explorer else {}
-        return Snapshot(self.iteration, self.version, self.queue.leases_granted, ledger, exploration)
+        policies = self.work.snapshot()
+        return Snapshot(self.iteration, self.version, self.queue.leases_granted, ledger, policies)
 
     @classmethod
     def restore(
@@ -494,7 +499,7 @@ class Controller:
         parsed = Snapshot.from_dict(snapshot)
         controller.iteration, controller.version = parsed.iteration, parsed.version
         controller._published_before = parsed.version
-        controller.work.load(parsed.ledger, parsed.exploration)
+        controller.work.load(parsed.ledger, parsed.policies)
         controller.queue.leases_granted = parsed.leases_granted
         controller.cluster.target = parsed.version
         controller.learner.committed = parsed

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from spotlight.scheduler.records import Record
@@ -42,10 +42,28 @@ class GrantLease:
 
 @dataclass(frozen=True, slots=True)
 class ScoreSamples:
-    """Score finished samples; the answer repeats ``lineage``."""
+    """Score finished samples; the answer repeats ``lineage``.
+
+    Attributes:
+        size: they are a group that rewards compare, all that was made of so many; None: any samples.
+    """
 
     rollouts: tuple[Rollout, ...]
     lineage: int = 0
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HoldSamples:
+    """Finished samples are accepted, but scored later, with the rest of their groups."""
+
+    rollouts: tuple[Rollout, ...]
+
+
+def accepted(effects: Iterable[Effect], made: Collection[RolloutId]) -> list[Rollout]:
+    """Those of the samples ``made`` that the controller accepted, from the effects of their report."""
+    samples = (each.rollouts for each in effects if isinstance(each, ScoreSamples | HoldSamples))
+    return [rollout for rollouts in samples for rollout in rollouts if rollout.id in made]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,20 +158,18 @@ class ReportPipeline:
 
     Attributes:
         filled_s: GPU-seconds by filler, without zeros.
-        overlapped_samples: trained before the batch was complete; None without overlap.
-        early_samples: made before their iteration began; None where not allowed.
+        samples: counted by policies, by name: ``overlapped_samples`` were trained before the batch was
+            complete, ``early_samples`` made before their iteration began.
     """
 
     iteration: int
     filled_s: Mapping[Filler, float]
-    overlapped_samples: int | None = None
-    early_samples: int | None = None
+    samples: Mapping[str, int] = field(default_factory=dict)
 
     def row(self) -> dict[str, float]:
         """As metrics."""
-        found: dict[str, float | None] = {f"{filler}_s": seconds for filler, seconds in self.filled_s.items()}
-        found |= {"overlapped_samples": self.overlapped_samples, "early_samples": self.early_samples}
-        return {f"pipeline/{name}": value for name, value in found.items() if value is not None}
+        filled = {f"{filler}_s": seconds for filler, seconds in self.filled_s.items()}
+        return {f"pipeline/{name}": value for name, value in (filled | dict(self.samples)).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,16 +317,15 @@ class FinishRun:
     error: str | None
 
 
+TrainEffect: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 ClusterEffect: TypeAlias = StartWorker | PullWeights | FormGroup | StopGroup | AbandonLease
 
 Effect: TypeAlias = (
     WriteRecord
     | GrantLease
     | ScoreSamples
-    | PrepareBatch
-    | TrainMicroBatch
-    | StepOptimizer
-    | FinishBatch
+    | HoldSamples
+    | TrainEffect
     | PublishWeights
     | ReportEvaluation
     | ReportExploration

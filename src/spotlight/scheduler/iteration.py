@@ -9,113 +9,86 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.policy import GroupPlan, Policy
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import DropReason, Maker, PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import Maker, PolicyVersion, Purpose, Rollout, RolloutId, Scores
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
 def train_rollouts(
-    plan: Plan,
-    prompts: Sequence[Prompt],
-    iteration: int,
-    version: PolicyVersion,
-    chosen: Mapping[int, Sequence[int]],
+    plan: Plan, groups: Sequence[GroupPlan], iteration: int, version: PolicyVersion
 ) -> Iterator[tuple[int, Prompt, Rollout]]:
     """An iteration's train rollouts with slot and prompt, in pull order.
 
     The order is group by group, or where slices are trained as they arrive, slice by slice over all groups.
 
     Args:
-        prompts: by slot.
-        chosen: explored seeds by slot; other slots get fresh seeds.
+        groups: by slot.
     """
-    pipeline, size = plan.pipeline, plan.group_size
+    size, step = plan.group_size, plan.issued_at_once
     members = range(size)
-    step = pipeline.slice_size if pipeline.axis == "generation" else size
     seeds = [
-        _mixed(plan, iteration, chosen[slot])
-        if slot in chosen
-        else [derive_seed(plan.run_seed, "train", iteration, slot, one) for one in members]
-        for slot in range(len(prompts))
+        group.seeds or [derive_seed(plan.run_seed, "train", iteration, slot, one) for one in members]
+        for slot, group in enumerate(groups)
     ]
     for start in range(0, size, step):
-        for slot, prompt in enumerate(prompts):
+        for slot, group in enumerate(groups):
             for member in members[start : start + step]:
                 name = RolloutId(f"t{iteration:06d}-{slot:03d}-{member:03d}")
-                seed, steps = seeds[slot][member], plan.rollout_steps
+                seed, steps, prompt = seeds[slot][member], plan.rollout_steps, group.prompt
                 rollout = Rollout(name, Purpose.TRAIN, iteration, prompt.id, member, seed, steps, version)
                 yield slot, prompt, rollout
 
 
-def _mixed(plan: Plan, iteration: int, seeds: Sequence[int]) -> list[int]:
-    """Chosen seeds come sorted by preview; unshuffled, the first slice would hold only the best."""
-    return sorted(seeds, key=lambda seed: derive_seed(plan.run_seed, "order", iteration, seed))
-
-
 def evaluation_rollouts(
     plan: Plan, prompts: Sequence[Prompt], iteration: int, version: PolicyVersion
-) -> Iterator[tuple[int, Prompt, Rollout]]:
+) -> Iterator[tuple[Prompt, Rollout]]:
     """An iteration's evaluation rollouts."""
+    steps = plan.evaluation.steps
     for slot, prompt in enumerate(prompts):
         for member in range(plan.evaluation.images_per_prompt):
             # Same seeds at every evaluation and in every run: curves differ only by the weights.
             seed = derive_seed(0, "eval", prompt.id, member)
             name = RolloutId(f"e{iteration:06d}-{slot:03d}-{member:03d}")
-            yield (
-                slot,
-                prompt,
-                Rollout(
-                    name, Purpose.EVAL, iteration, prompt.id, member, seed, plan.evaluation.steps, version
-                ),
-            )
+            yield prompt, Rollout(name, Purpose.EVAL, iteration, prompt.id, member, seed, steps, version)
 
 
-def preview_rollouts(
-    plan: Plan,
-    members: Mapping[int, range],
-    prompts: Mapping[int, Prompt],
-    steps: int,
-    iteration: int,
-    version: PolicyVersion,
-) -> Iterator[tuple[int, Prompt, Rollout]]:
-    """Previews for an iteration, prompt by prompt.
-
-    Not round-robin: if time runs out, some prompts are fully explored rather than all of them too little.
-
-    Args:
-        members: to preview, by slot.
-        prompts: by slot.
-    """
-    for slot, wanted in members.items():
-        prompt = prompts[slot]
-        for member in wanted:
-            seed = derive_seed(plan.run_seed, "explore", iteration, slot, member)
-            name = RolloutId(f"x{iteration:06d}-{slot:03d}-{member:03d}")
-            yield (
-                slot,
-                prompt,
-                Rollout(name, Purpose.EXPLORE, iteration, prompt.id, member, seed, steps, version),
-            )
-
-
-@dataclass(slots=True)
-class Iteration:
-    """Rollouts of an iteration and their state.
+@dataclass(slots=True, eq=False)
+class Work:
+    """Rollouts and what became of them.
 
     Attributes:
+        owner: the policy that issued them; None: the iteration under way.
+        recorded: in the ledger.
         unscored: neither scored nor dropped.
         finished: with a stored sample.
         makers: of finished samples.
-        lost: early rollouts to be dropped when their iteration begins, and why.
     """
 
+    owner: Policy | None = None
+    recorded: bool = True
     rollouts: dict[RolloutId, Rollout] = field(default_factory=dict)
-    groups: dict[tuple[int, PromptId], list[RolloutId]] = field(default_factory=dict)
-    scores: dict[RolloutId, Mapping[str, float]] = field(default_factory=dict)
+    scores: dict[RolloutId, Scores] = field(default_factory=dict)
     unscored: set[RolloutId] = field(default_factory=set)
     finished: set[RolloutId] = field(default_factory=set)
     makers: dict[RolloutId, Maker] = field(default_factory=dict)
-    lost: dict[RolloutId, tuple[DropReason, str]] = field(default_factory=dict)
+
+    def issue(self, rollout: Rollout) -> None:
+        """Add a rollout that is to be made."""
+        self.rollouts[rollout.id] = rollout
+        self.unscored.add(rollout.id)
+
+    def score(self, rollout: RolloutId, scores: Scores) -> None:
+        """Add a sample's rewards."""
+        self.scores[rollout] = scores
+        self.unscored.discard(rollout)
+
+
+@dataclass(slots=True, eq=False)
+class Iteration(Work):
+    """The rollouts of an iteration, in groups by slot and prompt."""
+
+    groups: dict[tuple[int, PromptId], list[RolloutId]] = field(default_factory=dict)
     evaluation: list[RolloutId] = field(default_factory=list)
     drops: int = 0
 
@@ -139,7 +112,7 @@ class Iteration:
 
 
 @dataclass(slots=True)
-class Safe:
+class Survived:
     """Work that survived a lost learner: samples, scores, makers, and steps of unfinished rollouts."""
 
     samples: dict[RolloutId, Rollout] = field(default_factory=dict)
@@ -148,12 +121,12 @@ class Safe:
     progress: dict[RolloutId, tuple[Rollout, int]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, at: Iteration, unfinished: Mapping[RolloutId, tuple[Rollout, int]]) -> Safe:
+    def of(cls, lost: Iteration, unfinished: Mapping[RolloutId, tuple[Rollout, int]]) -> Survived:
         """The surviving work of an iteration."""
         return cls(
-            {name: at.rollouts[name] for name in at.rollouts if name in at.finished},
-            dict(at.scores),
-            dict(at.makers),
+            {name: lost.rollouts[name] for name in lost.rollouts if name in lost.finished},
+            dict(lost.scores),
+            dict(lost.makers),
             {name: (rollout, step) for name, (rollout, step) in unfinished.items() if step},
         )
 
@@ -162,7 +135,7 @@ class Safe:
         """Of all that is left."""
         return (*self.samples, *self.progress)
 
-    def merge(self, older: Safe) -> None:
+    def merge(self, older: Survived) -> None:
         """Add what was there before, unless it is here."""
         self.samples = older.samples | self.samples
         self.scores = {**older.scores, **self.scores}
@@ -192,10 +165,10 @@ class Unsaved:
     names: list[RolloutId] = field(default_factory=list)
     before: Iteration = field(default_factory=Iteration)
 
-    def begin(self, at: Iteration) -> None:
-        """The next iteration begins after ``at``."""
+    def begin(self, ended: Iteration) -> None:
+        """The next iteration begins after ``ended``."""
         if self.names:
-            self.before = at
+            self.before = ended
 
     def take(self) -> list[RolloutId]:
         """Remove all, since they are durable or are trained again."""
@@ -210,14 +183,14 @@ class Snapshot:
     Attributes:
         iteration: the one to start with.
         ledger: see :meth:`~spotlight.scheduler.ledger.Ledger.snapshot`.
-        exploration: see :meth:`~spotlight.scheduler.exploration.explorer.Explorer.snapshot`; may be empty.
+        policies: by name, see :meth:`~spotlight.scheduler.policy.Policy.snapshot`; without empty ones.
     """
 
     iteration: int
     version: PolicyVersion
     leases_granted: int
     ledger: Mapping[str, object]
-    exploration: Mapping[str, object]
+    policies: Mapping[str, Mapping[str, object]]
 
     def to_dict(self) -> dict[str, object]:
         """JSON-able, for :meth:`from_dict`."""
@@ -227,8 +200,8 @@ class Snapshot:
             "leases_granted": self.leases_granted,
             "ledger": dict(self.ledger),
         }
-        if self.exploration:
-            tree["exploration"] = dict(self.exploration)
+        if self.policies:
+            tree["policies"] = {name: dict(state) for name, state in self.policies.items()}
         return tree
 
     @classmethod
@@ -236,13 +209,16 @@ class Snapshot:
         """Inverse of :meth:`to_dict`. Raises ValueError for anything else."""
         iteration, version = tree.get("iteration"), tree.get("version")
         leases, ledger = tree.get("leases_granted"), tree.get("ledger")
-        exploration = tree.get("exploration", {})
+        policies = tree.get("policies", {})
+        if "exploration" in tree:  # as older versions wrote it
+            policies = {"exploration": tree["exploration"]}
         if not (
             isinstance(iteration, int)
             and isinstance(version, int)
             and isinstance(leases, int)
             and isinstance(ledger, Mapping)
-            and isinstance(exploration, Mapping)
+            and isinstance(policies, Mapping)
+            and all(isinstance(state, Mapping) for state in policies.values())
         ):
             raise ValueError(f"not a controller snapshot: {sorted(tree)}")
-        return cls(iteration, PolicyVersion(version), leases, ledger, exploration)
+        return cls(iteration, PolicyVersion(version), leases, ledger, policies)

@@ -7,15 +7,15 @@ read.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AdvantagesOver, SilentGroups, TrainPolicy
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
-from spotlight.scheduler.exploration.bandit import Arm, arm_grid
 from spotlight.scheduler.types import WeightKind
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
@@ -110,6 +110,8 @@ class Plan:
         keeps_previews: a preview by current weights with all of a rollout's steps is that rollout, and kept.
         bounded: GPUs that train take only rollouts that end training earlier; otherwise whatever waits while
             the learner idles.
+        compares: rewards compare the samples of a group, and so need them together.
+        added: settings of policies of other packages, by name.
     """
 
     run_seed: int
@@ -132,6 +134,26 @@ class Plan:
     update_split: UpdateSplit = "groups"
     whole_groups: bool = False
     choice: TrainingChoice = TRAINS_ALL
+    compares: bool = False
+    added: Mapping[str, Section] = field(default_factory=dict)
+
+    @property
+    def policies(self) -> dict[str, Section | None]:
+        """The names of the policies that are used, with the settings of those of other packages."""
+        used = {
+            "next-iteration": self.pipeline.next_share > 0,
+            "exploration": self.exploration is not None,
+            "overlap": self.pipeline.trains_parts,
+            "subset": self.choice.leaves_out,
+            "trainers": self.bounded,
+            "whole-groups": self.compares,
+        }
+        return {name: None for name, on in used.items() if on} | dict(self.added)
+
+    @property
+    def issued_at_once(self) -> int:
+        """Samples of a group that are queued one after the other, before those of the next group."""
+        return self.pipeline.slice_size if self.pipeline.axis == "generation" else self.group_size
 
     @property
     def ranks_min(self) -> int:
@@ -142,13 +164,6 @@ class Plan:
     def trained_share(self) -> float:
         """Share of a whole group that is trained."""
         return self.choice.of_group(self.group_size) / self.group_size
-
-    @property
-    def arms(self) -> tuple[Arm, ...]:
-        """All arms that exploration may play; none without exploration."""
-        if self.exploration is None:
-            return ()
-        return arm_grid(*self.exploration.arms(self.group_size, self.rollout_steps))
 
     @property
     def pool_max(self) -> int | None:

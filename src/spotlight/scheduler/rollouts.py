@@ -1,45 +1,55 @@
-"""The rollouts and previews of an iteration, from issue to score or drop. Part of the controller.
+"""The work of a run: rollouts issued, made, scored or dropped. Part of the controller.
 
-Rollouts of the next iteration may be made early, one published version stale. They enter the ledger when that
-iteration begins, so no checkpoint contains them.
+The current iteration's rollouts, and those that policies have issued beside them, each in the :class:`Work`
+of its owner. Only what the owner is told becomes of the latter (:mod:`spotlight.scheduler.policy`).
 
 Invariants
-    1. A rollout neither scored nor dropped is in the queue, or its sample is at the reward pool.
+    1. A rollout neither scored nor dropped is in the queue, or its sample waits for its scores.
     2. Commits, completions and scores count once, and only from the current lease and lineage.
     3. Work that survived a lost learner is reused only for an identical rollout (id, seed, steps, version).
     4. A sample is at most one published version old, at admission and when trained on.
-    5. A rollout whose sample was made as a preview is not queued.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import ClassVar, Protocol
 
+from spotlight.config.section import Section
+from spotlight.registry import POLICIES
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.dispatch import Dispatcher
 from spotlight.scheduler.cluster.queue import CommitVerdict, WorkClass
 from spotlight.scheduler.cluster.recovery import Recovery
-from spotlight.scheduler.effects import DiscardSamples, Effect, KeepPreview, ReportExploration, ScoreSamples
-from spotlight.scheduler.exploration.explorer import Explorer
-from spotlight.scheduler.exploration.kept import KeptPreviews
-from spotlight.scheduler.exploration.window import Window
-from spotlight.scheduler.group_gate import GroupProgress
+from spotlight.scheduler.effects import DiscardSamples, Effect, ScoreSamples
 from spotlight.scheduler.iteration import (
     Iteration,
-    Safe,
+    Survived,
     Unsaved,
+    Work,
     evaluation_rollouts,
-    preview_rollouts,
     train_rollouts,
 )
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan
+from spotlight.scheduler.policy import GroupPlan, Policy
 from spotlight.scheduler.records import REWARD
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.types import DropReason, LeaseId, Maker, PolicyVersion, Rollout, RolloutId
-from spotlight_rewards.base.prompts import Prompt
+from spotlight.scheduler.types import DropReason, LeaseId, Maker, PolicyVersion, Rollout, RolloutId, Scores
+from spotlight_rewards.base.prompts import Prompt, PromptId
+
+
+class PolicyKind(Protocol):
+    """What the registry has: the class of a policy."""
+
+    section: ClassVar[type[Section]]
+
+    def __call__(self, work: Rollouts, settings: Section | None, /) -> Policy:
+        """The policy of a run, with its settings if another package adds it."""
+        ...
+
 
 ROLLOUT_ATTEMPTS = 2
 """A rollout failing this often is dropped: with fixed randomness it would fail again."""
@@ -49,14 +59,11 @@ class Rollouts:
     """See the module's docstring.
 
     Attributes:
-        at: the current iteration.
-        early: the next iteration's rollouts.
-        early_samples: samples of this iteration begun before it.
-        older: unfinished rollouts of the previously published version.
-        explorer: None without exploration.
-        explores_beside: previews are made while the previous iteration trains.
-        kept: previews that become rollouts.
-        safe: work that survived a lost learner, not reissued yet.
+        current: the iteration under way.
+        extra: work beside it, each with its owner.
+        prompts: for training, by id.
+        policies: that this run uses, by name.
+        survived: work that survived a lost learner, not reissued yet.
         unsaved: trained samples whose step may be lost.
         stopping: why the run has to stop, if it has to.
         effects: taken by the controller after each event.
@@ -68,49 +75,40 @@ class Rollouts:
         self.plan, self.dispatcher = plan, dispatcher
         self.queue, self.cluster = dispatcher.queue, dispatcher.cluster
         self.train_prompts, self.test_prompts = tuple(train), tuple(test)
-        self._prompts = {prompt.id: prompt for prompt in train}
-        explores = plan.exploration
-        self.explorer = Explorer(plan, train) if explores else None
-        self.kept = KeptPreviews(plan)
+        self.prompts: Mapping[PromptId, Prompt] = {prompt.id: prompt for prompt in train}
         self.ledger = Ledger()
-        self.explores_beside = explores is not None and explores.where == "idle"
-        dispatcher.spare.explores = self.explores_beside
-        self.at, self.early, self.safe = Iteration(), Iteration(), Safe()
+        self.current, self.survived = Iteration(), Survived()
+        self.extra: list[Work] = []
         self.unsaved = Unsaved()
-        self.early_samples = 0
-        self.older: set[RolloutId] = set()
         self._oldest = PolicyVersion(0)
-        self._no_window = Window(0)
         self.stopping: str | None = None
         self.effects: list[Effect] = []
-
-    @property
-    def window(self) -> Window:
-        """The preview window, for this iteration or the next."""
-        return self.explorer.window if self.explorer else self._no_window
+        used = plan.policies  # no other is imported
+        self.policies: Mapping[str, Policy] = {
+            name: POLICIES.load(name)(self, used[name]) for name in POLICIES if name in used
+        }
 
     def find(self, name: RolloutId) -> Rollout | None:
-        """A rollout of this or the next iteration, or a preview."""
+        """A rollout of this iteration or of a policy."""
         return self._work_of(name).rollouts.get(name)
 
     @property
     def names(self) -> set[RolloutId]:
         """Ids of everything :meth:`find` finds."""
-        return {*self.at.rollouts, *self.early.rollouts, *self.window.rollouts}
+        return {name for work in (self.current, *self.extra) for name in work.rollouts}
 
-    def group_progress(self) -> GroupProgress:
-        """Which groups of this and the next iteration are complete, for rewards that compare members."""
-        works = self.at, self.early
-        unmade = (work.rollouts[name] for work in works for name in work.unscored - work.finished)
-        issued = (rollout for work in works for rollout in work.rollouts.values())
-        return GroupProgress.of(issued, unmade, self.plan.group_size)
+    def _work_of(self, rollout: RolloutId) -> Work:
+        for work in self.extra:
+            if rollout in work.rollouts:
+                return work
+        return self.current
 
     # -- issue -----------------------------------------------------------------------------------------
 
     def begin(self, now: float) -> None:
-        """Start an iteration; rollouts made early are adopted by :meth:`issue_training`."""
-        self.unsaved.begin(self.at)
-        self.at, self.early_samples = Iteration(), 0
+        """Start an iteration."""
+        self.unsaved.begin(self.current)
+        self.current = Iteration()
         self.queue.forget_done()
         self.queue.promote()
         self.cluster.pace.promote(now)
@@ -118,206 +116,108 @@ class Rollouts:
     def issue_evaluation(self, iteration: int, version: PolicyVersion) -> None:
         """Queue the evaluation rollouts."""
         issued = evaluation_rollouts(self.plan, self.test_prompts, iteration, version)
-        self.at.evaluation = [self._issue(prompt, rollout) for _, prompt, rollout in issued]
+        self.current.evaluation = [self._issue(prompt, rollout) for prompt, rollout in issued]
 
     def issue_training(self, iteration: int, version: PolicyVersion) -> None:
-        """Queue the groups, with explored seeds if any, and adopt early rollouts."""
-        prompts, explorer = self._prompts_of(iteration), self.explorer
-        if explorer:
-            prompts = explorer.prompts(prompts)
-        chosen = explorer.seeds if explorer else {}
-        issued = train_rollouts(self.plan, prompts, iteration, version, chosen)
-        for slot, prompt, rollout in issued:
-            adopted = self._adopt(prompt, rollout.id)
-            name = rollout.id if adopted else self._issue(prompt, rollout)
-            self.at.groups.setdefault((slot, prompt.id), []).append(name)
-        lost, self.early = self.early.lost, Iteration()
-        for name, why in lost.items():
-            self._drop(name, *why)
-        self.discard(self.kept.rest())
+        """Queue the groups, with prompts and seeds as policies have them."""
+        groups: Sequence[GroupPlan] = [GroupPlan(prompt) for prompt in self.prompts_of(iteration)]
+        for policy in self.policies.values():
+            groups = policy.groups(iteration, groups)
+        for slot, prompt, rollout in train_rollouts(self.plan, groups, iteration, version):
+            name = self._issue(prompt, rollout)
+            self.current.groups.setdefault((slot, prompt.id), []).append(name)
+        for policy in self.policies.values():
+            policy.issued()
 
-    def issue_early(self, iteration: int, version: PolicyVersion) -> None:
-        """Queue the next iteration's first groups, behind this one's."""
-        prompts = self._prompts_of(iteration)[: self.plan.early_groups]
-        for _, _, rollout in train_rollouts(self.plan, prompts, iteration, version, {}):
-            self.early.rollouts[rollout.id] = rollout
-            self.early.unscored.add(rollout.id)
-            self.queue.add([rollout], value=WorkClass.NEXT)
-
-    def _adopt(self, prompt: Prompt, name: RolloutId) -> bool:
-        """Move an early rollout into this iteration, if there is one."""
-        at, early = self.at, self.early
-        rollout = early.rollouts.get(name)
-        if rollout is None:
-            return False
-        self.early_samples += 1
-        at.rollouts[name] = rollout
-        at.unscored.add(name)
-        self.ledger.issue(rollout, prompt)
-        if name in early.finished:
-            self._made(rollout, early.makers[name], None)
-        if name in early.scores:
-            self._scored(at, name, early.scores[name])
-        return True
-
-    # -- older versions --------------------------------------------------------------------------------
-
-    def published(self, before: PolicyVersion) -> None:
-        """From now on only rollouts under way may still be made by version ``before``."""
-        self._oldest = before
-        self.older = self.early.unscored - self.early.finished
-        self.renew()
-
-    def renew(self) -> None:
-        """Reissue unleased rollouts of an older version with the published one."""
-        if not self.older or not self.queue.waiting:
-            return
-        for name in sorted(name for name in self.older if self.queue.waits(name)):
-            self.older.discard(name)
-            begun = self.queue.step_of(name) > 0
-            self.queue.cancel([name])
-            if name in self.early.rollouts:
-                self.early.unscored.discard(name)
-                del self.early.rollouts[name]  # issued again when its iteration begins
-                if begun:
-                    self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
-                    self.discard([name])  # what is committed of it is by the older weights
-            else:
-                self._replace(name)
-
-    def _replace(self, name: RolloutId) -> None:
-        at = self.at
-        old = at.rollouts.pop(name)
-        at.unscored.discard(name)
-        self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
-        self.drop_quietly(name, DropReason.STALE, f"its holder is gone, and so is version {old.version}")
-        new = replace(old, id=RolloutId(f"{name}r"), version=self.cluster.target)
-        for members in at.groups.values():
-            if name in members:
-                members[members.index(name)] = new.id
-        self._issue(self._prompts[old.prompt_id], new)
-
-    def require_fresh(self, rollouts: Iterable[RolloutId]) -> None:
-        """Raise RuntimeError if a sample is more than one published version old."""
-        for name in rollouts:
-            if (made_by := self.at.rollouts[name].version) < self._oldest:
-                raise RuntimeError(
-                    f"sample {name} of version {made_by} is too old to train on; expected {self._oldest}"
-                )
-
-    def forget_safe(self) -> None:
-        """Free surviving work that was not reissued; a kept preview may have its name by now."""
-        self.discard(name for name in self.safe.names if name not in self.at.finished)
-        self.safe = Safe()
-
-    def _prompts_of(self, iteration: int) -> list[Prompt]:
+    def prompts_of(self, iteration: int) -> list[Prompt]:
+        """The prompts of an iteration, by slot, as drawn from the run seed."""
         plan = self.plan
         return prompts_of_iteration(self.train_prompts, plan.run_seed, iteration, plan.prompts_per_iteration)
 
     def _issue(self, prompt: Prompt, rollout: Rollout) -> RolloutId:
-        at, safe = self.at, self.safe
-        at.rollouts[rollout.id] = rollout
-        self.ledger.issue(rollout, prompt)
-        maker = safe.makers.get(rollout.id)
+        current, survived = self.current, self.survived
+        maker = survived.makers.get(rollout.id)
         # A sample that was a preview comes from the preview that is made again. The planner may have given
         # the one before the loss other steps; the ledger would then name the wrong one.
-        if (maker is None or maker.preview is None) and safe.take(rollout):
+        recalled = (maker is None or maker.preview is None) and survived.take(rollout)
+        begun = None
+        if not recalled:
+            taken = (policy.take(rollout) for policy in self.policies.values())
+            begun = next((each for each in taken if each is not None), None)
+        if begun is not None:
+            rollout = begun.rollout
+        current.rollouts[rollout.id] = rollout
+        self.ledger.issue(rollout, prompt)
+        if recalled:
             self._recall(rollout)
             return rollout.id
-        if sample := self.kept.take(rollout):
-            self._made(rollout, sample.maker, sample.scores)
-            self.effects.append(KeepPreview(sample.preview, rollout, sample.scores))
+        if begun is not None:
+            self._take_over(rollout, begun.maker, begun.scores)
             return rollout.id
-        at.unscored.add(rollout.id)
-        if step := safe.step_of(rollout):
+        current.unscored.add(rollout.id)
+        if step := survived.step_of(rollout):
             self.cluster.recoveries[Recovery.PROGRESS_KEPT] += 1
         self.queue.add([rollout], {rollout.id: step})
         return rollout.id
 
-    # -- exploration -----------------------------------------------------------------------------------
+    def _take_over(self, rollout: Rollout, maker: Maker | None, scores: Scores | None) -> None:
+        """Count work on a rollout of this iteration that was done before."""
+        current = self.current
+        if maker is not None:
+            current.makers[rollout.id] = maker
+            current.finished.add(rollout.id)
+            self.ledger.finish(rollout, maker)
+        current.unscored.add(rollout.id)
+        if scores is not None:
+            current.score(rollout.id, scores)
+            self.ledger.score(rollout.id, scores)
 
-    def open_window(self, iteration: int, version: PolicyVersion, now: float) -> None:
-        """Queue the previews that choose the seeds of ``iteration``."""
-        assert self.explorer is not None
-        prompts = self._prompts_of(iteration)
-        # Groups made early already have seeds.
-        early = self.plan.early_groups if self.explores_beside else 0
-        able = self.dispatcher.preview_workers(trainers=not self.explores_beside)
-        self.explorer.open(iteration, version, prompts, early, able, now)
-        self._preview_whole(range(early, len(prompts)))
+    def issue_extra(
+        self, work: Work, prompt: Prompt, rollout: Rollout, value: WorkClass | None = None
+    ) -> None:
+        """Queue a rollout of a policy's own.
 
-    def explore_ahead(self, iteration: int, now: float) -> None:
-        """Give workers that would idle previews for the next iteration.
-
-        The window opens when no rollout waits. Once all planned previews are leased, pools are deepened as
-        groups ask for work.
+        Args:
+            value: its class in the queue; None: that of its purpose.
         """
-        explorer, window = self.explorer, self.window
-        if explorer is None or not self.explores_beside or iteration + 1 >= self.plan.iterations:
-            return
-        if window.opened_s is None and not self.queue.waiting:
-            self.open_window(iteration + 1, self.cluster.target, now)
-        if self.window.opened_s is None or not explorer.deepens or self.window.is_full:
-            return
-        wanted = self.dispatcher.preview_capacity
-        while self.queue.waiting < wanted and (members := explorer.deepen()):
-            self._preview(members)
-
-    def _preview_whole(self, slots: Iterable[int]) -> None:
-        if (arm := self.window.arm) is not None:
-            self._preview({slot: range(arm.seeds_per_prompt) for slot in slots})
-
-    def _preview(self, members: Mapping[int, range]) -> None:
-        window = self.window
-        assert window.arm is not None, "previews without an arm"
-        steps, prompts = window.arm.steps, window.prompts
-        previews = preview_rollouts(self.plan, members, prompts, steps, window.iteration, window.version)
-        for slot, prompt, rollout in previews:
-            window.issue(slot, rollout)
+        work.issue(rollout)
+        if work.recorded:
             self.ledger.issue(rollout, prompt)
-            self.queue.add([rollout])
+        self.queue.add([rollout], value=value)
 
-    def _preview_spare(self, slot: int) -> None:
-        spare = self.explorer.spare(slot) if self.explorer else None
-        if spare is not None:
-            self._preview_whole([spare[0]])
+    def issue_again(self, name: RolloutId) -> None:
+        """Replace a rollout of an older version, which nobody makes any more, by one of the published."""
+        current = self.current
+        old = current.rollouts.pop(name)
+        current.unscored.discard(name)
+        self.cluster.recoveries[Recovery.ROLLOUT_RENEWED] += 1
+        self.drop_quietly(name, DropReason.STALE, f"its holder is gone, and so is version {old.version}")
+        new = replace(old, id=RolloutId(f"{name}r"), version=self.cluster.target)
+        for members in current.groups.values():
+            if name in members:
+                members[members.index(name)] = new.id
+        self._issue(self.prompts[old.prompt_id], new)
 
-    def close_window(self, now: float) -> None:
-        """Choose seeds from the scored previews; drop the rest."""
-        if self.explorer is None:
-            return
-        window, choice = self.explorer.close(now)
-        self.ledger.replace_prompts(choice.replaced)
-        for lease in self.queue.cancel([name for name in window.rollouts if name in window.unscored]):
-            self.dispatcher.revoked(lease)
-        for rollout in choice.used:
-            self.ledger.explore(rollout)
-        explored = set(choice.used)
-        for rollout in window.rollouts:
-            if rollout not in explored:
-                self.cluster.recoveries[Recovery.PREVIEW_DROPPED] += 1
-                self.ledger.drop(rollout, DropReason.EXPLORATION_OVER, "the weights it was for are published")
-        self.discard(name for name in window.rollouts if name in window.unscored)
-        self.kept.offer(window)
+    def forget_survived(self) -> None:
+        """Free surviving work that was not reissued; a kept preview may have its name by now."""
+        self.discard(name for name in self.survived.names if name not in self.current.finished)
+        self.survived = Survived()
 
-    def learn_from_groups(self, iteration: int, version: PolicyVersion) -> None:
-        """Report the groups' realised scores to the explorer."""
-        if self.explorer is None:
-            return
-        realised: dict[int, dict[int, Mapping[str, float]]] = {}
-        for (slot, _), members in self.at.groups.items():
-            scored = [name for name in members if name in self.at.scores]
-            realised[slot] = {self.at.rollouts[name].seed: self.at.scores[name] for name in scored}
-        report = self.explorer.learn(realised, version)
-        if report is not None:
-            self.effects.append(ReportExploration(iteration, report | self.kept.report()))
+    # -- versions --------------------------------------------------------------------------------------
 
-    def explored_beside(self, slot: int, members: Sequence[RolloutId]) -> Sequence[Mapping[str, float]]:
-        """Preview scores of a slot's prompt, except at the seeds of ``members``."""
-        if self.explorer is None:
-            return ()
-        named = (self.at.rollouts.get(name) for name in members)
-        return self.explorer.explored_beside(slot, {rollout.seed for rollout in named if rollout is not None})
+    def published(self, before: PolicyVersion) -> None:
+        """From now on only rollouts under way may still be made by version ``before``."""
+        self._oldest = before
+        for policy in self.policies.values():
+            policy.published()
+
+    def require_fresh(self, rollouts: Iterable[RolloutId]) -> None:
+        """Raise RuntimeError if a sample is more than one published version old."""
+        for name in rollouts:
+            if (made_by := self.current.rollouts[name].version) < self._oldest:
+                raise RuntimeError(
+                    f"sample {name} of version {made_by} is too old to train on; expected {self._oldest}"
+                )
 
     # -- made ------------------------------------------------------------------------------------------
 
@@ -346,59 +246,46 @@ class Rollouts:
                 self.fail(lease, epoch, name, f"made by version {version}, not {rollout.version}")
             elif self._admit(self.queue.complete(lease, epoch, name), name):
                 assert rollout is not None, "the queue accepted a rollout of another iteration"
-                self.older.discard(name)
                 work.finished.add(name)
                 work.makers[name] = Maker(worker, epoch)
-                if work is not self.early:
+                if work.recorded:
                     self.ledger.finish(rollout, work.makers[name])
                 accepted.append(rollout)
         if accepted:
-            self.effects.append(ScoreSamples(tuple(accepted), self.cluster.lineage))
+            self._have_scored(accepted)
         return bool(accepted)
 
-    def _work_of(self, rollout: RolloutId) -> Iteration | Window:
-        if rollout in self.window.rollouts:
-            return self.window
-        return self.early if rollout in self.early.rollouts else self.at
+    def _have_scored(self, samples: Sequence[Rollout]) -> None:
+        if not any(policy.waits_to_score(samples) for policy in self.policies.values()):
+            self.effects.append(ScoreSamples(tuple(samples), self.cluster.lineage))
 
     def fail(self, lease: LeaseId, epoch: int, rollout: RolloutId, error: str) -> None:
         """Retry a failed rollout, or drop it after ``ROLLOUT_ATTEMPTS``."""
         verdict, given_up = self.queue.fail(lease, epoch, rollout, ROLLOUT_ATTEMPTS)
         if self._admit(verdict, rollout) and given_up:
-            self._drop(rollout, DropReason.ROLLOUT_FAILED, error)
+            self.drop(rollout, DropReason.ROLLOUT_FAILED, error)
 
     # -- rewards ---------------------------------------------------------------------------------------
 
-    def reward(self, scores_of: Mapping[RolloutId, Mapping[str, float]], lineage: int, now: float) -> None:
+    def reward(self, scores_of: Mapping[RolloutId, Scores], lineage: int, now: float) -> None:
         """Accept scores; non-finite rewards drop the sample."""
-        judged: list[RolloutId] = []
         for rollout, scores in scores_of.items():
             if not self._scores_count(rollout, lineage):
                 continue
             if not math.isfinite(scores.get(REWARD, math.nan)):
-                self._drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
+                self.drop(rollout, DropReason.REWARD_NOT_FINITE, f"{REWARD} is {scores.get(REWARD)}")
                 continue
             work = self._work_of(rollout)
-            if isinstance(work, Window):
+            work.score(rollout, scores)
+            if work.recorded:
                 self.ledger.score(rollout, scores)
-                work.score(rollout, scores, now)
-                if not self.kept.wants(work.rollouts[rollout]):
-                    judged.append(rollout)
-                self._preview_spare(work.slots[rollout])
-            else:
-                self._scored(work, rollout, scores)
-        self.discard(judged)  # of most previews only the scores count
-
-    def _scored(self, work: Iteration, rollout: RolloutId, scores: Mapping[str, float]) -> None:
-        work.scores[rollout] = scores
-        work.unscored.discard(rollout)
-        if work is self.at:
-            self.ledger.score(rollout, scores)
+            if work.owner is not None:
+                work.owner.scored(rollout, scores, now)
 
     def fail_reward(self, event: ev.RewardFailed) -> None:
         """Drop a sample that could not be scored."""
         if self._scores_count(event.rollout, event.lineage):
-            self._drop(event.rollout, event.reason, event.detail)
+            self.drop(event.rollout, event.reason, event.detail)
 
     def _scores_count(self, rollout: RolloutId, lineage: int) -> bool:
         if lineage == self.cluster.lineage:
@@ -416,26 +303,16 @@ class Rollouts:
         self.ledger.reject(rollout, (CommitVerdict.DUPLICATE if known else CommitVerdict.UNKNOWN).value)
         return False
 
-    def _drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        if rollout in self.window.rollouts:
-            self._drop_preview(rollout, reason, detail)
-            return
-        if rollout in self.early.rollouts and rollout not in self.at.rollouts:
-            self.early.lost[rollout] = reason, detail
-            self.early.unscored.discard(rollout)
-            self.older.discard(rollout)
-            return
-        self.older.discard(rollout)
-        self.drop_quietly(rollout, reason, detail)
-        too_many = self.at.drop(rollout, f"{reason.value}: {detail}", self.plan.max_drop_share)
-        self.stopping = self.stopping or too_many
+    # -- dropped ---------------------------------------------------------------------------------------
 
-    def _drop_preview(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
-        """Unlike other drops, this never stops a run."""
-        slot = self.window.slots[rollout]
+    def drop(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
+        """A rollout will not be scored; of this iteration's, too many such stop the run."""
+        if (owner := self._work_of(rollout).owner) is not None:
+            owner.dropped(rollout, reason, detail)
+            return
         self.drop_quietly(rollout, reason, detail)
-        self.window.drop(rollout)
-        self._preview_spare(slot)
+        too_many = self.current.drop(rollout, f"{reason.value}: {detail}", self.plan.max_drop_share)
+        self.stopping = self.stopping or too_many
 
     def drop_quietly(self, rollout: RolloutId, reason: DropReason, detail: str) -> None:
         """Record a consequential drop, which does not count towards ``max_drop_share``."""
@@ -445,53 +322,57 @@ class Rollouts:
     def discard(self, rollouts: Iterable[RolloutId]) -> None:
         """Have the samples' tensors freed."""
         if discarded := tuple(rollouts):
-            self.at.finished.difference_update(discarded)
+            self.current.finished.difference_update(discarded)
             self.effects.append(DiscardSamples(discarded))
 
     # -- a lost learner --------------------------------------------------------------------------------
 
-    def roll_back(self, ledger: Mapping[str, object], exploration: Mapping[str, object]) -> None:
-        """Return to an earlier ledger, keeping what is safe. GPU time stays billed."""
-        previews, early = self.window.rollouts, self.early
-        self.early, self.older, self._oldest = Iteration(), set(), PolicyVersion(0)
+    def roll_back(self, ledger: Mapping[str, object], states: Mapping[str, Mapping[str, object]]) -> None:
+        """Return to an earlier ledger and earlier policies, keeping what survived. GPU time stays billed."""
+        extra = [name for policy in self.policies.values() for name in policy.rolled_back()]
+        self._oldest = PolicyVersion(0)
         revoked, unfinished = self.queue.reset()
         for lease in revoked:
             self.dispatcher.revoked(lease)
-        older, self.safe = self.safe, Safe.of(self.at, unfinished)
-        self.safe.merge(Safe.of(self.unsaved.before, {}))
-        self.safe.merge(older)
+        older, self.survived = self.survived, Survived.of(self.current, unfinished)
+        self.survived.merge(Survived.of(self.unsaved.before, {}))
+        self.survived.merge(older)
         self.cluster.recoveries[Recovery.TRAINED_AGAIN] += bool(self.unsaved.take())
         billed = self.ledger.gpu_seconds, self.ledger.billed_s
-        self.load(ledger, exploration)
+        self.load(ledger, states)
         self.ledger.gpu_seconds, self.ledger.billed_s = billed
-        self.discard((*previews, *early.rollouts))
+        self.discard(extra)
 
-    def load(self, ledger: Mapping[str, object], exploration: Mapping[str, object]) -> None:
-        """Restore the state of a snapshot."""
+    def load(self, ledger: Mapping[str, object], states: Mapping[str, Mapping[str, object]]) -> None:
+        """Restore a snapshot's ledger and policies."""
         self.ledger = Ledger.restore(ledger)
-        if self.explorer:
-            self.explorer.load(exploration)
+        for name, policy in self.policies.items():
+            policy.restore(states.get(name, {}))
+
+    def snapshot(self) -> dict[str, Mapping[str, object]]:
+        """The policies' states, without empty ones."""
+        states = {name: policy.snapshot() for name, policy in self.policies.items()}
+        return {name: state for name, state in states.items() if state}
 
     def _recall(self, rollout: Rollout) -> None:
         self.cluster.recoveries[Recovery.SAMPLE_KEPT] += 1
-        scores = self.safe.scores.get(rollout.id)
-        self._made(rollout, self.safe.makers[rollout.id], scores)
+        scores = self.survived.scores.get(rollout.id)
+        self._take_over(rollout, self.survived.makers[rollout.id], scores)
         if scores is None:
-            self.at.unscored.add(rollout.id)
-            self.effects.append(ScoreSamples((rollout,), self.cluster.lineage))
-
-    def _made(self, rollout: Rollout, maker: Maker, scores: Mapping[str, float] | None) -> None:
-        """Count a sample of this iteration that needs not be made."""
-        self.at.makers[rollout.id] = maker
-        self.at.finished.add(rollout.id)
-        self.ledger.finish(rollout, maker)
-        if scores is not None:
-            self._scored(self.at, rollout.id, scores)
+            self._have_scored([rollout])
 
     def check(self) -> None:
         """Assert invariant 1 of the module, in O(rollouts of the iteration)."""
-        works = (self.at, self.early, self.window)
+        works = (self.current, *self.extra)
         waiting = sum(len(work.unscored - work.finished) for work in works)
         assert self.queue.outstanding == waiting, "the queue lost or invented a rollout"
         for work in works:
             assert work.unscored.isdisjoint(work.scores), "a scored rollout still waits for its scores"
+
+    # -- groups ----------------------------------------------------------------------------------------
+
+    def groups_scored(self) -> Iterator[tuple[int, dict[int, Scores]]]:
+        """Of each slot of this iteration, the scores by seed."""
+        for (slot, _), members in self.current.groups.items():
+            scored = [name for name in members if name in self.current.scores]
+            yield slot, {self.current.rollouts[name].seed: self.current.scores[name] for name in scored}

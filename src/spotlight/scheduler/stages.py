@@ -17,8 +17,8 @@ class Stage(StrEnum):
     """The run has not begun."""
     STARTING = "starting"
     """Prompts and seeds are drawn, within one event."""
-    EXPLORING = "exploring"
-    """Previews on the critical path; evaluation rollouts may run beside them."""
+    PREPARING = "preparing"
+    """A policy prepares the groups; evaluation rollouts may run beside its work."""
     ROLLING = "rolling"
     """Samples are generated and scored; with a pipeline axis, the learner already trains some."""
     REPORTING = "reporting"
@@ -34,9 +34,9 @@ class Trigger(StrEnum):
     """What ends a stage."""
 
     RUN_STARTED = "run started"
-    PREVIEWS_ISSUED = "previews issued"
+    ROLLOUTS_HELD_BACK = "rollouts held back"
     ROLLOUTS_ISSUED = "rollouts issued"
-    PREVIEWS_SCORED = "previews scored"
+    GROUPS_DECIDED = "groups decided"
     SAMPLES_SCORED = "samples scored"
     """Every sample is scored or dropped; no evaluation is due."""
     EVALUATION_SCORED = "evaluation scored"
@@ -61,11 +61,11 @@ TRANSITIONS: Mapping[Stage, Mapping[Trigger, Stage]] = {
         Trigger.RUN_STARTED: Stage.STARTING,
     },
     Stage.STARTING: {
-        Trigger.PREVIEWS_ISSUED: Stage.EXPLORING,
+        Trigger.ROLLOUTS_HELD_BACK: Stage.PREPARING,
         Trigger.ROLLOUTS_ISSUED: Stage.ROLLING,
     },
-    Stage.EXPLORING: {
-        Trigger.PREVIEWS_SCORED: Stage.ROLLING,
+    Stage.PREPARING: {
+        Trigger.GROUPS_DECIDED: Stage.ROLLING,
         Trigger.LEARNER_LOST: Stage.STARTING,
         Trigger.RUN_STOPPED: Stage.OVER,
     },
@@ -102,11 +102,11 @@ TRANSITIONS: Mapping[Stage, Mapping[Trigger, Stage]] = {
 GENERATING = frozenset({Stage.ROLLING, Stage.REPORTING})
 """Stages in which the learner may train parts of the batch before it is complete."""
 
-LEARNER_IDLES = frozenset({Stage.IDLE, Stage.EXPLORING, Stage.ROLLING, Stage.REPORTING})
+LEARNER_IDLES = frozenset({Stage.IDLE, Stage.PREPARING, Stage.ROLLING, Stage.REPORTING})
 """Stages in which the learner's GPUs may generate while nothing is trainable."""
 
 LOOKS_AHEAD = frozenset({Stage.ROLLING, Stage.REPORTING, Stage.LEARNING, Stage.PUBLISHING})
-"""Stages in which idle workers may preview for the next iteration, before its version is published."""
+"""Stages in which policies may give idle workers work for the next iteration."""
 
 
 class IllegalTransitionError(RuntimeError):

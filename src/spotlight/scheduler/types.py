@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, TypeAlias
 
 from spotlight_rewards.base.prompts import PromptId
 
@@ -16,6 +16,8 @@ RolloutId = NewType("RolloutId", str)
 WorkerId = NewType("WorkerId", str)
 NodeId = NewType("NodeId", str)
 LeaseId = NewType("LeaseId", int)
+Scores: TypeAlias = Mapping[str, float]
+"""Rewards of a sample, by name."""
 PolicyVersion = NewType("PolicyVersion", int)
 """Number of optimizer steps applied to the policy."""
 
@@ -146,6 +148,11 @@ class Rollout:
     version: PolicyVersion
 
 
+def group_of(rollout: Rollout) -> str:
+    """What the ids of a group's rollouts begin with; a prompt drawn twice in an iteration has two groups."""
+    return rollout.id.rpartition("-")[0]
+
+
 class Maker(NamedTuple):
     """Who made a sample: a worker, under a lease of ``epoch``; as ``preview`` if it was kept from one."""
 
@@ -202,6 +209,10 @@ class Group:
 
     prompt_id: PromptId
     rollouts: tuple[RolloutId, ...]
+
+
+COMPARED_MIN = 2
+"""Minimum of others to compare a sample of an incomplete group with: fewer are noise."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from spotlight.store.picture_names import (
     tiles_of,
 )
 from spotlight.store.run_directory import RunPaths
-from spotlight_rewards.base.file_errors import StoreError, storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.files import write_atomically
 from spotlight_rewards.base.picture_page import (
     BEFORE_AFTER,
@@ -99,26 +99,21 @@ def write_grid(
             Block(each[0].caption, (*shown, *cells[i : i + columns])) for i in range(0, len(cells), columns)
         ]
     path = grid_path(paths, iteration)
-    try:
+    with storage_errors("cannot write the pictures", paths.images):
         _keep(paths, iteration, tiles)
         write_page(path, title, blocks, present[0].fps)
-    except OSError as error:
-        raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
 
 
 def drop_pictures(paths: RunPaths, *, resume_at: int) -> None:
     """Remove the images of evaluations from ``resume_at`` on. Raises StoreError."""
-    try:
+    with storage_errors("cannot remove undone pictures", paths.images):
         for iteration, path in (*stored_tiles(paths), *stored_grids(paths)):
             if iteration >= resume_at:
                 path.unlink()
-    except OSError as error:
-        raise storage_error("cannot remove undone pictures", paths.images, error) from error
 
 
 def drawn_iterations(paths: RunPaths) -> list[int]:
-    """Iterations with stored images, ascending."""
     return sorted({iteration for iteration, _ in stored_tiles(paths)})
 
 
@@ -173,23 +168,10 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
     Raises:
         StoreError: no common prompt, or the disk is full or not writable.
     """
-    old_tiles, new_tiles = _by_prompt(read_tiles(paths, before)), _by_prompt(read_tiles(paths, after))
-    pairs = [
-        (old[seed], new_tiles[prompt][seed])
-        for prompt, old in old_tiles.items()
-        for seed in old
-        if seed in new_tiles.get(prompt, ())
-    ]
-    if not pairs:
-        raise StoreError(
-            f"{tiles_folder(paths)}: iterations {before} and {after} have no prompt in common; "
-            f"there are pictures of iterations {drawn_iterations(paths)}."
-        )
+    pairs = [pair for each in _common_tiles(paths, (before, after)) for pair in each]
     path = paths.images / BEFORE_AFTER
-    try:
+    with storage_errors("cannot write the pictures", paths.images):
         write_page(path, title, [_pair(old, new) for old, new in pairs], pairs[0][1].fps)
-    except OSError as error:
-        raise storage_error("cannot write the pictures", paths.images, error) from error
     return path
 
 
@@ -199,35 +181,41 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
     Raises:
         StoreError: no common prompt, or the disk is full or not writable.
     """
-    drawn = [_by_prompt(read_tiles(paths, iteration)) for iteration in iterations]
-    common = [
-        (prompt, shared[0])
-        for prompt, first in drawn[0].items()
-        if (shared := [seed for seed in first if all(seed in tiles.get(prompt, ()) for tiles in drawn)])
-    ][:rows]
-    if not common:
-        raise StoreError(
-            f"{tiles_folder(paths)}: iterations {list(iterations)} have no prompt in common; "
-            f"there are pictures of iterations {drawn_iterations(paths)}."
-        )
+    shown = [seeds[0] for seeds in _common_tiles(paths, iterations)[:rows]]
     strips = [
         Strip(
-            prompt[0],
+            tiles[0].caption,
             tuple(
-                (tiles[prompt][seed].picture, f"{iteration}:  {tiles[prompt][seed].score:.2f}")
-                for iteration, tiles in zip(iterations, drawn, strict=True)
+                (tile.picture, f"{iteration}:  {tile.score:.2f}")
+                for iteration, tile in zip(iterations, tiles, strict=True)
             ),
-            drawn[0][prompt][seed].references,
+            tiles[0].references,
         )
-        for prompt, seed in common
+        for tiles in shown
     ]
     path = paths.images / "progress.png"
-    try:
-        prompt, seed = common[0]
-        write_strips(path, title, strips, fps=drawn[0][prompt][seed].fps)
-    except OSError as error:
-        raise storage_error("cannot write the pictures", paths.images, error) from error
+    with storage_errors("cannot write the pictures", paths.images):
+        write_strips(path, title, strips, fps=shown[0][0].fps)
     return path
+
+
+def _common_tiles(paths: RunPaths, iterations: Sequence[int]) -> list[list[tuple[Tile, ...]]]:
+    """By prompt and seed that every iteration has, its tile of each. Raises StoreError if there is none."""
+    drawn = [_by_prompt(read_tiles(paths, iteration)) for iteration in iterations]
+    common = [
+        [
+            tuple(tiles[prompt][seed] for tiles in drawn)
+            for seed in first
+            if all(seed in tiles.get(prompt, ()) for tiles in drawn)
+        ]
+        for prompt, first in drawn[0].items()
+    ]
+    if not any(common):
+        raise StoreError(
+            f"{tiles_folder(paths)}: iterations {', '.join(map(str, iterations))} have no prompt in common; "
+            f"there are pictures of iterations {drawn_iterations(paths)}."
+        )
+    return [seeds for seeds in common if seeds]
 
 
 def _reference_name(picture: NDArray[np.uint8]) -> str:

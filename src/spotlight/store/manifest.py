@@ -66,7 +66,6 @@ class Damage:
 
 
 def sha256_of(path: Path) -> str:
-    """Hexadecimal SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -85,7 +84,6 @@ def make_manifest(directory: Path, header: CheckpointHeader) -> CheckpointManife
 
 
 def render(manifest: CheckpointManifest) -> bytes:
-    """The manifest's canonical bytes."""
     body = asdict(manifest)
     unsigned = json.dumps(body, indent=1, sort_keys=True)
     return json.dumps({**body, "sha256": _text_hash(unsigned)}, indent=1, sort_keys=True).encode() + b"\n"

@@ -11,19 +11,25 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from spotlight.store.run_directory import RunPaths
-from spotlight_rewards.base.file_errors import StoreError, storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.files import write_atomically
 
 ITERATION = "iteration"
 SAMPLES_TRAINED = "samples_trained"
 WALL_S = "wall_s"
+VALIDATION = "validation/"
+"""Prefix of the curves of an evaluation on held-out prompts."""
+STRICT, GRADED = JUDGED = "strict", "graded"
+"""Curves of the score a run is judged by: pass or fail, if the rewards have that, and the trained one."""
+STDERR = "_stderr"
+"""Ending of the curve of a curve's standard error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +103,9 @@ class MetricsWriter:
 
     def _cut(self, iteration: int) -> None:
         kept = [row for row in _rows(self._path) if row.iteration < iteration]
-        try:
+        with storage_errors("cannot write the metrics", self._path):
             write_atomically(self._path, b"".join(_line(row) for row in kept))
             self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-        except OSError as error:
-            raise storage_error("cannot write the metrics", self._path, error) from error
 
     def write(self, row: MetricsRow) -> None:
         """Append a row. It survives a kill; a power loss may lose rows since the last :meth:`sync`.
@@ -109,11 +113,9 @@ class MetricsWriter:
         Raises StoreError.
         """
         line = _line(row)
-        try:
+        with storage_errors("cannot write the metrics", self._path):
             if os.write(self._file, line) < len(line):
                 raise OSError(errno.ENOSPC, "the row was written in part")
-        except OSError as error:
-            raise storage_error("cannot write the metrics", self._path, error) from error
         with self._sink_errors():
             for sink in self._sinks:
                 sink.write(row)
@@ -135,10 +137,8 @@ class MetricsWriter:
 
     def sync(self) -> None:
         """Force all rows to disk, before a checkpoint is committed."""
-        try:
+        with storage_errors("cannot write the metrics", self._path):
             os.fsync(self._file)
-        except OSError as error:
-            raise storage_error("cannot write the metrics", self._path, error) from error
         with self._sink_errors():
             for sink in self._sinks:
                 sink.flush()
@@ -150,12 +150,8 @@ class MetricsWriter:
             for sink in self._sinks:
                 closing.callback(sink.close)
 
-    @contextmanager
-    def _sink_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise storage_error("cannot write the curves", self._path.parent, error) from error
+    def _sink_errors(self) -> AbstractContextManager[None]:
+        return storage_errors("cannot write the curves", self._path.parent)
 
     def __enter__(self) -> Self:
         return self

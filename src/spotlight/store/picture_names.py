@@ -12,12 +12,10 @@ _GRID = re.compile(r"iteration-(\d{6,})\.(?:png|webp)")
 
 
 def tiles_folder(paths: RunPaths) -> Path:
-    """Folder of the unscaled images."""
     return paths.images / "tiles"
 
 
 def tile_path(paths: RunPaths, iteration: int, index: int) -> Path:
-    """File of one unscaled image."""
     return tiles_folder(paths) / f"{iteration:06d}-{index:03d}.png"
 
 
@@ -32,7 +30,6 @@ def stored_tiles(paths: RunPaths) -> list[tuple[int, Path]]:
 
 
 def stored_grids(paths: RunPaths) -> list[tuple[int, Path]]:
-    """Iteration and file of every grid."""
     return _named(paths.images, _GRID)
 
 

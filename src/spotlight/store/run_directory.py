@@ -31,7 +31,7 @@ from typing import Self, TypeAlias
 import yaml
 
 from spotlight.store.store_errors import OtherConfigurationError, RunInUseError
-from spotlight_rewards.base.file_errors import StoreError, storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_error, storage_errors
 from spotlight_rewards.base.files import write_atomically
 
 Leaf: TypeAlias = object
@@ -72,7 +72,6 @@ class RunPaths:
         self.lock = path / "lock"
 
     def attempt_log(self, attempt: int) -> Path:
-        """Log file of one attempt."""
         return self.attempts / f"{attempt:03d}.log"
 
 
@@ -94,11 +93,9 @@ def check_run_directory(
     _require_plain(name)
     if not _is_there_or_can_be_made(paths.path):
         return
-    try:
+    with storage_errors("cannot use the run directory", paths.path):
         _require_run_or_nothing(paths)
         _require_unused(paths.lock)
-    except OSError as error:
-        raise storage_error("cannot use the run directory", paths.path, error) from error
     if paths.config.exists():
         _require_same_configuration(paths, config_text, may_differ, complete)
     if not os.access(paths.path, os.W_OK | os.X_OK):
@@ -136,13 +133,11 @@ class RunDirectory(RunPaths):
         """
         _require_plain(name)
         paths = RunPaths(root / name)
-        try:
+        with storage_errors("cannot use the run directory", paths.path):
             _require_run_or_nothing(paths)
             for folder in _FOLDERS:
                 (paths.path / folder).mkdir(parents=True, exist_ok=True)
             lock = _lock(paths.lock)
-        except OSError as error:
-            raise storage_error("cannot use the run directory", paths.path, error) from error
         run = cls(paths.path, lock)
         try:
             run._adopt(config_text, may_differ, complete)
@@ -154,13 +149,10 @@ class RunDirectory(RunPaths):
     def _adopt(self, config_text: str, may_differ: Collection[str], complete: Callable[[str], str]) -> None:
         if self.config.exists():
             _require_same_configuration(self, config_text, may_differ, complete)
-        try:
+        with storage_errors("cannot write the configuration", self.config):
             write_atomically(self.config, config_text.encode())
-        except OSError as error:
-            raise storage_error("cannot write the configuration", self.config, error) from error
 
     def close(self) -> None:
-        """Release the lock."""
         if self._lock in _held_locks:
             _held_locks.remove(self._lock)
             os.close(self._lock)

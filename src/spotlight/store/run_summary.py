@@ -9,7 +9,7 @@ from pathlib import Path
 
 from spotlight.scheduler.types import DropReason, Phase
 from spotlight.store.metrics import FinalTable
-from spotlight_rewards.base.file_errors import StoreError, storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.files import write_atomically
 
 
@@ -96,10 +96,8 @@ def write_summary(path: Path, summary: RunSummary) -> None:
         ValueError: a number is not finite.
     """
     content = json.dumps(asdict(summary), indent=2, allow_nan=False) + "\n"
-    try:
+    with storage_errors("cannot write the summary", path):
         write_atomically(path, content.encode())
-    except OSError as error:
-        raise storage_error("cannot write the summary", path, error) from error
 
 
 def read_summary(path: Path) -> RunSummary:

@@ -19,7 +19,7 @@ from spotlight.registry import SINKS
 from spotlight.store.metrics import FinalTable, MetricsRow, Sink
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.trackers.shown_media import ShownMedia, shown_media
-from spotlight_rewards.base.file_errors import StoreError, storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_errors
 
 Options = Mapping[str, Mapping[str, Any]]
 """Options by sink name."""
@@ -58,24 +58,19 @@ class TensorBoard:
     def __init__(self, paths: RunPaths, *, resume_at: int) -> None:
         """Open an event file. Raises :class:`StoreError` if the disk is full or not writable."""
         self._paths = paths
-        try:
+        with storage_errors("cannot write the curves", paths.tensorboard):
             self._writer = EventFileWriter(str(paths.tensorboard))
             self.rewind(resume_at)
-        except OSError as error:
-            raise storage_error("cannot write the curves", paths.tensorboard, error) from error
 
     def write(self, row: MetricsRow) -> None:
-        """Write each value as a scalar."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in row.values.items()]
         self._add(row.iteration, Summary(value=values))
 
     def pictures(self, iteration: int) -> None:
-        """Write an evaluation's pictures; videos play."""
         if shown := shown_media(self._paths, iteration):
             self._add(iteration, Summary(value=[_image(each) for each in shown]))
 
     def table(self, iteration: int, table: FinalTable) -> None:
-        """Write the final table."""
         lines = (table.columns, ("---",) * len(table.columns), *table.rows)
         self._add(iteration, text_pb("summary", "\n".join(f"| {' | '.join(line)} |" for line in lines)))
 
@@ -85,11 +80,9 @@ class TensorBoard:
         self._writer.add_event(Event(wall_time=time.time(), step=iteration, session_log=purge))
 
     def flush(self) -> None:
-        """Write out buffered events."""
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
         self._writer.close()
 
     def _add(self, iteration: int, summary: Summary) -> None:

@@ -2,7 +2,7 @@
 
     learner.prepare(samples, micro_batches)      samples with their advantages
     learner.accumulate(keys, update_samples)     gradients, once per micro-batch
-    learner.step()                               one optimizer step; accumulate again for the next update
+    learner.step(samples, zeros)                 one optimizer step; accumulate again for the next update
     learner.finish_batch()                       the old policy follows
 
 With ``prepare(..., part=True)`` samples arrive in parts, and micro-batches of the first update may be
@@ -47,14 +47,13 @@ from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import WeightSlots
 from spotlight.training import learner_state as state
 from spotlight.training.batching.batch import (
+    TrainedGroups,
     TrainingSample,
     kept_steps,
     require_fresh,
     stack,
 )
-from spotlight.training.batching.groups import TrainedGroups
-from spotlight.training.passes import Bound, TrainingPasses
-from spotlight.training.policy import MicroBatchPolicy
+from spotlight.training.passes import Bound, MicroBatchPolicy, TrainingPasses
 from spotlight.training.recompute import recompute_blocks
 from spotlight.training.settings import (
     TrainingError,
@@ -64,7 +63,7 @@ from spotlight.training.settings import (
     compute_type,
 )
 from spotlight.training.sharding import Ranks, average_gradients, shard
-from spotlight.training.step_metrics import BatchReport, StepReport, UpdateMeter, batch_report
+from spotlight.training.step_metrics import BatchReport, IterationLog, StepReport, UpdateMeter, batch_report
 
 __all__ = ["Learner", "TrainingError", "TrainingGuidance", "TrainingSample"]
 
@@ -152,9 +151,12 @@ class Learner:
         """Batches finished."""
         self.samples = 0
         """Samples trained."""
+        self.log = IterationLog()
         self._waiting: dict[str, _Prepared] = {}
         self._order: list[Sequence[str]] = []
         """Micro-batches of the current batch."""
+        self._regrouped: dict[tuple[str, ...], Sequence[str]] = {}
+        """What is trained in place of a micro-batch of the current batch."""
         self._taken: dict[str, tuple[str, float]] = {}
         """Group and advantage of every sample of the current batch, trained or not."""
         self._groups = TrainedGroups(algorithm.config, self.ranks)
@@ -166,14 +168,21 @@ class Learner:
         self._update = self._new_update()
 
     def prepare(
-        self, samples: Sequence[TrainingSample], micro_batches: Sequence[Sequence[str]], *, part: bool = False
+        self,
+        samples: Sequence[TrainingSample],
+        micro_batches: Sequence[Sequence[str]],
+        *,
+        part: bool = False,
+        regrouped: Sequence[Sequence[str]] | None = None,
     ) -> BatchReport:
-        """Take an iteration's samples, or a ``part`` of them; reports on the batch so far.
+        """Take an iteration's samples, or a ``part`` of them; logs and returns a report on the batch so far.
 
         Args:
             samples: from all ranks (those of other ranks without tensors).
             micro_batches: keys of every later :meth:`accumulate` of these samples, in order; old log-probs
                 are computed in the same ones.
+            regrouped: what to train in place of each of them, see
+                :func:`~spotlight.training.batching.redistribute.deal`.
 
         Raises:
             RuntimeError: the previous batch is unfinished, or a part after an optimizer step needs old
@@ -192,34 +201,19 @@ class Learner:
             )
         if not (part and self._taken):
             self._open_batch()
-        self._take(samples, micro_batches)
+        trained = micro_batches if regrouped is None else regrouped
+        self._regrouped |= zip(map(tuple, micro_batches), trained, strict=True)
+        self._take(samples, trained)
         self._preparing_s += time.perf_counter() - started
-        return batch_report(self._taken.values(), self.advantage.clip, self._preparing_s)
-
-    @property
-    def announced(self) -> int | None:
-        """Samples of the current update; None before its first micro-batch."""
-        return self._update.announced
-
-    def amend(self, update_samples: int) -> None:
-        """Correct the announced number of samples after some were lost; the gradient becomes the mean over
-        the rest.
-
-        Raises:
-            RuntimeError: nothing was accumulated yet.
-        """
-        if self._update.announced is None:
-            raise RuntimeError("amend() before accumulate(): there is no announced number to correct")
-        for parameter in self._trainable():
-            if parameter.grad is not None:
-                parameter.grad.mul_(self._update.announced / update_samples)
-        self._update.announced = update_samples
+        report = batch_report(self._taken.values(), self.advantage.clip, self._preparing_s)
+        self.log.put(report.flat())
+        return report
 
     def accumulate(self, keys: Sequence[str], update_samples: int) -> None:
         """Add the gradient of a micro-batch.
 
         Args:
-            keys: over all ranks; this rank trains those whose tensors it has.
+            keys: a micro-batch that :meth:`prepare` got; this rank trains those whose tensors it has.
             update_samples: samples of the whole optimizer step, over all ranks.
 
         Raises:
@@ -232,6 +226,7 @@ class Learner:
                 f"update_samples is {update_samples}, but {self._update.announced} in this update's other "
                 "micro-batches: gradients would be weighted differently"
             )
+        keys = self._regrouped.get(tuple(keys), keys)
         mine = self._mine(keys)
         bound = self._bind(mine, keys)
         per_pass = self._per_pass(bound, keys)
@@ -245,17 +240,21 @@ class Learner:
             del self._waiting[key]
         self._update.seconds += time.perf_counter() - started
 
-    def step(self, zeros: int = 0) -> StepReport:
-        """Apply the accumulated gradient, and update the moving average when it is due.
+    def step(self, samples: int | None = None, zeros: int = 0) -> StepReport:
+        """Apply the accumulated gradient, and update the moving average when it is due; logs the report.
 
         Args:
-            zeros: announced samples that were not trained, and count as 0 in the mean gradient.
+            samples: of the update, over all ranks; None: as many as announced. Others may have been announced
+                and lost since: the gradient becomes the mean over the rest.
+            zeros: more samples that were not trained, and count as 0 in the mean gradient.
 
         Raises:
-            TrainingError: fewer samples than announced, or a non-finite gradient. The gradient is dropped and
+            TrainingError: other samples were trained, or a non-finite gradient. The gradient is dropped and
                 no parameter has changed.
         """
         started = time.perf_counter()
+        if samples is not None:
+            self._announce(samples + zeros)
         config, optimizer = self.config, self.optimizer
         sums = self._update.meter.reduce(self.ranks)
         average_gradients(self._trainable(), self.ranks)
@@ -292,6 +291,9 @@ class Learner:
             work=self._forwards.take(self.family, operations=self.family.device.type != "cpu"),
             peak_flop_s=peak_of(self.family.device, self.autocast or self.family.dtype),
         )
+        self.log.extend(report.flat())
+        if report.work is not None:
+            self.log.worked("train", report.work, report.seconds, report.peak_flop_s)
         self._labels = 0
         self._drop_update()
         return report
@@ -307,6 +309,7 @@ class Learner:
             self.slots.blend("old", "policy", decay)
         self._waiting.clear()
         self._taken.clear()
+        self._regrouped.clear()
 
     def save(self, directory: Path) -> None:
         """Save everything needed to resume; see :func:`state.save`."""
@@ -335,6 +338,7 @@ class Learner:
 
     def _open_batch(self) -> None:
         self._waiting, self._taken, self._order, self._preparing_s = {}, {}, [], 0.0
+        self._regrouped = {}
         self._version, self._labels, self._stepped = self.steps, 0, False
         self._update = self._new_update()
         self._groups.clear()
@@ -443,6 +447,16 @@ class Learner:
     def _new_update(self) -> _Update:
         self._forwards.clear()
         return _Update(UpdateMeter(self.family.device, self._labels))
+
+    def _announce(self, samples: int) -> None:
+        """Correct the announced number: gradients are weighted by it."""
+        announced = self._update.announced
+        if announced in (None, samples):
+            return
+        for parameter in self._trainable():
+            if parameter.grad is not None:
+                parameter.grad.mul_(announced / samples)
+        self._update.announced = samples
 
     def _drop_update(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -5,13 +5,15 @@ Invariants:
 - A pass that runs out of memory leaves gradients and metrics unchanged.
 - All ranks run the same passes. With several, a pass must be known to fit on each before it starts: a rank
   that fails inside leaves the others waiting in a collective.
+- After every evaluation of the DiT the policy slot is active again, because the backward pass recomputes
+  checkpointed activations with the active slot.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,10 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spotlight.algorithms.base import Algorithm, LossTerms, TrainBatch
+from spotlight.algorithms.base import Algorithm, LossTerms, Slot, TrainBatch
+from spotlight.models.condition import Condition, Guidance
+from spotlight.models.family import ModelFamily
+from spotlight.models.media import MediaSize
+from spotlight.models.shared.flop_count import ForwardLog
+from spotlight.models.slots import WeightSlots
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak, release
-from spotlight.training.policy import MicroBatchPolicy
-from spotlight.training.settings import TrainingError
+from spotlight.training.settings import TrainingError, TrainingGuidance
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import UpdateMeter
 from spotlight.training.timesteps import MARGIN, PassMemory, Shape, Trial, cut_timesteps, largest_pass
@@ -260,3 +266,38 @@ def _sum(gradient: Tensor | None, held: Tensor | None) -> Tensor | None:
     if gradient is None or held is None:
         return held if gradient is None else gradient
     return held.add_(gradient)
+
+
+class MicroBatchPolicy:
+    """Implements :class:`spotlight.algorithms.base.Policy` for a micro-batch's prompts, in order."""
+
+    def __init__(
+        self,
+        family: ModelFamily,
+        slots: WeightSlots,
+        conditions: Sequence[Condition],
+        *,
+        size: MediaSize,
+        guidance: TrainingGuidance | None,
+        autocast: torch.dtype | None,
+        log: ForwardLog | None = None,
+    ) -> None:
+        self._family, self._slots, self._log = family, slots, log
+        self._size, self._autocast = size, autocast
+        self._condition = family.collate(conditions)
+        self._guidance: Guidance | None = None
+        if guidance is not None:
+            twice = guidance.scale > 1
+            negative = family.negatives(conditions, guidance.negative) if twice else None
+            self._guidance = Guidance(guidance.scale, negative, guidance.embedded)
+
+    def velocity(self, latents: Tensor, sigma: Tensor, slot: Slot = "policy") -> Tensor:
+        """Float32, shape of ``latents`` [batch, ...]. Frozen slots never build a graph."""
+        frozen = nullcontext() if slot == "policy" else torch.no_grad()
+        autocast = torch.autocast(
+            self._family.device.type, dtype=self._autocast, enabled=self._autocast is not None
+        )
+        with frozen, autocast, self._slots.use(slot) as model:
+            return self._family.velocity(
+                model, latents, sigma, self._condition, self._guidance, self._size, self._log
+            )

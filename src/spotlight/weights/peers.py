@@ -16,7 +16,6 @@ Invariants:
 - Nothing is written before names, types, shapes and the number of modules match.
 - Checksums of the source before the copy and of the target after it cover everything in between.
   :func:`fetch_from_peer` returns only if every byte was checked.
-- A transfer is of one version (see :class:`spotlight.weights.served_weights.ServedWeights`).
 - Every socket operation has a deadline, so neither side waits for a dead or hung peer.
 """
 
@@ -126,17 +125,15 @@ class WeightServer:
         asked = channel.receive()
         if asked.get("protocol") != PROTOCOL:
             raise WeightsError(f"protocol {asked.get('protocol')}, expected {PROTOCOL}: {_SAME_PACKAGE}")
-        digest = str(asked["digest"])
-        with self._served.reading(digest):
-            on_gpu = self._served.device.type == "cuda" and asked["device"] == "cuda"
-        if on_gpu:
+        self._served.check(str(asked["digest"]))
+        if self._served.device.type == "cuda" and asked["device"] == "cuda":
             buckets = self._own_gpu_buckets()
             self._offer(channel, [cuda_ipc.share(bucket) for bucket in buckets])
         else:
             with host_buckets(self._bucket_bytes) as (buckets, descriptors):
                 self._offer(channel, [])
                 channel.send_files(descriptors)
-        self._stream(channel, digest, buckets)
+        self._stream(channel, buckets)
 
     def _offer(self, channel: Channel, handles: Sequence[Mapping[str, object]]) -> None:
         tensors = self._served.tensors
@@ -149,14 +146,13 @@ class WeightServer:
             }
         )
 
-    def _stream(self, channel: Channel, digest: str, buckets: Sequence[Tensor]) -> None:
+    def _stream(self, channel: Channel, buckets: Sequence[Tensor]) -> None:
         channel.receive()  # the client compared the metadata and says go
         served, size, count = self._served, self._bucket_bytes, 0
         for count, pieces in enumerate(cut([m.numel() for m in served.memory], size), start=1):
             if count > COUNT:
                 channel.receive()  # acknowledgement: that bucket is free again
-            with served.reading(digest):
-                sums = _put(pieces, served.memory, buckets[(count - 1) % COUNT])
+            sums = _put(pieces, served.memory, buckets[(count - 1) % COUNT])
             channel.send({"pieces": _rows(pieces, sums)})
         for _ in range(min(count, COUNT)):
             channel.receive()

@@ -1,14 +1,8 @@
-"""The weights that a worker serves, and their current version.
-
-Invariant: readers under :meth:`ServedWeights.reading` see the requested version only. The lock is held per
-bucket, so a hung client does not block the worker.
-"""
+"""The weights that a worker serves: those of a base model, which training does not change."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,7 +18,7 @@ class ServedWeights:
         tensors: name -> tensor, contiguous, on one device. Their memory is served: for a base model under
             LoRA, take them while no adapter is merged.
         modules: number of modules they belong to (> 0).
-        digest: of a bundle, or any name that identifies the base model.
+        digest: any name that identifies the base model.
 
     Raises:
         WeightsError: no tensors or modules, several devices, or a tensor that is not contiguous.
@@ -45,43 +39,11 @@ class ServedWeights:
             self.memory: tuple[Tensor, ...] = tuple(as_bytes(tensor) for tensor in self.tensors.values())
         except ValueError as error:
             raise WeightsError(f"weights to serve: {error}") from error
-        self._digest = digest
-        self._lock = threading.Lock()
-        self._settle()
-
-    @property
-    def digest(self) -> str:
-        """Digest of the current content; empty while it is a mixture."""
-        return self._digest
-
-    @contextmanager
-    def reading(self, digest: str) -> Iterator[None]:
-        """Read while the content is ``digest``. Raises PeerLostError if it is something else."""
-        with self._lock:
-            if self._digest != digest:
-                raise PeerLostError(
-                    f"weights {digest!r} are not here: this worker has {self._digest or 'a mixture'!r}"
-                )
-            yield
-
-    @contextmanager
-    def changing(self, digest: str) -> Iterator[None]:
-        """Write the tensors, which then hold ``digest``, with readers locked out.
-
-        After a :class:`WeightsError`, nothing was written and the old digest stays. After any other exception
-        nothing is served until a change succeeds.
-        """
-        with self._lock:
-            before, self._digest = self._digest, ""
-            try:
-                yield
-            except WeightsError:
-                self._digest = before
-                raise
-            self._settle()
-            self._digest = digest
-
-    def _settle(self) -> None:
-        """Wait for writes queued on the GPU, because readers use another stream."""
-        if self.device.type == "cuda":
+        self.digest = digest
+        if self.device.type == "cuda":  # writes that are queued: the server reads on a stream of its own
             torch.cuda.current_stream(self.device).synchronize()
+
+    def check(self, digest: str) -> None:
+        """Raise PeerLostError unless these are the weights that are asked for."""
+        if self.digest != digest:
+            raise PeerLostError(f"weights {digest!r} are not here: this worker has {self.digest!r}")

@@ -46,7 +46,9 @@ class HeadClient(Protocol):
     def deliver(self, report: Report) -> None:
         """Return once the values are durable and the events sent. Raises HeadLostError."""
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> Sequence[StoredValue | None]:
+    def fetch(
+        self, kind: str, names: Sequence[str], weights_digest: str = ""
+    ) -> Sequence[StoredValue | None]:
         """Values by name, the latest step of each; None where there is none. Raises HeadLostError."""
 
 

@@ -53,8 +53,6 @@ from spotlight.scheduler.events import (
     WeightsPulled,
 )
 from spotlight.scheduler.types import LeaseId, PolicyVersion, RolloutId, WorkerId
-from spotlight.worker.batching import OpenModel, by_slot
-from spotlight.worker.group_role import GroupRole
 from spotlight.worker.interfaces import (
     Command,
     FollowLease,
@@ -65,10 +63,10 @@ from spotlight.worker.interfaces import (
     Patience,
     WorkerDependencies,
 )
-from spotlight.worker.leases import safe_steps
+from spotlight.worker.leases import GroupRole, safe_steps
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.resume import RolloutStarter
-from spotlight.worker.speed_meter import SpeedMeter
+from spotlight.worker.steps import OpenModel, SpeedMeter, by_slot
 
 log = logging.getLogger("spotlight.rollout")
 
@@ -118,7 +116,7 @@ class WorkerLoop:
         self._role: GroupRole | None = None
         self._fence = 0
         self._ordered = self._loaded = (-1, -1)  # (lineage, version) requested, and loaded
-        self._digest: str | None = None
+        self._weights_digest: str | None = None
         self._leaving = False
 
     # -- any thread ------------------------------------------------------------------------------------
@@ -221,7 +219,7 @@ class WorkerLoop:
         return role if found else None
 
     def _deliver(self) -> None:
-        self._outbox.deliver(self._digest or "")
+        self._outbox.deliver(self._weights_digest or "")
 
     # -- weights ---------------------------------------------------------------------------------------
 
@@ -232,12 +230,12 @@ class WorkerLoop:
         if order != self._loaded:
             self._quiesce()
             try:
-                digest = self._loader.load(pull)
+                weights_digest = self._loader.load(pull)
             except LoadError:
                 failed = PullFailed(self.worker, self.epoch, pull.version, pull.lineage)
                 self._outbox.send_later(failed, self._patience.pause_s)
                 return
-            self._bind(digest, order)
+            self._bind(weights_digest, order)
         self._outbox.send(WeightsPulled(self.worker, self.epoch, pull.version, pull.lineage))
 
     def _quiesce(self) -> None:
@@ -251,10 +249,10 @@ class WorkerLoop:
         self._rest()
         self._model.close()
 
-    def _bind(self, digest: str, order: tuple[int, int]) -> None:
+    def _bind(self, weights_digest: str, order: tuple[int, int]) -> None:
         """Record new weights; leases begun with others cannot be finished."""
-        changed = digest != self._digest or order[1] != self._loaded[1]
-        self._digest, self._loaded = digest, order
+        changed = weights_digest != self._weights_digest or order[1] != self._loaded[1]
+        self._weights_digest, self._loaded = weights_digest, order
         if changed and self._role is not None:
             self._role.leases.let_go()
             self._role.asked = 0
@@ -346,9 +344,11 @@ class WorkerLoop:
         if role is None or not role.leads or lease.id <= role.leases.seen:
             return
         role.leases.seen, role.asked = lease.id, 0
-        if self._digest is None or any(rollout.version != self._version for rollout in grant.rollouts):
+        if self._weights_digest is None or any(
+            rollout.version != self._version for rollout in grant.rollouts
+        ):
             return  # dropped: the next pull reports it as not held
-        states, failed = self._starter.start(grant.rollouts, grant.resume.keys(), self._digest)
+        states, failed = self._starter.start(grant.rollouts, grant.resume.keys(), self._weights_digest)
         role.leases.add(lease.id, states, grant.resume)
         for failure in failed:
             self._fail(role, lease.id, failure)
@@ -403,7 +403,7 @@ class WorkerLoop:
                 continue
             if role.lead is None:
                 assert self._membership is not None
-                role.lead = Lead(engine, self._membership, self._digest or "")
+                role.lead = Lead(engine, self._membership, self._weights_digest or "")
             names = {state.rollout.id for state in states}
             others = [state for state in leases.states if state.rollout.id not in names]
             leases.advance(role.lead.step(slot, model, states, others=others, claims=leases.claims))
@@ -463,7 +463,7 @@ class WorkerLoop:
             self._membership,
             self._dependencies.recipes,
             self._use,
-            self._digest or "",
+            self._weights_digest or "",
         )
         try:
             follower.run()

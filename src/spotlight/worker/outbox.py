@@ -56,11 +56,11 @@ class ReportOutbox:
         """``time.monotonic()`` of the next delayed event."""
         return self._later[0][0] if self._later else None
 
-    def deliver(self, digest: str) -> None:
+    def deliver(self, weights_digest: str) -> None:
         """Send everything that is due. Raises HeadLostError.
 
         Args:
-            digest: of the weights that made the values.
+            weights_digest: of the weights that made the values.
         """
         while self._later and self._later[0][0] <= time.monotonic():
             self._events.append(heapq.heappop(self._later)[2])
@@ -68,8 +68,8 @@ class ReportOutbox:
             *before, last = _parts(self._values, self._report_bytes)
             events, self._values, self._events = tuple(self._events), [], []
             for values in before:  # each has arrived before the next is sent
-                self._head.deliver(Report(self._worker, digest, values, ()))
-            self._head.deliver(Report(self._worker, digest, last, events))
+                self._head.deliver(Report(self._worker, weights_digest, values, ()))
+            self._head.deliver(Report(self._worker, weights_digest, last, events))
 
 
 def _parts(values: Sequence[ReportedValue], most_bytes: int) -> list[tuple[ReportedValue, ...]]:

@@ -59,10 +59,10 @@ class Report:
     """Values, which the receiver makes durable before it handles the events.
 
     Attributes:
-        mark: digest of the weights that made the values.
+        weights_digest: of the weights that made the values.
     """
 
     worker: WorkerId
-    mark: str
+    weights_digest: str
     values: tuple[ReportedValue, ...]
     events: tuple[Event | RolloutSpeed, ...]

@@ -1,6 +1,6 @@
 """Turns a lease's rollouts into states: resumed from a commit, or pure noise.
 
-Only commits made with the current weights digest count: one policy version makes all of a rollout.
+Only commits made with the current weights weights_digest count: one policy version makes all of a rollout.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class RolloutStarter:
         self._recent: OrderedDict[PromptId, Condition] = OrderedDict()
 
     def start(
-        self, rollouts: Sequence[Rollout], resume: Collection[RolloutId], digest: str
+        self, rollouts: Sequence[Rollout], resume: Collection[RolloutId], weights_digest: str
     ) -> tuple[list[RolloutState], list[FailedRollout]]:
         """States in the order of ``rollouts``, and those that could not be started.
 
         Args:
             resume: rollouts with committed progress.
-            digest: of the weights held.
+            weights_digest: of the weights held.
 
         Raises:
             HeadLostError: the blob store does not answer.
         """
-        states = self._resumed([rollout for rollout in rollouts if rollout.id in resume], digest)
+        states = self._resumed([rollout for rollout in rollouts if rollout.id in resume], weights_digest)
         fresh = [rollout for rollout in rollouts if rollout.id not in states]
         conditions = self._conditions_of({rollout.prompt_id: None for rollout in fresh})
         failed = [
@@ -62,10 +62,10 @@ class RolloutStarter:
             failed += refused
         return [states[rollout.id] for rollout in rollouts if rollout.id in states], failed
 
-    def _resumed(self, rollouts: Sequence[Rollout], digest: str) -> dict[RolloutId, RolloutState]:
+    def _resumed(self, rollouts: Sequence[Rollout], weights_digest: str) -> dict[RolloutId, RolloutState]:
         if not rollouts:
             return {}
-        kept = self._head.fetch("progress", [rollout.id for rollout in rollouts], digest)
+        kept = self._head.fetch("progress", [rollout.id for rollout in rollouts], weights_digest)
         states: dict[RolloutId, RolloutState] = {}
         for rollout, value in zip(rollouts, kept, strict=True):
             if value is None:
@@ -113,5 +113,5 @@ class RolloutStarter:
 
 
 def _same(one: Rollout, other: Rollout) -> bool:
-    """Equal but for the version number: restored learners reuse it, and the digest identifies the weights."""
+    """Equal but for the version number: restored learners reuse it, and the digest identifies weights."""
     return dataclasses.replace(one, version=other.version) == other

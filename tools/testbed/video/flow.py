@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from spotlight_rewards.motion import DIRECTIONS
 from spotlight_rewards.reward import Image
-from tools.testbed.flow import average, learning_rate, stratified_times
+from tools.testbed.flow import stratified_times, train_averaged
 from tools.testbed.prompts import Record
 from tools.testbed.vae import Log
 from tools.testbed.video.architecture import TEXT_TOKENS, Parts
@@ -123,31 +123,8 @@ def train_flow(
     """Train in place, ending with the averaged weights; returns the mean loss of each tenth of the steps."""
     generator = torch.Generator().manual_seed(seed)
     model = JointVideoModel(parts).train()
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.99), weight_decay=recipe.weight_decay
-    )
-    averaged = {name: value.detach().clone() for name, value in model.named_parameters()}
-    tenth = max(recipe.steps // 10, 1)
-    recent: list[Tensor] = []
-    losses: list[float] = []
-    for step in range(recipe.steps):
-        loss = flow_loss(model, data, recipe, parts.scheduler.config.flow_shift, generator)
-        optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.param_groups[0]["lr"] = learning_rate(step, recipe)
-        optimizer.step()
-        average(averaged, model, min(recipe.ema_decay, (1 + step) / (10 + step)))
-        recent.append(loss.detach())
-        if (step + 1) % tenth == 0:
-            losses.append(round(torch.stack(recent).mean().item(), 5))
-            recent.clear()
-            log(f"flow step {step + 1}/{recipe.steps} loss {losses[-1]:.4f}")
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            value.copy_(averaged[name])
-    model.eval()
-    return losses
+    shift = parts.scheduler.config.flow_shift
+    return train_averaged(model, recipe, lambda: flow_loss(model, data, recipe, shift, generator), log)
 
 
 def flow_loss(

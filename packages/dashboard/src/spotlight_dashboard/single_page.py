@@ -13,7 +13,7 @@ from spotlight_dashboard.page_files import PAGE_FILES, page_file, plotly_file
 from spotlight_dashboard.report_pictures import PictureBudget
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.views.overview import headline
-from spotlight_rewards.base.file_errors import storage_error
+from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import write_atomically
 
 _EVALUATIONS_MAX = 12
@@ -35,10 +35,8 @@ def write_page(run: RunFolder, target: Path) -> None:
         StoreError: the run cannot be read, the file cannot be written, or Plotly's package is missing.
     """
     content = single_page(run).encode()
-    try:
+    with storage_errors("cannot write the page", target):
         write_atomically(target, content)
-    except OSError as error:
-        raise storage_error("cannot write the page", target, error) from error
 
 
 def single_page(run: RunFolder) -> str:

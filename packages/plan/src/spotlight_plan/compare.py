@@ -158,7 +158,7 @@ def outcome_of(
         spot_idle_share=spot.get(Phase.IDLE, 0.0) / sum(spot.values()) if sum(spot.values()) else math.nan,
         preview_share=previews,
         filled_s=_filled(result),
-        overlapped_share=sum(one.overlapped_samples or 0 for one in result.overlaps) / max(1, result.trained),
+        overlapped_share=_samples(result, "overlapped_samples") / max(1, result.trained),
         early_share=early,
         dropped_share=max(0.0, 1 - result.trained / made) if made else math.nan,
         preemptions=result.preemptions,
@@ -196,8 +196,12 @@ def lasting(iterations: Sequence[IterationTime]) -> list[IterationTime]:
 
 
 def _early_share(scenario: Scenario, result: SimulationResult) -> float:
-    early = sum(one.early_samples or 0 for one in result.overlaps)
+    early = _samples(result, "early_samples")
     return early / max(1, result.trained / scenario.plan.trained_share)
+
+
+def _samples(result: SimulationResult, figure: str) -> int:
+    return sum(overlap.samples.get(figure, 0) for overlap in result.overlaps)
 
 
 def _filled(result: SimulationResult) -> dict[Filler, float]:

@@ -23,10 +23,9 @@ its signature names. It may load models, and returns what scores, to stand in ev
         return "facebook/mask2former-swin-small-coco-instance@0f3c..."
 
 Without it, the code of a reward that is not built in stands there: ``code of my_rewards.py@<SHA-256>``.
+Function and hooks that name ``context`` get a :class:`RewardContext`.
 
-If their signatures name them, both hooks also get ``deadline_s``, the time limit per call of the reward (the
-function: as ``call_deadline_s``), and the function and the hooks ``run_directory``, that of the run (text;
-not given by commands without a run).
+A reward whose hooks share parameters is better a class, a :class:`Reward`: its fields are the parameters.
 
 Its facts for ``spotlight rewards``, and what stands in for its weights in a smoke run: ``reward_facts.py``.
 
@@ -39,14 +38,17 @@ decorated with :func:`takes_groups` gets exactly one prompt's samples per call, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.reward_facts import RewardFacts
 
 Image = NDArray[np.uint8]
 """uint8 [height, width, 3], sRGB; of a video [frames, height, width, 3]."""
@@ -121,14 +123,13 @@ class RewardTraits:
 
 
 class RewardFunction(Protocol):
-    """Maps a batch of images to their scores (see the module's docstring)."""
+    """Maps a batch of images to their scores, its parameters bound (see the module's docstring)."""
 
     def __call__(
         self,
         images: Sequence[Image],
         prompts: Sequence[str],
         metadata: Sequence[Mapping[str, Any]],
-        **params: Any,
     ) -> Sequence[float | SampleError] | Mapping[str, Sequence[float | SampleError]]:
         """Score every image."""
 
@@ -158,3 +159,53 @@ class RewardScore:
     value: float
     details: Mapping[str, float]
     scored_by: str = ""
+
+
+Curves: TypeAlias = Mapping[str, Sequence[float | SampleError]]
+"""Per curve one value a sample; ``"score"`` is the reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardContext:
+    """What a reward knows of the run that it scores for.
+
+    Attributes:
+        deadline_s: limit of one call, ``rewards[].deadline_s``; None: nobody limits it.
+        run_directory: empty for commands without a run.
+    """
+
+    deadline_s: float | None = None
+    run_directory: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward(ABC):
+    """A reward as a class: a frozen dataclass of its parameters, made once in each of its processes.
+
+    Raise RewardSetupError in ``__post_init__`` for a parameter that cannot be. The decorators of this module,
+    such as :func:`best_with`, declare for classes what they do for functions.
+    """
+
+    context: RewardContext = field(default=RewardContext(), repr=False, compare=False)
+    """Given by the run, not by the configuration."""
+
+    facts: ClassVar[RewardFacts | None] = None
+    """None: ``FACTS`` of the module."""
+
+    @abstractmethod
+    def __call__(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Sequence[float | SampleError] | Curves:
+        """As a :class:`RewardFunction`."""
+
+    def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RewardInputError for a prompt that cannot be scored, RewardSetupError if something lacks."""
+        return
+
+    def scored_by(self) -> str:
+        """What scores, with its models loaded; empty: the code."""
+        return ""
+
+    def tiny(self, folder: Path) -> dict[str, Any] | None:
+        """Params that name small random models, written into ``folder``; None: it has no weights."""
+        return None

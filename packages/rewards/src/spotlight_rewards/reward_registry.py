@@ -20,12 +20,27 @@ from typing import Any, TypeAlias, cast
 
 from spotlight_rewards.frames import FrameRule, OverFrames
 from spotlight_rewards.registry import REWARDS
-from spotlight_rewards.reward import CODE, RewardFunction, RewardSetupError, RewardTraits
+from spotlight_rewards.reward import (
+    CODE,
+    Reward,
+    RewardContext,
+    RewardFunction,
+    RewardSetupError,
+    RewardTraits,
+)
 from spotlight_rewards.reward_facts import RewardFacts
 
 Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
 ScoredBy: TypeAlias = Callable[[], object]
 
+_RETIRED = {
+    "pickle-server": "Unpickling runs whatever code the other side wrote: ask the server by JSON, with the "
+    "reward http or flow-factory, or serve its model by `spotlight rewards serve`."
+}
+"""Names of older versions, and what to do instead."""
+_CONTEXT = "context"
+_OLD_KEYWORDS = {"run_directory": "run_directory", "call_deadline_s": "deadline_s"}
+"""Of functions and hooks, and what of the context it is now."""
 _SIGNATURE = "function(images, prompts, metadata, **params)"
 
 
@@ -63,6 +78,8 @@ def parse(name_or_path: str) -> Reference:
     if not colon and name_or_path in REWARDS:
         module, _, attribute = REWARDS.locate(name_or_path).partition(":")
         return Reference(name_or_path, module, attribute)
+    if name_or_path in _RETIRED:
+        raise RewardSetupError(f"this version has no reward {name_or_path!r}. {_RETIRED[name_or_path]}")
     if not colon:
         close = difflib.get_close_matches(name_or_path, list(REWARDS), n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
@@ -82,45 +99,55 @@ def load(
     name_or_path: str,
     params: Mapping[str, Any],
     frames: FrameRule | None = None,
-    call_deadline_s: float | None = None,
-    run_directory: str = "",
+    context: RewardContext = RewardContext(),  # noqa: B008  (it is frozen)
 ) -> LoadedReward:
     """Import a reward and bind its parameters. The current directory is importable.
 
     Args:
-        call_deadline_s: the hooks that name ``deadline_s``, and a function that names this, get it.
-        run_directory: the function and the hooks that name it get it, unless it is empty.
+        context: for what asks for it.
 
     Raises:
         RewardSetupError: import fails, the function is missing or not callable, or parameters do not fit.
     """
-    reference = parse(name_or_path)
-    module = _import(name_or_path, reference.module)
-    function = _attribute(name_or_path, module, reference.attribute)
-    _require_fitting_params(name_or_path, function, params)
-    given = {"run_directory": run_directory} if run_directory else {}
-    for_hooks = given if call_deadline_s is None else {**given, "deadline_s": call_deadline_s}
-    check = _hook(name_or_path, module, "check(prompts, metadata)", params, for_hooks)
-    scored_by = _hook(name_or_path, module, "scored_by()", params, for_hooks)
-    if scored_by is None and name_or_path not in REWARDS.built_in:
-        scored_by = partial(_code_of, module)
-    for_function = given if call_deadline_s is None else {**given, "call_deadline_s": call_deadline_s}
-    bound = cast(RewardFunction, partial(function, **{**_named_in(function, for_function), **params}))
-    traits: RewardTraits = getattr(function, "traits", RewardTraits())
+    module, found = _found(name_or_path)
+    _require_fitting_params(name_or_path, found, params)
+    function: RewardFunction
+    check: Check | None
+    scored_by: ScoredBy | None
+    if isinstance(found, type) and issubclass(found, Reward):
+        reward = found(**params, context=context)
+        function, check, scored_by = reward, reward.check, reward.scored_by
+        names_scorer = found.scored_by is not Reward.scored_by
+    else:
+        function = cast(RewardFunction, partial(found, **_context_for(found, context), **params))
+        check = _hook(name_or_path, module, "check(prompts, metadata)", params, context)
+        scored_by = _hook(name_or_path, module, "scored_by()", params, context)
+        names_scorer = scored_by is not None
+    if not names_scorer:
+        scored_by = None if name_or_path in REWARDS.built_in else partial(_code_of, module)
+    traits: RewardTraits = getattr(found, "traits", RewardTraits())
     traits = replace(
         traits,
-        takes_groups=getattr(function, "takes_groups", False),
-        reads_files=getattr(function, "reads_files", False),
+        takes_groups=getattr(found, "takes_groups", False),
+        reads_files=getattr(found, "reads_files", False),
     )
-    if not getattr(function, "takes_videos", False):
-        added: frozenset[str] = getattr(function, "added_curves", frozenset())
-        bound = cast(RewardFunction, OverFrames(bound, frames or FrameRule(), added))
-    return LoadedReward(bound, check, scored_by, traits)
+    if not getattr(found, "takes_videos", False):
+        added: frozenset[str] = getattr(found, "added_curves", frozenset())
+        function = OverFrames(function, frames or FrameRule(), added)
+    return LoadedReward(function, check, scored_by, traits)
+
+
+def params_of(found: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a reward's function or class takes besides samples and context."""
+    parameters = list(inspect.signature(found).parameters.values())
+    own = parameters if _is_class(found) else parameters[3:]
+    return [each for each in own if each.name != _CONTEXT]
 
 
 def facts_of(name_or_path: str) -> RewardFacts | None:
-    """What a reward's module says of it as ``FACTS``. Raises RewardSetupError."""
-    facts = getattr(_import(name_or_path, parse(name_or_path).module), "FACTS", None)
+    """What a reward's class says of it as ``facts``, or its module as ``FACTS``. Raises RewardSetupError."""
+    module, found = _found(name_or_path)
+    facts = getattr(found, "facts", None) or getattr(module, "FACTS", None)
     if facts is not None and not isinstance(facts, RewardFacts):
         raise RewardSetupError(
             f"reward {name_or_path!r}: 'FACTS' of its module is of type {type(facts).__name__!r}; "
@@ -131,9 +158,7 @@ def facts_of(name_or_path: str) -> RewardFacts | None:
 
 def compares_groups(name_or_path: str) -> bool:
     """Whether a reward scores whole groups. Raises RewardSetupError."""
-    reference = parse(name_or_path)
-    module = _import(name_or_path, reference.module)
-    return bool(getattr(_attribute(name_or_path, module, reference.attribute), "takes_groups", False))
+    return bool(getattr(_found(name_or_path)[1], "takes_groups", False))
 
 
 def tiny_params(name_or_path: str, folder: Path, params: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -143,8 +168,19 @@ def tiny_params(name_or_path: str, folder: Path, params: Mapping[str, Any]) -> d
 
     None for a reward whose module has no ``tiny``. Raises RewardSetupError.
     """
-    make = getattr(_import(name_or_path, parse(name_or_path).module), "tiny", None)
+    module, found = _found(name_or_path)
+    if isinstance(found, type) and issubclass(found, Reward):
+        _require_fitting_params(name_or_path, found, params)
+        return found(**params).tiny(folder)
+    make = getattr(module, "tiny", None)
     return None if make is None else dict(make(folder, **_named_by(make, params)))
+
+
+def _found(name_or_path: str) -> tuple[ModuleType, Callable[..., Any]]:
+    """A reward's module, and its function or :class:`Reward` class."""
+    reference = parse(name_or_path)
+    module = _import(name_or_path, reference.module)
+    return module, _attribute(name_or_path, module, reference.attribute)
 
 
 def _import(name_or_path: str, module: str) -> ModuleType:
@@ -176,7 +212,7 @@ def _hook(
     module: ModuleType,
     signature: str,
     params: Mapping[str, Any],
-    given: Mapping[str, Any],
+    context: RewardContext,
 ) -> Callable[..., Any] | None:
     name = signature.partition("(")[0]
     hook = getattr(module, name, None)
@@ -187,7 +223,7 @@ def _hook(
             f"reward {name_or_path!r}: {name!r} in {_file_of(module)} is of type {type(hook).__name__!r}; "
             f"expected a {signature}, or no such name."
         )
-    return partial(hook, **{**_named_in(hook, given), **_named_by(hook, params)})
+    return partial(hook, **_context_for(hook, context), **_named_by(hook, params))
 
 
 def _attribute(name_or_path: str, module: ModuleType, attribute: str) -> Callable[..., Any]:
@@ -215,13 +251,14 @@ def _require_fitting_params(
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some functions written in C have no signature
         return
+    samples: tuple[Any, ...] = () if _is_class(function) else ([], [], [])
     try:
-        positional = signature.bind_partial([], [], []).arguments
+        positional = signature.bind_partial(*samples).arguments
     except TypeError:
         raise RewardSetupError(
             f"reward {name_or_path!r}: its function takes {signature}; expected a {_SIGNATURE}."
         ) from None
-    accepted = {name for name in _keywords(signature) if name not in positional}
+    accepted = {name for name in _keywords(signature) if name not in {*positional, _CONTEXT}}
     unexpected = sorted(set(params) - accepted) if not _takes_any_keyword(signature) else []
     if unexpected:
         raise RewardSetupError(
@@ -247,13 +284,23 @@ def _named_by(function: Callable[..., Any], params: Mapping[str, Any]) -> dict[s
     return {name: value for name, value in params.items() if name in _keywords(signature)}
 
 
-def _named_in(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that the signature names itself, not as any keyword."""
+def _context_for(function: Callable[..., Any], context: RewardContext) -> dict[str, RewardContext]:
+    """The keyword for a function whose signature names it itself, not as any keyword."""
     try:
-        names = _keywords(inspect.signature(function)) if given else []
+        names = _keywords(inspect.signature(function))
     except (TypeError, ValueError):  # some functions written in C have no signature
-        names = []
-    return {name: value for name, value in given.items() if name in names}
+        return {}
+    if old := [name for name in names if name in _OLD_KEYWORDS]:
+        raise RewardSetupError(
+            f"{function.__module__}:{function.__qualname__} names {old[0]!r}, which older versions gave; "
+            "expected 'context', a spotlight_rewards.reward.RewardContext. Take it from there: "
+            f"context.{_OLD_KEYWORDS[old[0]]}."
+        )
+    return {_CONTEXT: context} if _CONTEXT in names else {}
+
+
+def _is_class(found: Callable[..., Any]) -> bool:
+    return isinstance(found, type) and issubclass(found, Reward)
 
 
 def _keywords(signature: inspect.Signature) -> list[str]:

@@ -11,6 +11,7 @@ import io
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,79 +27,80 @@ from spotlight_rewards.ballots import (
     Vote,
     picture_name,
 )
-from spotlight_rewards.reward import Image, RewardSetupError, SampleError, takes_groups, takes_videos
+from spotlight_rewards.reward import (
+    Curves,
+    Image,
+    Reward,
+    RewardSetupError,
+    SampleError,
+    takes_groups,
+    takes_videos,
+)
 from spotlight_rewards.reward_facts import Reads, RewardFacts
 
 FACTS = RewardFacts(runs_on="the dashboard", typical=(0, 1), reads=Reads.NOTHING)
 _LOOKS_EVERY_S = 0.2
 _SEEN_WITHIN_S = 1.0
 """Of the call's limit, or a quarter if that is less: kept to see a vote that came at the last moment."""
+_UNLIMITED_S = 60.0
+"""Of a call that nobody limits."""
 _SHOWN_FPS = 8
 
 
 @takes_groups
 @takes_videos
-def vote(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    ask_name: bool = False,
-    stand_in: bool = False,
-    run_directory: str = "",
-    call_deadline_s: float = 60.0,
-) -> dict[str, list[float | SampleError]]:
+@dataclass(frozen=True, kw_only=True)
+class PeoplesVote(Reward):
     """Let a person pick or rank the pictures of a group, on the dashboard.
 
-    Args:
-        images: uint8 [height, width, 3], or [frames, height, width, 3], all made for one prompt.
-        prompts: shown above the pictures.
-        metadata: ignored.
+    ``score``: share of the others that it was placed before, equal places counting half, in [0, 1];
+    ``vote_s``: seconds from the question to the vote. Pictures that are all the same score 1/2 without a
+    vote. A picture alone in its group is an error.
+
+    Attributes:
         ask_name: ask who votes, and keep the name with the vote; nothing of a voter is kept otherwise.
         stand_in: nobody is asked; the brighter pictures win (``spotlight train --smoke``).
-        run_directory, call_deadline_s: given by the run.
-
-    Returns:
-        ``score``: share of the others that it was placed before, equal places counting half, in [0, 1];
-        ``vote_s``: seconds from the question to the vote. Pictures that are all the same score 1/2 without a
-        vote. A picture alone in its group is an error.
-
-    Raises:
-        RewardSetupError: the run directory is not here, cannot be written, or holds a damaged vote.
     """
-    ends_s = time.monotonic() + call_deadline_s - min(_SEEN_WITHIN_S, call_deadline_s / 4)
-    if len(images) < 2:
-        alone = "it is alone: no other member of its group was made; expected two or more to choose from."
-        return {"score": [SampleError(alone)] * len(images), "vote_s": [0.0] * len(images)}
-    files = [_png(image) for image in images]
-    names = [picture_name(file) for file in files]
-    found = Vote((), 0.0)
-    if len(set(names)) > 1:
-        ballot = Ballot(prompts[0], tuple(sorted(set(names))), ask_name)
-        pictures = dict(zip(names, files, strict=True))
-        box = _box(run_directory)
-        if stand_in:
-            levels = {name: float(image.mean()) for name, image in zip(names, images, strict=True)}
-            box.open(ballot, pictures, ends_s - time.monotonic())
-            with suppress(NoSuchBallotError):  # it is voted on
-                box.vote(ballot.id, sorted(levels, key=lambda name: -levels[name]), "nobody")
-        found = _awaited(box, ballot, pictures, ends_s)
-    return {"score": list(shares_beaten(names, found.ranking)), "vote_s": [found.took_s] * len(images)}
 
+    ask_name: bool = False
+    stand_in: bool = False
 
-def scored_by(*, stand_in: bool = False, run_directory: str = "") -> str:
-    """People, none of them named. Raises RewardSetupError outside of a run."""
-    if not run_directory:
-        raise RewardSetupError(
-            "reward 'vote' asks the people who watch a run; expected one. Use it in a configuration for "
-            "`spotlight train`, and open `spotlight dashboard`."
-        )
-    return "brightness, in place of people" if stand_in else "people"
+    def __call__(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Curves:
+        """Raises RewardSetupError: the run directory is not here, cannot be written, or a vote is damaged."""
+        limit_s = self.context.deadline_s or _UNLIMITED_S
+        ends_s = time.monotonic() + limit_s - min(_SEEN_WITHIN_S, limit_s / 4)
+        if len(images) < 2:
+            alone = "it is alone: no other member of its group was made; expected two or more to choose from."
+            return {"score": [SampleError(alone)] * len(images), "vote_s": [0.0] * len(images)}
+        files = [_png(image) for image in images]
+        names = [picture_name(file) for file in files]
+        found = Vote((), 0.0)
+        if len(set(names)) > 1:
+            ballot = Ballot(prompts[0], tuple(sorted(set(names))), self.ask_name)
+            pictures = dict(zip(names, files, strict=True))
+            box = _box(self.context.run_directory)
+            if self.stand_in:
+                levels = {name: float(image.mean()) for name, image in zip(names, images, strict=True)}
+                box.open(ballot, pictures, ends_s - time.monotonic())
+                with suppress(NoSuchBallotError):  # it is voted on
+                    box.vote(ballot.id, sorted(levels, key=lambda name: -levels[name]), "nobody")
+            found = _awaited(box, ballot, pictures, ends_s)
+        return {"score": shares_beaten(names, found.ranking), "vote_s": [found.took_s] * len(images)}
 
+    def scored_by(self) -> str:
+        """People, none of them named. Raises RewardSetupError outside of a run."""
+        if not self.context.run_directory:
+            raise RewardSetupError(
+                "reward 'vote' asks the people who watch a run; expected one. Use it in a configuration for "
+                "`spotlight train`, and open `spotlight dashboard`."
+            )
+        return "brightness, in place of people" if self.stand_in else "people"
 
-def tiny(folder: Path) -> dict[str, Any]:
-    """No model: the parameter that asks nobody."""
-    return {"stand_in": True}
+    def tiny(self, folder: Path) -> dict[str, Any]:
+        """No model: the parameter that asks nobody."""
+        return {"stand_in": True}
 
 
 def shares_beaten(names: Sequence[str], ranking: Sequence[str]) -> list[float]:

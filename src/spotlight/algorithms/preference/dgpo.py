@@ -26,8 +26,6 @@ from spotlight.diffusion.samplers import Sampler
 
 @dataclass(frozen=True, slots=True)
 class DGPO:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`."""
-
     config: DGPOConfig
     sampler: Sampler
     name: str = "dgpo"
@@ -45,7 +43,6 @@ class DGPO:
         return ("reference",) if self.config.clip_range is None else ("old", "reference")
 
     def timesteps(self, kept_steps: int) -> int:
-        """``train_timesteps``."""
         return self.config.train_timesteps
 
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
@@ -53,7 +50,6 @@ class DGPO:
         return
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
-        """See the module's formula; one noise level per row."""
         config, groups, advantages = self.config, groups_of(batch, self.name), batch.advantages
         found = match(policy, batch, timesteps, config)
         error = found.error
@@ -74,5 +70,4 @@ class DGPO:
         return LossTerms(loss, metrics)
 
     def old_decay(self, n: float) -> float | None:
-        """From ``algorithm.old_policy``; None without a clip."""
         return None if self.config.clip_range is None else self.config.old_policy.decay(n)

@@ -26,8 +26,6 @@ from spotlight.diffusion.samplers import Sampler
 
 @dataclass(frozen=True, slots=True)
 class DiffusionDPO:
-    """Implements :class:`~spotlight.algorithms.base.Algorithm`."""
-
     config: DiffusionDPOConfig
     sampler: Sampler
     name: str = "diffusion-dpo"
@@ -37,11 +35,9 @@ class DiffusionDPO:
     takes_stale: Literal[True] = True
 
     def timesteps(self, kept_steps: int) -> int:
-        """``train_timesteps``."""
         return self.config.train_timesteps
 
     def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
-        """None: there is no ratio."""
         return
 
     def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
@@ -68,7 +64,6 @@ class DiffusionDPO:
         return LossTerms(loss, metrics)
 
     def old_decay(self, n: float) -> None:
-        """None: there is no old slot."""
         return
 
 

@@ -36,7 +36,6 @@ class Matching(NamedTuple):
 
 
 def match(policy: Policy, batch: TrainBatch, timesteps: Timesteps, config: ForwardProcessSection) -> Matching:
-    """Evaluate policy and reference."""
     at = noised(batch, timesteps, config.train_timesteps, config.noise_levels, config.levels)
     target = at.noise - batch.final
     velocity = policy.velocity(at.x, at.sigma).float()

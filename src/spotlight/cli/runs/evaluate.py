@@ -11,10 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.cli.options import Device, DeviceOption, WeightsOption, device_of, slot_of
-from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight.cli.options import DeviceOption, WeightsOption, open_run
+from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
-from spotlight_rewards.commands.options import silence_loading_bars
 
 if TYPE_CHECKING:
     from spotlight.runtime.inference import TrainedRun
@@ -34,7 +33,7 @@ def evaluate(
         typer.Option(help="File of prompts (default: the run's held-out prompts).", show_default=False),
     ] = None,
     weights: WeightsOption = None,
-    device: DeviceOption = Device.AUTO,
+    device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Evaluate the newest checkpoint of a run on held-out prompts, with fixed seeds and standard errors.
@@ -47,18 +46,15 @@ def evaluate(
 
       spotlight eval runs/demo --prompts my_prompts.jsonl --images 32 --json
     """
-    directory = find_run(run)
-    silence_loading_bars()
     with errors_without_traceback():
         from spotlight.cli.work_bar import WorkBar
-        from spotlight.runtime.inference import TrainedRun
 
-        trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))
+        trained = open_run(run, device, weights)
         with WorkBar() as bar:
             validation = trained.evaluate(bar, images, steps, prompts)
     if as_json:
         row = {name: value if math.isfinite(value) else None for name, value in validation.row().items()}
-        about = {"run": str(directory), "iteration": trained.iteration, "weights": trained.weights}
+        about = {"run": str(trained.directory), "iteration": trained.iteration, "weights": trained.weights}
         typer.echo(json.dumps(about | row, indent=2))
     else:
         _print(trained, validation)

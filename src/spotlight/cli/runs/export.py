@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from spotlight.cli.options import Device, DeviceOption, WeightsOption, device_of, slot_of
-from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight.cli.options import DeviceOption, WeightsOption, open_run
+from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
-from spotlight_rewards.commands.options import silence_loading_bars
 
 if TYPE_CHECKING:
     from spotlight.models.shared.update_rounding import LostUpdate
 
 
-class MergedType(StrEnum):
-    """Type of merged weights."""
-
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
+DtypeOption: TypeAlias = Annotated[
+    Literal["float32", "bfloat16"] | None,
+    typer.Option(
+        "--dtype", help="With --merged: type of its weights (default: model.dtype).", show_default=False
+    ),
+]
 
 
 def export(
@@ -29,18 +28,13 @@ def export(
     merged: Annotated[
         bool, typer.Option("--merged", help="A whole pipeline directory with the weights merged in.")
     ] = False,
-    dtype: Annotated[
-        MergedType | None,
-        typer.Option(
-            "--dtype", help="With --merged: type of its weights (default: model.dtype).", show_default=False
-        ),
-    ] = None,
+    dtype: DtypeOption = None,
     out: Annotated[
         Path | None,
         typer.Option("--out", help="Where to (default: RUN/lora or RUN/merged).", show_default=False),
     ] = None,
     weights: WeightsOption = None,
-    device: DeviceOption = Device.AUTO,
+    device: DeviceOption = "auto",
 ) -> None:
     """Export the newest checkpoint: a LoRA for load_lora_weights, or with --merged a whole pipeline.
 
@@ -54,32 +48,28 @@ def export(
     """
     if dtype is not None and not merged:
         raise failure(
-            f"--dtype {dtype.value}: nothing without --merged, because a LoRA is always written in float32; "
+            f"--dtype {dtype}: nothing without --merged, because a LoRA is always written in float32; "
             "add --merged, or leave it out."
         )
-    chosen: Literal["float32", "bfloat16"] | None = None if dtype is None else dtype.value
-    directory = find_run(run)
-    silence_loading_bars()
     with errors_without_traceback():
         from spotlight.report.loading import loading_snippet
         from spotlight.report.record import read_run
-        from spotlight.runtime.inference import TrainedRun
 
-        trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))
+        trained = open_run(run, device, weights)
         full = trained.config.learner.mode == "full"
         if full and not merged:
-            raise failure(f"{directory}: a full fine-tune has no LoRA to export; add --merged.")
-        target = out or directory / ("merged" if merged else "lora")
+            raise failure(f"{trained.directory}: a full fine-tune has no LoRA to export; add --merged.")
+        target = out or trained.directory / ("merged" if merged else "lora")
         lost = None
         if merged:
-            lost = trained.export_merged(target, chosen)
+            lost = trained.export_merged(target, dtype)
         else:
             trained.export_lora(target)
-        prompt = read_run(directory).example_prompt
+        prompt = read_run(trained.directory).example_prompt
     typer.echo(f"{target} (iteration {trained.iteration}, {trained.weights} weights)\n")
     if lost is not None:
         typer.echo(f"{_loss_note(lost, lora=not full)}\n")
-    typer.echo(loading_snippet(trained.config, target.resolve(), prompt=prompt, merged=merged, dtype=chosen))
+    typer.echo(loading_snippet(trained.config, target.resolve(), prompt=prompt, merged=merged, dtype=dtype))
 
 
 def _loss_note(lost: LostUpdate, *, lora: bool) -> str:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from spotlight.cli.options import Device, DeviceOption, WeightsOption, device_of, slot_of
-from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight.cli.options import DeviceOption, WeightsOption, open_run
+from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
-from spotlight_rewards.commands.options import silence_loading_bars
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from spotlight.runtime.inference import TrainedRun
 
 _SLUG_MAX = 48
+
 
 PromptOption: TypeAlias = Annotated[
     list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")
@@ -61,7 +61,7 @@ def generate(
     before: BeforeOption = False,
     out: OutOption = None,
     weights: WeightsOption = None,
-    device: DeviceOption = Device.AUTO,
+    device: DeviceOption = "auto",
 ) -> None:
     """Generate images with the newest checkpoint of a run.
 
@@ -76,18 +76,14 @@ def generate(
     """
     if not all(text.strip() for text in prompt):
         raise failure(f"--prompt: found {prompt}; expected texts that are not empty. Say what to draw.")
-    directory = find_run(run)
-    silence_loading_bars()
     pairs = [(text, seed + index) for text in prompt for index in range(count)]
     with errors_without_traceback():
-        from spotlight.runtime.inference import TrainedRun
-
-        trained = TrainedRun.open(directory, device=device_of(device), weights=slot_of(weights))
+        trained = open_run(run, device, weights)
         untrained = trained.with_weights("reference") if before else None  # fail now rather than at the end
         texts, seeds = [text for text, _ in pairs], [number for _, number in pairs]
         shown = reference or []
         after = trained.generate(texts, seeds, steps, guidance, shown)
-        folder = out or directory / "generated"
+        folder = out or trained.directory / "generated"
         written = _save(folder, pairs, after, trained, "")
         if untrained is not None:
             old = untrained.generate(texts, seeds, steps, guidance, shown)
@@ -142,14 +138,12 @@ def _save_comparison(
 
 
 def _write(path: Path, content: bytes) -> Path:
-    from spotlight_rewards.base.file_errors import storage_error
+    from spotlight_rewards.base.file_errors import storage_errors
     from spotlight_rewards.base.files import write_atomically
 
-    try:
+    with storage_errors("cannot write the picture", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, content)
-    except OSError as error:
-        raise storage_error("cannot write the picture", path, error) from error
     return path
 
 

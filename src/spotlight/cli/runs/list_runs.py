@@ -33,6 +33,7 @@ def runs(
       spotlight runs /mnt/big/runs
     """
     from spotlight.report.record import read_run
+    from spotlight.store.metrics import JUDGED
 
     console = Console(highlight=False)
     found = sorted(path.parent for path in directory.glob("*/config.yaml"))
@@ -40,7 +41,7 @@ def runs(
         console.print(f"No runs in {directory}/. Start one: spotlight train")
         return
     table = Table(box=None, pad_edge=False)
-    for name in ("name", "iteration", "strict", "graded", "time", "cost", "state"):
+    for name in ("name", "iteration", *JUDGED, "time", "cost", "state"):
         table.add_column(name, justify="left" if name in {"name", "state"} else "right")
     if console.width >= _WIDE:
         table.add_column("algorithm")
@@ -56,9 +57,10 @@ def runs(
 
 def _row(run: RunRecord) -> list[str | Text]:
     from spotlight.report.wording import duration, money, score
+    from spotlight.store.metrics import JUDGED
 
     last = run.validations[-1].scores if run.validations else {}
-    shown = [last.get(name) for name in ("strict", "graded")]
+    shown = [last.get(name) for name in JUDGED]
     state = run.history.state
     return [
         run.paths.path.name,

@@ -23,14 +23,15 @@ from rich.text import Text
 
 from spotlight.report.replay_noise import noisy_clip_range, replay_noise_note
 from spotlight.report.wording import duration, money, score
+from spotlight.runtime.observer import Silent
 from spotlight.scheduler.types import Phase
+from spotlight.store.metrics import JUDGED, STDERR
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 _REDRAWS_PER_S = 2
 _PLAIN_WORK_EVERY_S = 30.0
-_JUDGED = ("strict", "graded")
 
 
 @dataclass(slots=True)
@@ -96,7 +97,6 @@ class Facts:
         return done / spent if spent > 0.2 and done else math.nan
 
     def take_work(self, phase: Phase, done: float, total: int) -> None:
-        """Record progress within a phase."""
         self.work_at = time.monotonic()
         if self.work is None or self.work[0] is not phase or done <= self.work[1]:
             self.work_since, self.work_from = self.work_at, done
@@ -110,7 +110,6 @@ class Facts:
             self.begun, self.trained_since = self.done, time.monotonic()
 
     def take_validation(self, row: Mapping[str, float]) -> None:
-        """Record a validation's scores."""
         self.first, self.last = self.first or row, row
 
 
@@ -120,7 +119,7 @@ def _is_silent(row: Mapping[str, float]) -> bool:
     return left_out or row.get("advantage/silent_groups_share", 0) > 0.999
 
 
-class RunProgress:
+class RunProgress(Silent):
     """An ``Observer`` of the run; base of both displays. Use as a context manager."""
 
     def __init__(self, facts: Facts) -> None:
@@ -136,25 +135,18 @@ class RunProgress:
     ) -> None:
         return
 
-    def note(self, text: str) -> None:
-        """See ``Observer``."""
-
     def work(self, phase: Phase, done: float, total: int) -> None:
-        """See ``Observer``."""
         self.worked = True
         self.facts.take_work(phase, done, total)
 
     def billed(self, cost_usd: float) -> None:
-        """See ``Observer``."""
         self.facts.billed_usd = cost_usd
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """See ``Observer``."""
         self.worked = True
         self.facts.take_validation(row)
 
     def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """See ``Observer``."""
         self.worked = True
         if self.facts.begun is None and (note := replay_noise_note(row, self.facts.clip_range)):
             self.note(note)
@@ -193,22 +185,18 @@ class PlainProgress(RunProgress):
         self._said = time.monotonic()
 
     def note(self, text: str) -> None:
-        """See ``Observer``."""
         self._say(text)
 
     def work(self, phase: Phase, done: float, total: int) -> None:
-        """See ``Observer``."""
         super().work(phase, done, total)
         if time.monotonic() - self._said > _PLAIN_WORK_EVERY_S:
             self._say(f"{phase.value} {done:.0f}/{total}{_rate(self.facts)}")
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """See ``Observer``."""
         super().evaluated(iteration, row)
         self._say(f"validation at iteration {iteration}: {scores(row)}")
 
     def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """See ``Observer``."""
         super().iterated(iteration, row)
         facts = self.facts
         parts = [f"iteration {facts.done}/{facts.total}", training(row)]
@@ -242,11 +230,9 @@ class LiveProgress(RunProgress):
             self._live.stop()
 
     def note(self, text: str) -> None:
-        """See ``Observer``."""
         self._keep(Text(text, style="dim"))
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
-        """See ``Observer``."""
         super().evaluated(iteration, row)
         self._keep(Text(f"validation at iteration {iteration:>4}: {scores(row)}"))
 
@@ -254,7 +240,6 @@ class LiveProgress(RunProgress):
         self._live.console.print(text, soft_wrap=True)
 
     def draw(self) -> RenderableType:
-        """The bars' current state."""
         facts = self.facts
         table = Table.grid(padding=(0, 1))
         for _ in range(4):
@@ -297,7 +282,7 @@ def make_progress(config: RunConfig, plain: bool) -> RunProgress:
 def scores(row: Mapping[str, float]) -> str:
     """``strict 0.487 ± 0.025  graded 0.834 ± 0.006``."""
     return "  ".join(
-        f"{name} {score(row[name], row.get(f'{name}_stderr'))}" for name in _JUDGED if name in row
+        f"{name} {score(row[name], row.get(f'{name}{STDERR}'))}" for name in JUDGED if name in row
     )
 
 
@@ -307,7 +292,7 @@ def gained(first: Mapping[str, float], last: Mapping[str, float]) -> str:
         return scores(last)
     return "  ".join(
         f"{name} {score(first[name])} -> {score(last[name])}"
-        for name in _JUDGED
+        for name in JUDGED
         if name in first and name in last
     )
 

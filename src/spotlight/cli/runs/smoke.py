@@ -36,17 +36,15 @@ def smoke_overrides(config: RunConfig) -> list[str]:
     import shutil
 
     from spotlight.registry import FAMILIES
-    from spotlight.runtime.build.components import cache_dir
-    from spotlight_rewards.base.file_errors import storage_error
+    from spotlight.runtime.assembly.components import cache_dir
+    from spotlight_rewards.base.file_errors import storage_errors
 
     family = FAMILIES.load(config.model.family)
     folder = cache_dir(config) / "smoke" / config.model.family
-    try:
+    with storage_errors("cannot write a small pipeline", folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         family.tiny(folder, seed=0)
-    except OSError as error:
-        raise storage_error("cannot write a small pipeline", folder, error) from error
     replaced = [*_replaced(config, family, folder), *_rewards(config, folder / "rewards")]
     return [f"{key}={value}" for key, value in replaced]
 

@@ -1,13 +1,15 @@
-"""The head's client of the blob store: calls have deadlines, and a silent store is fatal."""
+"""Clients of the blob store. Calls have deadlines, and to the head a silent store is fatal."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from spotlight.cluster.blobs.blob_server import Delivered
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import RayLostError, answer, cause_of
+from spotlight.worker.reports import Report
 from spotlight_rewards.base.file_errors import StoreError
 
 ANSWER_S = 120.0
@@ -17,7 +19,7 @@ TAKE_S = 20.0
 
 
 class BlobClient:
-    """Calls the blob store's actor.
+    """The head's client.
 
     Methods raise :class:`RayLostError` on silence, and StoreError if its disk is full or broken.
     """
@@ -63,3 +65,37 @@ class BlobClient:
                 "the blob store's process, or the Ray node under it, is dead "
                 f"({type(error).__name__}: {cause_of(error)})"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class BlockingBlobClient:
+    """The client of workers and learner ranks; can be sent to them.
+
+    Methods raise the store's own errors, or Ray's: GetTimeoutError after ``answer_s``, RayActorError.
+    """
+
+    actor: Any
+    answer_s: float
+
+    def deliver(self, report: Report) -> None:
+        """Store a report's values, then pass on its events."""
+        self._get(self.actor.deliver.remote(report))
+
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
+        """Latest step of each named blob; None where missing."""
+        stored: list[StoredBlob | None] = self._get(
+            self.actor.fetch.remote(kind, list(names), weights_digest)
+        )
+        return stored
+
+    def put(self, kind: str, name: str, data: bytes) -> None:
+        """Store a blob."""
+        self._get(self.actor.put.remote(kind, name, data))
+
+    def _get(self, reference: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(reference, timeout=self.answer_s)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause from None

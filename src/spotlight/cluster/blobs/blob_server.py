@@ -51,12 +51,12 @@ class Delivered:
     """An event for the head.
 
     Attributes:
-        mark: digest of the weights behind the event's values.
+        weights_digest: of the weights behind the event's values.
         sender: the worker that delivered it.
     """
 
     event: Event | RolloutSpeed
-    mark: str
+    weights_digest: str
     sender: WorkerId
 
 
@@ -91,7 +91,9 @@ class BlobServer:
             if report.values:
                 loop = asyncio.get_running_loop()
                 try:
-                    await loop.run_in_executor(self._threads, self._keep, report.values, report.mark)
+                    await loop.run_in_executor(
+                        self._threads, self._keep, report.values, report.weights_digest
+                    )
                 except StoreError as error:
                     self._failure = error
                     self._filled.set()
@@ -100,7 +102,9 @@ class BlobServer:
                 while len(self._mailbox) >= self._mailbox_events:
                     self._emptied.clear()
                     await self._emptied.wait()
-                self._mailbox.extend(Delivered(event, report.mark, report.worker) for event in report.events)
+                self._mailbox.extend(
+                    Delivered(event, report.weights_digest, report.worker) for event in report.events
+                )
                 self._filled.set()
 
     async def take(self, timeout_s: float) -> list[Delivered]:
@@ -121,16 +125,22 @@ class BlobServer:
         self._emptied.set()
         return taken
 
-    async def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
+    async def fetch(
+        self, kind: str, names: Sequence[str], weights_digest: str = ""
+    ) -> list[StoredBlob | None]:
         """Latest step of each named blob; None where missing."""
-        return await asyncio.to_thread(lambda: [self._store.get(kind, name, mark) for name in names])
+        return await asyncio.to_thread(
+            lambda: [self._store.get(kind, name, weights_digest) for name in names]
+        )
 
-    async def put(self, kind: str, name: str, data: bytes, mark: str = "", step: int = 0) -> bool:
+    async def put(self, kind: str, name: str, data: bytes, weights_digest: str = "", step: int = 0) -> bool:
         """Store one blob; see :meth:`BlobStore.put`. Raises StoreError."""
-        return await asyncio.to_thread(self._store.put, kind, name, data, mark=mark, step=step)
+        return await asyncio.to_thread(
+            self._store.put, kind, name, data, weights_digest=weights_digest, step=step
+        )
 
     async def drop(self, kind: str, names: Sequence[str]) -> None:
-        """Delete blobs under any mark."""
+        """Delete blobs under any weights digest."""
         await asyncio.to_thread(self._store.drop, kind, names)
 
     async def keep_only(self, kind: str, names: Collection[str]) -> int:
@@ -146,9 +156,11 @@ class BlobServer:
         await asyncio.to_thread(self._threads.shutdown)
         await asyncio.to_thread(self._store.close)
 
-    def _keep(self, values: Sequence[ReportedValue], mark: str) -> None:
+    def _keep(self, values: Sequence[ReportedValue], weights_digest: str) -> None:
         for value in values:
-            self._store.put(value.kind, value.name, value.data, mark=mark, step=value.step)
+            self._store.put(
+                value.kind, value.name, value.data, weights_digest=weights_digest, step=value.step
+            )
 
 
 class BlobActor(BlobServer):

@@ -1,7 +1,7 @@
 """Blobs that outlive their producer: bounded memory, the rest on disk.
 
-A blob is bytes under (kind, name, mark) with a step; a later step replaces an older one. The least recently
-used move to disk, one file per blob, and are read from there on every access.
+A blob is bytes under (kind, name, digest of the weights that made it) with a step; a later step replaces an
+older one. The least recently used move to disk, one file per blob, and are read from there on every access.
 
 Invariants:
 - Blobs in memory, those being written to disk included, never exceed ``memory_bytes``. (References held by
@@ -44,7 +44,7 @@ class BlobAddress(NamedTuple):
     """Where a blob is, among those of its kind."""
 
     name: str
-    mark: str
+    weights_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class _Entry:
 
 @dataclass(slots=True)
 class _Index:
-    """Blobs by kind, name and mark; those in memory also by recency. Pure bookkeeping."""
+    """Blobs by kind, name and weights digest; those in memory also by recency. Pure bookkeeping."""
 
     kinds: dict[str, dict[str, dict[str, _Entry]]] = field(default_factory=dict)
     recent: OrderedDict[_Key, _Entry] = field(default_factory=OrderedDict)
@@ -109,12 +109,12 @@ class _Index:
     values: int = 0
 
     def find(self, key: _Key) -> _Entry | None:
-        kind, name, mark = key
-        return self.kinds.get(kind, {}).get(name, {}).get(mark)
+        kind, name, weights_digest = key
+        return self.kinds.get(kind, {}).get(name, {}).get(weights_digest)
 
     def add(self, entry: _Entry) -> None:
-        kind, name, mark = entry.key
-        self.kinds.setdefault(kind, {}).setdefault(name, {})[mark] = entry
+        kind, name, weights_digest = entry.key
+        self.kinds.setdefault(kind, {}).setdefault(name, {})[weights_digest] = entry
         self.values += 1
         if entry.path is None:
             self.recent[entry.key] = entry
@@ -124,10 +124,10 @@ class _Index:
 
     def remove(self, entry: _Entry) -> None:
         """Remove a blob. If it is moving, the mover frees its memory."""
-        kind, name, mark = entry.key
-        marks = self.kinds[kind][name]
-        del marks[mark]
-        if not marks:
+        kind, name, weights_digest = entry.key
+        versions = self.kinds[kind][name]
+        del versions[weights_digest]
+        if not versions:
             del self.kinds[kind][name]
         self.values -= 1
         if entry.path is None:
@@ -166,12 +166,12 @@ class BlobStore:
         self._closed = False
         self._folder = SpillFolder.claim(directory)
 
-    def put(self, kind: str, name: str, data: bytes, *, mark: str = "", step: int = 0) -> bool:
+    def put(self, kind: str, name: str, data: bytes, *, weights_digest: str = "", step: int = 0) -> bool:
         """Store a blob; False if this or a later step is stored already.
 
         Raises StoreError, with the store unchanged, if the disk is full or not writable.
         """
-        entry = _Entry((kind, name, mark), step, len(data), data)
+        entry = _Entry((kind, name, weights_digest), step, len(data), data)
         if len(data) * _LARGE_SHARE > self._memory_bytes:
             return self._put_on_disk(entry)
         with self._index_lock:
@@ -185,9 +185,9 @@ class BlobStore:
             _delete(replaced)
         return replaced is not None
 
-    def get(self, kind: str, name: str, mark: str = "") -> StoredBlob | None:
+    def get(self, kind: str, name: str, weights_digest: str = "") -> StoredBlob | None:
         """The latest step of a blob; None if missing, or (logged) if its file is damaged."""
-        key = (kind, name, mark)
+        key = (kind, name, weights_digest)
         while True:
             with self._index_lock:
                 entry = self._index.find(key)
@@ -206,14 +206,14 @@ class BlobStore:
                     return None
                 # Otherwise it was replaced or dropped during the read: look again.
 
-    def step_of(self, kind: str, name: str, mark: str = "") -> int | None:
+    def step_of(self, kind: str, name: str, weights_digest: str = "") -> int | None:
         """The stored step of a blob, or None."""
         with self._index_lock:
-            entry = self._index.find((kind, name, mark))
+            entry = self._index.find((kind, name, weights_digest))
             return None if entry is None else entry.step
 
     def drop(self, kind: str, names: Iterable[str]) -> None:
-        """Delete blobs under any mark; unknown names are ignored."""
+        """Delete blobs under any weights digest; unknown names are ignored."""
         with self._index_lock:
             gone = [entry for name in names for entry in self._index.under(kind, name)]
             for entry in gone:
@@ -232,7 +232,7 @@ class BlobStore:
         return len(gone)
 
     def names(self, kind: str) -> frozenset[str]:
-        """Names of a kind's blobs, under any mark."""
+        """Names of a kind's blobs, under any weights digest."""
         with self._index_lock:
             return frozenset(self._index.kinds.get(kind, {}))
 
@@ -350,5 +350,7 @@ def _unlink(path: Path) -> None:
 
 
 def _label(entry: _Entry) -> str:
-    kind, name, mark = entry.key
-    return f"{kind} of {name} at step {entry.step}" + (f" (mark {mark})" if mark else "")
+    kind, name, weights_digest = entry.key
+    return f"{kind} of {name} at step {entry.step}" + (
+        f" (weights {weights_digest[:12]})" if weights_digest else ""
+    )

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from spotlight_rewards.base.file_errors import storage_error
+from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import TEMPORARY_PREFIX
 
 log = logging.getLogger("spotlight.store")
@@ -44,14 +44,12 @@ class SpillFolder:
     @classmethod
     def claim(cls, directory: Path) -> Self:
         """Create a folder in ``directory``; delete those of dead processes. StoreError if unusable."""
-        try:
+        with storage_errors("cannot use the directory for values on disk", directory):
             directory.mkdir(parents=True, exist_ok=True)
             with _locked(directory / _LOCK):
                 _remove_abandoned(directory)
                 path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=directory))
                 return cls(path, _lock(path / _LOCK, wait=True))
-        except OSError as error:
-            raise storage_error("cannot use the directory for values on disk", directory, error) from error
 
     def write(self, data: bytes, label: str) -> Path:
         """Write a blob to a new file, renamed into place once complete.

@@ -1,6 +1,6 @@
 """All learner ranks as one, as the head sees them.
 
-    restore() ─► starting ─► up ── prepare(), accumulate(), step() ... one after the other ──► lost()
+    restore() ─► starting ─► up ── ranks.ask(LearnerRank.train, ...) one after the other ──► lost()
                     └─ failed to start: reported once, retried with growing pauses
 
 A *life* is one start of all ranks. Invariants:
@@ -15,21 +15,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.learner.failures import RAISED_MAX, STUCK_MAX, Failures
-from spotlight.cluster.learner.life import FINAL, Answers, End, Life, RankHandle, described
+from spotlight.cluster.learner.learner_rank import LearnerRank
+from spotlight.cluster.learner.life import FINAL, Deadlines, End, Life, RankHandle, described
 from spotlight.cluster.remote_calls import AbandonedError, Notify
-from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import MicroBatch, PolicyVersion, Rollout, RolloutId
 from spotlight.weights.bundle import WeightsManifest
 from spotlight_rewards.base.errors import UserError
-from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.base.prompts import Prompt
 
 START_FAILED: tuple[type[Exception], ...] = (AbandonedError, *FINAL)
 """Errors that end a life during its start."""
@@ -40,7 +37,7 @@ class LearnerError(UserError, RuntimeError):
 
 
 class Launcher(Protocol):
-    """Starts and ends processes; see :class:`spotlight.cluster.learner.learner_actor.RayLauncher`."""
+    """Starts and ends processes; see :class:`spotlight.cluster.learner.ray_launcher.RayLauncher`."""
 
     async def start(self, life: int, beside: int | None = None) -> Sequence[RankHandle]:
         """Start one process per rank, in order; they may still be initialising. LookupError: no room.
@@ -57,30 +54,6 @@ class Launcher(Protocol):
 
     def meeting_hosts(self, ranks: Sequence[RankHandle]) -> list[str]:
         """For each process, the address at which the others reach its machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class Deadlines:
-    """Timeouts of calls to the ranks, in seconds.
-
-    Attributes:
-        start_s: until all processes run and see the run directory.
-        load_s: for each of loading the model, embedding the prompts, and building the learner.
-        answer_s: for any other call.
-        pause_s, pause_max_s: before a start that follows a failed one; doubles each time.
-        suspect_s: after a rank raises, how long to wait for a death that may have caused it.
-    """
-
-    start_s: float = 600.0
-    load_s: float = 7200.0
-    answer_s: float = 1800.0
-    pause_s: float = 1.0
-    pause_max_s: float = 60.0
-    suspect_s: float = 1.0
-
-    def pause_before_s(self, doublings: int) -> float:
-        """0 if ``doublings`` is negative."""
-        return 0.0 if doublings < 0 else min(self.pause_s * 2.0 ** min(doublings, 30), self.pause_max_s)
 
 
 class LearnerGroup:
@@ -106,6 +79,13 @@ class LearnerGroup:
     def is_up(self) -> bool:
         """Whether all ranks are ready for calls."""
         return self._life is not None and self._life.up and not self._life.over.done()
+
+    @property
+    def ranks(self) -> Life:
+        """The ranks, to be asked. AbandonedError: they are not ready."""
+        if self._life is None or not self._life.up:
+            raise AbandonedError("the learner is lost")
+        return self._life
 
     @property
     def life(self) -> int:
@@ -189,7 +169,7 @@ class LearnerGroup:
         """
         await self._drop_second()
         self._lives += 1
-        life = Life(self._lives, self._deadlines.suspect_s)
+        life = Life(self._lives, self._deadlines)
         beside = self._life.number if self.is_up and self._life is not None else None
         forming = asyncio.ensure_future(self._form(life, beside))
         self._second = life, forming
@@ -239,7 +219,7 @@ class LearnerGroup:
 
     def _begin_life(self) -> Life:
         self._lives += 1
-        self._life = Life(self._lives, self._deadlines.suspect_s)
+        self._life = Life(self._lives, self._deadlines)
         return self._life
 
     async def _pause(self, life: Life, seconds: float) -> None:
@@ -253,27 +233,23 @@ class LearnerGroup:
         return await self._load(life, checkpoint, lineage)
 
     async def _form(self, life: Life, beside: int | None = None) -> None:
-        wait = self._deadlines
         try:
             ranks = await self._launcher.start(life.number, beside)
         except Exception as error:
             life.end(End(f"learner ranks cannot be started: {described(error)}"))
             raise AbandonedError("start") from error
         life.begin(ranks)
-        await life.ask("begin", deadline_s=wait.start_s)
-        address, hosts = None, self._launcher.meeting_hosts(ranks)
-        if len(ranks) > 1:
-            (address,) = await life.ask("open_rendezvous", hosts[0], deadline_s=wait.start_s, first_only=True)
-        await life.ask("join", address, deadline_s=wait.start_s, each=[(host,) for host in hosts])
-        await life.ask("load_model", self._prompts, deadline_s=wait.load_s)
-        await life.ask("build", deadline_s=wait.load_s)
+        await life.ask(LearnerRank.begin)
+        hosts = self._launcher.meeting_hosts(ranks)
+        address = await life.ask(LearnerRank.open_rendezvous, hosts[0])
+        await life.ask(LearnerRank.join, address, hosts)
+        await life.ask(LearnerRank.load_model, self._prompts)
+        await life.ask(LearnerRank.build)
 
     async def _load(self, life: Life, checkpoint: Path | None, lineage: int) -> WeightsManifest:
-        wait = self._deadlines
         if checkpoint is not None:
-            await life.ask("load", checkpoint, deadline_s=wait.load_s)
-        manifest: WeightsManifest
-        manifest, *_ = await life.ask("publish", None, lineage, deadline_s=wait.answer_s)
+            await life.ask(LearnerRank.load, checkpoint)
+        manifest = await life.publish(None, lineage)
         life.up = True
         return manifest
 
@@ -316,74 +292,9 @@ class LearnerGroup:
             )
         return detail
 
-    # -- calls -----------------------------------------------------------------------------------------
-
-    async def prepare(
-        self,
-        effect: PrepareBatch,
-        rollouts: Mapping[RolloutId, Rollout],
-        stored: Mapping[RolloutId, BlobAddress],
-    ) -> None:
-        """Give the ranks all or part of an iteration's groups; they fetch their samples themselves.
-
-        ``stored``: where each sample is.
-        """
-        members = [rollout for group in effect.groups for rollout in group.rollouts]
-        await self._ask(
-            "prepare",
-            effect,
-            {name: rollouts[name] for name in members},
-            {name: stored[name] for name in members},
-        )
-
-    async def accumulate(self, micro_batch: MicroBatch) -> None:
-        """Accumulate the gradients of one micro-batch."""
-        await self._ask("accumulate", micro_batch)
-
-    async def step(self, samples: int, zeros: int) -> tuple[float, float]:
-        """Apply the gradients of ``samples`` samples; ``zeros`` more count as 0. Returns loss and norm."""
-        loss, norm = (await self._ask("step", samples, zeros))[0]
-        return loss, norm
-
-    async def finish_batch(self) -> None:
-        """Update the old policy."""
-        await self._ask("finish_batch")
-
-    async def publish(self, version: PolicyVersion, lineage: int) -> WeightsManifest:
-        """Store the rollout weights under their digest."""
-        manifest: WeightsManifest = (await self._ask("publish", version, lineage))[0]
-        return manifest
-
-    async def send_conditions(self, prompts: Sequence[PromptId]) -> None:
-        """Store the embeddings of ``prompts`` and of the negative prompt."""
-        await self._ask("send_conditions", list(prompts), first_only=True)
-
     async def save(self, directory: Path) -> None:
-        """Write the learner's state to a directory on shared storage."""
-        await self._ask("save", directory)
+        """Write the learner's state to a directory on shared storage; later lives begin here."""
+        ranks = self.ranks
+        await ranks.ask(LearnerRank.save, directory)
         self._failures = Failures()
-        if self._life is not None:
-            self._life.answered = 0  # later lives begin here, too
-
-    async def take_log(self) -> dict[str, float]:
-        """Training metrics since the last call."""
-        row: dict[str, float] = (await self._ask("take_log"))[0]
-        return row
-
-    async def export(self) -> Path:
-        """Export the judged weights into the run directory."""
-        path: Path = (await self._ask("export"))[0]
-        return path
-
-    async def digest(self) -> str:
-        """SHA-256 of the learner's whole state."""
-        digest: str = (await self._ask("digest"))[0]
-        return digest
-
-    async def _ask(self, method: str, *args: object, first_only: bool = False) -> Answers:
-        life = self._life
-        if life is None or not life.up:
-            raise AbandonedError(method)
-        answers = await life.ask(method, *args, deadline_s=self._deadlines.answer_s, first_only=first_only)
-        life.answered += 1
-        return answers
+        ranks.answered = 0

@@ -1,29 +1,35 @@
-"""One learner process, without Ray.
+"""One learner process: the actor of a rank, or what a worker's actor becomes. Knows nothing of Ray.
 
-    check_storage ─► open_rendezvous (rank 0) ─► join ─► load_model ─► build ─► [load] ─► prepare ...
+    begin ─► open_rendezvous (rank 0) ─► join ─► load_model ─► build ─► [load] ─► publish ─► train ...
 
-Every rank gets the same calls in the same order; only the sample bytes differ: each rank gets its own share
-(:func:`share_of`). Computation and error classes are the inline driver's, since both feed the same
-:class:`~spotlight.training.batching.feed.Trainer`.
+Every rank gets the same calls in the same order, and fetches its own share of the samples
+(:mod:`spotlight.training.batching.redistribute`). Values move between rank and blob store, bypassing the
+head. Computation and error classes are the inline driver's, since both drive the same
+:class:`~spotlight.training.learner.Learner`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import socket
-import struct
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+import spotlight
+from spotlight.cluster.blobs.blob_server import NEGATIVE
+from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import ModelFamily
@@ -31,8 +37,8 @@ from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition, unpack_sample
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import (
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import (
     Learning,
     Model,
     assemble,
@@ -43,15 +49,17 @@ from spotlight.runtime.build.learner_parts import (
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import export_judged
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
+from spotlight.scheduler import effects as ef
+from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.types import MicroBatch, Phase, Rollout, RolloutId
+from spotlight.scheduler.types import Phase, Rollout, RolloutId
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.batching.conditions import Conditions
-from spotlight.training.batching.redistribute import neighbours
+from spotlight.training.batching.redistribute import passes_of, share_of
 from spotlight.training.lora_export import whole_state
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight.weights.bundle import WeightsManifest, pack
-from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.base.yaml_tree import parse_yaml
@@ -59,12 +67,14 @@ from spotlight_rewards.base.yaml_tree import parse_yaml
 log = logging.getLogger("spotlight.learner")
 
 LOOPBACK = "127.0.0.1"
+SAMPLE, CONDITION, WEIGHTS = "sample", "condition", "weights"
+"""Kinds of blobs."""
+_FETCHED_AT_ONCE = 32
 _STORAGE_SETTLES_S = 10.0
 """A network file system may take seconds to show a new file to other machines."""
 _LOOKS_AGAIN_S = 0.2
 _MEETING_S = 120.0
 """Rendezvous timeout; all processes are up by then."""
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,71 +94,113 @@ class RankPlace:
     per_node: tuple[int, ...] = ()
 
 
-def share_of(effect: PrepareBatch, rank: int, world: int, planned: int = 0) -> tuple[RolloutId, ...]:
-    """Samples whose tensors a rank receives: equally many of every micro-batch, so none must move later, and
-    neighbours, so that they share prompts.
+@dataclass(frozen=True, slots=True)
+class RankOrder:
+    """All that a rank's process needs to start.
 
-    Args:
-        planned: see :func:`passes_of`.
+    Attributes:
+        config: the resolved configuration as YAML (``dump_config``).
+        token: what the head wrote to the run directory (:func:`write_token`).
+        directory: the head's working directory, the base of relative paths.
+        log: file for the process's output; None: it stays where it goes.
+        version: of the head's package.
+        threads: for CPU work; None leaves it to torch.
+        profiled_steps: micro-batches traced at most, into the run directory: from the second that this
+            process trains to the end of that one's iteration.
     """
-    return tuple(
-        rollout
-        for micro_batch in effect.micro_batches
-        for each in passes_of(micro_batch, world, planned)
-        for rollout in neighbours(each.rollouts, rank, world)
-    )
+
+    config: str
+    place: RankPlace
+    token: str = ""
+    directory: str = "."
+    log: str | None = None
+    version: str = spotlight.__version__
+    threads: int | None = None
+    profiled_steps: int = 0
 
 
-def passes_of(micro_batch: MicroBatch, world: int, planned: int = 0) -> tuple[MicroBatch, ...]:
-    """A micro-batch for ``planned`` ranks, as fewer ranks train it: in turn, as many samples at a time.
+class RankStore(Protocol):
+    """The blob store, as a rank uses it. Its errors propagate."""
 
-    Args:
-        planned: a multiple of ``world`` that divides its samples; 0: ``world``.
-    """
-    times = (planned or world) // world
-    size = len(micro_batch.rollouts) // times
-    return tuple(
-        replace(micro_batch, rollouts=micro_batch.rollouts[start : start + size])
-        for start in range(0, size * times, size)
-    )
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
+        """Latest step of each named blob; None where missing."""
+
+    def put(self, kind: str, name: str, data: bytes) -> None:
+        """Store a blob."""
 
 
 class LearnerRank:
     """The learner rank of this process; at most one per process.
 
     Args:
-        config: the resolved configuration as YAML (``dump_config``).
-        profiled_steps: micro-batches traced at most, into the run directory: from the second that this
-            process trains to the end of that one's iteration.
         held: the model, if this process holds it already; it stays on its device.
-
-    Raises:
-        ConfigError: invalid configuration, batches that do not fit the rank count, or CUDA is missing.
     """
 
-    def __init__(
-        self, config: str, place: RankPlace, profiled_steps: int = 0, held: ModelFamily | None = None
-    ) -> None:
-        self.config = _parsed(config)
-        self._planned = max(place.world, self.config.fleet.learner_ranks)
-        if problems := list(self.config.rank_problems(self._planned, place.per_node)):
-            raise ConfigError(f"this configuration on {self._planned} ranks", problems)
-        self.place = place
-        folder = RunPaths(self.config.runs_dir / self.config.name).profile
-        kinds = (Phase.TRAINING,) if profiled_steps else ()
-        self._profiler = StepProfiler(folder, kinds, profiled_steps, log.warning)
+    def __init__(self, order: RankOrder, store: RankStore, held: ModelFamily | None = None) -> None:
+        # Nothing here may fail: what an actor's constructor raises reaches the head without its class.
+        self.order, self.place, self.store = order, order.place, store
+        self._held = held
         self._clock = PhaseClock()
         self._stack = ExitStack()
         self._served: Store | None = None
         self._ranks: Ranks | None = None
         self._loaded: tuple[Model, Conditions] | None = None
         self._learning: Learning | None = None
-        self._held = held
-        self._device = build.pick_device(self.config) if held is None else held.device
-        if held is None and place.gpu is not None and self._device.type == "cuda":
-            self._device = torch.device("cuda", place.gpu)
+
+    def alive(self) -> None:
+        """Never return: the call fails when the process ends."""
+        threading.Event().wait()
 
     # -- beginning -------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Check that this process can be the rank, and send its output to the log.
+
+        Raises:
+            ConfigError: another version of the package, or see :attr:`config`.
+            StoreError: the run directory is not the head's.
+        """
+        order = self.order
+        if order.version != spotlight.__version__:
+            problem = Problem(
+                f"spotlight on {socket.gethostname()}",
+                spotlight.__version__,
+                f"{order.version}, as on the head",
+                "Install the same version on every node.",
+            )
+            raise ConfigError("this cluster", [problem])
+        if order.threads is not None:
+            torch.set_num_threads(order.threads)
+        with suppress(FileNotFoundError):  # relative paths then fail below, with a clear error
+            os.chdir(order.directory)
+        self.check_storage(order.token)
+        if order.log is not None:
+            _write_to(Path(order.log), "" if self._held is None else ", which was a worker")
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """Raises ConfigError: it is invalid, or its batches do not fit the rank count."""
+        config = _parsed(self.order.config)
+        planned = max(self.place.world, config.fleet.learner_ranks)
+        if problems := list(config.rank_problems(planned, self.place.per_node)):
+            raise ConfigError(f"this configuration on {planned} ranks", problems)
+        return config
+
+    @cached_property
+    def _device(self) -> torch.device:
+        """Raises ConfigError: CUDA is missing."""
+        if self._held is not None:
+            return self._held.device
+        device = build.pick_device(self.config)
+        if self.place.gpu is not None and device.type == "cuda":
+            return torch.device("cuda", self.place.gpu)
+        return device
+
+    @cached_property
+    def _profiler(self) -> StepProfiler:
+        folder = RunPaths(self.config.runs_dir / self.config.name).profile
+        steps = self.order.profiled_steps
+        return StepProfiler(folder, (Phase.TRAINING,) if steps else (), steps, log.warning)
 
     def check_storage(self, token: str) -> None:
         """Check that this run directory holds the head's ``token`` (:func:`write_token`), else StoreError."""
@@ -165,17 +217,19 @@ class LearnerRank:
             _list_again(path.parent)
             time.sleep(_LOOKS_AGAIN_S)
 
-    def open_rendezvous(self, host: str, port: int = 0) -> Address:
-        """On rank 0: serve the rendezvous, on ``host`` alone. Raises OSError."""
+    def open_rendezvous(self, host: str, port: int = 0) -> Address | None:
+        """On rank 0 of several: serve the rendezvous, on ``host`` alone. Raises OSError."""
+        if self.place.rank or self.place.world == 1:
+            return None
         self._served, address = rendezvous.serve(host, port, self._meeting_s)
         return address
 
-    def join(self, address: Address | None, host: str = LOOPBACK) -> None:
+    def join(self, address: Address | None, hosts: Sequence[str] = ()) -> None:
         """Join the other ranks. Collective: every rank must call it.
 
         Args:
             address: rank 0's rendezvous; None for a single rank.
-            host: this machine's address as others reach it; collectives listen there alone.
+            hosts: each rank's machine as others reach it; collectives listen there alone. Empty: loopback.
 
         Raises:
             ConnectionError: nothing listens at ``address``.
@@ -188,22 +242,22 @@ class LearnerRank:
         meeting = None
         if address is not None:
             meeting = Meeting(self._store(address), place.rank, place.world, place.per_node)
-            _listen_only_on(host)
+            rendezvous.listen_only_on(hosts[place.rank] if hosts else LOOPBACK)
         self._ranks = self._stack.enter_context(process_group(self._device, place.timeout_s, meeting))
 
-    def load_model(
-        self, prompts: Sequence[Prompt], located: Callable[[RunConfig], RunConfig] | None = None
-    ) -> None:
+    def load_model(self, prompts: Sequence[Prompt]) -> None:
         """Load the model and embed the uncached ones of the run's ``prompts``. Collective.
 
-        Args:
-            located: sees to it that the model's files are here; returns the configuration that finds them.
+        Files that are missing here come from another node if one has them.
 
         Raises ModelError or ConfigError, as in the inline driver.
         """
+        from spotlight.cluster.model_files.model_fetch import with_model_files
+
         with self._in(Phase.SETUP):
-            config = self.config if located is None or self._held is not None else located(self.config)
-            model = prepare_model(config, self._device, self.ranks, self._held)
+            device = self._device  # a held model's, which is let go below
+            config = self.config if self._held is not None else with_model_files(self.config)
+            model = prepare_model(config, device, self.ranks, self._held)
             self._held = None
             self._loaded = model, fill_embeddings(self.config, model, prompts, self.ranks)
 
@@ -220,67 +274,96 @@ class LearnerRank:
 
     # -- an iteration ----------------------------------------------------------------------------------
 
-    def prepare(
+    def train(
         self,
-        effect: PrepareBatch,
+        effect: ef.TrainEffect,
         rollouts: Mapping[RolloutId, Rollout],
-        samples: Mapping[RolloutId, bytes],
-    ) -> None:
-        """Take all or part of an iteration's groups. Collective.
+        stored: Mapping[RolloutId, BlobAddress],
+    ) -> ev.Event:
+        """Prepare, train a micro-batch, step or finish a batch. Collective.
 
         Args:
-            samples: this rank's share, packed (:func:`spotlight.rollout.serialization.pack_sample`).
+            rollouts: those of the groups to prepare.
+            stored: where their samples are.
 
-        Raises ValueError if a sample of the share is invalid or missing.
-        """
-        wanted = self.share_of(effect)
-        passes = tuple(each for batch in effect.micro_batches for each in self._passes(batch))
-        missing = [rollout for rollout in wanted if rollout not in samples]
-        if missing:
-            raise ValueError(
-                f"rank {self.place.rank} got {len(samples)} of the {len(wanted)} samples of its share; "
-                f"the first missing is {missing[0]}"
-            )
-        with self._in(Phase.TRAINING):
-            held = {rollout: unpack_sample(samples[rollout]) for rollout in wanted}
-            self.learning.trainer.prepare(replace(effect, micro_batches=passes), rollouts, held)
-
-    def share_of(self, effect: PrepareBatch) -> tuple[RolloutId, ...]:
-        """The samples whose tensors this rank receives."""
-        return share_of(effect, self.place.rank, self.place.world, self._planned)
-
-    def accumulate(self, micro_batch: MicroBatch) -> None:
-        """Accumulate the gradients of one micro-batch. Collective."""
-        with self._in(Phase.TRAINING), self._profiler.step(Phase.TRAINING):
-            for each in self._passes(micro_batch):
-                self.learning.trainer.accumulate(each)
-
-    def _passes(self, micro_batch: MicroBatch) -> tuple[MicroBatch, ...]:
-        return passes_of(micro_batch, self.place.world, self._planned)
-
-    def step(self, samples: int, zeros: int = 0) -> tuple[float, float]:
-        """Apply the gradients of ``samples`` samples, over all ranks; ``zeros`` more count as 0. Collective.
-
-        Returns the loss and the gradient norm before clipping.
+        Returns:
+            The event that says so to the controller.
 
         Raises:
+            LookupError: a sample is not stored.
+            ValueError: a sample is invalid.
             TrainingError: the gradient is not finite, or samples are missing.
         """
         with self._in(Phase.TRAINING):
-            return self.learning.trainer.step(samples, zeros)
+            learner = self.learning.learner
+            match effect:
+                case ef.PrepareBatch(iteration):
+                    self._prepare(effect, rollouts, stored)
+                    return ev.BatchPrepared(iteration)
+                case ef.TrainMicroBatch(batch, index):
+                    with self._profiler.step(Phase.TRAINING):
+                        for each in passes_of(batch, self.place.world, self._planned):
+                            learner.accumulate(each.rollouts, each.update_samples)
+                    return ev.MicroBatchTrained(batch.iteration, batch.update, index)
+                case ef.StepOptimizer(iteration, update, samples, zeros):
+                    report = learner.step(samples, zeros)
+                    return ev.OptimizerStepped(iteration, update, report.sums.loss, report.grad_norm)
+                case ef.FinishBatch(iteration):
+                    self._profiler.close()
+                    learner.finish_batch()
+                    return ev.BatchFinished(iteration)
 
-    def finish_batch(self) -> None:
-        """Update the old policy. Collective."""
-        self._profiler.close()
-        self.learning.trainer.finish_batch()
+    def _prepare(
+        self,
+        effect: PrepareBatch,
+        rollouts: Mapping[RolloutId, Rollout],
+        stored: Mapping[RolloutId, BlobAddress],
+    ) -> None:
+        share = share_of(effect, self.place.rank, self.place.world, self._planned)
+        held = {name: unpack_sample(data) for name, data in self._fetched(share, stored)}
+        passes = tuple(
+            each
+            for batch in effect.micro_batches
+            for each in passes_of(batch, self.place.world, self._planned)
+        )
+        self.learning.feed.prepare(replace(effect, micro_batches=passes), rollouts, held)
+
+    def _fetched(
+        self, share: Sequence[RolloutId], stored: Mapping[RolloutId, BlobAddress]
+    ) -> Iterator[tuple[RolloutId, bytes]]:
+        for weights_digest in sorted({stored[rollout].weights_digest for rollout in share}):
+            names = [rollout for rollout in share if stored[rollout].weights_digest == weights_digest]
+            for start in range(0, len(names), _FETCHED_AT_ONCE):
+                some = names[start : start + _FETCHED_AT_ONCE]
+                found = self.store.fetch(SAMPLE, [stored[name].name for name in some], weights_digest)
+                for name, kept in zip(some, found, strict=True):
+                    if kept is None:
+                        raise LookupError(
+                            f"no sample of rollout {name} made with weights {weights_digest!r} is stored"
+                        )
+                    yield name, kept.data
+
+    @property
+    def _planned(self) -> int:
+        """Ranks that micro-batches are planned for."""
+        return max(self.place.world, self.config.fleet.learner_ranks)
 
     def take_log(self) -> dict[str, float]:
         """This rank's training metrics since the last call."""
-        return self.learning.trainer.log.take()
+        return self.learning.learner.log.take()
 
     # -- what leaves the learner -----------------------------------------------------------------------
 
-    def publish(self, version: int | None, lineage: int) -> tuple[WeightsManifest, bytes] | None:
+    def publish(self, version: int | None, lineage: int) -> WeightsManifest | None:
+        """Store what :meth:`packed` packs under its digest. Collective. None except on rank 0."""
+        packed = self.packed(version, lineage)
+        if packed is None:
+            return None
+        manifest, data = packed
+        self.store.put(WEIGHTS, manifest.digest, data)
+        return manifest
+
+    def packed(self, version: int | None, lineage: int) -> tuple[WeightsManifest, bytes] | None:
         """Pack the weights that workers need next, gathered from all ranks. Collective.
 
         Args:
@@ -320,15 +403,13 @@ class LearnerRank:
         learning = self.learning
         return export_judged(self.config, learning.model.family, learning.slots, self.ranks)
 
-    def conditions(self, prompts: Iterable[PromptId]) -> list[bytes]:
-        """Packed embeddings of prompts, in their order."""
-        if self._loaded is None:
-            raise RuntimeError("conditions() before load_model()")
-        return [pack_condition(condition) for condition in self._loaded[1].of(prompts)]
-
-    def negative(self) -> bytes:
-        """Packed embedding of the negative prompt."""
-        return pack_condition(self.learning.negative)
+    def send_conditions(self, prompts: Sequence[PromptId]) -> None:
+        """On rank 0: store the embeddings of ``prompts`` and of the negative prompt."""
+        if not self.ranks.is_main:
+            return
+        self.store.put(CONDITION, NEGATIVE, pack_condition(self.learning.negative))
+        for prompt in prompts:
+            self.store.put(CONDITION, prompt, pack_condition(self.learning.conditions[prompt]))
 
     def digest(self) -> str:
         """SHA-256 of the learner's whole state, equal on all ranks. Collective."""
@@ -378,6 +459,17 @@ def _token_path(config: RunConfig) -> Path:
     return RunPaths(config.runs_dir / config.name).path / "storage-token"
 
 
+def _write_to(path: Path, note: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    os.write(2, f"learner rank in process {os.getpid()} on {socket.gethostname()}{note}\n".encode())
+
+
 def _content(path: Path) -> str | None:
     try:
         return path.read_text()
@@ -397,25 +489,3 @@ def _parsed(config: str) -> RunConfig:
     if not isinstance(tree, dict):
         raise ValueError(f"the configuration sent to a learner rank is {type(tree).__name__}, not a mapping")
     return build_config(tree, "the configuration sent to a learner rank")
-
-
-def _listen_only_on(host: str) -> None:
-    """Bind gloo and NCCL to the interface of ``host``: gloo's default is often the loopback.
-
-    Interfaces set by the user are respected.
-    """
-    if (interface := _interface_of(host)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-
-
-def _interface_of(host: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # an interface without an address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == host:
-                return name
-    return None

@@ -3,29 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from spotlight.cluster.learner.learner_rank import LearnerRank
 from spotlight.cluster.remote_calls import AbandonedError, wait_within
 from spotlight.models.model_errors import ModelError
 from spotlight.runtime.process import DeviceMemoryError
 from spotlight.training.learner_state import StateError
 from spotlight.training.settings import TrainingError
+from spotlight.weights.bundle import WeightsManifest
 from spotlight.weights.weight_errors import WeightsError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
 
-Answers = list[Any]
-"""Return values of the ranks that were asked, by rank."""
+P = ParamSpec("P")
+T = TypeVar("T")
 
 FINAL: tuple[type[Exception], ...] = (
     *(ConfigError, ModelError, StoreError, StateError, TrainingError, WeightsError),
     *(DeviceMemoryError, torch.OutOfMemoryError),
 )
 """These end an inline run with a remedy too; a restart would only raise them again."""
+
+
+class RemoteCall(Protocol):
+    """Starts a call of a method of a rank at once. The answer raises if the call does or the process dies."""
+
+    def __call__(
+        self, method: Callable[Concatenate[LearnerRank, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Awaitable[T]:
+        """``method(rank, *args, **kwargs)``."""
 
 
 class RankHandle(Protocol):
@@ -35,11 +46,44 @@ class RankHandle(Protocol):
     def rank(self) -> int:
         """Its rank."""
 
-    def call(self, method: str, *args: object) -> Awaitable[Any]:
-        """Start a call at once. The answer raises if the call does or the process dies."""
+    @property
+    def call(self) -> RemoteCall:
+        """Calls it."""
 
     def gone(self) -> Awaitable[Any]:
         """Completes (or raises) when the process is dead, never before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Timeouts of calls to the ranks, in seconds.
+
+    Attributes:
+        start_s: until all processes run and see the run directory.
+        load_s: for each of loading the model, embedding the prompts, and building the learner.
+        answer_s: for any other call.
+        pause_s, pause_max_s: before a start that follows a failed one; doubles each time.
+        suspect_s: after a rank raises, how long to wait for a death that may have caused it.
+    """
+
+    start_s: float = 600.0
+    load_s: float = 7200.0
+    answer_s: float = 1800.0
+    pause_s: float = 1.0
+    pause_max_s: float = 60.0
+    suspect_s: float = 1.0
+
+    def of(self, method: Callable[..., object]) -> float:
+        """For a method of :class:`LearnerRank`."""
+        if method in (LearnerRank.begin, LearnerRank.open_rendezvous, LearnerRank.join):
+            return self.start_s
+        if method in (LearnerRank.load_model, LearnerRank.build, LearnerRank.load):
+            return self.load_s
+        return self.answer_s
+
+    def pause_before_s(self, doublings: int) -> float:
+        """0 if ``doublings`` is negative."""
+        return 0.0 if doublings < 0 else min(self.pause_s * 2.0 ** min(doublings, 30), self.pause_max_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +108,12 @@ class Life:
 
     Attributes:
         up: they are ready for the head's calls.
-        answered: the number of those that were answered.
+        answered: calls that were answered since.
         over: done once it ends.
     """
 
-    def __init__(self, number: int, suspect_s: float) -> None:
-        self.number, self._suspect_s = number, suspect_s
+    def __init__(self, number: int, deadlines: Deadlines) -> None:
+        self.number, self._deadlines = number, deadlines
         self.ranks: Sequence[RankHandle] = ()
         self.up, self.answered = False, 0
         self.over: asyncio.Future[End] = asyncio.get_running_loop().create_future()
@@ -92,31 +136,32 @@ class Life:
             self._deaths.append(death)
 
     async def ask(
-        self,
-        method: str,
-        *args: object,
-        deadline_s: float,
-        first_only: bool = False,
-        each: Sequence[tuple[object, ...]] | None = None,
-    ) -> Answers:
-        """Call all ranks, or rank 0 alone; ``each``: further arguments per rank.
+        self, method: Callable[Concatenate[LearnerRank, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Call a method of all ranks, after earlier calls; returns rank 0's answer.
 
         Raises AbandonedError if the life is over, or one of :data:`FINAL`, which also ends it.
         """
         async with self._turn:
             if self.over.done():
-                raise AbandonedError(method)
-            asked = self.ranks[:1] if first_only else self.ranks
+                raise AbandonedError(method.__name__)
             calls: dict[asyncio.Future[Any], int] = {
-                asyncio.ensure_future(rank.call(method, *args, *(each[rank.rank] if each else ()))): rank.rank
-                for rank in asked
+                asyncio.ensure_future(rank.call(method, *args, **kwargs)): rank.rank for rank in self.ranks
             }
             try:
-                await self._answered(calls, method, deadline_s)
-                return [call.result() for call in calls]
+                await self._answered(calls, method.__name__, self._deadlines.of(method))
+                self.answered += self.up
+                first: T = next(iter(calls)).result()
+                return first
             finally:
                 for call in calls:
                     call.cancel()
+
+    async def publish(self, version: int | None, lineage: int) -> WeightsManifest:
+        """Store the rollout weights under their digest; see :meth:`LearnerRank.publish`."""
+        manifest = await self.ask(LearnerRank.publish, version, lineage)
+        assert manifest is not None, "rank 0 publishes"
+        return manifest
 
     async def _answered(
         self, calls: Mapping[asyncio.Future[Any], int], method: str, deadline_s: float
@@ -142,7 +187,7 @@ class Life:
                     raise cause
                 if suspicion is None:
                     # A collective fails first on the surviving ranks; the death that caused it shows later.
-                    suspicion, due_s = (calls[call], error), clock() + self._suspect_s
+                    suspicion, due_s = (calls[call], error), clock() + self._deadlines.suspect_s
             waiting -= done
 
     def _died(self, rank: int, dead: asyncio.Future[Any]) -> None:

@@ -19,7 +19,7 @@ from spotlight.cluster.nodes.listing import SUFFIX
 from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderError, ProviderSetting
 from spotlight.cluster.scaling.shell_command import ShellCommandError, run_shell_command
-from spotlight.config.section import Section
+from spotlight_rewards.base.strict_section import StrictSection
 
 if TYPE_CHECKING:
     from spotlight.cluster.nodes.listing import RayNode
@@ -29,7 +29,7 @@ _PAUSE_S = 5.0
 Command = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
-class CommandSettings(Section):
+class CommandSettings(StrictSection):
     """Two shell commands."""
 
     start: Command

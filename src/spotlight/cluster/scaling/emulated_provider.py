@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderSetting
-from spotlight.config.section import Section
 from spotlight.scheduler.types import NodeKind
+from spotlight_rewards.base.strict_section import StrictSection
 
 if TYPE_CHECKING:
     from spotlight.cluster.local.local_cluster import LocalCluster
@@ -25,7 +25,7 @@ log = logging.getLogger("spotlight.cluster.scaling.emulated_provider")
 _RETRY_S = 2.0
 
 
-class EmulatedSettings(Section):
+class EmulatedSettings(StrictSection):
     """It has none."""
 
 

@@ -19,7 +19,7 @@ from pydantic import PositiveFloat, field_validator
 
 from spotlight.cluster.scaling.json_api import LOOPBACK, JsonApi, RefusedError
 from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderError, ProviderSetting
-from spotlight.config.section import Section
+from spotlight_rewards.base.strict_section import StrictSection
 
 if TYPE_CHECKING:
     from spotlight.cluster.nodes.listing import RayNode
@@ -35,7 +35,7 @@ _REMEDIES = {
 }
 
 
-class KubernetesSettings(Section):
+class KubernetesSettings(StrictSection):
     """The worker group, and how the API is reached from the head's pod."""
 
     group: str = "spot"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from spotlight.cluster.scaling.node_notes import NodeNotes
-from spotlight.config.section import Section
+from spotlight_rewards.base.strict_section import StrictSection
 
 if TYPE_CHECKING:
     from spotlight.cluster.local.local_cluster import LocalCluster
@@ -81,5 +81,5 @@ class NodeProviderKind:
         open: makes the provider, from settings of that model; it waits for nothing.
     """
 
-    settings: type[Section]
+    settings: type[StrictSection]
     open: Callable[[Any, ProviderSetting], SpotProvider]

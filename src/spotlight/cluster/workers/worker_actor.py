@@ -9,15 +9,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 import torch
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
-from spotlight.cluster.learner.learner_actor import LearnerActor, RankOrder
+from spotlight.cluster.learner.learner_rank import LearnerRank, RankOrder, RankStore
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
 from spotlight.cluster.workers.visible_gpus import gpu_index
 from spotlight.config.load import read_config
@@ -29,19 +30,21 @@ from spotlight.scheduler.types import NodeId, WorkerId
 from spotlight.worker.interfaces import Command, HeadLostError, Leave
 from spotlight.worker.reports import Report
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _GROUPS = {"tell": 1, "watch": 1}
 """Concurrency groups: commands share one thread to keep their order; ``watch`` blocks another."""
 
 
 class WorkerBlobClient:
-    """A worker's client of the blob store; ``answer_s``: its timeout.
+    """A worker's client of the blob store, whose errors it turns into :class:`HeadLostError`.
 
     A report is delivered in the background of the next step, and must have arrived before the next report is
     sent. So at most one finished step is unsaved.
     """
 
-    def __init__(self, store: Any, answer_s: float) -> None:
-        self._store, self._answer_s = store, answer_s
+    def __init__(self, store: BlockingBlobClient) -> None:
+        self._store = store
         self._carrier = ThreadPoolExecutor(1, "reports")
         self._under_way: Future[Any] | None = None
 
@@ -49,19 +52,19 @@ class WorkerBlobClient:
         """See :class:`spotlight.worker.interfaces.HeadClient`. The next call raises if this one failed."""
         if self._under_way is not None:
             self._under_way.result()
-        self._under_way = self._carrier.submit(self._call, "deliver", report)
+        self._under_way = self._carrier.submit(_answered, self._store.deliver, report)
 
-    def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[StoredBlob | None]:
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
         """See :class:`spotlight.worker.interfaces.HeadClient`."""
-        kept: list[StoredBlob | None] = self._call("fetch", kind, list(names), mark)
-        return kept
+        return _answered(self._store.fetch, kind, names, weights_digest)
 
-    def _call(self, method: str, *args: object) -> Any:
-        try:
-            return ray.get(getattr(self._store, method).remote(*args), timeout=self._answer_s)
-        except RayError as error:
-            detail = f"{type(error).__name__}: {error}"
-            raise HeadLostError(f"the blob store does not {method}: {detail}") from error
+
+def _answered(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    try:
+        return call(*args, **kwargs)
+    except Exception as error:
+        detail = f"{type(error).__name__}: {error}"
+        raise HeadLostError(f"the blob store does not {call.__name__}: {detail}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,9 @@ class WorkerActor:
         self._device = _device(order)
         self._precision = config.deterministic, config.model.tf32
         place = WorkerPlace(order.worker, order.epoch, self._device, order.meeting, order.run)
-        home = WorkerBlobClient(store, config.fleet.start_s)
+        home = WorkerBlobClient(BlockingBlobClient(store, config.fleet.start_s))
         self._process = WorkerProcess(config, place, home, with_model_files, order.profiled_steps)
-        self._learner: LearnerActor | None = None
+        self._rank: LearnerRank | None = None
         self._ended = threading.Event()
         self._error: BaseException | None = None
         threading.Thread(target=self._work, name="work", daemon=True).start()
@@ -128,7 +131,7 @@ class WorkerActor:
             why = "it was told to" if self._error is None else f"{type(self._error).__name__}: {self._error}"
             raise RuntimeError(f"the worker has ended: {why}") from self._error
 
-    def become_learner(self, order: RankOrder, store: Any, wait_s: float) -> str:
+    def become_learner(self, order: RankOrder, store: RankStore, wait_s: float) -> str:
         """End the work, then be the process of a learner rank; returns the digest of the base weights.
 
         Raises:
@@ -141,14 +144,14 @@ class WorkerActor:
         if self._error is not None:
             raise RuntimeError("the worker has failed") from self._error
         family, digest = self._process.hand_over()
-        self._learner = LearnerActor(order, store, family)
+        self._rank = LearnerRank(order, store, family)
         return digest
 
-    def do(self, method: str, args: Sequence[Any]) -> Any:
-        """See :meth:`LearnerActor.do`."""
-        if self._learner is None:
+    def do(self, method: Callable[Concatenate[LearnerRank, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of the rank that this process has become."""
+        if self._rank is None:
             raise RuntimeError("become_learner() comes first")
-        return self._learner.do(method, args)
+        return method(self._rank, *args, **kwargs)
 
     def alive(self) -> None:
         """Never return: the call fails when the process ends."""

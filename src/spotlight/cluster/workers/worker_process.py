@@ -36,8 +36,8 @@ from spotlight.rollout.sequence_parallel.rendezvous import Address, connect
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.serialization import unpack_condition
 from spotlight.rollout.state import RolloutState
-from spotlight.runtime.build import components as build
-from spotlight.runtime.build.learner_parts import rollout_slots
+from spotlight.runtime.assembly import components as build
+from spotlight.runtime.assembly.learner_parts import rollout_slots
 from spotlight.scheduler.effects import PullWeights
 from spotlight.scheduler.events import PullFailed
 from spotlight.scheduler.types import Phase, Purpose, WorkerId

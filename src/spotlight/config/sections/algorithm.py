@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PlainValidator, PositiveFloat, PositiveInt, SerializeAsAny, ValidationInfo
 from pydantic_core import PydanticKnownError
 
+from spotlight.config.requires import UNSET, Computed, Requirement, Requires, That, at_most, other_than
 from spotlight.config.section import Section
 from spotlight.registry import ALGORITHMS
 from spotlight_rewards.base.errors import Problem
@@ -24,6 +25,13 @@ NoiseLevels = Literal["uniform", "schedule", "steps", "stratified_steps"]
 TrainPolicy = Literal["max_variance", "top_and_bottom", "farthest", "random"]
 AdvantagesOver = Literal["trained", "generated"]
 SilentGroups = Literal["train", "skip", "as_zero"]
+
+
+_GDPO = {"algorithm.advantage.combine": "gdpo"}
+_TOTAL = (
+    "It looks at the total reward, which does not tell the advantage then: change it, or set "
+    "algorithm.advantage.combine=sum."
+)
 
 
 class AdvantageConfig(Section):
@@ -46,22 +54,39 @@ class AdvantageConfig(Section):
     ``gdpo``: each by group, and their sum over the batch (GDPO, arXiv 2601.05242).
     """
 
-    def problems_of_parts(self, axis: str) -> Iterator[Problem]:
-        """What ``gdpo`` cannot be combined with."""
-        if self.combine != "gdpo":
-            return
-        if self.std != "group":
-            yield Problem(
-                "algorithm.advantage.std", repr(self.std), "'group' with algorithm.advantage.combine=gdpo",
-                "It normalises each reward by the prompt's group: set it.",
-            )  # fmt: skip
-        if axis != "none":
-            yield Problem(
-                "algorithm.advantage.combine", "'gdpo'",
-                f"'sum' or 'normalise_each' with pipeline.axis={axis}",
-                "The spread over the batch is known only when all of it is there: set pipeline.axis=none, or "
-                "another combination.",
-            )  # fmt: skip
+    requires = (
+        Requires("algorithm.advantage.std", _GDPO, "group",
+                 "It normalises each reward by the prompt's group: set it."),
+        Requires("algorithm.advantage.combine", {"pipeline.axis": other_than("none")},
+                 ("sum", "normalise_each"),
+                 "The spread over the batch is known only when all of it is there: set pipeline.axis=none, "
+                 "or another combination."),
+        *(Requires(key, _GDPO, wanted,
+                   "It divides by the spread over all trained samples: leave it out, or choose another "
+                   "combination.")
+          for key, wanted in (("algorithm.advantage.over", "trained"), ("algorithm.silent_groups", "train"))),
+        *(Requires(key, {"algorithm.train_samples": UNSET}, wanted,
+                   "All samples are trained: leave it out, or set algorithm.train_samples.")
+          for key, wanted in (
+              ("algorithm.advantage.over", "trained"), ("algorithm.train_policy", "max_variance"))),
+    )  # fmt: skip
+
+
+def _ranked_by_total(run: RunConfig) -> bool:
+    """Whether the total reward, by which samples are chosen, does not tell their advantages."""
+    several = sum(reward.weight != 0 for reward in run.rewards) > 1
+    return several and run.algorithm.advantage.combine != "sum"
+
+
+def _reads_old_policy(run: RunConfig) -> bool:
+    algorithm = run.algorithm
+    field, given = type(algorithm).model_fields.get("old_policy"), getattr(algorithm, "old_policy", None)
+    return field is None or algorithm.uses_old_policy or given == field.default
+
+
+def _cut_groups(run: RunConfig) -> Iterator[Problem]:
+    if run.fleet.driver == "ray":  # otherwise torchrun knows the ranks: see rank_problems
+        yield from run.algorithm.micro_batch_problems(run.rollout, run.learner, run.fleet.learner_ranks)
 
 
 KEYS_OF_GROUPS = ("advantage", "train_samples", "train_policy", "silent_groups")
@@ -140,38 +165,6 @@ class AlgorithmSection(Section):
         """Whether its loss compares the samples of a group, which must be whole in a micro-batch then."""
         return False
 
-    def common_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Contradictions in the keys all algorithms have; groups that overlap, micro-batches or ranks would
-        cut. Checked whatever an algorithm's own :meth:`problems` are.
-        """
-        yield from self.advantage.problems_of_parts(run.pipeline.axis)
-        yield from self._subset_problems(run)
-        field, given = type(self).model_fields.get("old_policy"), getattr(self, "old_policy", None)
-        if field is not None and not self.uses_old_policy and given != field.default:
-            yield Problem(
-                "algorithm.old_policy", str(given), f"nothing where {self.name} uses no old policy",
-                "Leave it out, or give the old policy a weight or a clip.",
-            )  # fmt: skip
-        if self.compares_groups:
-            yield from self._group_problems(run)
-        elif self.shares_draws and run.pipeline.axis == "generation":
-            yield Problem(
-                "pipeline.axis", "'generation'", f"'none' or 'prompt' with algorithm.name={self.name}",
-                "The samples of a group share their noise in training: set pipeline.axis=prompt for whole "
-                "groups.",
-            )  # fmt: skip
-
-    def _group_problems(self, run: RunConfig) -> Iterator[Problem]:
-        axis = run.pipeline.axis
-        if axis != "none":
-            yield Problem(
-                "pipeline.axis", repr(axis), f"'none' with algorithm.name={self.name}",
-                "Its loss compares the samples of a group, which parts of a batch could cut: set "
-                "pipeline.axis=none.",
-            )  # fmt: skip
-        if run.fleet.driver == "ray":  # otherwise torchrun knows the ranks: see rank_problems
-            yield from self.micro_batch_problems(run.rollout, run.learner, run.fleet.learner_ranks)
-
     def micro_batch_problems(
         self, rollout: RolloutConfig, learner: LearnerConfig, ranks: int
     ) -> Iterator[Problem]:
@@ -196,58 +189,31 @@ class AlgorithmSection(Section):
                 f"Its loss compares the samples of a group: set {wanted}, or another {key}.",
             )  # fmt: skip
 
-    def _subset_problems(self, run: RunConfig) -> Iterator[Problem]:
-        yield from self._choice_problems(run)
-        by_total = {
-            "algorithm.train_policy": self.train_policy != "random" and self.train_samples is not None,
-            "algorithm.silent_groups": self.silent_groups != "train",
-        }
-        if self.advantage.combine == "gdpo":
-            yield from self._spread_problems()
-            del by_total["algorithm.silent_groups"]
-        if sum(reward.weight != 0 for reward in run.rewards) > 1 and self.advantage.combine != "sum":
-            for key in (key for key, used in by_total.items() if used):
-                yield Problem(
-                    key, repr(getattr(self, key.removeprefix("algorithm."))),
-                    f"{'random' if key.endswith('policy') else 'train'!r} with several rewards and "
-                    f"algorithm.advantage.combine={self.advantage.combine}",
-                    "It looks at the total reward, which does not tell the advantage then: change it, or set "
-                    "algorithm.advantage.combine=sum.",
-                )  # fmt: skip
-
-    def _spread_problems(self) -> Iterator[Problem]:
-        """What would change whose spread over the batch ``gdpo`` divides by."""
-        found = {
-            "algorithm.advantage.over": (self.advantage.over, "trained"),
-            "algorithm.silent_groups": (self.silent_groups, "train"),
-        }
-        for key, (value, wanted) in found.items():
-            if value != wanted:
-                yield Problem(
-                    key, repr(value), f"{wanted!r} with algorithm.advantage.combine=gdpo",
-                    "It divides by the spread over all trained samples: leave it out, or choose another "
-                    "combination.",
-                )  # fmt: skip
-
-    def _choice_problems(self, run: RunConfig) -> Iterator[Problem]:
-        group, chosen = run.rollout.group_size, self.train_samples
-        if chosen is None:
-            found = {
-                "algorithm.advantage.over": (self.advantage.over, "trained"),
-                "algorithm.train_policy": (self.train_policy, "max_variance"),
-            }
-            for key, (value, wanted) in found.items():
-                if value != wanted:
-                    yield Problem(
-                        key, repr(value), f"{wanted!r} without algorithm.train_samples",
-                        "All samples are trained: leave it out, or set algorithm.train_samples.",
-                    )  # fmt: skip
-            return
-        if chosen > group:
-            yield Problem(
-                "algorithm.train_samples", str(chosen), f"at most rollout.group_size = {group}",
-                "They are chosen among the generated ones: lower it, or raise rollout.group_size.",
-            )  # fmt: skip
+    requires: ClassVar[Sequence[Requirement[RunConfig]]] = (
+        Requires("algorithm.train_samples", {}, at_most("rollout.group_size"),
+                 "They are chosen among the generated ones: lower it, or raise rollout.group_size."),
+        Requires("algorithm.train_policy",
+                 That("with several rewards and algorithm.advantage.combine={algorithm.advantage.combine}",
+                      lambda run: run.algorithm.train_samples is not None and _ranked_by_total(run)),
+                 "random", _TOTAL),
+        Requires("algorithm.silent_groups",
+                 That("with several rewards and algorithm.advantage.combine={algorithm.advantage.combine}",
+                      lambda run: run.algorithm.advantage.combine != "gdpo" and _ranked_by_total(run)),
+                 "train", _TOTAL),
+        Requires("algorithm.old_policy", {},
+                 That("nothing where {algorithm.name} uses no old policy", _reads_old_policy),
+                 "Leave it out, or give the old policy a weight or a clip."),
+        Requires("pipeline.axis",
+                 That("with algorithm.name={algorithm.name}, whose loss compares the samples of a group",
+                      lambda run: run.algorithm.compares_groups), "none",
+                 "Parts of a batch could cut groups: set pipeline.axis=none."),
+        Requires("pipeline.axis",
+                 That("with algorithm.name={algorithm.name}, which trains a group on the same noise",
+                      lambda run: run.algorithm.shares_draws), ("none", "prompt"),
+                 "Set pipeline.axis=prompt for whole groups."),
+        Computed("learner.micro_batch_size", "whole groups, of all ranks together, where the loss compares "
+                 "the samples of a group", _cut_groups),
+    )  # fmt: skip
 
 
 class FlowGRPOConfig(AlgorithmSection):
@@ -276,41 +242,25 @@ class FlowGRPOConfig(AlgorithmSection):
     (TempFlow-GRPO, arXiv 2508.04324); only without an SDE window.
     """
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """A scale of no KL; weights of steps that the rollouts do not have."""
-        rollout = run.rollout
-        if self.kl_scale == "step" and not self.kl_weight:
-            yield Problem(
-                "algorithm.kl_scale", "'step'", "'rate' with algorithm.kl_weight=0",
-                "There is no KL to scale: set algorithm.kl_weight, or leave it out.",
-            )  # fmt: skip
-        if self.kl_scale == "step" and rollout.sampler == "cps":
-            yield Problem(
-                "algorithm.kl_scale", "'step'", "'rate' with rollout.sampler=cps",
-                "Its KL is divided by the step's variance in any case: leave it out.",
-            )  # fmt: skip
-        if self.step_weights == "noise" and rollout.sampler == "cps":
-            yield Problem(
-                "algorithm.step_weights", "'noise'", "'equal' with rollout.sampler=cps",
-                "They undo the 1/k of a normal density's gradient, which the log-probs of cps lack: set "
-                "rollout.sampler=flow-sde, or leave it out.",
-            )  # fmt: skip
-        if self.step_weights == "noise" and rollout.sde_window.kind != "all":
-            yield Problem(
-                "algorithm.step_weights", "'noise'",
-                f"'equal' with rollout.sde_window.kind={rollout.sde_window.kind}",
-                "Their mean over all stochastic steps is 1, of which such a rollout has a part: set "
-                "rollout.sde_window.kind=all, or leave it out.",
-            )  # fmt: skip
+    requires = (
+        Requires("algorithm.kl_scale", {"algorithm.kl_weight": 0}, "rate",
+                 "There is no KL to scale: set algorithm.kl_weight, or leave it out."),
+        Requires("algorithm.kl_scale", {"rollout.sampler": "cps"}, "rate",
+                 "Its KL is divided by the step's variance in any case: leave it out."),
+        Requires("algorithm.step_weights", {"rollout.sampler": "cps"}, "equal",
+                 "They undo the 1/k of a normal density's gradient, which the log-probs of cps lack: set "
+                 "rollout.sampler=flow-sde, or leave it out."),
+        Requires("algorithm.step_weights", {"rollout.sde_window.kind": other_than("all")}, "equal",
+                 "Their mean over all stochastic steps is 1, of which such a rollout has a part: set "
+                 "rollout.sde_window.kind=all, or leave it out."),
+    )  # fmt: skip
 
     @property
     def uses_reference(self) -> bool:
-        """With a KL term."""
         return self.kl_weight > 0
 
     @property
     def recomputes_log_probs(self) -> bool:
-        """With ``old_log_probs: recompute``."""
         return self.old_log_probs == "recompute"
 
 
@@ -342,27 +292,23 @@ class ForwardProcessSection(AlgorithmSection):
     at random, or ``stratified_steps``, one of each part.
     """
 
-    @property
-    def learns_from_clean_samples(self) -> bool:
-        """Always."""
-        return True
+    learns_from_clean_samples: ClassVar[bool] = True
 
     @property
     def levels(self) -> int | None:
         """How many of the schedule's levels, from pure noise on, are trained; None: all."""
         return None
 
-    def common_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Also: too few levels in the schedule."""
-        yield from super().common_problems(run)
-        available = min(run.rollout.steps, self.levels or run.rollout.steps)
-        if self.noise_levels in ("steps", "stratified_steps") and self.train_timesteps > available:
-            yield Problem(
-                "algorithm.train_timesteps", str(self.train_timesteps),
-                f"at most the {available} levels to choose from with algorithm.noise_levels="
-                f"{self.noise_levels}",
-                "Lower it, or take more rollout.steps.",
-            )  # fmt: skip
+    requires: ClassVar[Sequence[Requirement[RunConfig]]] = (
+        Requires("algorithm.train_timesteps", {"algorithm.noise_levels": ("steps", "stratified_steps")},
+                 That("at most the levels to choose from",
+                      lambda run: (run.algorithm.train_timesteps or 1) <= _levels(run)),
+                 lambda run: f"Lower it to {_levels(run)}, or take more rollout.steps."),
+    )  # fmt: skip
+
+
+def _levels(run: RunConfig) -> int:
+    return min(run.rollout.steps, getattr(run.algorithm, "levels", None) or run.rollout.steps)
 
 
 class OldPolicyConfig(Section):
@@ -401,29 +347,18 @@ class DiffusionNFTConfig(ForwardProcessSection):
     old_policy: OldPolicyConfig = OldPolicyConfig()
     """How fast the behaviour policy follows the trained one."""
 
-    @property
-    def uses_old_policy(self) -> bool:
-        """Always."""
-        return True
+    uses_old_policy: ClassVar[bool] = True
 
     @property
     def uses_reference(self) -> bool:
-        """If its weight is positive."""
         return self.reference_weight > 0
 
 
 class BatchStartSection(AlgorithmSection):
     """Compares the policy with the one before the batch, which the ``old`` slot holds."""
 
-    @property
-    def uses_old_policy(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def old_policy_starts_batch(self) -> bool:
-        """Always."""
-        return True
+    uses_old_policy: ClassVar[bool] = True
+    old_policy_starts_batch: ClassVar[bool] = True
 
 
 class GRPOGuardConfig(BatchStartSection):
@@ -463,28 +398,21 @@ class AWMConfig(ForwardProcessSection):
     clip_range: PositiveFloat | None = None
     """Ratio clip with ``old_log_probs: recompute``; default: none."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """A clip without a ratio."""
-        if self.clip_range is not None and self.old_log_probs != "recompute":
-            yield Problem(
-                "algorithm.clip_range", f"{self.clip_range:g}",
-                f"nothing with algorithm.old_log_probs={self.old_log_probs}",
-                "The ratio is always 1 then: set algorithm.old_log_probs=recompute, or leave it out.",
-            )  # fmt: skip
+    requires = (
+        Requires("algorithm.clip_range", {"algorithm.old_log_probs": other_than("recompute")}, UNSET,
+                 "The ratio is always 1 then: set algorithm.old_log_probs=recompute, or leave it out."),
+    )  # fmt: skip
 
     @property
     def recomputes_log_probs(self) -> bool:
-        """With ``old_log_probs: recompute``."""
         return self.old_log_probs == "recompute"
 
     @property
     def uses_old_policy(self) -> bool:
-        """If its weight is positive."""
         return self.old_weight > 0
 
     @property
     def uses_reference(self) -> bool:
-        """If its weight is positive."""
         return self.reference_weight > 0
 
 

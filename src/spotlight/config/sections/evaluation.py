@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
+from spotlight.config.requires import UNSET, Requires, That, at_most, other_than
 from spotlight.config.section import Section
-from spotlight_rewards.base.errors import Problem
 from spotlight_rewards.reward_config import REWARD
 
 if TYPE_CHECKING:
@@ -58,32 +57,24 @@ class EvaluationConfig(Section):
         between = (iterations - 1) // self.every if self.every else 0
         return self.at_start + between + self.at_end
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Weights, curves or images that the run does not produce."""
-        if self.weights == "ema" and run.learner.ema is None:
-            yield Problem(
-                "evaluation.weights", "'ema'", "'policy', while learner.ema is not set",
-                "Set learner.ema.cap=0.9 or evaluate the policy.",
-            )  # fmt: skip
-        if self.weights == "old" and not run.algorithm.uses_old_policy:
-            yield Problem(
-                "evaluation.weights", "'old'", f"'policy' or 'ema' with algorithm.name={run.algorithm.name}",
-                "This algorithm keeps no old policy.",
-            )  # fmt: skip
-        if self.grid_images is not None and self.grid_images > self.images_per_prompt:
-            yield Problem(
-                "evaluation.grid_images", str(self.grid_images),
-                f"at most evaluation.images_per_prompt = {self.images_per_prompt}",
-                "Grids show evaluation images; lower it or evaluate more.",
-            )  # fmt: skip
-        curves = [reward.curve for reward in run.rewards]
+    requires = (
+        Requires("evaluation.weights", {"learner.ema": UNSET}, other_than("ema"),
+                 "Set learner.ema.cap=0.9 or evaluate the policy."),
+        Requires("evaluation.weights",
+                 That("with algorithm.name={algorithm.name}", lambda run: not run.algorithm.uses_old_policy),
+                 other_than("old"), "This algorithm keeps no old policy."),
+        Requires("evaluation.grid_images", {}, at_most("evaluation.images_per_prompt"),
+                 "Grids show evaluation images; lower it or evaluate more."),
         # A reward's details are known only after scoring; check the reward's name now.
-        if self.strict is not None and self.strict.partition("/")[0] not in {REWARD, *curves}:
-            yield Problem(
-                "evaluation.strict", repr(self.strict),
-                f"{REWARD!r}, or a curve of {' or '.join(map(repr, curves))}",
-                f"Name a curve that the rewards make, such as {curves[0]!r}, or leave the key out.",
-            )  # fmt: skip
+        Requires("evaluation.strict", {},
+                 That(f"{REWARD}, or a curve that the rewards make", lambda run: run.evaluation.strict is None
+                      or run.evaluation.strict.partition("/")[0] in {REWARD, *_curves(run)}),
+                 lambda run: f"Name one, such as {_curves(run)[0]!r}, or leave the key out."),
+    )  # fmt: skip
+
+
+def _curves(run: RunConfig) -> list[str]:
+    return [reward.curve for reward in run.rewards]
 
 
 NO_EVALUATION = EvaluationConfig(every=0, at_start=False, at_end=False)

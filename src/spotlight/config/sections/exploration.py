@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from spotlight.config.requires import (
+    SET,
+    UNSET,
+    Requirement,
+    Requires,
+    That,
+    at_most,
+    less_than,
+    more_than,
+    value_at,
+)
 from spotlight.config.section import Section
 from spotlight_rewards.base.errors import Problem
-
-if TYPE_CHECKING:
-    from spotlight.config.schema import RunConfig
-
 
 _DRAWN_SEEDS = 2
 
@@ -32,7 +39,6 @@ class PreviewCostsConfig(Section):
     """
 
     def work_s(self, steps: int, previews: int) -> float:
-        """Worker-seconds of so many previews."""
         return previews * (steps * self.step_s + self.fixed_s)
 
 
@@ -117,54 +123,47 @@ class SeedChoiceConfig(Section):
             return self.planner.seed_counts, self.planner.step_counts
         return (self.seeds_per_prompt or 2 * group_size,), (self.steps or rollout_steps,)
 
-    def seed_problems(self, group_size: int, steps: int, section: str) -> Iterator[Problem]:
-        """Conflicts among these keys, or with groups of ``group_size`` and rollouts of ``steps``.
-
-        Args:
-            section: that holds the keys ``group_size`` and ``steps``.
-        """
-        seed_counts, step_counts = self.arms(group_size, steps)
-        if self.seeds_per_prompt_max is not None:
-            yield from self._pool_problems(self.seeds_per_prompt_max, max(seed_counts))
-        if max(step_counts) > steps:
-            yield Problem(
-                self.steps_key, str(max(step_counts)), f"at most {section}.steps = {steps}",
-                "Previews follow the noise path of the rollouts that they choose seeds for: lower it.",
-            )  # fmt: skip
-        if self.drawn_seeds > group_size:
-            yield Problem(
-                "exploration.drawn_seeds", str(self.drawn_seeds),
-                f"at most {section}.group_size = {group_size}", "Two are enough to measure with.",
-            )  # fmt: skip
-        elif self.drawn_seeds != _DRAWN_SEEDS and not self.sampled_prompts:
-            yield Problem(
-                "exploration.drawn_seeds", str(self.drawn_seeds),
-                "nothing without exploration.sampled_prompts",
-                "No group keeps drawn seeds then: leave it out, or set that key.",
-            )  # fmt: skip
-        if self.sampled_prompts and (self.draws or self.drawn_seeds < 2):
-            yield Problem(
-                "exploration.sampled_prompts", str(self.sampled_prompts),
-                "0 with exploration.drawn_seeds below 2, or with exploration.policy=random",
-                "What a group measures it measures by pairs: set exploration.drawn_seeds=2, or leave it out.",
-            )  # fmt: skip
-
-    def _pool_problems(self, limit: int, planned: int) -> Iterator[Problem]:
-        if limit < planned:
-            yield Problem(
-                "exploration.seeds_per_prompt_max", str(limit), f"at least {self.seeds_key} = {planned}",
-                "So many are planned: raise it, or leave it out.",
-            )  # fmt: skip
-
-    @property
-    def seeds_key(self) -> str:
-        """The key that sets the planned number of seeds."""
-        return f"exploration.{'planner.seed_counts' if self.planner else 'seeds_per_prompt'}"
-
     @property
     def steps_key(self) -> str:
         """The key that sets the steps of previews."""
         return f"exploration.{'planner.step_counts' if self.planner else 'steps'}"
+
+
+_CRITICAL = {"exploration.where": "critical_path"}
+_WAITED_FOR = "Previews are waited for there, and nothing has to fit: leave it out"
+
+
+def _arms(run: Any, section: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    choice: SeedChoiceConfig = run.exploration
+    return choice.arms(value_at(run, f"{section}.group_size"), value_at(run, f"{section}.steps"))
+
+
+def seeds_require(section: str) -> tuple[Requirement[Any], ...]:
+    """What :class:`SeedChoiceConfig` requires of a run or of a simulated one.
+
+    Args:
+        section: that holds the keys ``group_size``, ``steps``.
+    """
+    planned: That[Any] = That(
+        "at least as many as are planned",
+        lambda run: (run.exploration.seeds_per_prompt_max or 1e9) >= max(_arms(run, section)[0]),
+    )
+    return (
+        Requires("exploration.seeds_per_prompt_max", {}, planned,
+                 lambda run: f"{max(_arms(run, section)[0])} are planned: raise it, or leave it out."),
+        *(Requires(key, {}, at_most(f"{section}.steps"),
+                   "Previews follow the noise path of the rollouts that they choose seeds for: lower it.")
+          for key in ("exploration.steps", "exploration.planner.step_counts")),
+        Requires("exploration.drawn_seeds", {}, at_most(f"{section}.group_size"),
+                 "Two are enough to measure with."),
+        Requires("exploration.drawn_seeds", {"exploration.sampled_prompts": UNSET}, _DRAWN_SEEDS,
+                 "No group keeps drawn seeds then: leave it out, or set that key."),
+        *(Requires("exploration.sampled_prompts", condition, 0,
+                   "What a group measures it measures by pairs: set exploration.drawn_seeds=2, or leave it "
+                   "out.")
+          for condition in (
+              {"exploration.drawn_seeds": less_than(2)}, {"exploration.policy": "random"})),
+    )  # fmt: skip
 
 
 class ExplorationConfig(SeedChoiceConfig):
@@ -206,84 +205,6 @@ class ExplorationConfig(SeedChoiceConfig):
             return None
         return self.seeds_per_prompt_max or deepest_pool(group_size, self.arms(group_size, rollout_steps)[0])
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Conflicts with the fleet, the batch, the model or the rollouts."""
-        if self.where == "idle" and run.fleet.driver == "inline":
-            yield Problem(
-                "exploration.where", "'idle'", "'critical_path' with fleet.driver=inline",
-                "One process trains and denoises in turn, so nothing idles: set fleet.driver=ray, or explore "
-                "on "
-                "the critical path.",
-            )  # fmt: skip
-        elif self.where == "idle" and run.fleet.only_learner_slots:
-            yield Problem(
-                "exploration.where", "'idle'", "'critical_path' where all slots train",
-                "The learner's slots preview nothing beside training: set exploration.where=critical_path, "
-                "fleet.local.rollout_slots or fleet.spot.nodes to at least 1, or name a fleet.spot.trace.",
-            )  # fmt: skip
-        rollout = run.rollout
-        yield from self._arm_problems(run)
-        yield from self.seed_problems(rollout.group_size, rollout.steps, "rollout")
-        if self.sampled_prompts > rollout.prompts_per_iteration:
-            yield Problem(
-                "exploration.sampled_prompts", str(self.sampled_prompts),
-                f"at most rollout.prompts_per_iteration = {rollout.prompts_per_iteration}", "Lower it.",
-            )  # fmt: skip
-        guidance, scale = self.guidance, rollout.true_cfg_scale
-        if guidance is not None and guidance > scale:
-            yield Problem(
-                "exploration.guidance", f"{guidance:g}", f"at most rollout.true_cfg_scale = {scale:g}",
-                "Previews stand for rollouts and may only be cheaper: leave it out, or set 1 for none.",
-            )  # fmt: skip
-        yield from self._shortcut_problems(run)
-
-    def _arm_problems(self, run: RunConfig) -> Iterator[Problem]:
-        group = run.rollout.group_size
-        if self.planner is not None:
-            for name in ("seeds_per_prompt", "steps"):
-                if (value := getattr(self, name)) is not None:
-                    yield Problem(
-                        f"exploration.{name}", str(value), "nothing with exploration.planner",
-                        "The planner decides: leave one of the two keys out.",
-                    )  # fmt: skip
-            yield from self._unread_problems()
-        fewest = min(self.arms(group, run.rollout.steps)[0])
-        if fewest <= group:
-            yield Problem(
-                self.seeds_key, str(fewest), f"more than rollout.group_size = {group}",
-                "Of no more seeds than a group has members, none can be left out: preview more, twice as "
-                "many or so.",
-            )  # fmt: skip
-
-    def _pool_problems(self, limit: int, planned: int) -> Iterator[Problem]:
-        if self.where == "idle":
-            yield from super()._pool_problems(limit, planned)
-        else:
-            yield Problem(
-                "exploration.seeds_per_prompt_max", str(limit),
-                "nothing with exploration.where=critical_path",
-                "Only idle time previews more seeds than were planned: leave it out.",
-            )  # fmt: skip
-
-    def _unread_problems(self) -> Iterator[Problem]:
-        planner, default = self.planner, PlannerConfig()
-        if planner is None:
-            return
-        if self.where == "idle":
-            if planner.maximises != default.maximises:
-                yield Problem(
-                    "exploration.planner.maximises", planner.maximises, "nothing with exploration.where=idle",
-                    "Idle time costs nothing: leave it out.",
-                )  # fmt: skip
-            return
-        for name in ("caution", "costs") if planner.maximises == "contrast" else ("caution",):
-            if (value := getattr(planner, name)) != getattr(default, name):
-                yield Problem(
-                    f"exploration.planner.{name}", str(value), "nothing with exploration.where=critical_path",
-                    "Previews are waited for there, and nothing has to fit: leave it out, and name only "
-                    "seed_counts and step_counts whose time you would spend.",
-                )  # fmt: skip
-
     def step_cache_problem(self, model_path: str, why: str) -> Problem:
         """The problem of reusing blocks of a model that does not support it."""
         return Problem(
@@ -291,21 +212,41 @@ class ExplorationConfig(SeedChoiceConfig):
             f"{why}: leave it out; previews of fewer exploration.steps are cheaper with any model.",
         )  # fmt: skip
 
-    def _shortcut_problems(self, run: RunConfig) -> Iterator[Problem]:
-        fewest = min(self.arms(run.rollout.group_size, run.rollout.steps)[1])
-        if self.step_cache is not None and self.step_cache > fewest:
-            yield Problem(
-                "exploration.step_cache", str(self.step_cache),
-                f"at most the fewest steps of a preview, {fewest}",
-                "Only the first of them would run all blocks: lower it, 2 ranks best.",
-            )  # fmt: skip
-        for key, value in (("model.dtype", run.model.dtype), ("learner.autocast", run.learner.autocast)):
-            if self.dtype == value:
-                yield Problem(
-                    "exploration.dtype", f"'{self.dtype}'", f"a lower precision than {key}={value}",
-                    "Rollouts are of that precision already, and so are their previews: leave it out.",
-                )  # fmt: skip
-                return
+    requires = (
+        Requires("exploration.where", {"fleet.driver": "inline"}, "critical_path",
+                 "One process trains and denoises in turn, so nothing idles: set fleet.driver=ray, or "
+                 "explore on the critical path."),
+        Requires("exploration.where", That("where all slots train", lambda run: run.fleet.only_learner_slots),
+                 "critical_path",
+                 "The learner's slots preview nothing beside training: set exploration.where=critical_path, "
+                 "fleet.local.rollout_slots or fleet.spot.nodes to at least 1, or name a fleet.spot.trace."),
+        *(Requires(key, {"exploration.planner": SET}, UNSET,
+                   "The planner decides: leave one of the two keys out.")
+          for key in ("exploration.seeds_per_prompt", "exploration.steps")),
+        Requires("exploration.planner.maximises", {"exploration.where": "idle"}, "contrast_per_second",
+                 "Idle time costs nothing: leave it out."),
+        Requires("exploration.planner.caution", _CRITICAL, 1.0, f"{_WAITED_FOR}."),
+        Requires("exploration.planner.costs", {**_CRITICAL, "exploration.planner.maximises": "contrast"},
+                 PreviewCostsConfig(),
+                 f"{_WAITED_FOR}, and name only seed_counts and step_counts whose time you would spend."),
+        *(Requires(key, {}, more_than("rollout.group_size"),
+                   "Of no more seeds than a group has members, none can be left out: preview more, twice as "
+                   "many or so.")
+          for key in ("exploration.seeds_per_prompt", "exploration.planner.seed_counts")),
+        Requires("exploration.seeds_per_prompt_max", _CRITICAL, UNSET,
+                 "Only idle time previews more seeds than were planned: leave it out."),
+        *seeds_require("rollout"),
+        Requires("exploration.sampled_prompts", {}, at_most("rollout.prompts_per_iteration"), "Lower it."),
+        Requires("exploration.guidance", {}, at_most("rollout.true_cfg_scale"),
+                 "Previews stand for rollouts and may only be cheaper: leave it out, or set 1 for none."),
+        Requires("exploration.step_cache", {},
+                 That("at most the fewest steps of a preview", lambda run: run.exploration is None or
+                      (run.exploration.step_cache or 0) <= min(_arms(run, "rollout")[1])),
+                 "Only the first of them would run all blocks: lower it, 2 ranks best."),
+        *(Requires("exploration.dtype", {key: "bfloat16"}, UNSET,
+                   "Rollouts are of that precision already, and so are their previews: leave it out.")
+          for key in ("model.dtype", "learner.autocast")),
+    )  # fmt: skip
 
 
 _DEEPEST = 16

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
+from spotlight.config.requires import SET, UNSET, Requires, That, more_than, other_than, shown
 from spotlight.config.section import Section
 from spotlight.config.sections.learner_section import divisors_near
 from spotlight.config.sections.target import TargetConfig
 from spotlight.registry import CLOUDS, FAMILIES
-from spotlight_rewards.base.errors import Problem
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
+_INLINE = {"fleet.driver": "inline"}
+_RAY = "Set fleet.driver=ray, or leave it out."
+_MOVES = {"fleet.learner_placement": other_than("reserved")}
+_ON_DEMAND = "spot_then_on_demand"
+_GUIDANCE = {"fleet.sequence_parallel.guidance": True}
+_NO_GUIDANCE = "Change it, or leave fleet.sequence_parallel.guidance out."
 _GROWS_AFTER_S = 60.0
 _TIMES_ASKED = 3
 """Commands to form or leave a group are sent this often before its members are given up."""
@@ -81,28 +86,22 @@ class SequenceParallelConfig(Section):
         """GPUs that a forward is split over in a group of ``degree``."""
         return degree // 2 if self.guidance and degree > 1 else degree
 
-    def guidance_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Why guidance cannot be made in parallel."""
-        if not self.guidance:
-            return
-        cached = None if run.exploration is None else run.exploration.step_cache
-        scale, degrees = run.rollout.true_cfg_scale, list(self.degrees)
-        fits = degrees[-1] > 1 and not any(degree % 2 for degree in degrees if degree > 1)
-        for key, found, wanted, right in (
-            (
-                "rollout.true_cfg_scale",
-                f"{scale:g}",
-                "above 1: without guidance there is one pass",
-                scale > 1,
-            ),
-            ("fleet.sequence_parallel.degrees", degrees, "1 and even degrees, or even ones", fits),
-            ("exploration.step_cache", cached, "nothing: a rank keeps residuals of one pass", cached is None),
-        ):
-            if not right:
-                yield Problem(
-                    key, str(found), f"{wanted} (with fleet.sequence_parallel.guidance)",
-                    "Change it, or leave fleet.sequence_parallel.guidance out.",
-                )  # fmt: skip
+    requires = (
+        Requires("fleet.sequence_parallel.degrees", {},
+                 That("each degree once, ascending", lambda run: _ascending(run) == _degrees(run)),
+                 lambda run: f"Set {shown(_ascending(run))}."),
+        Requires("fleet.sequence_parallel.degrees",
+                 That("with model.family={model.family}, whose forwards cannot be split over GPUs",
+                      lambda run: not FAMILIES.load(run.model.family).splits_sequence),
+                 ((1,),), "Leave it out."),
+        Requires("fleet.sequence_parallel.degrees", _GUIDANCE,
+                 That("1 and even degrees, or even ones", lambda run: _degrees(run)[-1] > 1
+                      and not any(degree % 2 for degree in _degrees(run) if degree > 1)), _NO_GUIDANCE),
+        Requires("rollout.true_cfg_scale", _GUIDANCE, more_than(1),
+                 f"Without guidance there is one pass. {_NO_GUIDANCE}"),
+        Requires("exploration.step_cache", _GUIDANCE, UNSET,
+                 f"A rank keeps the residuals of one pass. {_NO_GUIDANCE}"),
+    )  # fmt: skip
 
 
 class NoticesConfig(Section):
@@ -204,7 +203,6 @@ class FleetConfig(Section):
     """Memory on this process's node for latents and samples in flight; more goes to the run directory."""
 
     def published_dtype(self, run: RunConfig) -> Literal["float32", "bfloat16"]:
-        """``publish``, decided."""
         if self.publish != "auto":
             return self.publish
         rounds = run.learner.mode == "lora" and run.learner.autocast == "bfloat16"
@@ -217,7 +215,6 @@ class FleetConfig(Section):
 
     @property
     def reserved_ranks(self) -> int:
-        """Learner ranks on reserved nodes."""
         return 0 if self.learner_moves else self.learner_ranks
 
     @property
@@ -234,171 +231,81 @@ class FleetConfig(Section):
         return ours and spot.trace is None and few and self.local.rollout_slots == 0
 
     @property
-    def _spot_nodes_min(self) -> int:
+    def spot_nodes_min(self) -> int:
+        """Emulated spot nodes of which one has a slot that the learner leaves."""
         return (self.fewest_ranks - self.reserved_ranks) // self.spot.slots + 1
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Keys of another driver or cluster, unused slots, and inconsistent timeouts."""
-        yield from self._place_problems()
-        if self.publish == "bfloat16":
-            yield from self._publish_problems(run)
-        if self.spot.trace is not None and self.spot.nodes:
-            yield Problem(
-                "fleet.spot.nodes", str(self.spot.nodes), "0 with fleet.spot.trace",
-                "The trace says which nodes there are: leave one of the two keys out.",
-            )  # fmt: skip
-        if self.only_learner_slots and not run.pipeline.trainers_generate:
-            yield Problem(
-                "fleet.spot.nodes", f"{self.spot.emulated_nodes}, with no other slot that rolls out",
-                "a slot that rolls out",
-                f"Set fleet.spot.nodes to at least {self._spot_nodes_min} or fleet.local.rollout_slots to at "
-                "least 1, or name a fleet.spot.trace.",
-            )  # fmt: skip
-        if self.learner_moves:
-            yield from self._moving_problems(run)
-        yield from self._fewer_ranks_problems(run)
-        yield from self._on_demand_problems()
-        yield from self.target.problems(run)
-        degrees = list(self.sequence_parallel.degrees)
-        if degrees != (ascending := sorted(set(degrees))):
-            yield Problem(
-                "fleet.sequence_parallel.degrees", str(degrees), "each degree once, ascending",
-                f"Set {ascending}.",
-            )  # fmt: skip
-        yield from self.sequence_parallel.guidance_problems(run)
-        if degrees[-1] > 1 and not FAMILIES.load(run.model.family).splits_sequence:
-            yield Problem(
-                "fleet.sequence_parallel.degrees", str(degrees), f"[1] with model.family={run.model.family}",
-                "Forwards of this family cannot be split over several GPUs: leave it out.",
-            )  # fmt: skip
+    @property
+    def answer_s_min(self) -> float:
+        """Who waits for a member to form a group, and then for a dead one, must not be given up."""
         # Guidance in parallel opens a group of each half, too, for half as long.
         openings = 2.5 if self.sequence_parallel.guidance else 2.0
-        forming_s = self.answer_s / 2 + openings * self.collective_s
-        if degrees[-1] > 1 and _TIMES_ASKED * self.answer_s < forming_s:
-            yield Problem(
-                "fleet.answer_s", f"{self.answer_s:g}",
-                f"at least {openings / (_TIMES_ASKED - 0.5) * self.collective_s:g} with fleet.collective_s = "
-                f"{self.collective_s:g}",
-                "Raise it, or lower fleet.collective_s: who waits for a dead member would be given up too.",
-            )  # fmt: skip
-        if self.lease_s < _BEATS_MIN * self.heartbeat_s:
-            yield Problem(
-                "fleet.lease_s", f"{self.lease_s:g}",
-                f"at least {_BEATS_MIN} heartbeats ({_BEATS_MIN * self.heartbeat_s:g} s)",
-                "Raise it, or lower fleet.heartbeat_s.",
-            )  # fmt: skip
+        return openings / (_TIMES_ASKED - 0.5) * self.collective_s
 
-    def _moving_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Keys that a learner on spot nodes cannot follow."""
-        placement = f"fleet.learner_placement={self.learner_placement}"
-        for index, reward in enumerate(run.rewards):
-            if reward.device == "learner":
-                yield Problem(
-                    f"rewards[{index}].device", "learner", f"another with {placement}",
-                    "Its process cannot move with the learner: set cpu, spot or cuda, or leave it out.",
-                )  # fmt: skip
-        if run.checkpoint.every != 1:
-            yield Problem(
-                "checkpoint.every", str(run.checkpoint.every), f"1 with {placement}",
-                "The learner's state is saved after every iteration there: leave it out.",
-            )  # fmt: skip
-        if run.learner.mode != "lora":
-            yield Problem(
-                "learner.mode", run.learner.mode, f"lora with {placement}",
-                "All weights would be saved after every iteration: set learner.mode=lora, or leave "
-                "fleet.learner_placement out.",
-            )  # fmt: skip
+    requires = (
+        *(Requires(key, _INLINE, UNSET, _RAY)
+          for key in ("fleet.address", "fleet.spot.nodes", "fleet.spot.trace")),
+        Requires("fleet.learner_ranks", _INLINE, 1,
+                 "Start so many ranks with torchrun, or set fleet.driver=ray."),
+        Requires("fleet.learner_placement", _INLINE, "reserved", _RAY),
+        Requires("fleet.publish", _INLINE, "auto", f"One process sends no weights. {_RAY}"),
+        *(Requires(key, {"fleet.driver": "ray", "fleet.address": SET}, UNSET,
+                   "Spot nodes are emulated on a local Ray only: leave one of the two keys out.")
+          for key in ("fleet.spot.nodes", "fleet.spot.trace")),
+        Requires("fleet.publish", {"learner.mode": other_than("lora")}, ("auto", "float32"),
+                 "Workers would roll out with other weights than are trained: leave it out."),
+        Requires("fleet.publish", {"learner.autocast": other_than("bfloat16")}, ("auto", "float32"),
+                 "Workers would roll out with other weights than are trained: leave it out, or set "
+                 "learner.autocast=bfloat16."),
+        Requires("fleet.spot.nodes", {"fleet.spot.trace": SET}, UNSET,
+                 "The trace says which nodes there are: leave one of the two keys out."),
+        Requires("fleet.spot.nodes", {"pipeline.trainers_generate": False},
+                 That("a slot that rolls out", lambda run: not run.fleet.only_learner_slots),
+                 "Set fleet.spot.nodes to at least {fleet.spot_nodes_min} or fleet.local.rollout_slots to at "
+                 "least 1, or name a fleet.spot.trace."),
+        Requires("rewards.*.device", _MOVES, other_than("learner"),
+                 "Its process cannot move with the learner: set cpu, spot or cuda, or leave it out."),
+        Requires("checkpoint.every", _MOVES, 1,
+                 "The learner's state is saved after every iteration there: leave it out."),
+        Requires("learner.mode", _MOVES, "lora",
+                 "All weights would be saved after every iteration: set learner.mode=lora, or leave "
+                 "fleet.learner_placement out."),
+        Requires("fleet.learner_grows_after_s", {"fleet.learner_ranks_min": UNSET}, _GROWS_AFTER_S,
+                 "Set that too, or leave it out: the number of ranks is fixed."),
+        Requires("fleet.learner_ranks_min", {"fleet.learner_placement": "reserved"}, UNSET,
+                 "Set fleet.learner_placement=spot, or leave it out."),
+        Requires("fleet.learner_ranks_min", {},
+                 That("a divisor of fleet.learner_ranks = {fleet.learner_ranks}",
+                      lambda run: run.fleet.learner_ranks % run.fleet.fewest_ranks == 0),
+                 lambda run: f"Nearest: {divisors_near(run.fleet.learner_ranks, run.fleet.fewest_ranks)}."),
+        Requires("fleet.learner_ranks_min",
+                 That("with algorithm.name={algorithm.name}, which compares the samples of whole groups",
+                      lambda run: run.algorithm.compares_groups),
+                 That("fleet.learner_ranks = {fleet.learner_ranks}",
+                      lambda run: run.fleet.fewest_ranks >= run.fleet.learner_ranks),
+                 "Fewer ranks would cut groups: leave it out."),
+        Requires("fleet.on_demand", {"fleet.learner_placement": other_than(_ON_DEMAND)}, OnDemandConfig(),
+                 "Set fleet.learner_placement=spot_then_on_demand, or leave it out."),
+        *(Requires(key, {"fleet.learner_placement": _ON_DEMAND, "fleet.address": SET}, SET,
+                   "Give the shell command of your cloud (docs/howto/train-on-spot.md has some).")
+          for key in ("fleet.on_demand.start", "fleet.on_demand.stop")),
+        *(Requires(key, {"fleet.learner_placement": _ON_DEMAND, "fleet.address": UNSET}, UNSET,
+                   "A cluster on this machine emulates the node: leave it out.")
+          for key in ("fleet.on_demand.start", "fleet.on_demand.stop")),
+        Requires("fleet.answer_s", {"fleet.sequence_parallel.degrees": other_than((1,))},
+                 That("at least {fleet.answer_s_min} with fleet.collective_s = {fleet.collective_s}",
+                      lambda run: run.fleet.answer_s >= run.fleet.answer_s_min),
+                 "Raise it, or lower fleet.collective_s: who waits for a dead member would be given up too."),
+        Requires("fleet.lease_s", {},
+                 That(f"at least {_BEATS_MIN} heartbeats (fleet.heartbeat_s = {{fleet.heartbeat_s}})",
+                      lambda run: run.fleet.lease_s >= _BEATS_MIN * run.fleet.heartbeat_s),
+                 "Raise it, or lower fleet.heartbeat_s."),
+    )  # fmt: skip
 
-    def _fewer_ranks_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Numbers of ranks that do not go together."""
-        least, most = self.learner_ranks_min, self.learner_ranks
-        if least is None:
-            if self.learner_grows_after_s != _GROWS_AFTER_S:
-                yield Problem(
-                    "fleet.learner_grows_after_s", f"{self.learner_grows_after_s:g}",
-                    "fleet.learner_ranks_min beside it",
-                    "Set that too, or leave it out: the number of ranks is fixed.",
-                )  # fmt: skip
-            return
-        if not self.learner_moves:
-            yield Problem(
-                "fleet.learner_ranks_min", str(least),
-                f"none with fleet.learner_placement={self.learner_placement}",
-                "Set fleet.learner_placement=spot, or leave it out.",
-            )  # fmt: skip
-        if most % least:
-            yield Problem(
-                "fleet.learner_ranks_min", str(least), f"a divisor of fleet.learner_ranks = {most}",
-                f"Nearest: {divisors_near(most, least)}.",
-            )  # fmt: skip
-        if run.algorithm.compares_groups and least < most:
-            yield Problem(
-                "fleet.learner_ranks_min", str(least), f"{most} with algorithm.name={run.algorithm.name}",
-                "Its loss compares the samples of whole groups, which fewer ranks would cut: leave it out.",
-            )  # fmt: skip
 
-    def _on_demand_problems(self) -> Iterator[Problem]:
-        """Keys that nothing reads, and commands that are missing."""
-        takes = self.learner_placement == "spot_then_on_demand"
-        if not takes and self.on_demand != OnDemandConfig():
-            yield Problem(
-                "fleet.on_demand", "set", f"nothing with fleet.learner_placement={self.learner_placement}",
-                "Set fleet.learner_placement=spot_then_on_demand, or leave it out.",
-            )  # fmt: skip
-            return
-        for key, command in (("start", self.on_demand.start), ("stop", self.on_demand.stop)):
-            if takes and self.address is not None and command is None:
-                yield Problem(
-                    f"fleet.on_demand.{key}", "nothing", "a shell command with fleet.address",
-                    "Give the command of your cloud (docs/howto/train-on-spot.md has some).",
-                )  # fmt: skip
-            if takes and self.address is None and command is not None:
-                yield Problem(
-                    f"fleet.on_demand.{key}", repr(command), "nothing without fleet.address",
-                    "A cluster on this machine emulates the node: leave it out.",
-                )  # fmt: skip
+def _degrees(run: RunConfig) -> list[int]:
+    return list(run.fleet.sequence_parallel.degrees)
 
-    def _publish_problems(self, run: RunConfig) -> Iterator[Problem]:
-        learner = run.learner
-        for key, found, wanted in (
-            ("mode", learner.mode, "lora"),
-            ("autocast", learner.autocast, "bfloat16"),
-        ):
-            if found != wanted:
-                yield Problem(
-                    "fleet.publish", "'bfloat16'", f"'float32' or 'auto' with learner.{key}={found}",
-                    "Workers would roll out with other weights than are trained: leave it out"
-                    + (", or set learner.autocast=bfloat16." if key == "autocast" else "."),
-                )  # fmt: skip
 
-    def _place_problems(self) -> Iterator[Problem]:
-        emulated = {"fleet.spot.nodes": self.spot.nodes, "fleet.spot.trace": self.spot.trace}
-        if self.driver == "inline":
-            for key, value in {"fleet.address": self.address, **emulated}.items():
-                if value:
-                    yield Problem(
-                        key, "set", "nothing with fleet.driver=inline",
-                        "Set fleet.driver=ray, or leave it out.",
-                    )  # fmt: skip
-            if self.learner_ranks > 1:
-                yield Problem(
-                    "fleet.learner_ranks", str(self.learner_ranks), "1 with fleet.driver=inline",
-                    "Start so many ranks with torchrun, or set fleet.driver=ray.",
-                )  # fmt: skip
-            if self.learner_moves:
-                yield Problem(
-                    "fleet.learner_placement", self.learner_placement, "reserved with fleet.driver=inline",
-                    "Set fleet.driver=ray, or leave it out.",
-                )  # fmt: skip
-            if self.publish != "auto":
-                yield Problem(
-                    "fleet.publish", self.publish, "auto with fleet.driver=inline, which sends no weights",
-                    "Set fleet.driver=ray, or leave it out.",
-                )  # fmt: skip
-        elif self.address is not None:
-            for key, value in emulated.items():
-                if value:
-                    yield Problem(
-                        key, "set", "nothing with fleet.address",
-                        "Spot nodes are emulated on a local Ray only: leave one of the two keys out.",
-                    )  # fmt: skip
+def _ascending(run: RunConfig) -> list[int]:
+    return sorted(set(_degrees(run)))

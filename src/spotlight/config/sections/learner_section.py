@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from spotlight.config.requires import SET, UNSET, Computed, Requires, That, other_than
 from spotlight.config.section import Section
 from spotlight_rewards.base.errors import Problem
 
@@ -45,6 +46,17 @@ class EmaConfig(Section):
     def decay(self, steps: int) -> float | None:
         """Decay of the update after optimizer step ``steps`` (the first is 1); None: no update then."""
         return None if steps % self.every else min((1 + steps) / (10 + steps), self.cap)
+
+
+def _batch_problems(run: RunConfig) -> Iterator[Problem]:
+    # Inline, only torchrun knows the number of ranks: it is checked again then.
+    ranks = run.fleet.learner_ranks if run.fleet.driver == "ray" else 1
+    yield from run.learner.batch_problems(run.rollout, ranks, run.algorithm.train_samples)
+
+
+def _schedules(run: RunConfig) -> bool:
+    follows = run.algorithm.uses_old_policy and not run.algorithm.old_policy_starts_batch
+    return bool(run.learner.warmup_steps or run.learner.decay_iterations or follows)
 
 
 class LearnerConfig(Section):
@@ -117,7 +129,6 @@ class LearnerConfig(Section):
 
     @property
     def pass_memory_bytes(self) -> int | None:
-        """``pass_memory_gib`` in bytes."""
         return None if self.pass_memory_gib is None else int(self.pass_memory_gib * 2**30)
 
     def scheduled(self, steps: int, batches: int, samples: int) -> tuple[float, float]:
@@ -142,79 +153,42 @@ class LearnerConfig(Section):
         done = min((step - self.warmup_steps) / falling, 1.0)
         return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Batch sizes that do not divide, and conflicts with weights, schedule or memory."""
-        # Inline, only torchrun knows the number of ranks: it is checked again then.
-        yield from self.batch_problems(
-            run.rollout,
-            run.fleet.learner_ranks if run.fleet.driver == "ray" else 1,
-            run.algorithm.train_samples,
-        )
-        if self.mode == "full" and run.model.dtype != "float32":
-            yield Problem(
-                "model.dtype", repr(run.model.dtype), "'float32' with learner.mode=full",
-                "bfloat16 swallows small updates: set model.dtype=float32 (and learner.autocast=bfloat16 for "
-                "speed), or learner.mode=lora.",
-            )  # fmt: skip
-        yield from self._split_problems(run)
-        if self.decay_iterations is not None:
-            rollout = run.rollout
-            trained = rollout.prompts_per_iteration * (run.algorithm.train_samples or rollout.group_size)
-            per_iteration = trained / (self.schedule_samples or trained)
-            yield from self._decay_problems(run.iterations, self.decay_iterations, per_iteration)
-        follows = run.algorithm.uses_old_policy and not run.algorithm.old_policy_starts_batch
-        scheduled = self.warmup_steps or self.decay_iterations is not None or follows
-        if self.schedule_samples is not None and not scheduled:
-            yield Problem(
-                "learner.schedule_samples", str(self.schedule_samples), "nothing where nothing is scheduled",
-                "It counts learner.warmup_steps, learner.decay_iterations and an old policy's decay: set "
-                "one, or leave it out.",
-            )  # fmt: skip
-        if self.keep_gathered is True and (run.fleet.driver == "ray" or self.shard == "none"):
-            reason = "learner.shard=none" if self.shard == "none" else "fleet.driver=ray"
-            yield Problem(
-                "learner.keep_gathered", "true", f"auto or false with {reason}",
-                "Only ranks that share the model and roll out themselves gather it. Leave it out.",
-            )  # fmt: skip
-        if self.pass_memory_gib is not None and self.timesteps_per_pass != "auto":
-            yield Problem(
-                "learner.pass_memory_gib", f"{self.pass_memory_gib:g}",
-                f"not set with learner.timesteps_per_pass={self.timesteps_per_pass}",
-                "Only learner.timesteps_per_pass=auto looks at memory: set that, or leave the budget out.",
-            )  # fmt: skip
-
-    def _split_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Samples divided among updates where only whole groups can be, or where there is one update."""
-        if self.update_split == "groups":
-            return
-        for condition, with_, why in (
-            (self.updates_per_batch == 1, "learner.updates_per_batch=1", "One update trains all samples"),
-            (run.pipeline.trains_parts, f"pipeline.axis={run.pipeline.axis}",
-             "Which samples an update trains is known only when all are there"),
-            (run.algorithm.compares_groups, f"algorithm.name={run.algorithm.name}",
-             "Its loss compares the samples of a group"),
-        ):  # fmt: skip
-            if condition:
-                yield Problem(
-                    "learner.update_split", repr(self.update_split), f"'groups' with {with_}",
-                    f"{why}: leave one of the two keys out.",
-                )  # fmt: skip
-
-    def _decay_problems(self, iterations: int, until: int, per_iteration: float) -> Iterator[Problem]:
-        if iterations * per_iteration > until * (1 + 1e-9):
-            each = "" if per_iteration == 1 else f" after {until / per_iteration:g} iterations"
-            yield Problem(
-                "iterations", str(iterations),
-                f"at most learner.decay_iterations={until}, where the learning rate is 0{each}",
-                "Raise learner.decay_iterations with it (for a new run: it changes every step's learning "
-                "rate).",
-            )  # fmt: skip
-        if self.warmup_steps >= (steps := until * self.updates_per_batch):
-            yield Problem(
-                "learner.warmup_steps", str(self.warmup_steps),
-                f"fewer than the {steps} optimizer steps of learner.decay_iterations={until}",
-                "Shorten the warm-up, or lengthen the decay.",
-            )  # fmt: skip
+    requires = (
+        Computed("learner.updates_per_batch", "a divisor of rollout.prompts_per_iteration, or of the samples "
+                 "of an iteration, as learner.update_split divides them", _batch_problems),
+        Requires("model.dtype", {"learner.mode": "full"}, "float32",
+                 "bfloat16 swallows small updates: set model.dtype=float32 (and learner.autocast=bfloat16 "
+                 "for speed), or learner.mode=lora."),
+        Requires("learner.update_split", {"learner.updates_per_batch": 1}, "groups",
+                 "One update trains all samples: leave one of the two keys out."),
+        Requires("learner.update_split", {"pipeline.axis": other_than("none")}, "groups",
+                 "Which samples an update trains is known only when all are there: leave one of the two keys "
+                 "out."),
+        Requires("learner.update_split",
+                 That("with algorithm.name={algorithm.name}, whose loss compares the samples of a group",
+                      lambda run: run.algorithm.compares_groups), "groups",
+                 "Its loss compares the samples of a group: leave one of the two keys out."),
+        Requires("iterations", {},
+                 That("at most learner.decay_iterations={learner.decay_iterations}, where the learning rate "
+                      "is 0 after {decays_until} iterations",
+                      lambda run: run.iterations <= (run.decays_until or math.inf) * (1 + 1e-9)),
+                 "Raise learner.decay_iterations with it (for a new run: it changes every step's learning "
+                 "rate)."),
+        Requires("learner.warmup_steps", {"learner.decay_iterations": SET},
+                 That("fewer than the optimizer steps of learner.decay_iterations = "
+                      "{learner.decay_iterations}", lambda run: run.learner.warmup_steps
+                      < (run.learner.decay_iterations or math.inf) * run.learner.updates_per_batch),
+                 "Shorten the warm-up, or lengthen the decay."),
+        Requires("learner.schedule_samples",
+                 That("where nothing is scheduled", lambda run: not _schedules(run)), UNSET,
+                 "It counts learner.warmup_steps, learner.decay_iterations and an old policy's decay: set "
+                 "one, or leave it out."),
+        *(Requires("learner.keep_gathered", where, ("auto", False),
+                   "Only ranks that share the model and roll out themselves gather it. Leave it out.")
+          for where in ({"learner.shard": "none"}, {"fleet.driver": "ray"})),
+        Requires("learner.pass_memory_gib", {"learner.timesteps_per_pass": other_than("auto")}, UNSET,
+                 "Only learner.timesteps_per_pass=auto looks at memory: set that, or leave the budget out."),
+    )  # fmt: skip
 
     def rank_problems(
         self, rollout: RolloutConfig, ranks: int, per_node: tuple[int, ...], train_samples: int | None = None

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from spotlight.config.requires import SET, UNSET, Requires, That, other_than
 from spotlight.config.section import Section
 from spotlight.registry import FAMILIES
-from spotlight_rewards.base.errors import Problem
-
-if TYPE_CHECKING:
-    from spotlight.config.schema import RunConfig
 
 Attention = Literal["native", "math", "cudnn", "flash", "flash-varlen", "flash-3", "flash-3-varlen"]
 """Values of ``model.attention``; see :mod:`spotlight.models.kernels.attention`."""
+
+
+_KERNELS = "leave it out, or set one that takes every mask (native, cudnn)."
+_GRAPHS = {"model.cuda_graphs": True}
+_NO_GRAPHS = "Change it, or leave model.cuda_graphs out."
 
 
 class ModelConfig(Section):
@@ -63,75 +64,36 @@ class ModelConfig(Section):
     padding (FLUX.1, SD3.5) draw other pictures with another limit.
     """
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """A LoRA to start from where every weight is trained, and kernels that do not go together."""
-        yield from self._kernel_problems(run)
-        if self.cuda_graphs:
-            yield from self._graph_problems(run)
-        if self.lora is not None and run.learner.mode != "lora":
-            yield Problem(
-                "model.lora", repr(self.lora), f"nothing with learner.mode={run.learner.mode}",
-                "Set learner.mode=lora, or merge the LoRA and give the result as model.transformer.",
-            )  # fmt: skip
-
-    def _kernel_problems(self, run: RunConfig) -> Iterator[Problem]:
-        asked = {"attention": self.attention, "compile": None if self.compile == "none" else self.compile}
-        family = self.family
-        for key, value in asked.items():
-            if value is not None and not FAMILIES.load(family).chooses_kernels:
-                yield Problem(
-                    f"model.{key}", repr(value), f"nothing with model.family={family}",
-                    "diffusers offers neither for this model: leave it out.",
-                )  # fmt: skip
-        if self.attention is not None and (why := self._unfit(self.attention)) is not None:
-            yield Problem(
-                "model.attention", repr(self.attention), f"another kernel with model.family={family}",
-                f"{why}: leave it out, or set one that takes every mask (native, cudnn).",
-            )  # fmt: skip
-        if self.compile == "none":
-            return
-        hooks = "Both change the blocks while they run, which compiled code would not notice"
-        if run.fleet.sequence_parallel.degrees != (1,):
-            yield Problem(
-                "model.compile", repr(self.compile), "none with fleet.sequence_parallel.degrees above 1",
-                f"{hooks}: leave one of them out.",
-            )  # fmt: skip
-        if run.exploration is not None and run.exploration.step_cache is not None:
-            yield Problem(
-                "model.compile", repr(self.compile), "none with exploration.step_cache",
-                f"{hooks}: leave one of them out.",
-            )  # fmt: skip
-
-    def _unfit(self, attention: Attention) -> str | None:
-        """Why a kernel would fail or draw other pictures with this family."""
-        family = FAMILIES.load(self.family)
-        if not family.chooses_kernels:
-            return None
-        if attention in ("flash", "flash-3") and family.always_masks:
-            return "It takes no mask, and this model always has one"
-        if attention in ("flash-varlen", "flash-3-varlen") and not family.pads_last:
-            return "It takes each row's first keys, as if this model's padding came last"
-        return None
-
-    def _graph_problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Whatever replaces weights, or does between kernels what a graph does not repeat."""
-        degrees = run.fleet.sequence_parallel.degrees
-        cached = None if run.exploration is None else run.exploration.step_cache
-        captures = FAMILIES.load(self.family).captures_graphs
-        for key, found, wanted, fits in (
-            ("model.family", self.family, "one whose forward reads no values back", captures),
-            ("device", run.device, "a CUDA device", run.device != "cpu"),
-            ("model.dtype", self.dtype, "bfloat16", self.dtype == "bfloat16"),
-            ("model.compile", self.compile, "none", self.compile == "none"),
-            ("learner.mode", run.learner.mode, "lora", run.learner.mode == "lora"),
-            ("fleet.sequence_parallel.degrees", list(degrees), "[1]", degrees == (1,)),
-            ("exploration.step_cache", cached, "nothing", cached is None),
-        ):
-            if not fits:
-                yield Problem(
-                    key, str(found), f"{wanted} with model.cuda_graphs",
-                    "Change it, or leave model.cuda_graphs out.",
-                )  # fmt: skip
+    requires = (
+        *(Requires(key, That("with model.family={model.family}, for which diffusers offers no other",
+                             lambda run: not FAMILIES.load(run.model.family).chooses_kernels),
+                   default, "There is nothing to choose: leave it out.")
+          for key, default in (("model.attention", None), ("model.compile", "none"))),
+        Requires("model.attention",
+                 That("with model.family={model.family}, which always has a mask",
+                      lambda run: FAMILIES.load(run.model.family).always_masks),
+                 other_than("flash", "flash-3"),
+                 f"It takes no mask, and this model always has one: {_KERNELS}"),
+        Requires("model.attention",
+                 That("with model.family={model.family}, whose padding does not come last",
+                      lambda run: not FAMILIES.load(run.model.family).pads_last),
+                 other_than("flash-varlen", "flash-3-varlen"),
+                 f"It takes each row's first keys, as if this model's padding came last: {_KERNELS}"),
+        *(Requires("model.compile", where, "none",
+                   "Both change the blocks while they run, which compiled code would not notice: leave one "
+                   "of them out.")
+          for where in (
+              {"fleet.sequence_parallel.degrees": other_than((1,))}, {"exploration.step_cache": SET})),
+        # Whatever replaces weights, or does between kernels what a graph does not repeat.
+        Requires("model.family", _GRAPHS, That("one whose forward reads no values back",
+                 lambda run: FAMILIES.load(run.model.family).captures_graphs), _NO_GRAPHS),
+        *(Requires(key, _GRAPHS, wanted, _NO_GRAPHS) for key, wanted in (
+            ("device", other_than("cpu")), ("model.dtype", "bfloat16"), ("model.compile", "none"),
+            ("learner.mode", "lora"), ("fleet.sequence_parallel.degrees", ((1,),)),
+            ("exploration.step_cache", UNSET))),
+        Requires("model.lora", {"learner.mode": other_than("lora")}, None,
+                 "Set learner.mode=lora, or merge the LoRA and give the result as model.transformer."),
+    )  # fmt: skip
 
 
 class DataConfig(Section):

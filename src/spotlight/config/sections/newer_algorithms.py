@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from spotlight.config.requires import UNSET, Requires, That, more_than, other_than
 from spotlight.config.sections.algorithm import (
     BatchStartSection,
     ForwardProcessSection,
     NoiseLevels,
     OldPolicyConfig,
 )
-from spotlight_rewards.base.errors import Problem
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -34,6 +33,11 @@ class FlowDPPOConfig(BatchStartSection):
     """Trained steps per sample, drawn from its stochastic steps; default: all of them."""
 
 
+def _together(run: RunConfig) -> bool:
+    per_pass = run.learner.timesteps_per_pass
+    return per_pass != "auto" and per_pass >= (run.algorithm.train_timesteps or 1)
+
+
 class VGRPOConfig(ForwardProcessSection):
     """V-GRPO (arXiv 2604.23380): clipped policy gradient with the ELBO as log-prob, on final latents."""
 
@@ -52,47 +56,24 @@ class VGRPOConfig(ForwardProcessSection):
     noise_levels: NoiseLevels = "stratified_steps"
     """Their distribution; see ``diffusion-nft``."""
 
-    @property
-    def shares_draws(self) -> bool:
-        """Always."""
-        return True
+    shares_draws: ClassVar[bool] = True
+    recomputes_log_probs: ClassVar[bool] = True
 
-    @property
-    def recomputes_log_probs(self) -> bool:
-        """Always."""
-        return True
-
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Later updates whose ratio is cut into passes."""
-        per_pass, learner = run.learner.timesteps_per_pass, run.learner
-        together = per_pass != "auto" and per_pass >= self.train_timesteps
-        if learner.updates_per_batch > 1 and not together:
-            yield Problem(
-                "learner.timesteps_per_pass", repr(per_pass),
-                f"at least algorithm.train_timesteps = {self.train_timesteps} with learner.updates_per_batch="
-                f"{learner.updates_per_batch} and algorithm.name={self.name}",
-                "A ratio is of the mean over a sample's noise levels, so they are evaluated together: set "
-                f"{self.train_timesteps} (and a smaller learner.micro_batch_size), or one update per batch.",
-            )  # fmt: skip
+    requires = (
+        Requires("learner.timesteps_per_pass", {"learner.updates_per_batch": more_than(1)},
+                 That("at least algorithm.train_timesteps = {algorithm.train_timesteps}", _together),
+                 "A ratio is of the mean over a sample's noise levels, so they are evaluated together: set "
+                 "{algorithm.train_timesteps} (and a smaller learner.micro_batch_size), or one update per "
+                 "batch."),
+    )  # fmt: skip
 
 
 class PreferenceSection(ForwardProcessSection):
     """Compares the samples of a group with each other, relative to the reference, at the same noise draws."""
 
-    @property
-    def uses_reference(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def shares_draws(self) -> bool:
-        """Always."""
-        return True
-
-    @property
-    def compares_groups(self) -> bool:
-        """Always."""
-        return True
+    uses_reference: ClassVar[bool] = True
+    shares_draws: ClassVar[bool] = True
+    compares_groups: ClassVar[bool] = True
 
 
 class DGPOConfig(PreferenceSection):
@@ -123,23 +104,18 @@ class DGPOConfig(PreferenceSection):
 
     @property
     def levels(self) -> int | None:
-        """``noisiest_steps``."""
         return self.noisiest_steps
 
     @property
     def uses_old_policy(self) -> bool:
-        """With a clip."""
         return self.clip_range is not None
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Levels without a schedule to take them from."""
-        if self.noisiest_steps is not None and self.noise_levels not in ("steps", "stratified_steps"):
-            yield Problem(
-                "algorithm.noisiest_steps", str(self.noisiest_steps),
-                f"nothing with algorithm.noise_levels={self.noise_levels}",
-                "Only levels of the schedule can be counted: set algorithm.noise_levels=steps, or leave it "
-                "out.",
-            )  # fmt: skip
+    requires = (
+        Requires("algorithm.noisiest_steps",
+                 {"algorithm.noise_levels": other_than("steps", "stratified_steps")}, UNSET,
+                 "Only levels of the schedule can be counted: set algorithm.noise_levels=steps, or leave it "
+                 "out."),
+    )  # fmt: skip
 
 
 class DiffusionDPOConfig(PreferenceSection):

@@ -42,7 +42,6 @@ class MetricsConfig(Section):
 
     @property
     def chosen(self) -> dict[str, dict[str, Any]]:
-        """Every enabled sink, with its options."""
         return {
             **({"tensorboard": {}} if self.tensorboard else {}),
             **({"wandb": self.wandb.model_dump()} if self.wandb else {}),

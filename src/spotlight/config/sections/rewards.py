@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
+from spotlight.config.requires import UNSET, Requires, That, other_than
 from spotlight.config.section import Section
-from spotlight_rewards.base.errors import Problem
-
-if TYPE_CHECKING:
-    from spotlight.config.schema import RunConfig
 
 
 class RewardPolicyConfig(Section):
@@ -28,35 +24,20 @@ class RewardPolicyConfig(Section):
     start_deadline_s: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """Time limit for a reward's process to start and load, and for checking the prompts."""
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Rewards with equal names, or without any weight."""
-        yield from _device_problems(run)
-        curves = [reward.curve for reward in run.rewards]
-        for curve in sorted({curve for curve in curves if curves.count(curve) > 1}):
-            yield Problem(
-                "rewards", f"{curve!r} twice", "each name once", "Add the weights, or give a label."
-            )
-        if all(reward.weight == 0 for reward in run.rewards):
-            yield Problem(
-                "rewards", "only weights of 0", "at least one other weight", "Nothing would be learnt."
-            )
-
-
-def _device_problems(run: RunConfig) -> Iterator[Problem]:
-    for index, reward in enumerate(run.rewards):
-        key, ray = f"rewards[{index}].device", run.fleet.driver == "ray"
-        if reward.device == "spot" and not ray:
-            yield Problem(
-                key, "'spot'", "another with fleet.driver=inline, which has no spot nodes",
-                "Set device: cpu, or fleet.driver=ray.",
-            )  # fmt: skip
-        if reward.is_beside_command and reward.device in ("spot", "cuda", "learner"):
-            yield Problem(
-                key, repr(reward.device), f"'auto': {reward.name!r} needs the run directory",
-                "Leave it out: its process runs beside the command that trains.",
-            )  # fmt: skip
-        if reward.device == "cuda" and ray and run.fleet.address is None:
-            yield Problem(
-                key, "'cuda'", "another on a cluster of this machine alone, whose nodes have CPU slots",
-                "Set device: cpu, or name a cluster in fleet.address.",
-            )  # fmt: skip
+    requires = (
+        Requires("rewards.*.device", {"fleet.driver": "inline"}, other_than("spot"),
+                 "One process, which has no spot nodes: set device: cpu, or fleet.driver=ray."),
+        Requires("rewards.*.device", {"rewards.*.name": "vote"},
+                 other_than("spot", "cuda", "learner"),
+                 "It needs the run directory, so its process runs beside the command that trains: leave the "
+                 "device out."),
+        Requires("rewards.*.device", {"fleet.driver": "ray", "fleet.address": UNSET}, other_than("cuda"),
+                 "Nodes of a cluster on this machine have CPU slots: set device: cpu, or name a cluster in "
+                 "fleet.address."),
+        Requires("rewards", {},
+                 That("each name once", lambda run: len({reward.curve for reward in run.rewards})
+                      == len(run.rewards)), "Add the weights, or give a label."),
+        Requires("rewards", {},
+                 That("at least one weight other than 0",
+                      lambda run: any(reward.weight for reward in run.rewards)), "Nothing would be learnt."),
+    )  # fmt: skip

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
+from spotlight.config.requires import SET, Requires, That, at_most, less_than, more_than, other_than
 from spotlight.config.section import Section
 from spotlight.registry import FAMILIES
-from spotlight_rewards.base.errors import Problem
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
@@ -34,8 +33,11 @@ class SdeWindowConfig(Section):
     """Which rollouts share a window: none, or all of an iteration (``random``)."""
 
 
-_WINDOW_KEYS = {"per": "random", "every": "sliding", "decay": "sliding"}
-"""Of keys that one kind of window alone reads, the kind."""
+_WINDOW = {"rollout.sampler": other_than("ode"), "rollout.sde_window.kind": other_than("all")}
+_NOISY: That[RunConfig] = That(
+    "with algorithm.name={algorithm.name}, which learns from a rollout's steps",
+    lambda run: not run.algorithm.learns_from_clean_samples,
+)
 
 
 class RolloutConfig(Section):
@@ -81,90 +83,45 @@ class RolloutConfig(Section):
             return 0
         return self.steps - 1 if self.sde_window.kind == "all" else self.sde_window.size
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Guidance the family does not take; a sampler or SDE window that does not suit the algorithm."""
-        if self.embedded_guidance is not None and FAMILIES.load(run.model.family).embedded_guidance is None:
-            yield Problem(
-                "rollout.embedded_guidance", f"{self.embedded_guidance:g}",
-                f"nothing with model.family={run.model.family}",
-                "Its models take no scale as an input: leave it out, and guide by rollout.true_cfg_scale.",
-            )  # fmt: skip
-        for key, kind in _WINDOW_KEYS.items():
-            value = getattr(self.sde_window, key)
-            if self.sde_window.kind != kind and value != SdeWindowConfig.model_fields[key].default:
-                yield Problem(
-                    f"rollout.sde_window.{key}", repr(value),
-                    f"nothing with rollout.sde_window.kind={self.sde_window.kind}",
-                    f"It is for {kind} windows: leave it out, or set rollout.sde_window.kind={kind}.",
-                )  # fmt: skip
-        yield from self._sharing_problems(run)
-        name = run.algorithm.name
-        if not run.algorithm.learns_from_clean_samples:
-            yield from self._noise_problems(name)
-        elif self.sampler != "ode":
-            yield Problem(
-                "rollout.sampler", repr(self.sampler), f"'ode' with algorithm.name={name}",
-                "It learns from clean samples, which SDE noise makes worse: set rollout.sampler=ode.",
-            )  # fmt: skip
-        if self.sampler == "ode":
-            return
-        if self.sde_window.kind != "all":
-            yield from self._window_problems()
-        wanted = run.algorithm.train_timesteps
-        if wanted is not None and wanted > self.kept_steps:
-            yield Problem(
-                "algorithm.train_timesteps", str(wanted),
-                f"at most {self.kept_steps}, the stochastic steps of a rollout",
-                "Lower it, or widen rollout.sde_window.",
-            )  # fmt: skip
-
-    def _sharing_problems(self, run: RunConfig) -> Iterator[Problem]:
-        if self.initial_noise == "sample":
-            return
-        if self.sampler == "ode":
-            yield Problem(
-                "rollout.initial_noise", "'group'", "'sample' with rollout.sampler=ode",
-                "All samples of a group would be equal: leave it out, or set a stochastic sampler.",
-            )  # fmt: skip
-        if run.exploration is not None:
-            yield Problem(
-                "rollout.initial_noise", "'group'", "'sample' with exploration",
-                "What is explored is the noise that samples start from: leave one of the two out.",
-            )  # fmt: skip
-
-    def _noise_problems(self, algorithm: str) -> Iterator[Problem]:
-        if self.sampler == "cps" and self.noise_level > 1:
-            yield Problem(
-                "rollout.noise_level", str(self.noise_level), "at most 1 with rollout.sampler=cps",
-                "At 1 all noise of a step is fresh; 0.8 is usual.",
-            )  # fmt: skip
-        if self.sampler == "ode":
-            yield Problem(
-                "rollout.sampler", "'ode'", f"a stochastic sampler with algorithm.name={algorithm}",
-                "Set rollout.sampler to flow-sde, cps or dance: an ODE step has no log-probability.",
-            )  # fmt: skip
-        if self.noise_level == 0:
-            yield Problem(
-                "rollout.noise_level", "0", f"above 0 with algorithm.name={algorithm}",
-                "Without noise a step has no log-probability; Flow-GRPO uses 0.7.",
-            )  # fmt: skip
-
-    def _window_problems(self) -> Iterator[Problem]:
+    @property
+    def window_end(self) -> int:
+        """``sde_window.high``, decided as in :mod:`spotlight.diffusion.schedule`."""
         window, last = self.sde_window, self.steps - 1
-        high = window.high
-        if high is None:  # as in spotlight.diffusion.schedule
-            high = (
-                last
-                if window.kind == "sliding"
-                else min(max(window.low + window.size, self.steps // 2), last)
-            )
-        if high > last:
-            yield Problem(
-                "rollout.sde_window.high", str(high), f"at most rollout.steps - 1 = {last}",
-                "The last step is never stochastic: it would leave noise in the picture.",
-            )  # fmt: skip
-        if window.low + window.size > high:
-            yield Problem(
-                "rollout.sde_window.size", str(window.size), f"at most high - low = {high - window.low}",
-                "Widen [low, high) or take fewer steps.",
-            )  # fmt: skip
+        if window.high is not None or window.kind == "sliding":
+            return window.high or last
+        return min(max(window.low + window.size, self.steps // 2), last)
+
+    requires = (
+        Requires("rollout.embedded_guidance",
+                 That("with model.family={model.family}, whose models take no such input",
+                      lambda run: FAMILIES.load(run.model.family).embedded_guidance is None), None,
+                 "Leave it out, and guide by rollout.true_cfg_scale."),
+        *(Requires(f"rollout.sde_window.{key}", {"rollout.sde_window.kind": other_than(kind)},
+                   SdeWindowConfig.model_fields[key].default,
+                   f"It is for {kind} windows: leave it out, or set rollout.sde_window.kind={kind}.")
+          for key, kind in (("per", "random"), ("every", "sliding"), ("decay", "sliding"))),
+        Requires("rollout.initial_noise", {"rollout.sampler": "ode"}, "sample",
+                 "All samples of a group would be equal: leave it out, or set a stochastic sampler."),
+        Requires("rollout.initial_noise", {"exploration": SET}, "sample",
+                 "What is explored is the noise that samples start from: leave one of the two out."),
+        Requires("rollout.sampler",
+                 That("with algorithm.name={algorithm.name}, which learns from clean samples",
+                      lambda run: run.algorithm.learns_from_clean_samples), "ode",
+                 "SDE noise makes them worse: set rollout.sampler=ode."),
+        Requires("rollout.sampler", _NOISY, other_than("ode"),
+                 "Set rollout.sampler to flow-sde, cps or dance: an ODE step has no log-probability."),
+        Requires("rollout.noise_level", {"rollout.sampler": "cps"}, at_most(1),
+                 "At 1 all noise of a step is fresh; 0.8 is usual."),
+        Requires("rollout.noise_level", _NOISY, more_than(0),
+                 "Without noise a step has no log-probability; Flow-GRPO uses 0.7."),
+        Requires("rollout.sde_window.high", _WINDOW, less_than("rollout.steps"),
+                 "The last step is never stochastic: it would leave noise in the picture."),
+        Requires("rollout.sde_window.size", _WINDOW,
+                 That("at most high - low, up to step {rollout.window_end}", lambda run:
+                      run.rollout.sde_window.low + run.rollout.sde_window.size <= run.rollout.window_end),
+                 "Widen [low, high) or take fewer steps."),
+        Requires("algorithm.train_timesteps", {"rollout.sampler": other_than("ode")},
+                 That("at most the {rollout.kept_steps} stochastic steps of a rollout", lambda run:
+                      (run.algorithm.train_timesteps or 0) <= run.rollout.kept_steps),
+                 "Lower it, or widen rollout.sde_window."),
+    )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, ValidationError
 
+from spotlight.config.requires import Computed, Requires, That, at_most, other_than
 from spotlight.config.section import Section
 from spotlight.registry import NODE_PROVIDERS
 from spotlight_rewards.base.errors import Problem
@@ -15,7 +16,36 @@ if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
 
 EMULATED = "emulated"
-_PARAMS = "fleet.target.params"
+_PROVIDERS = "Set it to who adds and drops this cluster's spot nodes, or leave it out."
+
+
+def _has_goal(run: RunConfig) -> bool:
+    return run.fleet.target.is_set and run.fleet.driver == "ray"
+
+
+def _nodes_needed(run: RunConfig) -> int:
+    fleet = run.fleet
+    held = fleet.learner_ranks - fleet.reserved_ranks
+    others = fleet.address is not None or fleet.local.rollout_slots > 0 or run.pipeline.trainers_generate
+    # Elsewhere it is not known how many slots a node has: one that holds all ranks may be enough.
+    slots = fleet.spot.slots if fleet.address is None else max(held, 1)
+    return -(-held // slots) if others else held // slots + 1
+
+
+def _misfits(run: RunConfig) -> Iterator[Problem]:
+    target = run.fleet.target
+    if not _has_goal(run) or (run.fleet.address is None) != (target.provider in ("auto", EMULATED)):
+        return
+    settings = NODE_PROVIDERS.load(target.provider_name).settings
+    try:
+        settings.model_validate(target.params)
+    except ValidationError as error:
+        known = ", ".join(settings.model_fields) or "nothing"
+        for each in error.errors(include_url=False):
+            key = ".".join(["fleet.target.params", *map(str, each["loc"])])
+            found = "nothing" if each["type"] == "missing" else repr(each["input"])
+            remedy = f"Give what fleet.target.provider={target.provider_name} takes."
+            yield Problem(key, found, f"{each['msg']} ({known})", remedy)
 
 
 class TargetConfig(Section):
@@ -49,67 +79,30 @@ class TargetConfig(Section):
         """A number of spot nodes within the bounds."""
         return min(max(nodes, self.nodes_min), self.nodes_max)
 
-    def problems(self, run: RunConfig) -> Iterator[Problem]:
-        """Keys that nothing reads, a provider that does not suit the cluster, and what it cannot use."""
-        fleet = run.fleet
-        if not self.is_set:
-            if self != TargetConfig():
-                yield Problem(
-                    "fleet.target", "settings without a goal", "a deadline_h or a budget_usd beside them",
-                    "Set one (--deadline-h, --budget-usd), or leave fleet.target out.",
-                )  # fmt: skip
-            return
-        if fleet.driver != "ray":
-            yield Problem(
-                "fleet.target", f"a goal with fleet.driver={fleet.driver}", "fleet.driver=ray",
-                "Only a cluster has spot nodes to add: set it, or leave fleet.target out.",
-            )  # fmt: skip
-            return
-        if self.nodes_min > self.nodes_max:
-            yield Problem(
-                "fleet.target.nodes_min", str(self.nodes_min),
-                f"at most fleet.target.nodes_max ({self.nodes_max})", "Lower it, or raise that.",
-            )  # fmt: skip
-        yield from self._too_few(run)
-        yield from self._provider_problems(emulated=fleet.address is None)
-
-    def _too_few(self, run: RunConfig) -> Iterator[Problem]:
-        fleet = run.fleet
-        held = fleet.learner_ranks - fleet.reserved_ranks
-        others = fleet.address is not None or fleet.local.rollout_slots > 0 or run.pipeline.trainers_generate
-        # Elsewhere it is not known how many slots a node has: one that holds all ranks may be enough.
-        slots = fleet.spot.slots if fleet.address is None else max(held, 1)
-        needed = -(-held // slots) if others else held // slots + 1
-        if fleet.learner_placement != "spot_then_on_demand" and self.nodes_min < needed:
-            what = "the learner and a slot that rolls out" if held else "a slot that rolls out"
-            yield Problem(
-                "fleet.target.nodes_min", str(self.nodes_min), f"at least {needed}: {what}", "Raise it."
-            )
-
-    def _provider_problems(self, *, emulated: bool) -> Iterator[Problem]:
-        if emulated != (self.provider in ("auto", EMULATED)):
-            where = "a cluster on this machine" if emulated else "fleet.address"
-            others = [name for name in NODE_PROVIDERS if name != EMULATED]
-            yield Problem(
-                "fleet.target.provider", self.provider,
-                f"{EMULATED} or auto with {where}" if emulated else f"{' or '.join(others)} with {where}",
-                "Set it to who adds and drops this cluster's spot nodes.",
-            )  # fmt: skip
-            return
-        settings = NODE_PROVIDERS.load(self.provider_name).settings
-        try:
-            settings.model_validate(self.params)
-        except ValidationError as error:
-            known = ", ".join(settings.model_fields) or "nothing"
-            for each in error.errors(include_url=False):
-                key = ".".join([_PARAMS, *map(str, each["loc"])])
-                missing = each["type"] == "missing"
-                yield Problem(
-                    key, "nothing" if missing else repr(each["input"]), f"{each['msg']} ({known})",
-                    f"Give what fleet.target.provider={self.provider_name} takes.",
-                )  # fmt: skip
-
     @property
     def provider_name(self) -> str:
-        """``provider``, decided."""
         return EMULATED if self.provider == "auto" else self.provider
+
+    requires = (
+        Requires("fleet.target",
+                 That("without deadline_h and budget_usd", lambda run: not run.fleet.target.is_set),
+                 That("nothing", lambda run: run.fleet.target == TargetConfig()),
+                 "Set one (--deadline-h, --budget-usd), or leave fleet.target out."),
+        Requires("fleet.target", {"fleet.driver": other_than("ray")},
+                 That("no goal", lambda run: not run.fleet.target.is_set),
+                 "Only a cluster has spot nodes to add: set fleet.driver=ray, or leave fleet.target out."),
+        Requires("fleet.target.nodes_min", {}, at_most("fleet.target.nodes_max"),
+                 "Lower it, or raise that."),
+        Requires("fleet.target.nodes_min", That("with a goal", lambda run: _has_goal(run)
+                      and run.fleet.learner_placement != "spot_then_on_demand"),
+                 That("room for the learner and a slot that rolls out",
+                      lambda run: run.fleet.target.nodes_min >= _nodes_needed(run)),
+                 lambda run: f"Set at least {_nodes_needed(run)}."),
+        Requires("fleet.target.provider",
+                 That("with a cluster on this machine", lambda run: _has_goal(run) and not run.fleet.address),
+                 ("auto", EMULATED), _PROVIDERS),
+        Requires("fleet.target.provider",
+                 That("with fleet.address", lambda run: _has_goal(run) and bool(run.fleet.address)),
+                 other_than("auto", EMULATED), _PROVIDERS),
+        Computed("fleet.target.params", "the settings of fleet.target.provider", _misfits),
+    )  # fmt: skip

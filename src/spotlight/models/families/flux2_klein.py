@@ -12,60 +12,19 @@ Traps of the reference:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spotlight.models import tiny
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
-from spotlight.models.family_facts import (
-    ActivationCosts,
-    Dimensions,
-    PublishedModel,
-    dual_stream_dimensions,
-)
+from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal, require_even_split
 from spotlight.models.shared.latents import unpack
 
 _TEXT_LAYERS = 3
 """Hidden states of the text encoder that are joined; which ones is the pipeline's default (9, 18 and 27)."""
-
-
-def _published(*, large: bool, distilled: bool) -> PublishedModel:
-    heads, text_width = (32, 4096) if large else (24, 2560)
-    return PublishedModel(
-        configs={
-            "transformer": {
-                "_class_name": "Flux2Transformer2DModel",
-                "attention_head_dim": 128,
-                "axes_dims_rope": [32, 32, 32, 32],
-                "guidance_embeds": False,
-                "in_channels": 128,
-                "joint_attention_dim": _TEXT_LAYERS * text_width,
-                "mlp_ratio": 3.0,
-                "num_attention_heads": heads,
-                "num_layers": 8 if large else 5,
-                "num_single_layers": 24 if large else 20,
-                "patch_size": 1,
-                "rope_theta": 2000,
-            },
-            "vae": {
-                "_class_name": "AutoencoderKLFlux2",
-                "block_out_channels": [128, 256, 512, 512],
-                "latent_channels": 32,
-                "layers_per_block": 2,
-                "norm_num_groups": 32,
-                "patch_size": [2, 2],
-            },
-        },
-        parameters=9.08e9 if large else 3.88e9,
-        text_parameters=8.2e9 if large else 4.0e9,
-        source="`convert_flux2_to_diffusers.py`",
-        settings={"is_distilled": distilled},
-    )
 
 
 class Flux2Klein(ModelFamily):
@@ -88,30 +47,17 @@ class Flux2Klein(ModelFamily):
     )
     activations = ActivationCosts(lora=18.4, full=26.5, checkpointed=1.6, forward=21.5, decode=6.5)
     packed = True
-    pads_last = True  # the model attends to padding, without a mask
+    pads_last = pads_prompts = True  # the model attends to padding, without a mask
+    guidance_argument = "guidance_scale"
     splits_sequence = True
     text_tokens_max = 512
-    published = {
-        "black-forest-labs/FLUX.2-klein-4B": _published(large=False, distilled=True),
-        "black-forest-labs/FLUX.2-klein-base-4B": _published(large=False, distilled=False),
-        "black-forest-labs/FLUX.2-klein-9B": _published(large=True, distilled=True),
-        "black-forest-labs/FLUX.2-klein-base-9B": _published(large=True, distilled=False),
-    }
+    published, tiny_models = read_models(__file__)
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
-        return dual_stream_dimensions(files)
-
-    @classmethod
-    def planned_text_tokens(cls, words: int, most: int) -> int:
-        """All of them: prompts are padded."""
-        return most
-
-    @classmethod
-    def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
-        """The pipeline's ``guidance_scale`` is that of true guidance."""
-        return {"guidance_scale": scale}
+        px, vae_width = block_widths(files)
+        blocks = ("num_layers", "num_single_layers")
+        return dimensions(files, layers=blocks, patch_px=2 * px, vae_width=vae_width)
 
     @classmethod
     def negative_argument(cls, prompt: str) -> str:
@@ -125,7 +71,6 @@ class Flux2Klein(ModelFamily):
 
     @classmethod
     def check_guidance(cls, files: PipelineFiles, scale: float, key: str = "true_cfg_scale") -> None:
-        """A distilled pipeline takes none."""
         if scale > 1 and files.setting("is_distilled"):
             raise ModelError(
                 f"{key} is {scale:g}; expected 1: {files.root} is distilled (is_distilled in "
@@ -133,27 +78,19 @@ class Flux2Klein(ModelFamily):
             )
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoder that must agree."""
-        config, channels = self.config, self.vae.config.latent_channels
-        text_width = self.files.config("text_encoder").get("hidden_size")
-        joined = _TEXT_LAYERS * text_width if isinstance(text_width, int) else None
+        channels = 4 * self.vae.config.latent_channels
+        width, _ = self.text_size("text_encoder", "hidden_size")
+        joined = _TEXT_LAYERS * width if isinstance(width, int) else None
         require_equal(
             self.files.folder("transformer") / "config.json",
+            self.config,
             {
-                "patch_size": (config.patch_size, 1, "the pipeline packs 2x2 latents itself"),
-                "in_channels": (config.in_channels, 4 * channels, "4 x the VAE's latent_channels"),
-                "out_channels": (config.out_channels or config.in_channels, 4 * channels, "in_channels"),
-                "sum of axes_dims_rope": (
-                    sum(config.axes_dims_rope),
-                    config.attention_head_dim,
-                    "attention_head_dim",
-                ),
-                "joint_attention_dim": (
-                    config.joint_attention_dim,
-                    joined,
-                    f"{_TEXT_LAYERS} x the text encoder's hidden_size",
-                ),
-                "guidance_embeds": (config.guidance_embeds, False, "it belongs to FLUX.2-dev"),
+                "patch_size": (1, "the pipeline packs 2x2 latents itself"),
+                "in_channels": (channels, "4 x the VAE's latent_channels"),
+                "out_channels": (channels, "in_channels"),
+                "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
+                "joint_attention_dim": (joined, f"{_TEXT_LAYERS} x the text encoder's hidden_size"),
+                "guidance_embeds": (False, "it belongs to FLUX.2-dev"),
             },
         )
 
@@ -205,51 +142,8 @@ class Flux2Klein(ModelFamily):
         return prediction
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo the normalisation, unpack, decode."""
         norm = self.vae.bn
         std = torch.sqrt(norm.running_var + self.vae.config.batch_norm_eps)
         grid = unpack(latents * std + norm.running_mean, self.dimensions.grid(size))
         decoded: Tensor = self.vae.decode(grid, return_dict=False)[0]
         return decoded.unsqueeze(2)
-
-    @classmethod
-    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
-        """See :meth:`ModelFamily.tiny`; a base model, with a text encoder of 27 narrow layers."""
-        from diffusers import AutoencoderKLFlux2, FlowMatchEulerDiscreteScheduler, Flux2Transformer2DModel
-        from transformers import Qwen3ForCausalLM
-
-        channels, heads, double, single, factor, dynamic = (
-            (4, 4, 1, 2, 2, True), (8, 2, 2, 1, 4, True), (4, 2, 1, 3, 8, False), (8, 4, 2, 2, 2, True),
-        )[variant]  # fmt: skip
-        tokenizer, levels = tiny.qwen3_tokenizer(), factor.bit_length()
-        vae = AutoencoderKLFlux2(
-            down_block_types=("DownEncoderBlock2D",) * levels,
-            up_block_types=("UpDecoderBlock2D",) * levels,
-            block_out_channels=(8,) * levels,
-            layers_per_block=1,
-            latent_channels=channels,
-            norm_num_groups=4,
-        )
-        vae.bn.running_mean.copy_(torch.linspace(-1, 1, 4 * channels))
-        vae.bn.running_var.copy_(torch.linspace(0.5, 2, 4 * channels))
-        tiny.write_pipeline(
-            cls.pipeline_class,
-            directory,
-            seed,
-            transformer=Flux2Transformer2DModel(
-                in_channels=4 * channels,
-                num_layers=double,
-                num_single_layers=single,
-                attention_head_dim=8,
-                num_attention_heads=heads,
-                joint_attention_dim=_TEXT_LAYERS * 16,
-                timestep_guidance_channels=32,
-                axes_dims_rope=(2, 2, 2, 2),
-                guidance_embeds=False,
-            ),
-            vae=vae,
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=dynamic),
-            tokenizer=tokenizer,
-            text_encoder=Qwen3ForCausalLM(tiny.qwen3_config(tokenizer, 16, layers=28)),
-            is_distilled=False,
-        )

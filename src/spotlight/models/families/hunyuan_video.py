@@ -8,20 +8,19 @@ Traps of the reference:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from spotlight.models import tiny
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
-    PublishedModel,
+    block_widths,
     config_integer,
-    config_list,
+    dimensions,
+    read_models,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
@@ -57,62 +56,16 @@ class HunyuanVideo(ModelFamily):
     always_masks = True
     pads_last = True
     embedded_guidance = 6.0
-    published = {
-        "hunyuanvideo-community/HunyuanVideo": PublishedModel(
-            configs={
-                "transformer": {
-                    "_class_name": "HunyuanVideoTransformer3DModel",
-                    "in_channels": 16,
-                    "out_channels": 16,
-                    "num_attention_heads": 24,
-                    "attention_head_dim": 128,
-                    "num_layers": 20,
-                    "num_single_layers": 40,
-                    "num_refiner_layers": 2,
-                    "mlp_ratio": 4.0,
-                    "patch_size": 2,
-                    "patch_size_t": 1,
-                    "qk_norm": "rms_norm",
-                    "guidance_embeds": True,
-                    "text_embed_dim": 4096,
-                    "pooled_projection_dim": 768,
-                    "rope_theta": 256.0,
-                    "rope_axes_dim": [16, 56, 56],
-                },
-                "vae": {
-                    "_class_name": "AutoencoderKLHunyuanVideo",
-                    "latent_channels": 16,
-                    "block_out_channels": [128, 256, 512, 512],
-                    "layers_per_block": 2,
-                    "norm_num_groups": 32,
-                    "scaling_factor": 0.476986,
-                    "spatial_compression_ratio": 8,
-                    "temporal_compression_ratio": 4,
-                },
-            },
-            parameters=12.82e9,
-            text_parameters=7.63e9,
-            source="`convert_hunyuan_video_to_diffusers.py`",
-        )
-    }
+    published, tiny_models = read_models(__file__)
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
-        double, single, heads, per_head, channels = (
-            config_integer(files, "transformer", key)
-            for key in (
-                *("num_layers", "num_single_layers", "num_attention_heads", "attention_head_dim"),
-                "in_channels",
-            )
-        )
-        return Dimensions(
-            layers=double + single,
-            width=heads * per_head,
-            heads=heads,
-            channels=4 * channels,
+        return dimensions(
+            files,
+            layers=("num_layers", "num_single_layers"),
+            latents_per_token=4,
             patch_px=2 * config_integer(files, "vae", "spatial_compression_ratio"),
-            vae_width=int(str(config_list(files, "vae", "block_out_channels")[0])),
+            vae_width=block_widths(files)[1],
             frames_per_latent=config_integer(files, "vae", "temporal_compression_ratio"),
         )
 
@@ -123,30 +76,18 @@ class HunyuanVideo(ModelFamily):
         return min(size.frames, _CHUNK_FRAMES) * (frame if frame <= _UNTILED_PX else _TILE_PX)
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoders that must agree; variants of other pipelines."""
-        config, channels = self.config, self.vae.config.latent_channels
+        channels = self.vae.config.latent_channels
         require_equal(
             self.files.folder("transformer") / "config.json",
+            self.config,
             {
-                "patch_size": (config.patch_size, 2, "2x2 latents become one token"),
-                "patch_size_t": (config.patch_size_t, 1, "each latent frame has its own tokens"),
-                "in_channels": (config.in_channels, channels, "the VAE's latent_channels"),
-                "out_channels": (config.out_channels, channels, "the VAE's latent_channels"),
-                "image_condition_type": (
-                    config.image_condition_type,
-                    None,
-                    "image-to-video is not supported",
-                ),
-                "text_embed_dim": (
-                    config.text_embed_dim,
-                    self.files.config("text_encoder").get("hidden_size"),
-                    "text_encoder's hidden_size",
-                ),
-                "pooled_projection_dim": (
-                    config.pooled_projection_dim,
-                    self.files.config("text_encoder_2").get("hidden_size"),
-                    "text_encoder_2's hidden_size",
-                ),
+                "patch_size": (2, "2x2 latents become one token"),
+                "patch_size_t": (1, "each latent frame has its own tokens"),
+                "in_channels": (channels, "the VAE's latent_channels"),
+                "out_channels": (channels, "the VAE's latent_channels"),
+                "image_condition_type": (None, "image-to-video is not supported"),
+                "text_embed_dim": self.text_size("text_encoder", "hidden_size"),
+                "pooled_projection_dim": self.text_size("text_encoder_2", "hidden_size"),
             },
         )
 
@@ -204,53 +145,3 @@ class HunyuanVideo(ModelFamily):
         scaled = latents / self.vae.config.scaling_factor
         decoded: Tensor = self.vae.decode(scaled, return_dict=False)[0]
         return decoded
-
-    @classmethod
-    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
-        """See :meth:`ModelFamily.tiny`."""
-        from diffusers import (
-            AutoencoderKLHunyuanVideo,
-            FlowMatchEulerDiscreteScheduler,
-            HunyuanVideoTransformer3DModel,
-        )
-        from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
-
-        channels, heads, double, single, text_width, factor = (
-            (4, 4, 1, 2, 32, 4), (6, 2, 2, 1, 16, 8), (4, 2, 1, 3, 48, 8), (8, 4, 2, 2, 32, 4),
-        )[variant]  # fmt: skip
-        tokenizer = tiny.llama_tokenizer(DEFAULT_PROMPT_TEMPLATE["template"], vocabulary=270)
-        tokenizer_2 = tiny.clip_tokenizer()
-        levels = factor.bit_length()
-        tiny.write_pipeline(
-            cls.pipeline_class,
-            directory,
-            seed,
-            transformer=HunyuanVideoTransformer3DModel(
-                in_channels=channels,
-                out_channels=channels,
-                num_attention_heads=heads,
-                attention_head_dim=8,
-                num_layers=double,
-                num_single_layers=single,
-                num_refiner_layers=1,
-                mlp_ratio=2.0,
-                text_embed_dim=text_width,
-                pooled_projection_dim=24,
-                rope_axes_dim=(2, 2, 4),
-            ),
-            vae=AutoencoderKLHunyuanVideo(
-                latent_channels=channels,
-                down_block_types=["HunyuanVideoDownBlock3D"] * levels,
-                up_block_types=["HunyuanVideoUpBlock3D"] * levels,
-                block_out_channels=[8] * levels,
-                layers_per_block=1,
-                norm_num_groups=4,
-                scaling_factor=0.7,
-                spatial_compression_ratio=factor,
-            ),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=7.0),
-            tokenizer=tokenizer,
-            text_encoder=tiny.llama_text_encoder(tokenizer, text_width),
-            tokenizer_2=tokenizer_2,
-            text_encoder_2=tiny.clip_text_encoder(tokenizer_2, 24),
-        )

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spotlight.models import tiny
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
-    PublishedModel,
     config_integer,
     config_list,
+    dimensions,
+    read_models,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.latents import decode_normalised, unpack
-from spotlight.models.shared.published_vaes import causal_vae
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -58,74 +56,30 @@ class QwenImage(ModelFamily):
     splits_sequence = True
     text_recipe = f"{TEMPLATE}|drop {DROPPED_TOKENS}|max {TOKENIZER_MAX_TOKENS}"
     text_tokens_max = TOKENIZER_MAX_TOKENS
-    published = {
-        "Qwen/Qwen-Image": PublishedModel(
-            configs={
-                "transformer": {
-                    "_class_name": "QwenImageTransformer2DModel",
-                    "patch_size": 2,
-                    "in_channels": 64,
-                    "out_channels": 16,
-                    "num_layers": 60,
-                    "attention_head_dim": 128,
-                    "num_attention_heads": 24,
-                    "joint_attention_dim": 3584,
-                    "guidance_embeds": False,
-                    "axes_dims_rope": [16, 56, 56],
-                },
-                "vae": causal_vae("AutoencoderKLQwenImage"),
-            },
-            parameters=20.4e9,
-            text_parameters=8.3e9,
-            source="diffusers' defaults",
-        )
-    }
+    published, tiny_models = read_models(__file__)
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
-        heads, per_head = (
-            config_integer(files, "transformer", key) for key in ("num_attention_heads", "attention_head_dim")
-        )
-        return Dimensions(
-            layers=config_integer(files, "transformer", "num_layers"),
-            width=heads * per_head,
-            heads=heads,
-            channels=config_integer(files, "transformer", "in_channels"),
+        return dimensions(
+            files,
             patch_px=2 * 2 ** len(config_list(files, "vae", "temperal_downsample")),
             vae_width=config_integer(files, "vae", "base_dim"),
         )
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoder that must agree; variants of other pipelines."""
-        config, z_dim = self.config, self.vae.config.z_dim
-        text = self.files.config("text_encoder")
-        nested = text.get("text_config")
-        text_width = (nested if isinstance(nested, dict) else text).get("hidden_size")
-        other = "it belongs to another pipeline"
+        z_dim, other = self.vae.config.z_dim, "it belongs to another pipeline"
         require_equal(
             self.files.folder("transformer") / "config.json",
+            self.config,
             {
-                "patch_size": (config.patch_size, 2, "the pipeline packs 2x2 latents"),
-                "in_channels": (config.in_channels, 4 * z_dim, "4 x the VAE's z_dim"),
-                "out_channels": (config.out_channels or config.in_channels, z_dim, "the VAE's z_dim"),
-                "sum of axes_dims_rope": (
-                    sum(config.axes_dims_rope),
-                    config.attention_head_dim,
-                    "attention_head_dim",
-                ),
-                "joint_attention_dim": (
-                    config.joint_attention_dim,
-                    text_width,
-                    "the text encoder's hidden_size",
-                ),
-                "guidance_embeds": (
-                    config.guidance_embeds,
-                    False,
-                    "guidance-distilled models are not supported",
-                ),
-                "use_additional_t_cond": (config.use_additional_t_cond, False, other),
-                "use_layer3d_rope": (config.use_layer3d_rope, False, other),
+                "patch_size": (2, "the pipeline packs 2x2 latents"),
+                "in_channels": (4 * z_dim, "4 x the VAE's z_dim"),
+                "out_channels": (z_dim, "the VAE's z_dim"),
+                "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
+                "joint_attention_dim": self.text_size("text_encoder", "hidden_size"),
+                "guidance_embeds": (False, "guidance-distilled models are not supported"),
+                "use_additional_t_cond": (False, other),
+                "use_layer3d_rope": (False, other),
             },
         )
 
@@ -184,65 +138,4 @@ class QwenImage(ModelFamily):
         return rescaled
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Unpack, undo the normalisation, decode."""
         return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))
-
-    @classmethod
-    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
-        """See :meth:`ModelFamily.tiny`; the template has 34 tokens, as with the real tokenizer."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        channels, heads, layers, text_width, factor = (
-            (8, 4, 2, 32, 4), (4, 2, 1, 48, 2), (12, 6, 3, 64, 8), (8, 4, 1, 32, 2),
-        )[variant]  # fmt: skip
-        tokenizer = tiny.qwen2_tokenizer([TEMPLATE], ("<|endoftext|>", "<|im_start|>", "<|im_end|>"))
-        tiny.write_pipeline(
-            cls.pipeline_class,
-            directory,
-            seed,
-            **tiny_modules(channels, heads, layers, text_width, factor.bit_length() - 1),
-            scheduler=FlowMatchEulerDiscreteScheduler(
-                shift_terminal=0.02,
-                use_dynamic_shifting=True,
-                base_shift=0.5,
-                max_shift=0.9,
-                max_image_seq_len=8192,
-            ),
-            tokenizer=tokenizer,
-            text_encoder=tiny.qwen2_5_vl_text_encoder(tokenizer, text_width),
-        )
-
-
-def tiny_modules(
-    channels: int, heads: int, layers: int, text_width: int, halvings: int, **options: object
-) -> dict[str, Any]:
-    """A small transformer and the VAE that it works on.
-
-    Args:
-        channels: of a latent.
-        halvings: of each side by the VAE.
-        options: more of the transformer.
-    """
-    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-
-    transformer = QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4 * channels,
-        out_channels=channels,
-        num_layers=layers,
-        attention_head_dim=8,
-        num_attention_heads=heads,
-        joint_attention_dim=text_width,
-        axes_dims_rope=(2, 2, 4),
-        **options,
-    )
-    vae = AutoencoderKLQwenImage(
-        base_dim=8,
-        z_dim=channels,
-        dim_mult=[1] * (halvings + 1),
-        num_res_blocks=1,
-        temperal_downsample=[False] * halvings,
-        latents_mean=[0.1 * i - 0.5 for i in range(channels)],
-        latents_std=[1 + 0.1 * i for i in range(channels)],
-    )
-    return {"transformer": transformer, "vae": vae}

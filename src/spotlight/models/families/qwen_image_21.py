@@ -13,7 +13,6 @@ Traps of the reference:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,27 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models import tiny
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
-from spotlight.models.family_facts import (
-    ActivationCosts,
-    Dimensions,
-    PublishedModel,
-    config_integer,
-)
+from spotlight.models.family_facts import ActivationCosts, Dimensions, config_integer, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.latents import latent_statistics
-from spotlight.models.shared.published_vaes import causal_vae
 from spotlight.models.shared.rows import by_kind
 
 _PX_PER_TOKEN = 16
 """Fixed in the pipeline, whatever the VAE's configuration."""
-_SYSTEM_PROMPT = "Comprehend and analyze the provided prompt."
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% for part in message.content %}"
-    "{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
-)
 
 
 class TextProcessor:
@@ -87,75 +74,26 @@ class QwenImage21(ModelFamily):
     always_masks = True  # text is causal
     captures_graphs = False
     cuts_prompts = False
-    published = {
-        "Qwen/Qwen-Image-2.1": PublishedModel(
-            configs={
-                "transformer": {
-                    "_class_name": "QwenImage21Transformer2DModel",
-                    "patch_size": 1,
-                    "in_channels": 64,
-                    "out_channels": 64,
-                    "num_layers": 32,
-                    "attention_head_dim": 128,
-                    "num_attention_heads": 32,
-                    "context_in_dim": 4096,
-                    "mlp_ratio": 3,
-                    "axes_dims_rope": [16, 56, 56],
-                    "causal_condition": True,
-                },
-                "vae": causal_vae(
-                    "AutoencoderKLQwenImage21",
-                    decoder_base_dim=144,
-                    z_dim=64,
-                    dim_mult=[1, 2, 4, 8, 8],
-                    temperal_downsample=[False, True, True, True],
-                    is_residual=True,
-                    in_channels=4,
-                    out_channels=4,
-                ),
-            },
-            parameters=7.1e9,
-            text_parameters=8.8e9,
-            source="diffusers' defaults",
-        )
-    }
+    published, tiny_models = read_models(__file__)
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
-        heads, per_head = (
-            config_integer(files, "transformer", key) for key in ("num_attention_heads", "attention_head_dim")
-        )
         decoder = "decoder_base_dim" if files.config("vae").get("decoder_base_dim") else "base_dim"
-        return Dimensions(
-            layers=config_integer(files, "transformer", "num_layers"),
-            width=heads * per_head,
-            heads=heads,
-            channels=config_integer(files, "transformer", "in_channels"),
-            patch_px=_PX_PER_TOKEN,
-            vae_width=config_integer(files, "vae", decoder),
-            unit_px=2 * _PX_PER_TOKEN,
-        )
+        width = config_integer(files, "vae", decoder)
+        return dimensions(files, patch_px=_PX_PER_TOKEN, vae_width=width, unit_px=2 * _PX_PER_TOKEN)
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoder that must agree."""
-        config, vae = self.config, self.vae.config
-        text = self.files.config("text_encoder").get("text_config")
-        text_width = text.get("hidden_size") if isinstance(text, dict) else None
-        halvings = len(vae.dim_mult) - 1
+        vae, per_latent = self.vae.config, "pixels per latent of the VAE"
         require_equal(
             self.files.folder("transformer") / "config.json",
+            {**self.config, per_latent: 2 ** (len(vae.dim_mult) - 1)},
             {
-                "patch_size": (config.patch_size, 1, "the pipeline does not pack latents"),
-                "in_channels": (config.in_channels, vae.z_dim, "the VAE's z_dim"),
-                "out_channels": (config.out_channels or config.in_channels, vae.z_dim, "the VAE's z_dim"),
-                "sum of axes_dims_rope": (
-                    sum(config.axes_dims_rope),
-                    config.attention_head_dim,
-                    "attention_head_dim",
-                ),
-                "context_in_dim": (config.context_in_dim, text_width, "the text encoder's hidden_size"),
-                "pixels per latent of the VAE": (2**halvings, _PX_PER_TOKEN, "fixed in the pipeline"),
+                "patch_size": (1, "the pipeline does not pack latents"),
+                "in_channels": (vae.z_dim, "the VAE's z_dim"),
+                "out_channels": (vae.z_dim, "the VAE's z_dim"),
+                "sum of axes_dims_rope": (self.config.attention_head_dim, "attention_head_dim"),
+                "context_in_dim": self.text_size("text_encoder", "hidden_size"),
+                per_latent: (_PX_PER_TOKEN, "fixed in the pipeline"),
             },
         )
 
@@ -164,7 +102,6 @@ class QwenImage21(ModelFamily):
         return {"embeds": (text_tokens, self.config.context_in_dim)}
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
-        """The pipeline's own embeddings."""
         embeds: Tensor = pipeline.encode_prompt(prompt, device=self.device)[0][0]
         if embeds.shape[0] > self.max_text_tokens:
             raise ModelError(
@@ -219,75 +156,7 @@ class QwenImage21(ModelFamily):
         return by_kind(model, condition.lengths["embeds"], run)
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo the normalisation, decode, drop alpha."""
         grid = latents.transpose(1, 2).reshape(-1, latents.shape[-1], 1, *self.dimensions.grid(size))
         mean, std = latent_statistics(self.vae, grid)
         decoded: Tensor = self.vae.decode(grid * std + mean, return_dict=False)[0]
         return decoded[:, :3]
-
-    @classmethod
-    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
-        """See :meth:`ModelFamily.tiny`; the VAE's factor is always 16, as the pipeline's."""
-        from diffusers import (
-            AutoencoderKLQwenImage21,
-            FlowMatchEulerDiscreteScheduler,
-            QwenImage21Transformer2DModel,
-        )
-
-        channels, heads, layers, text_width, vae_width, residual = (
-            (8, 2, 2, 32, 12, True),
-            (4, 4, 1, 48, 16, True),
-            (12, 1, 3, 64, 16, False),
-            (16, 2, 2, 32, 12, True),
-        )[variant]
-        special = (
-            *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
-            *("<|image_pad|>", "<|video_pad|>"),
-        )
-        tokenizer = tiny.qwen2_tokenizer([f"system\n{_SYSTEM_PROMPT}", "user\n assistant\n"], special)
-        tiny.write_pipeline(
-            cls.pipeline_class,
-            directory,
-            seed,
-            transformer=QwenImage21Transformer2DModel(
-                in_channels=channels,
-                out_channels=channels,
-                num_layers=layers,
-                attention_head_dim=16,
-                num_attention_heads=heads,
-                context_in_dim=text_width,
-                axes_dims_rope=(4, 6, 6),
-            ),
-            vae=AutoencoderKLQwenImage21(
-                base_dim=4,
-                decoder_base_dim=vae_width,
-                z_dim=channels,
-                dim_mult=[1] * 5,
-                num_res_blocks=1,
-                temperal_downsample=[False, True, True, True],
-                latents_mean=[0.1 * i - 0.5 for i in range(channels)],
-                latents_std=[1 + 0.1 * i for i in range(channels)],
-                is_residual=residual,
-            ),
-            scheduler=FlowMatchEulerDiscreteScheduler(
-                use_dynamic_shifting=True, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
-            ),
-            processor=tokenizer,
-            text_encoder=tiny.qwen3_vl_text_encoder(tokenizer, text_width),
-        )
-        _make_processor(directory)
-
-
-def _make_processor(directory: Path) -> None:
-    """Complete the tokenizer to a Qwen3VLProcessor, which cannot be made without torchvision."""
-    folder, index_file = directory / "processor", directory / "model_index.json"
-    vision = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
-    config = {
-        "processor_class": "Qwen3VLProcessor",
-        "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", **vision},
-        "video_processor": {"video_processor_type": "Qwen3VLVideoProcessor", **vision},
-    }
-    (folder / "processor_config.json").write_text(json.dumps(config, indent=2))
-    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
-    index = json.loads(index_file.read_text()) | {"processor": ["transformers", "Qwen3VLProcessor"]}
-    index_file.write_text(json.dumps(index, indent=2))

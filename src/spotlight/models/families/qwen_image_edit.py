@@ -15,7 +15,6 @@ Traps of the reference:
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models import tiny
 from spotlight.models.condition import EMBEDS, GRIDS, NEGATIVE_EMBEDS, REFERENCES
-from spotlight.models.families.qwen_image import TOKENIZER_MAX_TOKENS, QwenImage, tiny_modules
+from spotlight.models.families.qwen_image import TOKENIZER_MAX_TOKENS, QwenImage
 from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError
-from spotlight.models.family_facts import ActivationCosts, PublishedModel
+from spotlight.models.family_facts import ActivationCosts, read_models
 from spotlight.models.pipeline_files import PipelineComponent
 from spotlight.models.shared.latents import latent_statistics, pack
 from spotlight.models.shared.rows import by_kind
@@ -39,13 +37,6 @@ _SEEN_PX = 384
 _RATIO_MAX = 200
 """Of a reference's sides: the text encoder's processor takes no more."""
 _PICTURE = "<|image_pad|>"
-_CORPUS = (
-    "system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
-    "background), then explain how the user's text instruction should alter or modify the image. Generate a "
-    "new image that meets the user's requirements while maintaining consistency with the original input "
-    "where appropriate.",
-    "user\n assistant\n Picture 1: Picture 2:",
-)
 
 
 class PictureProcessor:
@@ -88,21 +79,7 @@ class QwenImageEdit(QwenImage):
     cuts_prompts = False
     reference_tokens = (_REFERENCE_PX // _PATCH_PX) ** 2 + (_SEEN_PX // _VISION_PATCH_PX) ** 2
     text_recipe = f"references at {_SEEN_PX} and {_REFERENCE_PX} px"
-    published = {
-        f"Qwen/Qwen-Image-Edit-{version}": PublishedModel(
-            configs={
-                **QwenImage.published["Qwen/Qwen-Image"].configs,
-                "transformer": {
-                    **QwenImage.published["Qwen/Qwen-Image"].configs["transformer"],
-                    "zero_cond_t": version == "2511",
-                },
-            },
-            parameters=20.4e9,
-            text_parameters=8.3e9,
-            source="diffusers' defaults; `zero_cond_t` (2511): the model's `config.json`",
-        )
-        for version in ("2511", "2509")
-    }
+    published, tiny_models = read_models(__file__)
 
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """``embeds``, those of the negative prompt, the references' packed latents, and rows and columns of
@@ -193,33 +170,6 @@ class QwenImageEdit(QwenImage):
 
         return by_kind(model, grids, run)
 
-    @classmethod
-    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
-        """See :meth:`ModelFamily.tiny`; the VAE of the first reduces most: references are large."""
-        from diffusers import FlowMatchEulerDiscreteScheduler
-
-        channels, heads, layers, text_width, halvings = (
-            (8, 4, 2, 32, 4), (4, 2, 1, 48, 3), (12, 6, 3, 64, 2), (8, 4, 1, 32, 3),
-        )[variant]  # fmt: skip
-        special = (
-            *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
-            *(_PICTURE, "<|video_pad|>"),
-        )
-        tokenizer = tiny.qwen2_tokenizer(_CORPUS, special)
-        tiny.write_pipeline(
-            cls.pipeline_class,
-            directory,
-            seed,
-            **tiny_modules(channels, heads, layers, text_width, halvings, zero_cond_t=variant != 1),
-            scheduler=FlowMatchEulerDiscreteScheduler(
-                shift_terminal=0.02, use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9
-            ),
-            tokenizer=tokenizer,
-            processor=tokenizer,
-            text_encoder=tiny.qwen2_5_vl_text_encoder(tokenizer, text_width),
-        )
-        _make_processor(directory)
-
 
 def _ratio(picture: Any) -> float:
     return float(picture.width / picture.height)
@@ -242,19 +192,3 @@ def _opened(path: str) -> Any:
             f"differ by a factor of at most {_RATIO_MAX}: cut it"
         )
     return picture
-
-
-def _make_processor(directory: Path) -> None:
-    """Complete the tokenizer to a ``Qwen2VLProcessor``; saving one would need torchvision."""
-    folder, index_file = directory / "processor", directory / "model_index.json"
-    images = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "processor_class": "Qwen2VLProcessor",
-        "patch_size": 14,
-        "merge_size": 2,
-        "temporal_patch_size": 2,
-        "size": {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280},
-    }
-    (folder / "preprocessor_config.json").write_text(json.dumps(images, indent=2))
-    index = json.loads(index_file.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
-    index_file.write_text(json.dumps(index, indent=2))

@@ -12,45 +12,17 @@ Traps of the reference:
 from __future__ import annotations
 
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spotlight.models import tiny
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
-from spotlight.models.family_facts import (
-    ActivationCosts,
-    Dimensions,
-    PublishedModel,
-    config_integer,
-)
+from spotlight.models.family_facts import ActivationCosts, Dimensions, config_integer, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.latents import decode_normalised
 from spotlight.models.shared.noise_levels import scheduler_config
-from spotlight.models.shared.published_vaes import causal_vae
-
-_TRANSFORMER: dict[str, object] = {
-    "_class_name": "WanTransformer3DModel",
-    "patch_size": [1, 2, 2],
-    "num_attention_heads": 40,
-    "attention_head_dim": 128,
-    "in_channels": 16,
-    "out_channels": 16,
-    "text_dim": 4096,
-    "freq_dim": 256,
-    "ffn_dim": 13824,
-    "num_layers": 40,
-    "cross_attn_norm": True,
-    "qk_norm": "rms_norm_across_heads",
-    "eps": 1e-6,
-    "rope_max_seq_len": 1024,
-}
-_VAE = "AutoencoderKLWan"
-_UMT5_PARAMETERS = 5.68e9
-_SOURCE = "`convert_wan_to_diffusers.py`"
 
 
 class Wan(ModelFamily):
@@ -73,7 +45,8 @@ class Wan(ModelFamily):
     video = True
     usual_frames_per_latent = 4
     reuses_blocks = True
-    pads_last = True  # the model attends to padding, without a mask
+    pads_last = pads_prompts = True  # the model attends to padding, without a mask
+    guidance_argument = "guidance_scale"
     splits_sequence = True
     loading_lines = (
         "from diffusers import FlowMatchEulerDiscreteScheduler",
@@ -86,90 +59,17 @@ class Wan(ModelFamily):
         "pipe.scheduler = Euler(shift=1.0)",
     )
     text_tokens_max = 512
-    published = {
-        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": PublishedModel(
-            configs={
-                "transformer": _TRANSFORMER | {"num_attention_heads": 12, "ffn_dim": 8960, "num_layers": 30},
-                "vae": causal_vae(_VAE),
-            },
-            parameters=1.42e9,
-            text_parameters=_UMT5_PARAMETERS,
-            source=_SOURCE,
-        ),
-        "Wan-AI/Wan2.1-T2V-14B-Diffusers": PublishedModel(
-            configs={"transformer": _TRANSFORMER, "vae": causal_vae(_VAE)},
-            parameters=14.29e9,
-            text_parameters=_UMT5_PARAMETERS,
-            source=_SOURCE,
-        ),
-        "Wan-AI/Wan2.2-T2V-A14B-Diffusers": PublishedModel(
-            configs={"transformer": _TRANSFORMER, "transformer_2": _TRANSFORMER, "vae": causal_vae(_VAE)},
-            parameters=28.58e9,
-            text_parameters=_UMT5_PARAMETERS,
-            source=_SOURCE,
-            settings={"boundary_ratio": 0.875},
-        ),
-        "Wan-AI/Wan2.2-TI2V-5B-Diffusers": PublishedModel(
-            configs={
-                "transformer": _TRANSFORMER
-                | {
-                    "num_attention_heads": 24,
-                    "in_channels": 48,
-                    "out_channels": 48,
-                    "ffn_dim": 14336,
-                    "num_layers": 30,
-                },
-                "vae": causal_vae(
-                    _VAE,
-                    base_dim=160,
-                    decoder_base_dim=256,
-                    z_dim=48,
-                    is_residual=True,
-                    in_channels=12,
-                    out_channels=12,
-                    patch_size=2,
-                    scale_factor_spatial=16,
-                    scale_factor_temporal=4,
-                ),
-            },
-            parameters=5.0e9,
-            text_parameters=_UMT5_PARAMETERS,
-            source=_SOURCE,
-            settings={"expand_timesteps": True},
-        ),
-    }
+    published, tiny_models = read_models(__file__)
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE."""
-        vae = files.config("vae")
-        heads, per_head, channels = (
-            config_integer(files, "transformer", key)
-            for key in ("num_attention_heads", "attention_head_dim", "in_channels")
+        px, frames = _factors(files)
+        decoder = files.config("vae").get("decoder_base_dim")
+        # The decoder of 2.2-5B works on 2 x 2 pixels at once: by its memory it has 3/8 of its channels.
+        width = 3 * decoder // 8 if isinstance(decoder, int) else config_integer(files, "vae", "base_dim")
+        return dimensions(
+            files, latents_per_token=4, patch_px=2 * px, vae_width=width, frames_per_latent=frames
         )
-        decoder = vae.get("decoder_base_dim")
-        return Dimensions(
-            layers=config_integer(files, "transformer", "num_layers"),
-            width=heads * per_head,
-            heads=heads,
-            channels=4 * channels,
-            patch_px=2 * _factors(files)[0],
-            # The decoder of 2.2-5B works on 2 x 2 pixels at once: by its memory it has 3/8 of its channels.
-            vae_width=3 * decoder // 8
-            if isinstance(decoder, int)
-            else config_integer(files, "vae", "base_dim"),
-            frames_per_latent=_factors(files)[1],
-        )
-
-    @classmethod
-    def planned_text_tokens(cls, words: int, most: int) -> int:
-        """All of them: prompts are padded."""
-        return most
-
-    @classmethod
-    def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
-        """True guidance is the pipeline's ``guidance_scale``."""
-        return {"guidance_scale": scale}
 
     @classmethod
     def decoded_pixels(cls, size: MediaSize) -> int:
@@ -191,38 +91,29 @@ class Wan(ModelFamily):
     def check_parts(self) -> None:
         """Sizes of transformers, VAE and text encoder that must agree; variants of other pipelines."""
         vae = self.vae.config
-        spatial, temporal = _factors(self.files)
         require_equal(
             self.files.folder("vae") / "config.json",
+            vae,
             {
                 "scale_factor_spatial": (
-                    spatial,
                     (vae.patch_size or 1) * 2 ** (len(vae.dim_mult) - 1),
                     "as its blocks and patches upsample",
                 ),
-                "scale_factor_temporal": (
-                    temporal,
-                    2 ** sum(vae.temperal_downsample),
-                    "as temperal_downsample says",
-                ),
+                "scale_factor_temporal": (2 ** sum(vae.temperal_downsample), "as temperal_downsample says"),
             },
         )
         for name in ("transformer", "transformer_2"):
             if self.files.component_class(name) is None:
                 continue
-            config = self.files.config(name)
             require_equal(
                 self.files.folder(name) / "config.json",
+                self.files.config(name),
                 {
-                    "patch_size": (config.get("patch_size"), [1, 2, 2], "2x2 latents become one token"),
-                    "in_channels": (config.get("in_channels"), vae.z_dim, "the VAE's z_dim"),
-                    "out_channels": (config.get("out_channels"), vae.z_dim, "the VAE's z_dim"),
-                    "text_dim": (
-                        config.get("text_dim"),
-                        self.files.config("text_encoder").get("d_model"),
-                        "the text encoder's d_model",
-                    ),
-                    "image_dim": (config.get("image_dim"), None, "image-to-video is not supported"),
+                    "patch_size": ([1, 2, 2], "2x2 latents become one token"),
+                    "in_channels": (vae.z_dim, "the VAE's z_dim"),
+                    "out_channels": (vae.z_dim, "the VAE's z_dim"),
+                    "text_dim": self.text_size("text_encoder", "d_model"),
+                    "image_dim": (None, "image-to-video is not supported"),
                 },
             )
         two = self.files.component_class("transformer_2") is not None
@@ -240,21 +131,16 @@ class Wan(ModelFamily):
 
         config = scheduler_config(files)
         kind = files.component_class("scheduler") or ""
-        facts: dict[str, tuple[object, object, str]] = {
-            "use_dynamic_shifting": (
-                config.get("use_dynamic_shifting", False),
-                False,
-                "the pipeline passes no mu",
-            )
-        }
+        wanted: dict[str, tuple[object, str]] = {"use_dynamic_shifting": (False, "the pipeline passes no mu")}
         if kind == "UniPCMultistepScheduler":
             flow = "Wan is a flow-matching model"
-            facts |= {
-                "prediction_type": (config.get("prediction_type"), "flow_prediction", flow),
-                "use_flow_sigmas": (config.get("use_flow_sigmas"), True, flow),
-                "final_sigmas_type": (config.get("final_sigmas_type", "zero"), "zero", flow),
+            wanted |= {
+                "prediction_type": ("flow_prediction", flow),
+                "use_flow_sigmas": (True, flow),
+                "final_sigmas_type": ("zero", flow),
             }
-        require_equal(files.folder("scheduler") / "scheduler_config.json", facts)
+        known = {"use_dynamic_shifting": False, "final_sigmas_type": "zero", **config}
+        require_equal(files.folder("scheduler") / "scheduler_config.json", known, wanted)
         return getattr(diffusers, kind).from_config(config)
 
     def set_timesteps(self, steps: int, size: MediaSize) -> None:
@@ -300,46 +186,13 @@ class Wan(ModelFamily):
         return prediction
 
     def first_transformer(self, sigma: Tensor) -> Tensor | None:
-        """From the boundary up."""
         steps, boundary = self.scheduler.config.num_train_timesteps, self._boundary
         return None if boundary is None else sigma * steps >= boundary * steps
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo the normalisation, decode frame by frame; above 720p in overlapping tiles."""
+        """Frame by frame; above 720p in overlapping tiles."""
         self.vae.use_tiling = size.height * size.width > _UNTILED_PX
         return decode_normalised(self.vae, latents)
-
-    @classmethod
-    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
-        """Wan2.1, the same with diffusers' Euler scheduler, 2.2-A14B and 2.2-5B."""
-        from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
-
-        heads, layers, channels, text_width, doublings = (
-            (4, 2, 4, 32, (True, True)), (2, 3, 6, 24, (False, True, True)),
-            (4, 2, 4, 16, (True,)), (4, 2, 6, 32, (True, True)),
-        )[variant]  # fmt: skip
-        two, per_token = variant == 2, variant == 3
-        unipc = {
-            "prediction_type": "flow_prediction",
-            "use_flow_sigmas": True,
-            "flow_shift": 1.0 if two else 3.0,
-        }
-        tokenizer = tiny.t5_tokenizer()
-        tiny.write_pipeline(
-            cls.pipeline_class,
-            directory,
-            seed,
-            transformer=_tiny_transformer(heads, layers, channels, text_width),
-            transformer_2=_tiny_transformer(heads, layers, channels, text_width) if two else (None, None),
-            boundary_ratio=0.6 if two else None,
-            expand_timesteps=per_token,
-            vae=_tiny_vae(channels, doublings, residual=per_token),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0)
-            if variant == 1
-            else UniPCMultistepScheduler(**unipc),
-            tokenizer=tokenizer,
-            text_encoder=tiny.t5_text_encoder(tokenizer, text_width, multilingual=True),
-        )
 
     @cached_property
     def _boundary(self) -> float | None:
@@ -368,39 +221,3 @@ def _factors(files: PipelineFiles) -> tuple[int, int]:
             f"scale_factor_temporal = {temporal!r}; expected integers"
         )
     return spatial, temporal
-
-
-def _tiny_transformer(heads: int, layers: int, channels: int, text_width: int) -> Any:
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(
-        num_attention_heads=heads,
-        attention_head_dim=12,
-        in_channels=channels,
-        out_channels=channels,
-        text_dim=text_width,
-        freq_dim=32,
-        ffn_dim=24,
-        num_layers=layers,
-        rope_max_seq_len=64,
-    )
-
-
-def _tiny_vae(channels: int, doublings: tuple[bool, ...], *, residual: bool) -> Any:
-    """``doublings``: of height and width, from the outside in; True where the frames double too."""
-    from diffusers import AutoencoderKLWan
-
-    patches = {"patch_size": 2, "in_channels": 12, "out_channels": 12, "decoder_base_dim": 12}
-    return AutoencoderKLWan(
-        base_dim=8,
-        z_dim=channels,
-        dim_mult=[1] * (len(doublings) + 1),
-        num_res_blocks=1,
-        temperal_downsample=list(doublings),
-        latents_mean=[0.1 * i for i in range(channels)],
-        latents_std=[1 + 0.2 * i for i in range(channels)],
-        scale_factor_spatial=2 ** (len(doublings) + residual),
-        scale_factor_temporal=2 ** sum(doublings),
-        is_residual=residual,
-        **(patches if residual else {}),
-    )

@@ -9,51 +9,22 @@ Traps of the reference:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spotlight.models import tiny
 from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
-    PublishedModel,
+    block_widths,
     config_integer,
-    config_list,
+    read_models,
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.latents import decode_image
-from spotlight.models.shared.published_vaes import image_vae
-
-_CONFIGS: Mapping[str, Mapping[str, object]] = {
-    "transformer": {
-        "_class_name": "ZImageTransformer2DModel",
-        "all_f_patch_size": [1],
-        "all_patch_size": [2],
-        "axes_dims": [32, 48, 48],
-        "axes_lens": [1536, 512, 512],
-        "cap_feat_dim": 2560,
-        "dim": 3840,
-        "in_channels": 16,
-        "n_heads": 30,
-        "n_kv_heads": 30,
-        "n_layers": 30,
-        "n_refiner_layers": 2,
-        "qk_norm": True,
-    },
-    "vae": image_vae(scaling_factor=0.3611, shift_factor=0.1159),
-}
-_PUBLISHED = PublishedModel(
-    configs=_CONFIGS,
-    parameters=6.15e9,
-    text_parameters=4.0e9,
-    source="diffusers' defaults; `axes_lens`: the models' `config.json`",
-)
 
 
 class ZImage(ModelFamily):
@@ -75,24 +46,17 @@ class ZImage(ModelFamily):
     )
     activations = ActivationCosts(lora=21.5, full=30.9, checkpointed=1.16, forward=16.0, decode=6.5)
     pads_last = True
-    published = {"Tongyi-MAI/Z-Image": _PUBLISHED, "Tongyi-MAI/Z-Image-Turbo": _PUBLISHED}
+    published, tiny_models = read_models(__file__)
 
     @classmethod
     def read_dimensions(cls, files: PipelineFiles) -> Dimensions:
-        """From the configurations of transformer and VAE; the refiners of image and text count as layers."""
+        """The refiners of image and text count as layers."""
         layers, refiners, heads, width, channels = (
             config_integer(files, "transformer", key)
             for key in ("n_layers", "n_refiner_layers", "n_heads", "dim", "in_channels")
         )
-        widths = config_list(files, "vae", "block_out_channels")
-        return Dimensions(
-            layers=layers + 2 * refiners,
-            width=width,
-            heads=heads,
-            channels=4 * channels,
-            patch_px=2 ** len(widths),
-            vae_width=int(str(widths[0])),
-        )
+        px, vae_width = block_widths(files)
+        return Dimensions(layers + 2 * refiners, width, heads, 4 * channels, 2 * px, vae_width)
 
     @classmethod
     def call_arguments(cls, scale: float, embedded: float | None) -> dict[str, object]:
@@ -100,24 +64,15 @@ class ZImage(ModelFamily):
         return {"guidance_scale": scale - 1}
 
     def check_parts(self) -> None:
-        """Sizes of transformer, VAE and text encoder that must agree."""
-        config = self.config
         require_equal(
             self.files.folder("transformer") / "config.json",
+            self.config,
             {
-                "all_patch_size": (list(config.all_patch_size), [2], "the pipeline's patches are 2x2"),
-                "all_f_patch_size": (list(config.all_f_patch_size), [1], "of one frame"),
-                "in_channels": (
-                    config.in_channels,
-                    self.vae.config.latent_channels,
-                    "the VAE's latent_channels",
-                ),
-                "cap_feat_dim": (
-                    config.cap_feat_dim,
-                    self.files.config("text_encoder").get("hidden_size"),
-                    "the text encoder's hidden_size",
-                ),
-                "siglip_feat_dim": (config.siglip_feat_dim, None, "it belongs to another pipeline"),
+                "all_patch_size": ([2], "the pipeline's patches are 2x2"),
+                "all_f_patch_size": ([1], "of one frame"),
+                "in_channels": (self.vae.config.latent_channels, "the VAE's latent_channels"),
+                "cap_feat_dim": self.text_size("text_encoder", "hidden_size"),
+                "siglip_feat_dim": (None, "it belongs to another pipeline"),
             },
         )
 
@@ -136,7 +91,6 @@ class ZImage(ModelFamily):
         return {"embeds": embeds[0]}
 
     def set_timesteps(self, steps: int, size: MediaSize) -> None:
-        """Linear in float32, shifted."""
         sigmas = torch.linspace(1.0, 1 / steps, steps).tolist()
         self.scheduler.set_timesteps(device="cpu", sigmas=sigmas, **self.dynamic_shift(steps, size))
 
@@ -163,36 +117,4 @@ class ZImage(ModelFamily):
         return prediction + (scale - 1) * (prediction - negative)
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
-        """Undo scale and shift, decode."""
         return decode_image(self.vae, latents)
-
-    @classmethod
-    def tiny(cls, directory: Path, seed: int, variant: int = 0) -> None:
-        """See :meth:`ModelFamily.tiny`."""
-        from diffusers import FlowMatchEulerDiscreteScheduler, ZImageTransformer2DModel
-        from transformers import Qwen3Model
-
-        channels, heads, layers, text_width, factor, shift = (
-            (4, 2, 2, 32, 4, 3.0), (8, 4, 1, 48, 2, 6.0), (4, 1, 3, 16, 4, 6.0), (16, 2, 1, 32, 2, None),
-        )[variant]  # fmt: skip
-        tokenizer = tiny.qwen3_tokenizer()
-        tiny.write_pipeline(
-            cls.pipeline_class,
-            directory,
-            seed,
-            transformer=ZImageTransformer2DModel(
-                in_channels=channels,
-                dim=16 * heads,
-                n_layers=layers,
-                n_refiner_layers=1,
-                n_heads=heads,
-                n_kv_heads=heads,
-                cap_feat_dim=text_width,
-                axes_dims=[4, 6, 6],
-                axes_lens=[512, 64, 64],
-            ),
-            vae=tiny.image_vae(channels, factor, 8, scaling_factor=0.7, shift_factor=0.2),
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=shift or 1.0, use_dynamic_shifting=shift is None),
-            tokenizer=tokenizer,
-            text_encoder=Qwen3Model(tiny.qwen3_config(tokenizer, text_width, layers=3)),
-        )

@@ -77,7 +77,6 @@ class CapturedForward:
 
     @property
     def captured(self) -> int:
-        """Forwards that are replayed now."""
         return sum(each is not None for each in self._seen.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,7 +12,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 
 def trace_file(folder: Path, kind: str) -> Path:
-    """Of a kind of step."""
     return folder / f"{kind}.json.gz"
 
 

@@ -8,18 +8,28 @@ from pathlib import Path
 from spotlight.models.model_errors import ModelError
 
 
-def require_equal(path: Path, facts: Mapping[str, tuple[object, object, str]]) -> None:
-    """Raise :class:`ModelError` for the first of ``facts`` whose found and expected values differ.
+def require_equal(path: Path, config: Mapping[str, object], wanted: Mapping[str, tuple[object, str]]) -> None:
+    """Raise :class:`ModelError` for the first value of ``config`` that is not the wanted one.
 
     Components of different models load without error: fail before the first forward does.
 
     Args:
         path: the configuration file.
-        facts: key -> (found, expected, why).
+        wanted: by key, or ``sum of KEY``: value and why.
     """
-    for key, (found, wanted, why) in facts.items():
-        if found != wanted:
-            raise ModelError(f"{path}: {key} is {found}; expected {wanted} ({why})")
+    for key, (value, why) in wanted.items():
+        found = _found(config, key)
+        if found != value:
+            raise ModelError(f"{path}: {key} is {found}; expected {value} ({why})")
+
+
+def _found(config: Mapping[str, object], key: str) -> object:
+    value = config.get(key.removeprefix("sum of "))
+    if key == "out_channels" and value is None:  # diffusers' default
+        return config.get("in_channels")
+    if not isinstance(value, (list, tuple)):
+        return value
+    return sum(value) if key.startswith("sum of ") else list(value)
 
 
 def require_even_split(degree: int, tokens: int, model: str) -> None:

@@ -41,7 +41,7 @@ _known: dict[tuple[object, ...], Points | None] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Compute:
     """What forwards, and backwards through them, took.
 
     Attributes:
@@ -52,15 +52,15 @@ class Work:
     tokens: float
     flops: float | None
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: Compute) -> Compute:
         known = self.flops is not None and other.flops is not None
-        return Work(self.tokens + other.tokens, (self.flops or 0) + (other.flops or 0) if known else None)
+        return Compute(self.tokens + other.tokens, (self.flops or 0) + (other.flops or 0) if known else None)
 
-    def __mul__(self, share: float) -> Work:
-        return Work(share * self.tokens, None if self.flops is None else share * self.flops)
+    def __mul__(self, share: float) -> Compute:
+        return Compute(share * self.tokens, None if self.flops is None else share * self.flops)
 
 
-def rates(what: str, work: Work, seconds: float, peak_flop_s: float | None) -> dict[str, float]:
+def rates(what: str, work: Compute, seconds: float, peak_flop_s: float | None) -> dict[str, float]:
     """Curves of how fast one device did ``work``.
 
     Args:
@@ -82,27 +82,31 @@ class ForwardLog:
         self._forwards: Counter[tuple[MediaSize, int, int]] = Counter()  # by tokens of text and references
         self._work: Counter[tuple[MediaSize, int, int]] = Counter()
 
-    def note(self, size: MediaSize, condition: ConditionBatch, model: nn.Module) -> None:
+    def note(
+        self, size: MediaSize, rows: int, condition: Mapping[str, Sequence[int]], model: nn.Module
+    ) -> None:
         """Note a forward of a batch, and the backward that will follow if there is a gradient.
 
         A backward through frozen weights costs one forward (gradients of activations), otherwise two.
+
+        Args:
+            condition: tokens of each row, for every sequence.
         """
         cost = 1
         if torch.is_grad_enabled():
             cost += 2 if next(model.parameters()).requires_grad else 1
-        none = (0,) * condition.size
-        texts = [lengths for name, lengths in condition.lengths.items() if name not in _NO_TEXT]
-        references = condition.lengths.get(REFERENCES, none)
+        none = (0,) * rows
+        texts = [lengths for name, lengths in condition.items() if name not in _NO_TEXT]
+        references = condition.get(REFERENCES, none)
         for seen, *text in zip(references, none, *texts, strict=True):
             self._forwards[size, sum(text), seen] += 1
             self._work[size, sum(text), seen] += cost
 
     def clear(self) -> None:
-        """Forget what was noted."""
         self._forwards.clear()
         self._work.clear()
 
-    def take(self, family: ModelFamily, *, operations: bool) -> Work:
+    def take(self, family: ModelFamily, *, operations: bool) -> Compute:
         """The work since the last call.
 
         Args:
@@ -115,10 +119,10 @@ class ForwardLog:
             for (size, text, seen), count in forwards.items()
         )
         if not operations:
-            return Work(tokens, None)
+            return Compute(tokens, None)
         counted = [(times, forward_flops(family, *key)) for key, times in work.items()]
         flops = [times * each for times, each in counted if each is not None]
-        return Work(tokens, sum(flops) if len(flops) == len(counted) else None)
+        return Compute(tokens, sum(flops) if len(flops) == len(counted) else None)
 
 
 def forward_flops(
@@ -223,7 +227,6 @@ def _counted(
 
 
 def _interpolated(points: Points, at: int) -> float:
-    """Lagrange's polynomial through the points."""
     total = 0.0
     for x, value in points:
         term = float(value)

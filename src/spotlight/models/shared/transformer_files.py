@@ -168,7 +168,6 @@ def _plain(value: object) -> object:
 
 
 def component_type(files: PipelineFiles, component: str) -> Any:
-    """diffusers' class of a component."""
     import diffusers
 
     return getattr(diffusers, files.component_class(component) or "")

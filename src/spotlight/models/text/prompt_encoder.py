@@ -49,11 +49,6 @@ class PromptEncoder:
         self._embed, self._cache, self._device = embed, cache, device
         self._pipeline: Any = None
 
-    @property
-    def loaded(self) -> bool:
-        """Whether the text encoders are in memory."""
-        return self._pipeline is not None
-
     def missing(self, prompts: Sequence[ModelInput]) -> list[ModelInput]:
         """The distinct prompts that the disk cache lacks. Raises ModelError for a reference picture."""
         return [prompt for prompt in dict.fromkeys(prompts) if not self._cache.has(_cache_key(prompt))]

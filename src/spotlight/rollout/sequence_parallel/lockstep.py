@@ -71,7 +71,7 @@ class LockstepOrder:
 
     Attributes:
         slot: weight slot; empty at the end.
-        mark: digest of the weights.
+        weights_digest: of the weights in use.
         rollouts: those to advance, in order.
         kept: others that followers keep; they drop all else.
         given: those of ``rollouts`` that followers lack.
@@ -79,7 +79,7 @@ class LockstepOrder:
     """
 
     slot: str
-    mark: str = ""
+    weights_digest: str = ""
     rollouts: tuple[RolloutId, ...] = ()
     kept: tuple[RolloutId, ...] = ()
     given: tuple[Given, ...] = ()
@@ -89,7 +89,7 @@ class LockstepOrder:
         """A length, JSON, and tensors as safetensors (named by position). No pickle."""
         fields = {
             "slot": self.slot,
-            "mark": self.mark,
+            "weights_digest": self.weights_digest,
             "rollouts": self.rollouts,
             "kept": self.kept,
             "given": [[given.header, given.claim.lease, given.claim.began] for given in self.given],
@@ -119,7 +119,7 @@ class LockstepOrder:
         ]
         return cls(
             fields["slot"],
-            fields["mark"],
+            fields["weights_digest"],
             tuple(RolloutId(name) for name in fields["rollouts"]),
             tuple(RolloutId(name) for name in fields["kept"]),
             tuple(given),
@@ -131,13 +131,13 @@ class Lead:
     """The leader's side, while it has leases; in a group of one, the engine's own step.
 
     Args:
-        mark: digest of its weights; followers with others refuse to take part.
+        weights_digest: of its weights; followers with others refuse to take part.
     """
 
-    def __init__(self, engine: Engine, membership: SpMembership, mark: str = "") -> None:
+    def __init__(self, engine: Engine, membership: SpMembership, weights_digest: str = "") -> None:
         if not membership.leads:
             raise ValueError(f"worker {membership.worker} does not lead; {membership.group.leader} does")
-        self._engine, self._membership, self._mark = engine, membership, mark
+        self._engine, self._membership, self._weights_digest = engine, membership, weights_digest
         self._held: dict[RolloutId, tuple[int, Claim]] = {}  # what followers hold, and at which step
 
     def step(
@@ -177,7 +177,7 @@ class Lead:
         states = [s if s.rollout.id in known else dataclasses.replace(s, added=None) for s in states]
         order = LockstepOrder(
             slot,
-            self._mark,
+            self._weights_digest,
             rollouts=tuple(state.rollout.id for state in running),
             kept=tuple(state.rollout.id for state in others if state.rollout.id in known),
             given=tuple(_given(s, claimed[s.rollout.id]) for s in running if s.rollout.id not in known),
@@ -206,7 +206,7 @@ class Follower:
         engine: with the leader's settings.
         recipes: per purpose; must equal the leader's.
         use: context with the module of a slot.
-        mark: digest of the weights held here.
+        weights_digest: of the weights held here.
 
     Attributes:
         states: rollouts of the last order, at the last finished step.
@@ -220,11 +220,11 @@ class Follower:
         membership: SpMembership,
         recipes: Mapping[Purpose, Recipe],
         use: Callable[[str], AbstractContextManager[nn.Module]],
-        mark: str = "",
+        weights_digest: str = "",
     ) -> None:
         self._engine, self._membership = engine, membership
         self._recipes, self._use = recipes, use
-        self._mark = mark
+        self._weights_digest = weights_digest
         self.states: tuple[RolloutState, ...] = ()
         self.running = 0
         self.claims: dict[RolloutId, Claim] = {}
@@ -244,7 +244,7 @@ class Follower:
                 if not order.slot:
                     self.seen = order.seen
                     return
-                if order.mark != self._mark:
+                if order.weights_digest != self._weights_digest:
                     self._refuse(order)
                 self.running = len(order.rollouts)
                 if order.slot != slot:
@@ -263,8 +263,8 @@ class Follower:
         group: SpGroup = self._membership.group
         self._membership.part()
         raise GroupLostError(
-            f"worker {self._membership.worker} holds weights of digest {self._mark or 'unknown'}, but "
-            f"{group.leader} orders a step with {order.mark or 'unknown'} (epoch {group.epoch})"
+            f"worker {self._membership.worker} holds weights of digest {self._weights_digest or 'unknown'}, "
+            f"but {group.leader} orders a step with {order.weights_digest or 'unknown'} (epoch {group.epoch})"
         )
 
     def _taken(self, order: LockstepOrder) -> tuple[tuple[RolloutState, ...], tuple[RolloutState, ...]]:

@@ -7,12 +7,17 @@ otherwise keep it within a private network.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
+import struct
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
+
+_SIOCGIFADDR = 0x8915  # linux/sockios.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +68,25 @@ def connect(address: Address, timeout_s: float = 30.0) -> Store:
             f"no group store answers at {address.host}:{address.port} within {timeout_s:g} s: is the process "
             "that serves it alive, and the port reachable from here?"
         ) from error
+
+
+def listen_only_on(host: str) -> None:
+    """Bind gloo and NCCL to the interface of ``host``: gloo's default is often the loopback.
+
+    Interfaces set by the user are respected.
+    """
+    if (interface := _interface_of(host)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _interface_of(host: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == host:
+                return name
+    return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Connection
 
-from spotlight.scheduler.types import Filler
+from spotlight.scheduler.types import Filler, Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.run_directory import RunPaths
@@ -75,7 +75,6 @@ class History:
 
     @property
     def state(self) -> str:
-        """See :func:`state_of`."""
         return state_of(self.attempts)
 
 
@@ -113,9 +112,6 @@ def read_history(run: Path) -> History:
         undone = connection.execute(
             "SELECT COALESCE(SUM(from_position - to_position), 0) FROM rollbacks"
         ).fetchone()[0]
-        lost_s = connection.execute(
-            "SELECT COALESCE(SUM(seconds), 0.0) FROM gpu_seconds WHERE phase = 'lost'"
-        ).fetchone()[0]
         iterations = connection.execute(
             "SELECT COALESCE(MAX(iteration) + 1, 0) FROM optimizer_steps"
         ).fetchone()[0]
@@ -123,7 +119,7 @@ def read_history(run: Path) -> History:
         return History(
             attempts=attempts,
             undone=int(undone),
-            lost_s=float(lost_s),
+            lost_s=queries.gpu_seconds_by_phase(connection)[Phase.LOST],
             iterations=int(iterations),
             counts=queries.counts(connection),
             cost_usd=queries.cost_usd(connection),

@@ -115,7 +115,6 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check was violated."""
         return not self.violations
 
 

@@ -148,7 +148,6 @@ def example_prompt(connection: sqlite3.Connection) -> str | None:
 
 
 def counts(connection: sqlite3.Connection) -> LedgerCounts:
-    """Count everything, in one snapshot."""
     with consistent_reading(connection):
         return _counts(connection)
 

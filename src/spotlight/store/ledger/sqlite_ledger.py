@@ -378,7 +378,6 @@ class SqliteLedger:
         return queries.digest(self._connection)
 
     def counts(self) -> queries.LedgerCounts:
-        """Counts over the whole ledger."""
         return queries.counts(self._connection)
 
     def gpu_seconds_by_phase(self) -> dict[Phase, float]:

@@ -82,12 +82,10 @@ class Trackio:
         require_trackio()
 
     def write(self, row: MetricsRow) -> None:
-        """Log the row's finite values."""
         values = {name: value for name, value in row.values.items() if math.isfinite(value)}
         self._log({**values, SAMPLES_TRAINED: row.samples_trained, WALL_S: row.wall_s}, row.iteration)
 
     def pictures(self, iteration: int) -> None:
-        """Log an evaluation's pictures and videos."""
         kinds = {"png": self._trackio.Image, "jpeg": self._trackio.Image, "gif": self._trackio.Video}
         with TemporaryDirectory() as folder:
             shown = {
@@ -98,7 +96,6 @@ class Trackio:
                 self._log(shown, iteration)  # copies the files
 
     def table(self, iteration: int, table: FinalTable) -> None:
-        """Log the final table."""
         rows = [list(row) for row in table.rows]
         self._log({"summary": self._trackio.Table(columns=list(table.columns), data=rows)}, iteration)
 
@@ -111,7 +108,6 @@ class Trackio:
         """Do nothing: Trackio writes in the background."""
 
     def close(self) -> None:
-        """Write what is left."""
         with redirect_stdout(io.StringIO()):
             self._run.finish()
 

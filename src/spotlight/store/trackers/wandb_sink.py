@@ -12,7 +12,14 @@ from types import ModuleType
 from typing import Any
 
 from spotlight.store.images import drawn_iterations
-from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, FinalTable, MetricsRow, read_metrics
+from spotlight.store.metrics import (
+    SAMPLES_TRAINED,
+    VALIDATION,
+    WALL_S,
+    FinalTable,
+    MetricsRow,
+    read_metrics,
+)
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.trackers.shown_media import shown_media
 from spotlight_rewards.base.file_errors import StoreError
@@ -64,11 +71,10 @@ class WeightsAndBiases:
     def write(self, row: MetricsRow) -> None:
         """Log the row, unless an earlier attempt did."""
         progress = {SAMPLES_TRAINED: row.samples_trained, WALL_S: row.wall_s}
-        kind = "validation" if any(name.startswith("validation/") for name in row.values) else "row"
+        kind = "validation" if any(name.startswith(VALIDATION) for name in row.values) else "row"
         self._log(kind, row.iteration, {**row.values, **progress})
 
     def pictures(self, iteration: int) -> None:
-        """Log an evaluation's pictures and videos."""
         if self._entry("pictures", iteration) in self._logged:  # reading them takes a while
             return
         with TemporaryDirectory() as folder:
@@ -83,7 +89,6 @@ class WeightsAndBiases:
             self._log("pictures", iteration, shown)  # copies the files
 
     def table(self, iteration: int, table: FinalTable) -> None:
-        """Log the final table."""
         rows = [list(row) for row in table.rows]
         self._log("table", iteration, {"summary": self._wandb.Table(columns=list(table.columns), data=rows)})
 
@@ -91,7 +96,6 @@ class WeightsAndBiases:
         """Do nothing: W&B uploads in the background."""
 
     def close(self) -> None:
-        """Finish the upload."""
         self._run.finish()
 
     def _log_missing(self, resume_at: int) -> None:

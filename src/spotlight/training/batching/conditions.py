@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from spotlight.models.condition import Condition, ModelInput, model_input
 from spotlight.models.family import ModelFamily
-from spotlight.training.batching.kept_embeddings import EMBEDDINGS_BYTES
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
@@ -29,7 +28,7 @@ class Conditions:
         prompts: Iterable[Prompt],
         negative: str,
         *,
-        kept_bytes: int = EMBEDDINGS_BYTES,
+        kept_bytes: int,
     ) -> None:
         self._family, self._negative = family, negative
         self._inputs = {

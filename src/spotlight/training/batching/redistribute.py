@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from spotlight.rollout.state import SampleTensors
+from spotlight.scheduler.effects import PrepareBatch
 from spotlight.scheduler.types import MicroBatch, RolloutId
 from spotlight.training.sharding import Ranks
 
@@ -113,6 +114,35 @@ def even_moves(
             Move(rollout, source, target) for (rollout, source), target in zip(surplus, wanting, strict=True)
         ]
     return moves
+
+
+def share_of(effect: PrepareBatch, rank: int, world: int, planned: int = 0) -> tuple[RolloutId, ...]:
+    """Samples whose tensors a rank receives: equally many of every micro-batch, so none must move later, and
+    neighbours, so that they share prompts.
+
+    Args:
+        planned: see :func:`passes_of`.
+    """
+    return tuple(
+        rollout
+        for micro_batch in effect.micro_batches
+        for each in passes_of(micro_batch, world, planned)
+        for rollout in neighbours(each.rollouts, rank, world)
+    )
+
+
+def passes_of(micro_batch: MicroBatch, world: int, planned: int = 0) -> tuple[MicroBatch, ...]:
+    """A micro-batch for ``planned`` ranks, as fewer ranks train it: in turn, as many samples at a time.
+
+    Args:
+        planned: a multiple of ``world`` that divides its samples; 0: ``world``.
+    """
+    times = (planned or world) // world
+    size = len(micro_batch.rollouts) // times
+    return tuple(
+        dataclasses.replace(micro_batch, rollouts=micro_batch.rollouts[start : start + size])
+        for start in range(0, size * times, size)
+    )
 
 
 def deal(

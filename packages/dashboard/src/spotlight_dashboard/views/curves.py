@@ -15,13 +15,12 @@ from threading import Lock
 from typing import TypeAlias
 
 from spotlight.store.ledger import ledger_queries as queries
-from spotlight.store.metrics import ITERATION, SAMPLES_TRAINED, WALL_S
+from spotlight.store.metrics import ITERATION, JUDGED, SAMPLES_TRAINED, STDERR, VALIDATION, WALL_S
 from spotlight_dashboard.figures import Json, finite, thinned
 from spotlight_dashboard.run_folders import RunFolder
 
 AXES = ("iteration", "samples", "hours", "usd")
 POINTS_MAX = 600
-_STDERR = "_stderr"
 SpentDollars: TypeAlias = tuple[list[int], list[float]] | None
 """(iterations, dollars spent by the end of each); None without a ledger."""
 
@@ -118,14 +117,14 @@ class CurveReader:
 
 def curve_names(columns: CurveColumns) -> Json:
     """The names of all metrics, with the last value of each and whether it has error bars."""
-    names = sorted(name for name in columns.at if not name.endswith(_STDERR))
+    names = sorted(name for name in columns.at if not name.endswith(STDERR))
     return {
         "names": [
             {
                 "name": name,
                 "last": finite(columns.values[name][-1]),
                 "points": len(columns.at[name]),
-                "stderr": f"{name}{_STDERR}" in columns.at,
+                "stderr": f"{name}{STDERR}" in columns.at,
             }
             for name in names
         ],
@@ -139,9 +138,9 @@ def curve(columns: CurveColumns, name: str, spent: SpentDollars, points_max: int
     rows, values = columns.at.get(name, array("q")), columns.values.get(name, array("d"))
     kept = thinned(values, points_max)
     errors: dict[int, float] = {}
-    if f"{name}{_STDERR}" in columns.at:
+    if f"{name}{STDERR}" in columns.at:
         wanted = {rows[index] for index in kept}
-        pairs = zip(columns.at[f"{name}{_STDERR}"], columns.values[f"{name}{_STDERR}"], strict=True)
+        pairs = zip(columns.at[f"{name}{STDERR}"], columns.values[f"{name}{STDERR}"], strict=True)
         errors = {row: error for row, error in pairs if row in wanted}
     shown = [rows[index] for index in kept]
     return {
@@ -150,7 +149,7 @@ def curve(columns: CurveColumns, name: str, spent: SpentDollars, points_max: int
         "iteration": [columns.iteration[row] for row in shown],
         "samples": [columns.samples[row] for row in shown],
         "hours": [finite(columns.wall_s[row] / 3600) for row in shown],
-        "usd": _dollars(spent, [columns.iteration[row] for row in shown], name.startswith("validation/")),
+        "usd": _dollars(spent, [columns.iteration[row] for row in shown], name.startswith(VALIDATION)),
         "y": [finite(values[index]) for index in kept],
         "stderr": [finite(errors.get(row)) for row in shown] if errors else None,
     }
@@ -208,8 +207,8 @@ def validation_rows(run: RunFolder, points_max: int = 300) -> list[Json]:
             "iteration": rows[at][0],
             "hours": finite(rows[at][1] / 3600),
             **{
-                name: finite(rows[at][2].get(f"validation/{name}"))
-                for name in ("strict", "strict_stderr", "graded", "graded_stderr")
+                name: finite(rows[at][2].get(f"{VALIDATION}{name}"))
+                for name in (*JUDGED, *(f"{name}{STDERR}" for name in JUDGED))
             },
         }
         for at in thinned(graded, points_max)

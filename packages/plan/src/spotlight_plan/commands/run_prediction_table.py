@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def show_prediction(run: str, profile_name: str | None, as_json: Path | None) -> None:
     """Predict a run, and print prediction and measurement beside each other."""
-    from spotlight.runtime.build.controller_plan import cluster_plan_of
+    from spotlight.runtime.assembly.controller_plan import cluster_plan_of
     from spotlight_plan.calibration.measured_profile import measured_profile
     from spotlight_plan.calibration.run_prediction import predict_run
     from spotlight_plan.calibration.run_times import read_run_times

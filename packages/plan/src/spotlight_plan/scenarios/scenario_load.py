@@ -9,14 +9,18 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from spotlight.config.load import apply_override
+from spotlight.config.requires import Requirement, Requires, at_least, problems_of
+from spotlight.config.sections.exploration import seeds_require
+from spotlight.config.sections.pipeline import slices_require
 from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
-from spotlight_plan.scenarios.scenario_file import ExplorationSection, ScenarioFile
+from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.strategies import (
     STRATEGIES,
     Strategy,
@@ -225,8 +229,13 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
     yield from dict.fromkeys(
         problem
         for strategy in strategies.values()
-        for problem in scenario.pipeline.of(strategy).slice_problems(
-            explores=strategy.explore is not None, chooses=scenario.workload.train_samples is not None
+        for problem in problems_of(
+            slices_require("workload.train_samples"),
+            SimpleNamespace(
+                pipeline=scenario.pipeline.of(strategy),
+                exploration=strategy.explore,
+                workload=scenario.workload,
+            ),
         )
     )
     exploring = [name for name, strategy in strategies.items() if strategy.explore is not None]
@@ -235,7 +244,7 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
         remedy = "Add seeds_per_prompt and steps, or leave these strategies out."
         yield Problem("exploration", "nothing", f"a section, for {', '.join(exploring)}", remedy)
     if explore is not None:
-        yield from _exploration(explore, group, scenario.workload.steps)
+        yield from problems_of(_SEEDS, scenario)
     if (scenario.workload.train_samples or 0) > group:
         remedy = "They are chosen among the generated ones."
         found = str(scenario.workload.train_samples)
@@ -245,12 +254,18 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
         yield Problem("workload.updates_per_batch", found, expected, "An update trains whole groups.")
 
 
-def _exploration(explore: ExplorationSection, group: int, steps: int) -> Iterator[Problem]:
-    fewest = min(explore.arms(group, steps)[0])
-    if fewest < group:  # as many let a planner explore nothing
-        remedy = "A group is chosen among the previews: make as many or more."
-        yield Problem(explore.seeds_key, str(fewest), f"at least workload.group_size = {group}", remedy)
-    yield from explore.seed_problems(group, steps, "workload")
+_SEEDS: tuple[Requirement[ScenarioFile], ...] = (
+    *(
+        Requires(
+            key,
+            {},
+            at_least("workload.group_size"),  # as many let a planner explore nothing
+            "A group is chosen among the previews: make as many or more.",
+        )
+        for key in ("exploration.seeds_per_prompt", "exploration.planner.seed_counts")
+    ),
+    *seeds_require("workload"),
+)
 
 
 def _is_on_reserved(name: str) -> bool:

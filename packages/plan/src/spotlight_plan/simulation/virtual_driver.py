@@ -208,8 +208,7 @@ class Simulation:
         """Bill and store work that the controller accepted; everything else stays LOST."""
         match event:
             case ev.LeaseCompleted():
-                scored = (e.rollouts for e in effects if isinstance(e, ef.ScoreSamples))
-                accepted = {rollout.id: rollout.purpose for each in scored for rollout in each}
+                accepted = {one.id: one.purpose for one in ef.accepted(effects, event.rollouts)}
                 for rollout in event.rollouts:
                     if rollout in accepted:
                         self.store.samples[rollout] = receipt.weights
@@ -233,7 +232,7 @@ class Simulation:
 
     def _carry_out(self, effect: ef.Effect) -> None:
         match effect:
-            case ef.WriteRecord() | ef.RollBack() | ef.ReportChoice():
+            case ef.WriteRecord() | ef.RollBack() | ef.ReportChoice() | ef.HoldSamples():
                 pass
             case ef.GrantLease():
                 self._order(effect.lease.worker, self.workers.work, effect)

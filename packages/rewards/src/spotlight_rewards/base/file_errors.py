@@ -6,6 +6,8 @@ import errno
 import re
 import shutil
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from spotlight_rewards.base.errors import UserError
@@ -37,6 +39,15 @@ def storage_error(what: str, path: Path, error: BaseException) -> StoreError:
         cause = f"{type(error).__name__}: {error}"
         remedy = "check the disk, then run the same command again"
     return StoreError(f"{what}: {path}: {cause}. Nothing committed before was lost; {remedy}.")
+
+
+@contextmanager
+def storage_errors(what: str, path: Path) -> Iterator[None]:
+    """Turn a failed write in the block into :func:`storage_error`'s."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(what, path, error) from error
 
 
 def needs_user(error: BaseException, path: Path) -> bool:

@@ -48,19 +48,6 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _DrawnCell:
-    picture: Image.Image
-    label: str
-    colour: str
-
-
-@dataclass(frozen=True, slots=True)
-class _DrawnBlock:
-    caption: str
-    cells: tuple[_DrawnCell, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class Strip:
     """Images side by side under one caption, each with its own label, after the prompt's references."""
 
@@ -105,27 +92,16 @@ def frames_of(media: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def write_page(path: Path, title: str, blocks: Sequence[Block], fps: float) -> None:
     """Write the page as PNG; of videos also one that plays at ``fps``, as WebP. Raises OSError."""
     frames = max(len(frames_of(cell.media)) for block in blocks for cell in block.cells)
-    write_atomically(path, as_png(_page(title, _drawn(blocks, _side_by_side))))
+    write_atomically(path, as_png(_page(title, blocks, _side_by_side)))
     if frames == 1:
         return
     first, *others = [
-        _page(title, _drawn(blocks, partial(_at, share=at / (frames - 1))))
-        for at in _spread(frames, _PLAYED_MAX)
+        _page(title, blocks, partial(_at, share=at / (frames - 1))) for at in _spread(frames, _PLAYED_MAX)
     ]
     buffer = io.BytesIO()
     duration_ms = round(1000 / fps * frames / (1 + len(others)))
     first.save(buffer, "WEBP", save_all=True, append_images=others, duration=duration_ms, loop=0, quality=80)
     write_atomically(path.with_suffix(".webp"), buffer.getvalue())
-
-
-def _drawn(blocks: Sequence[Block], draw: Callable[[NDArray[np.uint8]], Image.Image]) -> list[_DrawnBlock]:
-    return [
-        _DrawnBlock(
-            block.caption,
-            tuple(_DrawnCell(draw(cell.media), cell.label, cell.colour) for cell in block.cells),
-        )
-        for block in blocks
-    ]
 
 
 def _side_by_side(media: NDArray[np.uint8]) -> Image.Image:
@@ -157,11 +133,14 @@ def _shown(picture: NDArray[np.uint8]) -> Image.Image:
     return image.resize([side * factor for side in image.size], Image.Resampling.NEAREST)
 
 
-def _page(title: str, blocks: Sequence[_DrawnBlock]) -> Image.Image:
+def _page(
+    title: str, blocks: Sequence[Block], drawn: Callable[[NDArray[np.uint8]], Image.Image]
+) -> Image.Image:
     text = ImageFont.load_default(_TEXT_PX)
-    width = max(sum(cell.picture.width + _GAP for cell in block.cells) - _GAP for block in blocks)
+    pictures = [[drawn(cell.media) for cell in block.cells] for block in blocks]
+    width = max(sum(picture.width + _GAP for picture in row) - _GAP for row in pictures)
     captions = [_wrap(block.caption, width, text) for block in blocks]
-    picture_height = max(cell.picture.height for block in blocks for cell in block.cells)
+    picture_height = max(picture.height for row in pictures for picture in row)
     caption_height = _LINE_PX * max(len(lines) for lines in captions)
     height = picture_height + _LINE_PX + _GAP + caption_height
     ideal = math.sqrt(_PAGE_ASPECT * len(blocks) * (height + _BLOCK_GAP) / (width + _BLOCK_GAP))
@@ -174,26 +153,27 @@ def _page(title: str, blocks: Sequence[_DrawnBlock]) -> Image.Image:
     page = Image.new("RGB", page_size, _PAPER)
     draw = ImageDraw.Draw(page)
     draw.text((_MARGIN, _MARGIN - 4), title, fill=_INK, font=heading)
-    for index, (block, lines) in enumerate(zip(blocks, captions, strict=True)):
+    for index, (block, shown, lines) in enumerate(zip(blocks, pictures, captions, strict=True)):
         row, column = divmod(index, per_row)
         corner = (_MARGIN + column * (width + _BLOCK_GAP), top + row * (height + _BLOCK_GAP))
-        _draw_block(page, draw, block, lines, corner, picture_height, text)
+        _draw_block(page, draw, block, shown, lines, corner, picture_height, text)
     return page
 
 
 def _draw_block(
     page: Image.Image,
     draw: ImageDraw.ImageDraw,
-    block: _DrawnBlock,
+    block: Block,
+    pictures: Sequence[Image.Image],
     lines: Sequence[str],
     corner: tuple[int, int],
     picture_height: int,
     font: ImageFont.FreeTypeFont | ImageFont.ImageFont,
 ) -> None:
     x, y = corner
-    for cell in block.cells:
-        page.paste(cell.picture, (x, y))
-        right, bottom = x + cell.picture.width, y + cell.picture.height
+    for cell, picture in zip(block.cells, pictures, strict=True):
+        page.paste(picture, (x, y))
+        right, bottom = x + picture.width, y + picture.height
         draw.rectangle((x - 1, y - 1, right, bottom), outline=_FRAME)
         draw.text((x, y + picture_height + 3), cell.label, fill=cell.colour, font=font)
         x = right + _GAP

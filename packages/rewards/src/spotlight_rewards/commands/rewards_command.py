@@ -157,7 +157,7 @@ def registered_rewards() -> Iterator[RegisteredReward]:
     import inspect
 
     from spotlight_rewards.registry import REWARDS
-    from spotlight_rewards.reward_registry import facts_of, parse
+    from spotlight_rewards.reward_registry import facts_of, params_of, parse
 
     for name in REWARDS:
         reference, facts = parse(name), facts_of(name)
@@ -174,7 +174,6 @@ def registered_rewards() -> Iterator[RegisteredReward]:
             params=", ".join(
                 # The weights' names are long, and shown already.
                 each.name if each.default in (each.empty, *weights) else f"{each.name}={each.default!r}"
-                for each in list(inspect.signature(function).parameters.values())[3:]
-                if each.name != "run_directory"  # given by the run
+                for each in params_of(function)
             ),
         )

@@ -210,7 +210,7 @@ def _details(scored: _Scored) -> dict[str, float]:
 
 
 def _draw(path: Path, reward: str, scored: Sequence[_Scored], show: int) -> Path | None:
-    from spotlight_rewards.base.file_errors import storage_error
+    from spotlight_rewards.base.file_errors import storage_errors
     from spotlight_rewards.base.picture_page import Strip, write_strips
 
     judged = [(each.picture, value) for each in scored if (value := _value(each)) is not None]
@@ -227,11 +227,9 @@ def _draw(path: Path, reward: str, scored: Sequence[_Scored], show: int) -> Path
         for picture, value in part
     ]
     mean = sum(value for _, value in judged) / len(judged)
-    try:
+    with storage_errors("cannot write the picture", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_strips(path, f"{reward}: mean {mean:.4g} of {len(judged)}", strips)
-    except OSError as error:
-        raise storage_error("cannot write the picture", path, error) from error
     return path
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
-import numpy as np
 from pydantic import Field
 
 from spotlight_rewards.endpoints.json_client import (
@@ -83,6 +82,15 @@ class TokenCount:
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """A question about pictures [height, width, 3], in order; ``answer``: one to look for, if there is."""
+
+    text: str
+    pictures: tuple[Image, ...]
+    answer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatAnswer:
     """What the model wrote.
 
@@ -119,51 +127,34 @@ def parse_vlm(
 
 def ask_about(
     place: Vlm,
-    images: Sequence[Image | Sequence[Image]],
-    questions: Sequence[str],
+    questions: Sequence[Question],
+    read: Callable[[ChatAnswer, Question], Read],
     *,
     tokens_max: int,
-    read: Callable[[ChatAnswer], Read],
     logprobs: bool = False,
 ) -> list[tuple[ChatAnswer, Read] | SampleError]:
-    """Ask one question about each picture [height, width, 3], or about several in order.
+    """Ask all questions.
 
     Args:
-        read: what an answer says; raises as that of :func:`ask_all` does.
+        read: what an answer says; raises as :attr:`HttpCall.read` does.
 
     Raises:
         RewardSetupError: nothing can be asked: key, address or model are refused, or costs cannot be counted.
     """
-    shown = [[image] if isinstance(image, np.ndarray) else image for image in images]
     if isinstance(place, LocalVlm):
-        answers = place.ask(shown, questions, tokens_max=tokens_max, logprobs=logprobs)
-        return [_understood(answer, read) for answer in answers]
-    calls = [
-        HttpCall("/chat/completions", partial(_body, place, own, question, tokens_max, logprobs))
-        for own, question in zip(shown, questions, strict=True)
-    ]
+        pictures, texts = [each.pictures for each in questions], [each.text for each in questions]
+        answers = place.ask(pictures, texts, tokens_max=tokens_max, logprobs=logprobs)
+        return [_understood(*each, read) for each in zip(answers, questions, strict=True)]
 
-    def parsed(body: object) -> tuple[ChatAnswer, Read]:
+    def parsed(question: Question, body: object) -> tuple[ChatAnswer, Read]:
         answer = parse_completion(place, body)
-        return answer, read(answer)
+        return answer, read(answer, question)
 
-    return ask_all(place, calls, parsed)
+    def call(question: Question) -> HttpCall[tuple[ChatAnswer, Read]]:
+        body = partial(_body, place, question, tokens_max, logprobs)
+        return HttpCall("/chat/completions", partial(parsed, question), body)
 
-
-def try_out(
-    place: Vlm,
-    image: Image | Sequence[Image],
-    question: str,
-    *,
-    tokens_max: int,
-    read: Callable[[ChatAnswer], object],
-    logprobs: bool = False,
-    hint: str = "",
-) -> None:
-    """Ask about one picture, before any work. Raises RewardSetupError if the answer cannot be read."""
-    (answer,) = ask_about(place, [image], [question], tokens_max=tokens_max, read=read, logprobs=logprobs)
-    if isinstance(answer, SampleError):
-        raise RewardSetupError(f"{place.title!r} did not answer a first question: {answer}{hint}")
+    return ask_all(place, [call(each) for each in questions])
 
 
 def merged(
@@ -238,28 +229,22 @@ def parse_completion(endpoint: ChatEndpoint, body: object) -> ChatAnswer:
 
 
 def _understood(
-    answer: ChatAnswer | SampleError, read: Callable[[ChatAnswer], Read]
+    answer: ChatAnswer | SampleError, question: Question, read: Callable[[ChatAnswer, Question], Read]
 ) -> tuple[ChatAnswer, Read] | SampleError:
     if isinstance(answer, SampleError):
         return answer
     try:
-        return answer, read(answer)
+        return answer, read(answer, question)
     except SampleError as error:
         return error
 
 
-def _body(
-    endpoint: ChatEndpoint,
-    images: Sequence[Image],
-    question: str,
-    tokens_max: int,
-    logprobs: bool,
-) -> dict[str, Any]:
+def _body(endpoint: ChatEndpoint, question: Question, tokens_max: int, logprobs: bool) -> dict[str, Any]:
     content: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png_base64(image)}"}}
-        for image in images
+        for image in question.pictures
     ]
-    content.append({"type": "text", "text": question})
+    content.append({"type": "text", "text": question.text})
     offer = {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if logprobs else {}
     return {
         "model": endpoint.model,

@@ -11,27 +11,22 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from PIL import Image as PILImage
 from PIL import ImageOps
 
-from spotlight_rewards.endpoints.chat import (
-    ChatAnswer,
-    ask_about,
-    curve_of,
-    merged,
-    parse_vlm,
-    token_curves,
-    try_out,
-)
+from spotlight_rewards.endpoints.chat import ChatAnswer, Question, curve_of
 from spotlight_rewards.endpoints.json_client import COSTS
+from spotlight_rewards.endpoints.vlm_reward import VlmSampleReward
 from spotlight_rewards.example_pictures import example_picture
 from spotlight_rewards.reward import (
+    Curves,
     Image,
     RewardInputError,
     SampleError,
@@ -73,87 +68,45 @@ QUALITY = (
 @best_with(batch_size=16)
 @reads_files
 @adds_over_frames(*COSTS)
-def edit_score(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    reference: str | None = None,
-    tokens_max: int = 512,
-) -> dict[str, list[float | SampleError]]:
+@dataclass(frozen=True, kw_only=True)
+class EditScore(VlmSampleReward[float]):
     """Let a VLM compare each edited picture with the picture it was made from.
 
-    Args:
-        images: uint8 [height, width, 3], edited.
-        prompts: the instructions.
-        metadata: each names its original picture.
-        endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
-        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
+    Prompts are the instructions, and each one's metadata names its original picture. ``score`` in [0, 25];
+    ``faithfulness`` and ``quality``, each the lower of its two grades.
+
+    Attributes:
         reference: the metadata field with the original's path, absolute or from the current directory;
             default: the first of the prompt's ``references``, else ``reference``.
         tokens_max: length limit of an answer, reasoning included.
-
-    Returns:
-        ``score`` in [0, 25]; ``faithfulness`` and ``quality``, each the lower of its two grades; tokens and
-        cost of both questions.
-
-    Raises:
-        RewardInputError: an original is missing, or cannot be read as a picture.
-        RewardSetupError: invalid settings, a refused key or model.
     """
-    place = parse_vlm("edit-score", endpoint, model)
-    originals = [
-        original_of(prompt, record, reference) for prompt, record in zip(prompts, metadata, strict=True)
-    ]
-    shown: list[Image | Sequence[Image]] = []
-    questions: list[str] = []
-    for image, original, prompt in zip(images, originals, prompts, strict=True):
-        shown += [(original, image), image]
-        questions += [FAITHFULNESS.replace("{prompt}", prompt), QUALITY]
-    answers = ask_about(place, shown, questions, tokens_max=tokens_max, read=parse_grade_pair)
-    found = [merged(answers[at : at + 2]) for at in range(0, len(answers), 2)]
-    return {
-        "score": curve_of(found, lambda sides: math.sqrt(math.prod(sides))),
-        "faithfulness": curve_of(found, itemgetter(0)),
-        "quality": curve_of(found, itemgetter(1)),
-        **token_curves(place, found),
-    }
 
+    reference: str | None = None
+    tokens_max: int = 512
 
-def check(
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    reference: str | None = None,
-    tokens_max: int = 512,
-) -> None:
-    """Open every prompt's original, and ask once about a picture of a sign."""
-    place = parse_vlm("edit-score", endpoint, model)
-    for prompt, record in zip(prompts, metadata, strict=True):
-        original_of(prompt, record, reference)
-    try_out(place, example_picture("sign"), QUALITY, tokens_max=tokens_max, read=parse_grade_pair)
+    name: ClassVar[str] = "edit-score"
 
+    @property
+    def tiny_answers(self) -> Sequence[str]:
+        return [json.dumps({"score": [first, first + 2]}) for first in range(0, 24, 3)]
 
-def scored_by(
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    deadline_s: float | None = None,
-) -> str:
-    """What answers; checks an endpoint's settings, and loads a model."""
-    return parse_vlm("edit-score", endpoint, model, deadline_s).identity
+    def ask(self, image: Image, prompt: str, record: Mapping[str, Any]) -> list[Question]:
+        original = original_of(prompt, record, self.reference)
+        faithfulness = FAITHFULNESS.replace("{prompt}", prompt)
+        return [Question(faithfulness, (original, image)), Question(QUALITY, (image,))]
 
+    def first_question(self, prompts: Sequence[str]) -> Question:
+        return Question(QUALITY, (example_picture("sign"),))
 
-def tiny(folder: Path) -> dict[str, Any]:
-    """Write a small random model that answers with two grades; the params that name it."""
-    from spotlight_rewards.models.tiny_vlm import save_tiny_vlm
+    def read(self, answer: ChatAnswer, question: Question) -> float:
+        return parse_grade_pair(answer)
 
-    answers = [json.dumps({"score": [first, first + 2]}) for first in range(0, 24, 3)]
-    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, answers))}}
+    def curves(self, answers: Sequence[tuple[ChatAnswer, list[float]] | SampleError]) -> Curves:
+        return {
+            "score": curve_of(answers, lambda sides: math.sqrt(math.prod(sides))),
+            "faithfulness": curve_of(answers, itemgetter(0)),
+            "quality": curve_of(answers, itemgetter(1)),
+        }
 
 
 def original_of(prompt: str, record: Mapping[str, Any], field: str | None = None) -> Image:

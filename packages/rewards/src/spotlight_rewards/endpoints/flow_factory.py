@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 from spotlight_rewards.endpoints.json_client import (
@@ -22,7 +22,7 @@ from spotlight_rewards.endpoints.json_client import (
     png_base64,
 )
 from spotlight_rewards.example_pictures import example_picture
-from spotlight_rewards.reward import Image, RewardSetupError, SampleError, best_with
+from spotlight_rewards.reward import Image, Reward, RewardSetupError, SampleError, best_with
 from spotlight_rewards.reward_facts import Reads, RewardFacts
 
 FACTS = RewardFacts(
@@ -35,44 +35,35 @@ FACTS = RewardFacts(
 
 
 @best_with(batch_size=16)
-def flow_factory(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    server: Mapping[str, Any],
-) -> list[float | SampleError]:
+@dataclass(frozen=True, kw_only=True)
+class FlowFactory(Reward):
     """Let a server that speaks Flow-Factory's protocol score the pictures.
 
-    Args:
-        images: uint8 [height, width, 3].
-        prompts: sent as they are.
-        metadata: not sent.
+    Attributes:
         server: fields of :class:`RewardServer`; ``base_url`` is required.
-
-    Raises:
-        RewardSetupError: invalid settings, a refused key or address.
     """
-    calls = [
-        HttpCall("/compute", partial(_body, image, prompt))
-        for image, prompt in zip(images, prompts, strict=True)
-    ]
-    return ask_all(_settings(server), calls, parse_reward)
 
+    server: Mapping[str, Any]
 
-def check(
-    prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], *, server: Mapping[str, Any]
-) -> None:
-    """Let the server score a picture of a sign. Raises RewardSetupError if it does not."""
-    call = HttpCall("/compute", partial(_body, example_picture("sign"), prompts[0] if prompts else "a sign"))
-    (answer,) = ask_all(_settings(server), [call], parse_reward)
-    if isinstance(answer, SampleError):
-        raise RewardSetupError(f"flow-factory reward: the server did not score a first picture: {answer}")
+    def __call__(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[float | SampleError]:
+        calls = [_call(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
+        return ask_all(self._place(), calls)
 
+    def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
+        """Let the server score a picture of a sign. Raises RewardSetupError if it does not."""
+        first = _call(example_picture("sign"), prompts[0] if prompts else "a sign")
+        (answer,) = ask_all(self._place(), [first])
+        if isinstance(answer, SampleError):
+            raise RewardSetupError(f"flow-factory reward: the server did not score a first picture: {answer}")
 
-def scored_by(*, server: Mapping[str, Any], deadline_s: float | None = None) -> str:
-    """The server; checks its settings."""
-    return _settings(server, deadline_s).base_url
+    def scored_by(self) -> str:
+        """The server; checks its settings."""
+        return self._place(self.context.deadline_s).base_url
+
+    def _place(self, deadline_s: float | None = None) -> RewardServer:
+        return parse_server(RewardServer, "flow-factory reward: params.server", self.server, deadline_s)
 
 
 def parse_reward(answer: object) -> float:
@@ -85,9 +76,5 @@ def parse_reward(answer: object) -> float:
     return float(rewards[0])
 
 
-def _body(image: Image, prompt: str) -> dict[str, Any]:
-    return {"prompt": [prompt], "image": [png_base64(image)]}
-
-
-def _settings(server: Mapping[str, Any], deadline_s: float | None = None) -> RewardServer:
-    return parse_server(RewardServer, "flow-factory reward: params.server", server, deadline_s)
+def _call(image: Image, prompt: str) -> HttpCall[float]:
+    return HttpCall("/compute", parse_reward, lambda: {"prompt": [prompt], "image": [png_base64(image)]})

@@ -8,23 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from spotlight_rewards.endpoints.chat import (
-    ChatAnswer,
-    Vlm,
-    ask_about,
-    curve_of,
-    merged,
-    parse_vlm,
-    token_curves,
-    try_out,
-)
+from spotlight_rewards.endpoints.chat import ChatAnswer, Question, curve_of
 from spotlight_rewards.endpoints.json_client import COSTS
+from spotlight_rewards.endpoints.vlm_reward import GRAY, VlmSampleReward
 from spotlight_rewards.reward import (
+    Curves,
     Image,
     RewardInputError,
     RewardSetupError,
@@ -65,92 +58,54 @@ _UNCLEAR_MAX = 0.1
 
 @best_with(batch_size=16)
 @adds_over_frames(*COSTS)
-def geneval2(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    mean: Mean = "geometric",
-    instruction: str = INSTRUCTION,
-) -> dict[str, list[float | SampleError]]:
+@dataclass(frozen=True, kw_only=True)
+class GenEval2(VlmSampleReward[float]):
     """Score how probable a VLM finds the right answer to each question about a picture.
 
-    Args:
-        images: uint8 [height, width, 3].
-        prompts: used in error messages only.
-        metadata: each with ``vqa_list``, its atoms as ``[question, answer]``.
-        endpoint: fields of :class:`ChatEndpoint`, which must offer logprobs.
-        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
+    Metadata has ``vqa_list``, the atoms as ``[question, answer]``; an endpoint must offer logprobs.
+    ``score`` in [0, 1], ``arithmetic`` and ``geometric`` mean, ``weakest`` atom.
+
+    Attributes:
         mean: over a picture's atoms, for ``score``; GenEval 2 reports both.
         instruction: contains ``{question}``.
-
-    Returns:
-        ``score`` in [0, 1], ``arithmetic`` and ``geometric`` mean, ``weakest`` atom; tokens and cost.
-
-    Raises:
-        RewardInputError: metadata without atoms.
-        RewardSetupError: invalid settings, a refused key or model, or logprobs that are not offered.
     """
-    place = _settings(endpoint, model, mean, instruction)
-    atoms = [atoms_of(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
-    # One batch for all samples. The answer to look for differs by atom, so it is looked up afterwards.
-    answers = ask_about(
-        place,
-        [image for image, own in zip(images, atoms, strict=True) for _ in own],
-        [instruction.replace("{question}", question) for own in atoms for question, _ in own],
-        tokens_max=1,
-        read=_first_token,
-        logprobs=True,
-    )
-    pairs = iter(zip((answer for own in atoms for _, answer in own), answers, strict=True))
-    found = [merged([_judged(*next(pairs)) for _ in own]) for own in atoms]
-    arithmetic = curve_of(found, lambda atoms: float(np.mean(atoms)))
-    geometric = curve_of(found, geometric_mean)
-    return {
-        "score": list(geometric if mean == "geometric" else arithmetic),
-        "arithmetic": arithmetic,
-        "geometric": geometric,
-        "weakest": curve_of(found, min),
-        **token_curves(place, found),
-    }
 
+    mean: Mean = "geometric"
+    instruction: str = INSTRUCTION
 
-def check(
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    mean: Mean = "geometric",
-    instruction: str = INSTRUCTION,
-) -> None:
-    """Read every prompt's atoms, and ask one question about a gray picture."""
-    place = _settings(endpoint, model, mean, instruction)
-    for prompt, record in zip(prompts, metadata, strict=True):
-        atoms_of(prompt, record)
-    question = instruction.replace("{question}", "Is this picture gray?")
-    gray = np.full((64, 64, 3), 128, np.uint8)
-    try_out(place, gray, question, tokens_max=1, read=_first_token, logprobs=True)
+    name: ClassVar[str] = "geneval2"
+    tokens_max: ClassVar[int] = 1
+    logprobs: ClassVar[bool] = True
+    tiny_answers: ClassVar[Sequence[str]] = ("Yes", "No", *_NUMBERS)
 
+    def __post_init__(self) -> None:
+        self.require_one_of("mean", Mean)
+        self.require("instruction", "{question}" in self.instruction, "{question} in it")
 
-def scored_by(
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    deadline_s: float | None = None,
-) -> str:
-    """What answers; checks an endpoint's settings, and loads a model."""
-    return parse_vlm("geneval2", endpoint, model, deadline_s).identity
+    def ask(self, image: Image, prompt: str, record: Mapping[str, Any]) -> list[Question]:
+        return [
+            Question(self.instruction.replace("{question}", question), (image,), answer)
+            for question, answer in atoms_of(prompt, record)
+        ]
 
+    def first_question(self, prompts: Sequence[str]) -> Question:
+        return Question(self.instruction.replace("{question}", "Is this picture gray?"), (GRAY,))
 
-def tiny(folder: Path) -> dict[str, Any]:
-    """Write a small random model that says Yes, No or a number; the params that name it."""
-    from spotlight_rewards.models.tiny_vlm import save_tiny_vlm
+    def read(self, answer: ChatAnswer, question: Question) -> float:
+        return answer_probability(_first_token(answer), question.answer)
 
-    words = ["Yes", "No", *_NUMBERS]
-    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, words))}}
+    def read_first(self, answer: ChatAnswer, question: Question) -> object:
+        return _first_token(answer)
+
+    def curves(self, answers: Sequence[tuple[ChatAnswer, list[float]] | SampleError]) -> Curves:
+        arithmetic = curve_of(answers, lambda atoms: float(np.mean(atoms)))
+        geometric = curve_of(answers, geometric_mean)
+        return {
+            "score": geometric if self.mean == "geometric" else arithmetic,
+            "arithmetic": arithmetic,
+            "geometric": geometric,
+            "weakest": curve_of(answers, min),
+        }
 
 
 def atoms_of(prompt: str, record: Mapping[str, Any]) -> list[Atom]:
@@ -227,28 +182,3 @@ def _first_token(found: ChatAnswer) -> Mapping[str, float]:
             f"{_KNOWN_MIN}: the answer may be among the others. Ask for one word in params.instruction."
         )
     return found.first_token
-
-
-def _judged(
-    answer: str, found: tuple[ChatAnswer, Mapping[str, float]] | SampleError
-) -> tuple[ChatAnswer, float] | SampleError:
-    if isinstance(found, SampleError):
-        return found
-    try:
-        return found[0], answer_probability(found[1], answer)
-    except SampleError as error:
-        return error
-
-
-def _settings(
-    endpoint: Mapping[str, Any] | None, model: Mapping[str, Any] | None, mean: Mean, instruction: str
-) -> Vlm:
-    if mean not in get_args(Mean):
-        raise RewardSetupError(
-            f"geneval2 reward: params.mean is {mean!r}; expected {' or '.join(get_args(Mean))}."
-        )
-    if "{question}" not in instruction:
-        raise RewardSetupError(
-            f"geneval2 reward: params.instruction is {instruction!r}; expected {{question}} in it."
-        )
-    return parse_vlm("geneval2", endpoint, model)

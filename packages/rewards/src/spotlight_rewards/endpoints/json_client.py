@@ -18,7 +18,7 @@ import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Generic, Literal, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from PIL import Image as PILImage
@@ -89,16 +89,19 @@ _answered: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
-class HttpCall:
+class HttpCall(Generic[Read]):
     """One request.
 
     Attributes:
         path: below the server's ``base_url``.
-        body: makes the body of a POST, in a thread, JSON's value or bytes; None: a GET.
+        read: turns the answer's JSON into a value; may raise SampleError, or RewardSetupError for what would
+            fail every sample. TypeError, ValueError and OverflowError fail the sample: the server lied.
+        body: makes the body of a POST, in a thread; None: a GET.
     """
 
     path: str
-    body: Callable[[], Mapping[str, Any] | bytes] | None = None
+    read: Callable[[Any], Read]
+    body: Callable[[], Mapping[str, Any]] | None = None
 
     @property
     def method(self) -> Literal["GET", "POST"]:
@@ -158,26 +161,14 @@ def parse_settings(kind: type[Settings], key: str, value: object) -> Settings:
         ) from None
 
 
-def ask_all(
-    server: RewardServer,
-    calls: Sequence[HttpCall],
-    read: Callable[[Any], Read],
-    *,
-    decode: Callable[[bytes], Any] | None = None,
-) -> list[Read | SampleError]:
+def ask_all(server: RewardServer, calls: Sequence[HttpCall[Read]]) -> list[Read | SampleError]:
     """Send all calls and read their answers, in order.
-
-    Args:
-        read: turns an answer's JSON, or what ``decode`` returns, into a value; may raise SampleError, or
-            RewardSetupError for what would fail every sample. TypeError, ValueError and OverflowError fail
-            the sample: the server lied.
-        decode: reads the body of an answer with status 200; ValueError fails the sample.
 
     Raises:
         RewardSetupError: no call can succeed: the key or the address is refused, or it is no such service.
             Once such a server has answered this process, it is the SampleError of that call instead.
     """
-    return asyncio.run(_ask_all(server, calls, read, decode or _from_json)) if calls else []
+    return asyncio.run(_ask_all(server, calls)) if calls else []
 
 
 def png_base64(image: Image) -> str:
@@ -189,9 +180,7 @@ def png_base64(image: Image) -> str:
 
 async def _ask_all(
     server: RewardServer,
-    calls: Sequence[HttpCall],
-    read: Callable[[Any], Read],
-    decode: Callable[[bytes], Any],
+    calls: Sequence[HttpCall[Read]],
 ) -> list[Read | SampleError]:
     import httpx2  # keeps start-up fast for runs without such a reward
 
@@ -205,7 +194,10 @@ async def _ask_all(
         verify=_tls(),
         trust_env=host not in LOOPBACK,  # a proxy does not lead to this machine
     ) as client:
-        tasks = [asyncio.create_task(_answer(client, gate, server, call, read, decode)) for call in calls]
+        tasks: list[asyncio.Task[Read | SampleError]] = []
+        for call in calls:
+            answer = _answer(client, gate, server, call)
+            tasks.append(asyncio.create_task(answer))
         try:
             await asyncio.wait(tasks, timeout=server.batch_timeout_s, return_when=asyncio.FIRST_EXCEPTION)
             late = {task for task in tasks if not task.done()}
@@ -228,15 +220,13 @@ async def _answer(
     client: httpx2.AsyncClient,
     gate: asyncio.Semaphore,
     server: RewardServer,
-    call: HttpCall,
-    read: Callable[[Any], Read],
-    decode: Callable[[bytes], Any],
+    call: HttpCall[Read],
 ) -> Read | SampleError:
     async with gate:
         content = None if call.body is None else await asyncio.to_thread(_encoded, call.body)
         settings = server.model_dump_json()
         try:
-            found = _read(await _with_retries(client, server, call, content, decode), read)
+            found = _read(await _with_retries(client, server, call, content), call.read)
         except SampleError as error:
             return SampleError(safe_message(server, error))
         except RewardSetupError as error:
@@ -257,23 +247,21 @@ def _read(body: Any, read: Callable[[Any], Read]) -> Read:
         ) from None
 
 
-def _encoded(body: Callable[[], Mapping[str, Any] | bytes]) -> bytes:
-    made = body()
-    return made if isinstance(made, bytes) else json.dumps(made).encode()
+def _encoded(body: Callable[[], Mapping[str, Any]]) -> bytes:
+    return json.dumps(body()).encode()
 
 
 async def _with_retries(
     client: httpx2.AsyncClient,
     server: RewardServer,
-    call: HttpCall,
+    call: HttpCall[Any],
     content: bytes | None,
-    decode: Callable[[bytes], Any],
 ) -> Any:
     url = server.base_url + call.path
     for attempt in range(server.retries + 1):
         try:
             status, body = await _attempt(client, server, call.method, url, content)
-            return await _decoded_in_time(server, f"{call.method} {url}", status, body, decode)
+            return await _decoded_in_time(server, f"{call.method} {url}", status, body)
         except _TransientError as failed:
             if attempt == server.retries:
                 raise SampleError(
@@ -317,19 +305,15 @@ async def _attempt(
     return status, bytes(body)
 
 
-async def _decoded_in_time(
-    server: RewardServer, what: str, status: int, body: bytes, decode: Callable[[bytes], Any]
-) -> Any:
+async def _decoded_in_time(server: RewardServer, what: str, status: int, body: bytes) -> Any:
     try:
         async with asyncio.timeout(server.timeout_s):
-            return await asyncio.to_thread(_decoded, server, what, status, body, decode)
+            return await asyncio.to_thread(_decoded, server, what, status, body)
     except TimeoutError:
         raise SampleError(f"{what}: its answer could not be read in timeout_s={server.timeout_s:g}") from None
 
 
-def _decoded(
-    server: RewardServer, what: str, status: int, body: bytes, decode: Callable[[bytes], Any]
-) -> Any:
+def _decoded(server: RewardServer, what: str, status: int, body: bytes) -> Any:
     found = f"{what} answered {status} ({_text(body)!r})"
     if status in (401, 403):
         source = f"the key in {server.api_key_env}" if server.api_key_env else "requests without a key"
@@ -342,7 +326,7 @@ def _decoded(
     if status != 200:
         raise SampleError(f"{found}; expected 200 OK. The request does not suit this server or model.")
     try:
-        return decode(body)
+        return _from_json(body)
     except ValueError as error:
         raise SampleError(f"{found}: {error}. Is base_url the service's own?") from None
 

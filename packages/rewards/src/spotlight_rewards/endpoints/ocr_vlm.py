@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
-from spotlight_rewards.endpoints.chat import ChatAnswer, ask_about, parse_vlm, token_curves, try_out
+from spotlight_rewards.endpoints.chat import ChatAnswer, Question, curve_of
 from spotlight_rewards.endpoints.json_client import COSTS
+from spotlight_rewards.endpoints.vlm_reward import VlmSampleReward
 from spotlight_rewards.example_pictures import example_picture
 from spotlight_rewards.reading.legibility import legibility, normalized, target_of
-from spotlight_rewards.reward import Image, RewardInputError, SampleError, adds_over_frames, best_with
+from spotlight_rewards.reward import Curves, Image, RewardInputError, SampleError, adds_over_frames, best_with
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
@@ -34,98 +35,48 @@ INSTRUCTION = (
 
 @best_with(batch_size=16)
 @adds_over_frames(*COSTS)
-def ocr_vlm(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    instruction: str = INSTRUCTION,
-    tokens_max: int = 512,
-) -> dict[str, list[float | SampleError]]:
+@dataclass(frozen=True, kw_only=True)
+class OcrVlm(VlmSampleReward[float]):
     """Score how much of each prompt's quoted text a vision-language model reads in its image.
 
-    Args:
-        images: uint8 [height, width, 3].
-        prompts: each with its target in straight double quotes; the model does not see them.
-        metadata: ignored.
-        endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
-        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
+    Prompts have their target in straight double quotes; the model does not see them. ``score`` in [0, 1];
+    ``exact``: 1 if the target was read in full, else 0; ``cut_off``: 1 if the transcription reached
+    ``tokens_max`` (what was read until then counts).
+
+    Attributes:
         instruction: what the model is asked; readers such as DeepSeek-OCR have one of their own.
         tokens_max: length limit of a transcription.
-
-    Returns:
-        ``score`` in [0, 1]; ``exact``: 1 if the target was read in full, else 0; ``cut_off``: 1 if the
-        transcription reached ``tokens_max`` (what was read until then counts); tokens and cost.
-
-    Raises:
-        RewardInputError: a prompt without quoted text, or with the one that stands for none.
-        RewardSetupError: invalid settings, a refused key or model.
     """
-    place = parse_vlm("ocr-vlm", endpoint, model)
-    targets = [_target(prompt) for prompt in prompts]
-    answers = ask_about(
-        place,
-        images,
-        [instruction] * len(images),
-        tokens_max=tokens_max,
-        read=lambda answer: reading(answer.text),
-    )
-    scores = [
-        each if isinstance(each, SampleError) else legibility(target, each[1])
-        for target, each in zip(targets, answers, strict=True)
-    ]
-    return {
-        "score": scores,
-        "exact": [float(score == 1.0) for score in scores],
-        "cut_off": [float(not isinstance(each, SampleError) and each[0].cut_off) for each in answers],
-        **token_curves(place, answers),
-    }
 
+    instruction: str = INSTRUCTION
+    tokens_max: int = 512
 
-def check(
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    instruction: str = INSTRUCTION,
-    tokens_max: int = 512,
-) -> None:
-    """Parse every prompt's target, and ask once about a picture with text.
+    name: ClassVar[str] = "ocr-vlm"
+    tiny_answers: ClassVar[Sequence[str]] = string.ascii_uppercase
 
-    Raises:
-        RewardInputError: a prompt without quoted text.
-        RewardSetupError: invalid settings, or the model reads nothing.
-    """
-    for prompt in prompts:
-        _target(prompt)
-    try_out(
-        parse_vlm("ocr-vlm", endpoint, model),
-        example_picture("sign"),
-        instruction,
-        tokens_max=tokens_max,
-        read=_something,
-    )
+    def ask(self, image: Image, prompt: str, record: Mapping[str, Any]) -> list[Question]:
+        return [Question(self.instruction, (image,), _target(prompt))]
 
+    def first_question(self, prompts: Sequence[str]) -> Question:
+        return Question(self.instruction, (example_picture("sign"),))
 
-def scored_by(
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    deadline_s: float | None = None,
-) -> str:
-    """What answers; checks an endpoint's settings, and loads a model."""
-    return parse_vlm("ocr-vlm", endpoint, model, deadline_s).identity
+    def read(self, answer: ChatAnswer, question: Question) -> float:
+        return legibility(question.answer, reading(answer.text))
 
+    def read_first(self, answer: ChatAnswer, question: Question) -> None:
+        if not reading(answer.text):
+            raise SampleError(
+                f"it read nothing ({answer.text!r}) in a picture of the word OPEN; expected it. Correct "
+                "params.instruction, or use another model."
+            )
 
-def tiny(folder: Path) -> dict[str, Any]:
-    """Write a small random model that reads a letter; the params that name it."""
-    from spotlight_rewards.models.tiny_vlm import save_tiny_vlm
-
-    words = string.ascii_uppercase
-    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, words))}}
+    def curves(self, answers: Sequence[tuple[ChatAnswer, list[float]] | SampleError]) -> Curves:
+        cut_off = [float(not isinstance(each, SampleError) and each[0].cut_off) for each in answers]
+        return {
+            "score": curve_of(answers, lambda scores: scores[0]),
+            "exact": curve_of(answers, lambda scores: float(scores[0] == 1.0)),
+            "cut_off": cut_off,
+        }
 
 
 def _target(prompt: str) -> str:
@@ -142,11 +93,3 @@ def reading(answer: str) -> str:
     """What an answer says was read; empty if it says that there is no text."""
     bare = " ".join(answer.strip(" \n\t[].").casefold().split())
     return "" if bare == NO_TEXT.strip("[]") else answer.strip()
-
-
-def _something(answer: ChatAnswer) -> None:
-    if not reading(answer.text):
-        raise SampleError(
-            f"it read nothing ({answer.text!r}) in a picture of the word OPEN; expected it. Correct "
-            "params.instruction, or use another model."
-        )

@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from spotlight_rewards.base.media_files import encode_video
 from spotlight_rewards.endpoints.json_client import (
@@ -32,7 +33,9 @@ from spotlight_rewards.endpoints.json_client import (
     safe_message,
 )
 from spotlight_rewards.reward import (
+    Curves,
     Image,
+    Reward,
     RewardSetupError,
     SampleError,
     adds_over_frames,
@@ -50,136 +53,126 @@ FACTS = RewardFacts(
 )
 Scores = dict[str, float]
 """One sample's scores, by the service's names."""
-_PICTURES = object()
-"""In the place of ``fps``: of the reward ``http``, which has none."""
 
 
 @best_with(batch_size=64)
 @adds_over_frames(*COSTS)
-def http(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    server: Mapping[str, Any],
-    reward: str,
-    score: str = "",
-    batch_size: int = 8,
-) -> dict[str, list[float | SampleError]]:
+@dataclass(frozen=True, kw_only=True)
+class Http(Reward):
     """Let a reward service score the pictures.
 
-    Args:
-        images: uint8 [height, width, 3].
-        prompts: sent as they are.
-        metadata: sent as JSON.
+    ``score``, and the reward's other scores that every picture has. Metadata is sent as JSON.
+
+    Attributes:
         server: fields of :class:`RewardServer`; ``base_url`` is required.
         reward: the service's name of the reward.
         score: which of the reward's scores is trained on; empty: the one named like the reward.
         batch_size: pictures in one request.
-
-    Returns:
-        ``score``, and the reward's other scores that every picture has.
-
-    Raises:
-        RewardSetupError: invalid settings, a refused key or address.
     """
-    place = _settings("http", server, batch_size)
-    return _scores(place, (images, prompts, metadata), reward, score, batch_size, _picture)
+
+    server: Mapping[str, Any]
+    reward: str
+    score: str = ""
+    batch_size: int = 8
+
+    name: ClassVar[str] = "http"
+
+    def __post_init__(self) -> None:
+        size = self.batch_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise RewardSetupError(f"{self.name} reward: params.batch_size is {size!r}; expected 1 or more.")
+
+    def __call__(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Curves:
+        place, samples = self._place(), list(zip(images, prompts, metadata, strict=True))
+        parts = [samples[at : at + self.batch_size] for at in range(0, len(samples), self.batch_size)]
+        answers = ask_all(place, [HttpCall("/score", _as_is, partial(self._body, part)) for part in parts])
+        found: list[Scores | SampleError] = []
+        for part, answer in zip(parts, answers, strict=True):
+            found += parse_scores(answer, self.reward, len(part))
+        curves = _curves(found, self.score or self.reward)
+        curves["score"] = [
+            SampleError(safe_message(place, each)) if isinstance(each, SampleError) else each
+            for each in curves["score"]
+        ]
+        return curves
+
+    def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
+        """Ask the service which rewards it has. Raises RewardSetupError if it is absent or lacks this one."""
+        place = self._place()
+        (answer,) = ask_all(place, [HttpCall("/rewards", _as_is)])
+        if isinstance(answer, SampleError):
+            raise RewardSetupError(f"{self.name} reward: {answer}")
+        names = answer.get("rewards") if isinstance(answer, dict) else None
+        if not isinstance(names, list) or self.reward not in names:
+            error = RewardSetupError(
+                f"{self.name} reward: params.reward is {self.reward!r}, but {place.base_url}/rewards names "
+                f"{names!r}; expected it among them. Correct the name, or enable it at the service."
+            )
+            raise RewardSetupError(safe_message(place, error))
+
+    def scored_by(self) -> str:
+        """The reward and its service; checks the service's settings."""
+        return f"{self.reward} at {self._place(self.context.deadline_s).base_url}"
+
+    def media(self, image: Image) -> dict[str, str]:
+        """A sample's image as the service takes it."""
+        return {"image_b64": png_base64(image)}
+
+    def _place(self, deadline_s: float | None = None) -> RewardServer:
+        return parse_server(RewardServer, f"{self.name} reward: params.server", self.server, deadline_s)
+
+    def _body(self, samples: Sequence[tuple[Image, str, Mapping[str, Any]]]) -> dict[str, Any]:
+        return {
+            "requests": [
+                {
+                    "history": [{"text": prompt, **self.media(image)}],
+                    "required_rewards": [self.reward],
+                    "metadata": dict(record),
+                }
+                for image, prompt, record in samples
+            ]
+        }
 
 
 @best_with(batch_size=8)
 @takes_videos
-def http_video(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    server: Mapping[str, Any],
-    reward: str,
-    fps: float,
-    score: str = "",
-    batch_size: int = 1,
-) -> dict[str, list[float | SampleError]]:
+@dataclass(frozen=True, kw_only=True)
+class HttpVideo(Http):
     """Let a reward service score whole videos.
 
-    Args:
-        images: uint8 [frames, height, width, 3]; a picture is sent as a video of one frame.
-        prompts, metadata, server, reward, score: as of :func:`http`.
+    A picture is sent as a video of one frame.
+
+    Attributes:
         fps: frames per second of the MP4 that is sent; ``rollout.fps`` shows what the run does.
         batch_size: videos in one request.
-
-    Returns:
-        As :func:`http`.
-
-    Raises:
-        RewardSetupError: invalid settings, a refused key or address, or PyAV is not installed.
     """
-    place = _settings("http-video", server, batch_size, fps)
-    return _scores(place, (images, prompts, metadata), reward, score, batch_size, partial(_video, fps=fps))
 
+    fps: float
+    batch_size: int = 1
 
-def _scores(
-    place: RewardServer,
-    samples: tuple[Sequence[Image], Sequence[str], Sequence[Mapping[str, Any]]],
-    reward: str,
-    score: str,
-    batch_size: int,
-    media: Callable[[Image], dict[str, str]],
-) -> dict[str, list[float | SampleError]]:
-    """Ask in requests of ``batch_size``; ``media``: a sample's image as the service takes it."""
-    images, prompts, metadata = samples
-    starts = range(0, len(images), batch_size)
-    parts = [slice(start, min(start + batch_size, len(images))) for start in starts]
-    calls = [
-        HttpCall("/score", partial(_body, images[part], prompts[part], metadata[part], reward, media))
-        for part in parts
-    ]
-    answers = ask_all(place, calls, lambda body: body)
-    found: list[Scores | SampleError] = []
-    for part, answer in zip(parts, answers, strict=True):
-        found += parse_scores(answer, reward, part.stop - part.start)
-    curves = _curves(found, score or reward)
-    curves["score"] = [
-        SampleError(safe_message(place, each)) if isinstance(each, SampleError) else each
-        for each in curves["score"]
-    ]
-    return curves
+    name: ClassVar[str] = "http-video"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not _is_finite(self.fps) or not 0 < self.fps <= 1000:
+            raise RewardSetupError(
+                f"http-video reward: params.fps is {self.fps!r}; expected the videos' frames per second, "
+                "above 0. Set it to rollout.fps."
+            )
+        try:
+            import av  # noqa: F401
+        except ImportError as error:
+            raise RewardSetupError(
+                f"http-video reward: videos cannot be written without PyAV ({error}). Install it: "
+                "pip install 'spotlight-rl[video]'"
+            ) from error
 
-def check(
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    server: Mapping[str, Any],
-    reward: str,
-    batch_size: int = 8,
-    fps: object = _PICTURES,
-) -> None:
-    """Ask the service which rewards it has. Raises RewardSetupError if it is absent or lacks this one."""
-    name = _name(fps)
-    place = _settings(name, server, batch_size, fps)
-    (answer,) = ask_all(place, [HttpCall("/rewards")], lambda body: body)
-    if isinstance(answer, SampleError):
-        raise RewardSetupError(f"{name} reward: {answer}")
-    names = answer.get("rewards") if isinstance(answer, dict) else None
-    if not isinstance(names, list) or reward not in names:
-        error = RewardSetupError(
-            f"{name} reward: params.reward is {reward!r}, but {place.base_url}/rewards names {names!r}; "
-            "expected it among them. Correct the name, or enable it at the service."
-        )
-        raise RewardSetupError(safe_message(place, error))
-
-
-def scored_by(
-    *,
-    server: Mapping[str, Any],
-    reward: str,
-    batch_size: int = 8,
-    fps: object = _PICTURES,
-    deadline_s: float | None = None,
-) -> str:
-    """The reward and its service; checks the service's settings."""
-    return f"{reward} at {_settings(_name(fps), server, batch_size, fps, deadline_s).base_url}"
+    def media(self, image: Image) -> dict[str, str]:
+        """As MP4, in base64."""
+        file = encode_video(image if image.ndim == 4 else image[None], {}, self.fps)
+        return {"video_b64": base64.b64encode(file).decode("ascii")}
 
 
 def parse_scores(answer: object, reward: str, samples: int) -> list[Scores | SampleError]:
@@ -243,58 +236,5 @@ def _with(trained: str, scores: Scores | SampleError) -> Scores | SampleError:
     )
 
 
-def _name(fps: object) -> str:
-    return "http" if fps is _PICTURES else "http-video"
-
-
-def _settings(
-    name: str,
-    server: Mapping[str, Any],
-    batch_size: int,
-    fps: object = _PICTURES,
-    deadline_s: float | None = None,
-) -> RewardServer:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise RewardSetupError(f"{name} reward: params.batch_size is {batch_size!r}; expected 1 or more.")
-    if fps is not _PICTURES:
-        if not _is_finite(fps) or not 0 < fps <= 1000:  # type: ignore[operator]
-            raise RewardSetupError(
-                f"{name} reward: params.fps is {fps!r}; expected the videos' frames per second, above 0. Set "
-                "it to rollout.fps."
-            )
-        try:
-            import av  # noqa: F401
-        except ImportError as error:
-            raise RewardSetupError(
-                f"{name} reward: videos cannot be written without PyAV ({error}). Install it: "
-                "pip install 'spotlight-rl[video]'"
-            ) from error
-    return parse_server(RewardServer, f"{name} reward: params.server", server, deadline_s)
-
-
-def _picture(image: Image) -> dict[str, str]:
-    return {"image_b64": png_base64(image)}
-
-
-def _video(video: Image, fps: float) -> dict[str, str]:
-    file = encode_video(video if video.ndim == 4 else video[None], {}, fps)
-    return {"video_b64": base64.b64encode(file).decode("ascii")}
-
-
-def _body(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    reward: str,
-    media: Callable[[Image], dict[str, str]],
-) -> dict[str, Any]:
-    return {
-        "requests": [
-            {
-                "history": [{"text": prompt, **media(image)}],
-                "required_rewards": [reward],
-                "metadata": dict(record),
-            }
-            for image, prompt, record in zip(images, prompts, metadata, strict=True)
-        ]
-    }
+def _as_is(body: object) -> object:
+    return body

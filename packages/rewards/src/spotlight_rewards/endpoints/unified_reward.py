@@ -7,22 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal
 
-from spotlight_rewards.endpoints.chat import (
-    ChatAnswer,
-    Vlm,
-    ask_about,
-    curve_of,
-    parse_vlm,
-    token_curves,
-    try_out,
-)
+from spotlight_rewards.endpoints.chat import ChatAnswer, Question, curve_of
 from spotlight_rewards.endpoints.json_client import COSTS
+from spotlight_rewards.endpoints.vlm_reward import VlmSampleReward
 from spotlight_rewards.example_pictures import example_picture
-from spotlight_rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames, best_with
+from spotlight_rewards.reward import Curves, Image, SampleError, adds_over_frames, best_with
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
 
 Axis = Literal["mean", "alignment", "coherence", "style"]
@@ -47,85 +40,53 @@ Coherence Score (1-5): Y
 Style Score (1-5): Z
 
 Text Caption: [{prompt}]"""
-_TOKENS_MAX = 64
 _GRADE_MAX = 5.0
 
 
 @best_with(batch_size=16)
 @adds_over_frames(*COSTS)
-def unified_reward(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    train_on: Axis = "mean",
-    question: str = QUESTION,
-) -> dict[str, list[float | SampleError]]:
+@dataclass(frozen=True, kw_only=True)
+class UnifiedReward(VlmSampleReward[dict[str, float]]):
     """Let UnifiedReward grade each picture.
 
-    Args:
-        images: uint8 [height, width, 3].
-        prompts: inserted for ``{prompt}`` in the question.
-        metadata: ignored.
-        endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
-        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
+    ``score`` in [0.2, 1], grade / 5; ``alignment``, ``coherence`` and ``style``, the grades.
+
+    Attributes:
         train_on: the axis, or ``mean`` of the three, that becomes ``score``.
-        question: what is asked.
-
-    Returns:
-        ``score`` in [0.2, 1], grade / 5; ``alignment``, ``coherence`` and ``style``, the grades; tokens and
-        cost.
-
-    Raises:
-        RewardSetupError: invalid settings, a refused key or model.
+        question: what is asked; the prompt stands in for ``{prompt}``.
     """
-    place = _settings(endpoint, model, train_on)
-    questions = [question.replace("{prompt}", prompt) for prompt in prompts]
-    answers = ask_about(place, images, questions, tokens_max=_TOKENS_MAX, read=parse_grades)
-    return {
-        "score": curve_of(answers, lambda grades: grades[train_on] / _GRADE_MAX),
-        **{axis: curve_of(answers, itemgetter(axis)) for axis in AXES},
-        **token_curves(place, answers),
-    }
 
+    train_on: Axis = "mean"
+    question: str = QUESTION
 
-def check(
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    train_on: Axis = "mean",
-    question: str = QUESTION,
-) -> None:
-    """Ask about a picture of a sign: does the model answer as it should?"""
-    place = _settings(endpoint, model, train_on)
-    asked = question.replace("{prompt}", "a sign that says OPEN")
-    try_out(place, example_picture("sign"), asked, tokens_max=_TOKENS_MAX, read=parse_grades)
+    name: ClassVar[str] = "unified-reward"
+    tokens_max: ClassVar[int] = 64
 
+    def __post_init__(self) -> None:
+        self.require_one_of("train_on", Axis)
 
-def scored_by(
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    deadline_s: float | None = None,
-) -> str:
-    """What answers; checks an endpoint's settings, and loads a model."""
-    return parse_vlm("unified-reward", endpoint, model, deadline_s).identity
+    @property
+    def tiny_answers(self) -> Sequence[str]:
+        return [
+            "\n".join(f"{axis.title()} Score (1-5): {(first + at) % 5 + 1}" for at, axis in enumerate(AXES))
+            for first in range(5)
+        ]
 
+    def ask(self, image: Image, prompt: str, record: Mapping[str, Any]) -> list[Question]:
+        return [Question(self.question.replace("{prompt}", prompt), (image,))]
 
-def tiny(folder: Path) -> dict[str, Any]:
-    """Write a small random model that answers with three grades; the params that name it."""
-    from spotlight_rewards.models.tiny_vlm import save_tiny_vlm
+    def first_question(self, prompts: Sequence[str]) -> Question:
+        return self.ask(example_picture("sign"), "a sign that says OPEN", {})[0]
 
-    titles = [axis.title() for axis in AXES]
-    answers = [
-        "\n".join(f"{title} Score (1-5): {(first + at) % 5 + 1}" for at, title in enumerate(titles))
-        for first in range(5)
-    ]
-    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, answers))}}
+    def read(self, answer: ChatAnswer, question: Question) -> dict[str, float]:
+        return parse_grades(answer)
+
+    def curves(self, answers: Sequence[tuple[ChatAnswer, list[dict[str, float]]] | SampleError]) -> Curves:
+        first = [each if isinstance(each, SampleError) else (each[0], each[1][0]) for each in answers]
+        return {
+            "score": curve_of(first, lambda grades: grades[self.train_on] / _GRADE_MAX),
+            **{axis: curve_of(first, itemgetter(axis)) for axis in AXES},
+        }
 
 
 def parse_grades(answer: ChatAnswer) -> dict[str, float]:
@@ -140,12 +101,3 @@ def parse_grades(answer: ChatAnswer) -> dict[str, float]:
             )
         grades[axis] = float(found[0])
     return grades | {"mean": sum(grades.values()) / len(grades)}
-
-
-def _settings(endpoint: Mapping[str, Any] | None, model: Mapping[str, Any] | None, train_on: Axis) -> Vlm:
-    if train_on not in get_args(Axis):
-        raise RewardSetupError(
-            f"unified-reward reward: params.train_on is {train_on!r}; expected one of "
-            f"{', '.join(get_args(Axis))}."
-        )
-    return parse_vlm("unified-reward", endpoint, model)

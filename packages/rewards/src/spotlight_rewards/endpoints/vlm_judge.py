@@ -9,24 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
-from operator import itemgetter
-from pathlib import Path
-from typing import Any, Literal, get_args
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
-import numpy as np
-
-from spotlight_rewards.endpoints.chat import (
-    ChatAnswer,
-    Vlm,
-    ask_about,
-    curve_of,
-    parse_vlm,
-    token_curves,
-    try_out,
-)
+from spotlight_rewards.endpoints.chat import ChatAnswer, Question, curve_of
 from spotlight_rewards.endpoints.json_client import COSTS
-from spotlight_rewards.reward import Image, RewardSetupError, SampleError, adds_over_frames, best_with
+from spotlight_rewards.endpoints.vlm_reward import GRAY, VlmSampleReward
+from spotlight_rewards.reward import Curves, Image, RewardSetupError, SampleError, adds_over_frames, best_with
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
 
 AnswerKind = Literal["yes-no", "grade"]
@@ -59,95 +48,80 @@ _GRADE = re.compile(
 
 @best_with(batch_size=16)
 @adds_over_frames(*COSTS)
-def vlm_judge(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    answer: AnswerKind = "yes-no",
-    question: str = "",
-    scale: Sequence[float] = (0, 10),
-) -> dict[str, list[float | SampleError]]:
+@dataclass(frozen=True, kw_only=True)
+class VlmJudge(VlmSampleReward[tuple[float, float]]):
     """Let a vision-language model judge each picture.
 
-    Args:
-        images: uint8 [height, width, 3].
-        prompts: inserted for ``{prompt}`` in the question.
-        metadata: ignored.
-        endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
-        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
+    ``score`` in [0, 1]: P("Yes"), or the grade's place on the scale; ``no`` (P("No")) or ``grade``.
+
+    Attributes:
         answer: ``yes-no`` needs an endpoint with logprobs; ``grade`` any.
         question: may contain ``{prompt}``, ``{low}`` and ``{high}``; empty: that of :data:`QUESTIONS`.
         scale: lowest and highest grade.
-
-    Returns:
-        ``score`` in [0, 1]: P("Yes"), or the grade's place on the scale; ``no`` (P("No")) or ``grade``;
-        tokens and cost as :func:`token_curves` has them.
-
-    Raises:
-        RewardSetupError: invalid settings, a refused key or model, or logprobs that are not offered.
     """
-    place = _settings(endpoint, model, answer, scale)
-    questions = [_question(question, answer, prompt, scale) for prompt in prompts]
-    answers = ask_about(
-        place,
-        images,
-        questions,
-        tokens_max=_TOKENS_MAX[answer],
-        read=partial(_score, answer, scale),
-        logprobs=answer == "yes-no",
-    )
-    second = "no" if answer == "yes-no" else "grade"
-    return {
-        "score": curve_of(answers, itemgetter(0)),
-        second: curve_of(answers, itemgetter(1)),
-        **token_curves(place, answers),
-    }
 
+    answer: AnswerKind = "yes-no"
+    question: str = ""
+    scale: Sequence[float] = (0, 10)
 
-def check(
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    answer: AnswerKind = "yes-no",
-    question: str = "",
-    scale: Sequence[float] = (0, 10),
-) -> None:
-    """Ask one question about a gray picture: is the model there, and does it answer as it should?"""
-    place = _settings(endpoint, model, answer, scale)
-    first = _question(question, answer, prompts[0] if prompts else "a gray square", scale)
-    try_out(
-        place,
-        np.full((64, 64, 3), 128, np.uint8),
-        first,
-        tokens_max=_TOKENS_MAX[answer],
-        read=partial(_score, answer, scale),
-        logprobs=answer == "yes-no",
-        hint=" If it offers no logprobs, set params.answer: grade." if answer == "yes-no" else "",
-    )
+    name: ClassVar[str] = "vlm-judge"
 
+    def __post_init__(self) -> None:
+        self.require_one_of("answer", AnswerKind)
+        numbers = isinstance(self.scale, Sequence) and all(
+            isinstance(each, int | float) and math.isfinite(each) for each in self.scale
+        )
+        sound = numbers and len(self.scale) == 2 and self.scale[0] < self.scale[1]
+        self.require("scale", sound, "lowest and highest grade, as [0, 10]")
 
-def scored_by(
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    deadline_s: float | None = None,
-) -> str:
-    """What answers; checks an endpoint's settings, and loads a model."""
-    return parse_vlm("vlm-judge", endpoint, model, deadline_s).identity
+    @property
+    def tokens_max(self) -> int:
+        return _TOKENS_MAX[self.answer]
 
+    @property
+    def logprobs(self) -> bool:
+        return self.answer == "yes-no"
 
-def tiny(folder: Path, *, answer: AnswerKind = "yes-no", scale: Sequence[float] = (0, 10)) -> dict[str, Any]:
-    """Write a small random model that answers as asked; the params that name it."""
-    from spotlight_rewards.models.tiny_vlm import save_tiny_vlm
+    @property
+    def hint(self) -> str:
+        return " If it offers no logprobs, set params.answer: grade." if self.answer == "yes-no" else ""
 
-    grades = [f"{each}" for each in range(math.ceil(scale[0]), math.floor(scale[1]) + 1)]
-    words = ["Yes", "No"] if answer == "yes-no" else grades
-    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, words))}}
+    @property
+    def tiny_answers(self) -> Sequence[str]:
+        grades = range(math.ceil(self.scale[0]), math.floor(self.scale[1]) + 1)
+        return ["Yes", "No"] if self.answer == "yes-no" else [str(each) for each in grades]
+
+    def ask(self, image: Image, prompt: str, record: Mapping[str, Any]) -> list[Question]:
+        text, (low, high) = self.question or QUESTIONS[self.answer], self.scale
+        scaled = text.replace("{low}", f"{low:g}").replace("{high}", f"{high:g}")
+        # The prompt last: it may contain braces.
+        return [Question(scaled.replace("{prompt}", prompt), (image,))]
+
+    def first_question(self, prompts: Sequence[str]) -> Question:
+        return self.ask(GRAY, prompts[0] if prompts else "a gray square", {})[0]
+
+    def read(self, answer: ChatAnswer, question: Question) -> tuple[float, float]:
+        if not answer.text.strip():
+            raise SampleError("the model's answer is empty; expected Yes, No or one number.")
+        if self.answer == "grade":
+            if answer.cut_off:
+                raise SampleError(f"the model's answer {answer.text!r} was cut off; expected one number.")
+            low, high = self.scale
+            grade = parse_grade(answer.text, low, high)
+            return (grade - low) / (high - low), grade
+        if answer.first_token is None:
+            raise RewardSetupError(
+                "vlm-judge reward: the endpoint sends no logprobs; expected them for params.answer 'yes-no', "
+                "the probability of Yes. Set params.answer: grade, or use a server that offers them (vLLM, "
+                "SGLang)."
+            )
+        return probability_of_yes(answer.first_token)
+
+    def curves(self, answers: Sequence[tuple[ChatAnswer, list[tuple[float, float]]] | SampleError]) -> Curves:
+        return {
+            "score": curve_of(answers, lambda found: found[0][0]),
+            "no" if self.answer == "yes-no" else "grade": curve_of(answers, lambda found: found[0][1]),
+        }
 
 
 def probability_of_yes(first_token: Mapping[str, float]) -> tuple[float, float]:
@@ -177,46 +151,3 @@ def parse_grade(text: str, low: float, high: float) -> float:
             "else. Ask for that in params.question, or set params.scale to what it uses."
         )
     return grade
-
-
-def _score(answer: AnswerKind, scale: Sequence[float], found: ChatAnswer) -> tuple[float, float]:
-    if not found.text.strip():
-        raise SampleError("the model's answer is empty; expected Yes, No or one number.")
-    if answer == "grade":
-        if found.cut_off:
-            raise SampleError(f"the model's answer {found.text!r} was cut off; expected one number.")
-        grade = parse_grade(found.text, scale[0], scale[1])
-        return (grade - scale[0]) / (scale[1] - scale[0]), grade
-    if found.first_token is None:
-        raise RewardSetupError(
-            "vlm-judge reward: the endpoint sends no logprobs; expected them for params.answer 'yes-no', the "
-            "probability of Yes. Set params.answer: grade, or use a server that offers them (vLLM, SGLang)."
-        )
-    return probability_of_yes(found.first_token)
-
-
-def _settings(
-    endpoint: Mapping[str, Any] | None,
-    model: Mapping[str, Any] | None,
-    answer: AnswerKind,
-    scale: Sequence[float],
-) -> Vlm:
-    if answer not in get_args(AnswerKind):
-        raise RewardSetupError(
-            f"vlm-judge reward: params.answer is {answer!r}; expected {' or '.join(get_args(AnswerKind))}."
-        )
-    numbers = isinstance(scale, Sequence) and all(
-        isinstance(each, int | float) and math.isfinite(each) for each in scale
-    )
-    if not numbers or len(scale) != 2 or not scale[0] < scale[1]:
-        raise RewardSetupError(
-            f"vlm-judge reward: params.scale is {scale!r}; expected lowest and highest grade, as [0, 10]."
-        )
-    return parse_vlm("vlm-judge", endpoint, model)
-
-
-def _question(question: str, answer: AnswerKind, prompt: str, scale: Sequence[float]) -> str:
-    text = question or QUESTIONS[answer]  # the prompt last: it may contain braces
-    return (
-        text.replace("{low}", f"{scale[0]:g}").replace("{high}", f"{scale[1]:g}").replace("{prompt}", prompt)
-    )

@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
-from spotlight_rewards.endpoints.chat import (
-    ChatAnswer,
-    ChatEndpoint,
-    TokenCount,
-    Vlm,
-    ask_about,
-    parse_vlm,
-    try_out,
-)
+from spotlight_rewards.endpoints.chat import ChatAnswer, ChatEndpoint, Question, TokenCount, Vlm
+from spotlight_rewards.endpoints.vlm_reward import VlmReward
 from spotlight_rewards.frames import FrameRule
-from spotlight_rewards.reward import Image, RewardSetupError, SampleError, takes_groups, takes_videos
+from spotlight_rewards.reward import Curves, Image, SampleError, takes_groups, takes_videos
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
 
 FACTS = RewardFacts(
@@ -44,7 +37,6 @@ QUESTION = (
     'Two pictures were made for the text "{prompt}". Which one shows it better, the first or the second? '
     "Answer with the single word First or Second."
 )
-_TOKENS_MAX = 8
 _ANSWER = re.compile(r"(?:the\s+)?(first|second|1|2)(?:\s+(?:one|picture|image))?", re.I)
 _FIRST = {"first", "1"}
 
@@ -53,87 +45,60 @@ Pair = tuple[int, int]
 
 @takes_groups
 @takes_videos
-def vlm_rank(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    opponents: int = 4,
-    question: str = QUESTION,
-) -> dict[str, list[float | SampleError]]:
+@dataclass(frozen=True, kw_only=True)
+class VlmRank(VlmReward[bool]):
     """Let a vision-language model compare the pictures of a group.
 
-    Args:
-        images: uint8 [height, width, 3], all made for one prompt; of a video, some frames side by side.
-        prompts: inserted for ``{prompt}`` in the question.
-        metadata: ignored.
-        endpoint: fields of :class:`ChatEndpoint`; ``base_url`` and ``model`` are required.
-        model: instead of an endpoint, fields of :class:`LocalVlm`; ``path`` is required.
+    Of a video it sees some frames side by side. ``score``: share of comparisons won, in [0, 1];
+    ``comparisons``: how many were answered, of two per opponent; ``undecided``: share of pairs in which the
+    answer went with the position. A picture alone in its group, or of which no comparison was answered, is an
+    error. Tokens and cost are shared evenly.
+
+    Attributes:
         opponents: how many others each picture meets; at least that, at most all.
-        question: about two pictures; asks for First or Second.
-
-    Returns:
-        ``score``: share of comparisons won, in [0, 1]; ``comparisons``: how many were answered, of two per
-        opponent; ``undecided``: share of pairs in which the answer went with the position. A picture alone in
-        its group, or of which no comparison was answered, is an error. Tokens and cost are shared evenly.
-
-    Raises:
-        RewardSetupError: invalid settings, a refused key or model.
+        question: about two pictures; asks for First or Second, the prompt stands in for ``{prompt}``.
     """
-    place = _settings(endpoint, model, opponents, question)
-    if len(images) < 2:
-        alone = "it is alone: no other member of its group was made; expected two or more to compare."
-        return {"score": [SampleError(alone)] * len(images)}
-    matches = pairings(len(images), opponents)
-    both = [*matches, *((second, first) for first, second in matches)]
-    answers = ask_about(
-        place,
-        [[still(images[first]), still(images[second])] for first, second in both],
-        [question.replace("{prompt}", prompts[first]) for first, _ in both],
-        tokens_max=_TOKENS_MAX,
-        read=first_wins,
-    )
-    wins = {
-        pair: each if isinstance(each, SampleError) else each[1]
-        for pair, each in zip(both, answers, strict=True)
-    }
-    return {**tournament(len(images), wins), **_costs(place, answers, len(images))}
 
+    opponents: int = 4
+    question: str = QUESTION
 
-def check(
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    opponents: int = 4,
-    question: str = QUESTION,
-) -> None:
-    """Let the model compare two plain squares: is it there, and does it take two pictures?"""
-    place = _settings(endpoint, model, opponents, question)
-    squares = [np.full((64, 64, 3), level, np.uint8) for level in (64, 192)]
-    first = question.replace("{prompt}", prompts[0] if prompts else "a bright square")
-    try_out(place, squares, first, tokens_max=_TOKENS_MAX, read=first_wins)
+    name: ClassVar[str] = "vlm-rank"
+    tokens_max: ClassVar[int] = 8
+    tiny_answers: ClassVar[Sequence[str]] = ("First", "Second")
 
+    def __post_init__(self) -> None:
+        number = isinstance(self.opponents, int) and not isinstance(self.opponents, bool)
+        self.require("opponents", number and self.opponents >= 1, "1 or more")
+        asks = isinstance(self.question, str) and bool(self.question.strip())
+        self.require("question", asks, "a question about two pictures that asks for First or Second")
 
-def scored_by(
-    *,
-    endpoint: Mapping[str, Any] | None = None,
-    model: Mapping[str, Any] | None = None,
-    deadline_s: float | None = None,
-) -> str:
-    """What answers; checks an endpoint's settings, and loads a model."""
-    return parse_vlm("vlm-rank", endpoint, model, deadline_s).identity
+    def __call__(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Curves:
+        if len(images) < 2:
+            alone = "it is alone: no other member of its group was made; expected two or more to compare."
+            return {"score": [SampleError(alone)] * len(images)}
+        matches = pairings(len(images), self.opponents)
+        both = [*matches, *((second, first) for first, second in matches)]
+        stills, vlm = [still(image) for image in images], self.vlm()
+        answers = self.answers(
+            vlm, [self._about(stills[first], stills[second], prompts[first]) for first, second in both]
+        )
+        wins = {
+            pair: each if isinstance(each, SampleError) else each[1]
+            for pair, each in zip(both, answers, strict=True)
+        }
+        return {**tournament(len(images), wins), **_costs(vlm, answers, len(images))}
 
+    def first_question(self, prompts: Sequence[str]) -> Question:
+        dark, bright = (np.full((64, 64, 3), level, np.uint8) for level in (64, 192))
+        return self._about(dark, bright, prompts[0] if prompts else "a bright square")
 
-def tiny(folder: Path) -> dict[str, Any]:
-    """Write a small random model that prefers one of two pictures; the params that name it."""
-    from spotlight_rewards.models.tiny_vlm import save_tiny_vlm
+    def read(self, answer: ChatAnswer, question: Question) -> bool:
+        return first_wins(answer)
 
-    words = ["First", "Second"]
-    return {"endpoint": None, "model": {"path": str(save_tiny_vlm(folder, words))}}
+    def _about(self, first: Image, second: Image, prompt: str) -> Question:
+        return Question(self.question.replace("{prompt}", prompt), (first, second))
 
 
 def pairings(members: int, opponents: int) -> list[Pair]:
@@ -214,16 +179,3 @@ def _costs(
     if isinstance(place, ChatEndpoint) and place.priced:
         curves["cost_usd"] = [place.cost_usd(total) / members] * members
     return curves
-
-
-def _settings(
-    endpoint: Mapping[str, Any] | None, model: Mapping[str, Any] | None, opponents: int, question: str
-) -> Vlm:
-    if isinstance(opponents, bool) or not isinstance(opponents, int) or opponents < 1:
-        raise RewardSetupError(f"vlm-rank reward: params.opponents is {opponents!r}; expected 1 or more.")
-    if not isinstance(question, str) or not question.strip():
-        raise RewardSetupError(
-            f"vlm-rank reward: params.question is {question!r}; expected a question about two pictures that "
-            "asks for First or Second."
-        )
-    return parse_vlm("vlm-rank", endpoint, model)

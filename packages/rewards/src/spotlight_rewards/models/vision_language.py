@@ -27,7 +27,6 @@ _REMEDY = (
     "directory. Others, such as deepseek-ai/DeepSeek-OCR, can be served by vLLM or SGLang: then give "
     "params.endpoint instead."
 )
-_NOT_FINITE = "the model's output is not finite; expected numbers. Set params.model.dtype: float32."
 _NOTHING = r"(?!)"
 
 

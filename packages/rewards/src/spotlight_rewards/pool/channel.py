@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from spotlight_rewards.frames import FrameRule
-from spotlight_rewards.reward import Image, RewardTraits
+from spotlight_rewards.reward import Image, RewardContext, RewardTraits
 
 _LENGTH = struct.Struct("<Q")
 
@@ -27,20 +27,17 @@ class Load:
     """Import the reward. Must be the first request. Reply: :class:`Done`.
 
     Attributes:
-        call_deadline_s: limit of the later calls.
         replica, replicas: which of the reward's processes this is; they share limits such as a server's
             ``concurrency``.
-        run_directory: of the run that it is for; empty: of none.
     """
 
     name_or_path: str
     params: Mapping[str, Any]
     frames: FrameRule
     deadline_s: float
-    call_deadline_s: float
+    context: RewardContext
     replica: int = 0
     replicas: int = 1
-    run_directory: str = ""
 
 
 @dataclass(frozen=True, slots=True)

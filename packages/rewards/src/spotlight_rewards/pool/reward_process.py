@@ -25,7 +25,7 @@ from typing import IO, Protocol
 from spotlight_rewards.frames import FrameRule
 from spotlight_rewards.pool import channel
 from spotlight_rewards.pool.channel import Done, Failed, Load, Reply, Request, Values
-from spotlight_rewards.reward import RewardSetupError, RewardTraits, same_scorer
+from spotlight_rewards.reward import RewardContext, RewardSetupError, RewardTraits, same_scorer
 from spotlight_rewards.reward_config import RewardConfig
 
 _GRACE_S = 1.0
@@ -179,10 +179,9 @@ class RewardProcess:
             dict(reward.params),
             frames,
             self._start_deadline_s,
-            reward.deadline_s,
+            RewardContext(reward.deadline_s, self._run_directory),
             self._replica,
             self._replicas,
-            self._run_directory,
         )
         try:
             reply = self._exchange(load)

@@ -68,8 +68,7 @@ def _serve(connection: socket.socket) -> None:
                     request.name_or_path,
                     request.params,
                     request.frames,
-                    request.call_deadline_s,
-                    request.run_directory,
+                    request.context,
                 )
                 scored_by = _who_scores(request.name_or_path, reward)
                 return Done(scored_by, reward.traits)

@@ -78,15 +78,18 @@ class ClipTowers:
             parts.append(self._unit(self.model.text_projection(pooled)))
         return torch.cat(parts)
 
-    def compare(self, images: Sequence[Image], prompts: Sequence[str]) -> dict[str, list[float]]:
-        """Each picture with its prompt: ``cosine``, and ``truncated``, 1 where a prompt was too long."""
+    def compare(
+        self, images: Sequence[Image], prompts: Sequence[str], factor: float = 1.0
+    ) -> dict[str, list[float]]:
+        """Each picture with its prompt: ``score``, their cosine times ``factor``, and ``truncated``."""
         if not images:
-            return {"cosine": [], "truncated": []}
+            return {"score": [], "truncated": []}
         place = {prompt: index for index, prompt in enumerate(dict.fromkeys(prompts))}
         at = [place[prompt] for prompt in prompts]
         lengths = [len(tokens) for tokens in self._tokenizer(list(place)).input_ids]
+        cosines = (self.images(images) * self.texts(list(place))[at]).sum(-1).tolist()
         return {
-            "cosine": (self.images(images) * self.texts(list(place))[at]).sum(-1).tolist(),
+            "score": [factor * each for each in cosines],
             "truncated": [float(lengths[index] > self._tokens_max) for index in at],
         }
 

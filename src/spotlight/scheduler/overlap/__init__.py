@@ -1,1 +1,0 @@
-"""Overlapping generation and training: batches in parts, trainer rollout budgets, look-ahead."""

@@ -1,0 +1,1 @@
+"""Rollouts of the next iteration, before this one is trained."""

@@ -1,0 +1,1 @@
+"""Samples are trained in parts, as they arrive."""

@@ -1,0 +1,1 @@
+"""The GPUs of the learner make rollouts while they wait for samples."""

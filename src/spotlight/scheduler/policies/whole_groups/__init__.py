@@ -1,0 +1,1 @@
+"""Rewards that compare the samples of a group get them together."""
