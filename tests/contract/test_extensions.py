@@ -144,7 +144,7 @@ ENTRY_POINTS = """
 other-family = elsewhere:OtherFamily
 [spotlight.algorithms]
 halved-nft = elsewhere:HalvedConfig
-[spotlight_rewards]
+[spotlight.rewards]
 redness = elsewhere:redness
 [spotlight.clouds]
 tinycloud = elsewhere:TINY_CLOUD
