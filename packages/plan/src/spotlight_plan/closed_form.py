@@ -328,19 +328,19 @@ class ClosedForm:
         plan = self._plan
         if plan.exploration is None:
             return math.nan, None, 0.0
-        arm, lease = plan.arms[0], self._lease(gpu)
+        (seeds, steps), lease = self._arm, self._lease(gpu)
         groups = plan.prompts_per_iteration - plan.early_groups
-        preview_s, planned = self._sample_s(gpu, arm.steps), groups * arm.seeds_per_prompt
+        preview_s, planned = self._sample_s(gpu, steps), groups * seeds
         late_s = preview_s * lease / 2 + self._costs.reward_s(lease)
         if plan.exploration.where == "critical_path":
-            explored = Explored(self._contrast(arm.seeds_per_prompt, arm.steps, stale=False), 1.0)
+            explored = Explored(self._contrast(seeds, steps, stale=False), 1.0)
             return 1.0, explored, planned * preview_s / workers + late_s
         made = max(0.0, idle_s - apart * late_s) / preview_s
-        share, pool = min(1.0, made / planned), min(made / groups, plan.pool_max or arm.seeds_per_prompt)
+        share, pool = min(1.0, made / planned), min(made / groups, plan.pool_max or seeds)
         covered = groups / plan.prompts_per_iteration
         if pool < plan.group_size:  # of some groups all, of the others none
-            pool, covered = arm.seeds_per_prompt, share * covered
-        explored = Explored(self._contrast(pool, arm.steps, stale=True), covered)
+            pool, covered = seeds, share * covered
+        explored = Explored(self._contrast(pool, steps, stale=True), covered)
         return share, explored if share else None, 0.0
 
     def _contrast(self, pool: float, steps: int, *, stale: bool) -> float:
@@ -380,6 +380,15 @@ class ClosedForm:
     @property
     def _samples(self) -> int:
         return self._plan.prompts_per_iteration * self._plan.group_size
+
+    @property
+    def _arm(self) -> tuple[int, int]:
+        """Previews per prompt and steps of each, the fewest that a planner may choose; 0: none."""
+        explores = self._plan.exploration
+        if explores is None:
+            return 0, 0
+        seeds, steps = explores.arms(self._plan.group_size, self._plan.rollout_steps)
+        return min(seeds), min(steps)
 
     @property
     def _early(self) -> float:
@@ -434,7 +443,7 @@ class ClosedForm:
         if crossing is None:
             return 0.0
         share = nodes * self._file.cluster.spot.gpus_per_node / workers
-        previews = plan.prompts_per_iteration * plan.arms[0].seeds_per_prompt if plan.arms else 0
+        previews = plan.prompts_per_iteration * self._arm[0]
         sent = share * self._samples * crossing.sample_bytes + previews * crossing.picture_bytes
         pulled = nodes * crossing.weight_bytes[plan.cluster.publishes]
         return (pulled * crossing.to_spot_usd_gb + sent * crossing.from_spot_usd_gb) / 1e9
