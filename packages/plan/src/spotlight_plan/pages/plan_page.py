@@ -118,6 +118,8 @@ def plan_notes(
         f"the best {CONFIRMED} that meet the goal are simulated for {file.plan.iterations} iterations from "
         f"{starts} start{'s' * (starts > 1)}, which corrects it; of those that then meet it at p90, the best "
         f"at p50 is taken; parts that shorten a run by less than {GAIN_MIN:.0%} are left off",
+        "work that preemptions undo after the simulated iterations is not counted: the command below, with a "
+        "higher run.iterations, shows it",
         *(
             f"{shape_of(missed.candidate)} seemed to meet the goal; simulated it takes "
             f"{_p50_p90(missed.runs)}, with {_previews(missed.runs)} of its previews"
