@@ -30,9 +30,8 @@ from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.families.qwen_image import QwenImage
-from spotlight.models.family import Condition
+from spotlight.models.family import Condition, pack, unpack
 from spotlight.models.media import MediaSize
-from spotlight.models.shared.latents import pack, unpack
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
 from spotlight.runtime.assembly import components as build

@@ -1,5 +1,7 @@
 """Write the tables of rewards into ``docs/rewards.md``: facts from the registry, measured differences.
 
+The facts also stand in ``packages/rewards/README.md``.
+
     pytest tests/unit/test_rewards_{preference,local_vlm,plain_vlm,ocr_neural}.py \\
         tests/unit/test_geneval_reward.py --junitxml=build/rewards.xml
     python scripts/rewards_table.py build/rewards.xml
@@ -18,6 +20,7 @@ from spotlight_rewards.commands.rewards_command import registered_rewards
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "rewards.md"
+README = ROOT / "packages" / "rewards" / "README.md"
 FACTS, FIGURES = (f"{what}: written by scripts/rewards_table.py" for what in ("facts", "figures"))
 
 
@@ -53,6 +56,7 @@ def place(mark: str) -> re.Pattern[str]:
 def main(arguments: list[str]) -> None:
     """Rewrite the tables."""
     text = place(FACTS).sub(lambda _: facts(), PAGE.read_text(), count=1)
+    README.write_text(place(FACTS).sub(lambda _: facts(), README.read_text(), count=1))
     if arguments:
         table = figures(Path(arguments[0]))
         text = place(FIGURES).sub(lambda _: table, text, count=1)

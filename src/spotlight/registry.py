@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from spotlight_rewards.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from typer import Typer
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.family import ModelFamily
+    from spotlight.scheduler.fleet.fleet_machine import FleetPolicy
+    from spotlight.scheduler.plan import Plan
     from spotlight.scheduler.rollouts import PolicyKind
     from spotlight.store.metrics import SinkFactory
 
@@ -104,12 +106,24 @@ SINKS: Registry[SinkFactory] = Registry(
 COMMANDS: Registry[Callable[[Typer], None]] = Registry("the command line", "spotlight.commands", {})
 """Commands of other packages: a function that adds them to the command line."""
 
+FLEET_POLICIES: Registry[Callable[[Plan], Sequence[FleetPolicy]]] = Registry(
+    "the fleet's policies",
+    "spotlight.fleet_policies",
+    {
+        "spot-learner": "spotlight.scheduler.policies.spot_learner.spot_learner:spot_learner",
+        "target": "spotlight.scheduler.policies.target.hold_target:hold_target",
+    },
+)
+"""What machines do, and how many are wanted, beside the default: a function that makes the
+:class:`~spotlight.scheduler.fleet.fleet_machine.FleetPolicy` objects of a plan.
+"""
+
 POLICIES: Registry[PolicyKind] = Registry(
     "policies",
     "spotlight.policies",
     {
         "next-iteration": "spotlight.scheduler.policies.next_iteration.next_iteration:NextIteration",
-        "exploration": "spotlight.scheduler.policies.exploration.exploration:Exploration",
+        "exploration": "spotlight.scheduler.policies.exploration.exploring:Exploration",
         "subset": "spotlight.scheduler.policies.subset.subset:Subset",
         "overlap": "spotlight.scheduler.policies.overlap.overlap:Overlap",
         "trainers": "spotlight.scheduler.policies.trainers.trainers:Trainers",

@@ -10,8 +10,8 @@ from diffusers import AutoencoderKLHunyuanVideo, AutoencoderKLWan
 
 from spotlight.models.families import wan
 from spotlight.models.families.hunyuan_video import HunyuanVideo
+from spotlight.models.family import decode_normalised
 from spotlight.models.media import MediaSize
-from spotlight.models.shared.latents import decode_normalised
 
 pytestmark = pytest.mark.slow  # 10 s: the smallest frame that is tiled has 512 x 512 pixels
 

@@ -49,8 +49,8 @@ def ended_worker(config: RunConfig) -> WorkerProcess:
     meeting, run = Address("127.0.0.1", 1), f"test-{id(config)}"
     place = WorkerPlace(WorkerId("n/0"), 1, torch.device("cpu"), meeting, run)
     process = WorkerProcess(config, place, Head(config), lambda config: config)
-    process.tell(PullWeights(place.worker, 1, PolicyVersion(0), 0, WeightKind.FULL, None))
-    process.tell(Leave())
+    process.commands.put(PullWeights(place.worker, 1, PolicyVersion(0), 0, WeightKind.FULL, None))
+    process.commands.put(Leave())
     process.run()
     return process
 

@@ -37,9 +37,8 @@ from spotlight.cluster.nodes import drain
 from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.drain import drain_node, draining_nodes
 from spotlight.cluster.nodes.facts import NodeFacts, gather
-from spotlight.cluster.nodes.listing import RayNode, read_view, require_usable
+from spotlight.cluster.nodes.listing import LearnerSlots, RayNode, read_view, require_usable
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
-from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes

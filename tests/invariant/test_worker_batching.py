@@ -112,7 +112,7 @@ class Alone:
             home = MemoryHome(dict(self.conditions.values))
             worker, _ = loop(self.body, home)
             ready(worker, home, one.version)
-            worker.tell(grant(1, [one]))
+            worker.commands.put(grant(1, [one]))
             work_off(worker)
             self.made[one] = home.sample(one.id, mark_of(one.version)), set(self.draws.asked)
         return self.made[one]
@@ -184,9 +184,9 @@ def test_company_leaves_no_trace(
     draws.asked.clear()
     for step in range(20):
         for lease in joins.get(step, ()):
-            worker.tell(grant(lease, wanted[lease]))
+            worker.commands.put(grant(lease, wanted[lease]))
         for lease in leaves.get(step, ()):
-            worker.tell(AbandonLease(WorkerId("w0"), 1, LeaseId(lease)))
+            worker.commands.put(AbandonLease(WorkerId("w0"), 1, LeaseId(lease)))
             given_up.add(lease)
         if worker.busy or step in joins or step in leaves:
             worker.turn()
@@ -228,16 +228,16 @@ def test_paused_and_moved_to_another_worker(
         body.engine.max_batch = 8
     first, _ = loop(bodies[0], home, commit_every=every)
     ready(first, home)
-    first.tell(grant(1, members))
+    first.commands.put(grant(1, members))
     turns(first, pause)
     safe = pause // every * every
     assert (reported_steps(home, 1) or [0])[-1] == safe
     # The first one dies here: what it knows is lost. Another process goes on from bytes.
     second, _ = loop(bodies[1], home, "w1", commit_every=every)
-    second.tell(pull(name="w1"))
-    second.tell(form(1, "w1"))
+    second.commands.put(pull(name="w1"))
+    second.commands.put(form(1, "w1"))
     second.turn()
-    second.tell(grant(2, members, leader="w1", **(resume_of(members, safe) if safe else {})))
+    second.commands.put(grant(2, members, leader="w1", **(resume_of(members, safe) if safe else {})))
     draws.asked.clear()
     work_off(second)
     resumed = set(draws.asked)
@@ -246,7 +246,7 @@ def test_paused_and_moved_to_another_worker(
     together = MemoryHome(dict(conditions.values))
     never_moved, _ = loop(bodies[1], together)
     ready(never_moved, together)
-    never_moved.tell(grant(1, members))
+    never_moved.commands.put(grant(1, members))
     work_off(never_moved)
     for one in members:
         made = home.sample(one.id, mark_of(0))
@@ -265,12 +265,12 @@ def test_one_forward_serves_all_that_fit(bodies: list[Body], home: MemoryHome) -
     hook = body.family.transformer.register_forward_hook(
         lambda module, args, kwargs, out: batches.append(kwargs["hidden_states"].shape[0]), with_kwargs=True
     )
-    worker.tell(grant(1, [rollout(1), rollout(2)]))
+    worker.commands.put(grant(1, [rollout(1), rollout(2)]))
     worker.turn()
-    worker.tell(grant(2, [rollout(3, 4), rollout(5, 3, Purpose.EXPLORE)][:1]))
-    worker.tell(grant(3, [rollout(6, 3, Purpose.EXPLORE)]))
+    worker.commands.put(grant(2, [rollout(3, 4), rollout(5, 3, Purpose.EXPLORE)][:1]))
+    worker.commands.put(grant(3, [rollout(6, 3, Purpose.EXPLORE)]))
     worker.turn()
-    worker.tell(grant(4, [rollout(7, 3, Purpose.EVAL)]))
+    worker.commands.put(grant(4, [rollout(7, 3, Purpose.EVAL)]))
     turns(worker, 2)
     hook.remove()
     assert batches == [2, 4, 4, 1, 1, 4]
@@ -290,14 +290,14 @@ def test_a_slot_is_entered_once_a_run_and_two_are_changed_once_a_step(
     )
     worker, _ = loop(body, home)
     ready(worker, home)
-    worker.tell(grant(1, [rollout(1, 4)]))
+    worker.commands.put(grant(1, [rollout(1, 4)]))
     worker.turn()
-    worker.tell(grant(2, [rollout(2, 4)]))
+    worker.commands.put(grant(2, [rollout(2, 4)]))
     work_off(worker)
     assert entered == ["policy True"]
     entered.clear()
-    worker.tell(grant(3, [rollout(3, 3)]))
-    worker.tell(grant(4, [rollout(4, 3, Purpose.EVAL)]))
+    worker.commands.put(grant(3, [rollout(3, 3)]))
+    worker.commands.put(grant(4, [rollout(4, 3, Purpose.EVAL)]))
     work_off(worker)
     assert entered == ["policy True", "old True", "policy True", "old True"]
 
@@ -305,8 +305,8 @@ def test_a_slot_is_entered_once_a_run_and_two_are_changed_once_a_step(
 def test_finished_rollouts_leave_and_room_is_pulled_for(bodies: list[Body], home: MemoryHome) -> None:
     worker, _ = loop(bodies[0], home, capacity=4)
     ready(worker, home)
-    worker.tell(grant(1, [rollout(1, 3), rollout(2, 5)]))
-    worker.tell(grant(2, [rollout(3, 4)]))
+    worker.commands.put(grant(1, [rollout(1, 3), rollout(2, 5)]))
+    worker.commands.put(grant(2, [rollout(3, 4)]))
     worker.turn()
     assert home.of(GroupPulled)[-1] == GroupPulled(WorkerId("w0"), 1, 1, LeaseId(2), (LeaseId(1), LeaseId(2)))
     turns(worker, 2)
@@ -349,10 +349,10 @@ def test_a_device_that_holds_fewer_takes_fewer_and_makes_the_same(
     worker, _ = loop(body, home)
     ready(worker, home)
     rollouts = [rollout(seed, 4) for seed in range(8)]
-    worker.tell(grant(1, rollouts[:6]))
+    worker.commands.put(grant(1, rollouts[:6]))
     work_off(worker)
     assert home.of(GroupPulled)[-1].capacity == body.engine.max_batch == taken
-    worker.tell(grant(2, rollouts[6:]))
+    worker.commands.put(grant(2, rollouts[6:]))
     tried.clear()
     work_off(worker)
     assert max(tried) <= room, "what does not fit is not tried twice"
@@ -370,6 +370,6 @@ def test_what_does_not_fit_alone_ends_the_worker(
     monkeypatch.setattr(bodies[1].engine, "max_batch", 4)
     worker, _ = loop(bodies[1], home)
     ready(worker, home)
-    worker.tell(grant(1, [rollout(1)]))
+    worker.commands.put(grant(1, [rollout(1)]))
     with pytest.raises(torch.OutOfMemoryError):
         work_off(worker)

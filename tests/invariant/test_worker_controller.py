@@ -116,7 +116,7 @@ class Head:
                 if (fault := mischief.pop(due)) is not None:
                     self.inject(fault)
         for process in self.processes.values():
-            process.loop.tell(Leave())
+            process.loop.commands.put(Leave())
         for process in [*self.processes.values(), *self.ended]:
             process.thread.join(20)
             assert not process.thread.is_alive()
@@ -149,7 +149,7 @@ class Head:
     def kill(self, worker: WorkerId) -> None:
         process = self.processes.pop(worker)
         process.line.cut = True
-        process.loop.tell(Leave())
+        process.loop.commands.put(Leave())
         process.thread.join(20)  # its body is used again
         self.ended.append(process)
 
@@ -223,9 +223,9 @@ class Head:
         process = self.processes.get(worker)
         if process is None or self.draw.random() < self.losing:
             return
-        process.loop.tell(command)
+        process.loop.commands.put(command)
         if self.draw.random() < self.losing:
-            process.loop.tell(command)
+            process.loop.commands.put(command)
 
 
 PLAN = Plan(

@@ -57,8 +57,8 @@ def undisturbed(
     values = dict(home.values)
     worker, _ = loop(body, home)
     ready(worker, home)
-    worker.tell(grant(1, TRIO))
-    worker.tell(grant(2, EVALS))
+    worker.commands.put(grant(1, TRIO))
+    worker.commands.put(grant(2, EVALS))
     work_off(worker)
     made = {one.id: home.sample(one.id, mark_of(0))["final"] for one in (*TRIO, *EVALS)}
     return MemoryHome(values), made

@@ -81,9 +81,9 @@ def test_stopped_at_any_boundary_everything_held_is_committed(
 ) -> None:
     worker, _ = loop(body, home, commit_every=every)
     ready(worker, home)
-    worker.tell(grant(1, PAIR))
+    worker.commands.put(grant(1, PAIR))
     turns(worker, boundary or 0)
-    worker.tell(stop())
+    worker.commands.put(stop())
     worker.turn()
     assert not worker.busy
     assert home.events[-1] == GroupStopped(W0, 1)
@@ -92,8 +92,8 @@ def test_stopped_at_any_boundary_everything_held_is_committed(
         assert reported_steps(home, 1)[-1] == boundary
     assert len(home.of(LeaseCompleted)) == (boundary == STEPS)
     # Told again it answers again; a grant of the old group does not count any more.
-    worker.tell(stop())
-    worker.tell(grant(2, PAIR))
+    worker.commands.put(stop())
+    worker.commands.put(grant(2, PAIR))
     worker.turn()
     assert home.events[-1] == GroupStopped(W0, 1)
     assert not worker.busy
@@ -105,11 +105,11 @@ def test_an_abandoned_lease_ends_at_the_next_boundary_and_no_other(
 ) -> None:
     worker, _ = loop(body, home)
     ready(worker, home)
-    worker.tell(grant(1, PAIR[:1]))
-    worker.tell(grant(2, PAIR[1:]))
+    worker.commands.put(grant(1, PAIR[:1]))
+    worker.commands.put(grant(2, PAIR[1:]))
     turns(worker, boundary)
-    worker.tell(AbandonLease(W0, 0, LeaseId(2)))  # of another group
-    worker.tell(AbandonLease(W0, 1, LeaseId(1)))
+    worker.commands.put(AbandonLease(W0, 0, LeaseId(2)))  # of another group
+    worker.commands.put(AbandonLease(W0, 1, LeaseId(1)))
     work_off(worker)
     assert [event.lease for event in home.of(LeaseCompleted)] == [2]
     assert max(reported_steps(home, 1), default=0) == boundary
@@ -122,10 +122,10 @@ def test_other_weights_let_go_of_every_lease(body: Body, home: MemoryHome, bound
     worker, loader = loop(body, home)
     ready(worker, home)
     loader.same_digest = same
-    worker.tell(grant(1, PAIR[:1]))
-    worker.tell(grant(2, PAIR[1:]))
+    worker.commands.put(grant(1, PAIR[:1]))
+    worker.commands.put(grant(2, PAIR[1:]))
     turns(worker, boundary)
-    worker.tell(pull(version=0 if same else 1, lineage=1))
+    worker.commands.put(pull(version=0 if same else 1, lineage=1))
     work_off(worker)
     assert home.of(WeightsPulled) == [WeightsPulled(W0, EPOCH, PolicyVersion(0 if same else 1), 1)]
     assert len(home.of(LeaseCompleted)) == (2 if same else 0)
@@ -134,7 +134,7 @@ def test_other_weights_let_go_of_every_lease(body: Body, home: MemoryHome, bound
     # What other weights made is not resumed from: the mark differs.
     later = [dataclasses.replace(one, version=PolicyVersion(0 if same else 1)) for one in PAIR]
     home.clear()
-    worker.tell(grant(3, later, **resume_of(PAIR, 2)))
+    worker.commands.put(grant(3, later, **resume_of(PAIR, 2)))
     work_off(worker)
     steps = reported_steps(home, 3)
     assert steps == ([] if same else [1])  # from step 3 on, or from noise
@@ -144,12 +144,12 @@ def test_a_lease_is_worked_on_once_however_often_it_is_granted(body: Body, home:
     worker, _ = loop(body, home)
     ready(worker, home)
     before = body.steps
-    worker.tell(grant(1, PAIR))
-    worker.tell(grant(1, PAIR))
+    worker.commands.put(grant(1, PAIR))
+    worker.commands.put(grant(1, PAIR))
     turns(worker, 2)
-    worker.tell(grant(1, PAIR))
+    worker.commands.put(grant(1, PAIR))
     work_off(worker)
-    worker.tell(grant(1, PAIR))
+    worker.commands.put(grant(1, PAIR))
     worker.turn()
     assert not worker.busy
     assert body.steps - before == STEPS
@@ -159,29 +159,29 @@ def test_a_lease_is_worked_on_once_however_often_it_is_granted(body: Body, home:
 def test_what_is_for_another_process_or_group_changes_nothing(body: Body, home: MemoryHome) -> None:
     worker, loader = loop(body, home)
     ready(worker, home)
-    worker.tell(pull(version=3, lineage=5, epoch=EPOCH - 1))
-    worker.tell(grant(1, PAIR, epoch=2))
-    worker.tell(grant(1, PAIR, leader="w1"))
-    worker.tell(form(1))
+    worker.commands.put(pull(version=3, lineage=5, epoch=EPOCH - 1))
+    worker.commands.put(grant(1, PAIR, epoch=2))
+    worker.commands.put(grant(1, PAIR, leader="w1"))
+    worker.commands.put(form(1))
     worker.turn()
     assert home.of(GroupFormed) == [GroupFormed(W0, 1)]  # reported again, in case it was lost
     assert len(loader.pulls) == 1
-    worker.tell(form(4))
-    worker.tell(form(3))
-    worker.tell(stop(2, "w1", "w0"))  # not its part to speak
+    worker.commands.put(form(4))
+    worker.commands.put(form(3))
+    worker.commands.put(stop(2, "w1", "w0"))  # not its part to speak
     worker.turn()
     assert home.of(GroupFormed)[1:] == [GroupFormed(W0, 4)]
     assert not home.of(GroupStopped)
-    worker.tell(stop(6))
-    worker.tell(form(5))
-    worker.tell(grant(1, PAIR, epoch=4))
+    worker.commands.put(stop(6))
+    worker.commands.put(form(5))
+    worker.commands.put(grant(1, PAIR, epoch=4))
     worker.turn()
     assert home.of(GroupFormed)[2:] == []
     assert worker.busy  # a stop of a group unknown is answered, and ours goes on
-    worker.tell(form(6))
+    worker.commands.put(form(6))
     worker.turn()
     assert worker.busy
-    worker.tell(form(7))
+    worker.commands.put(form(7))
     worker.turn()
     assert not worker.busy
     assert home.of(GroupFormed)[2:] == [GroupFormed(W0, 7)]
@@ -190,12 +190,12 @@ def test_what_is_for_another_process_or_group_changes_nothing(body: Body, home: 
 
 def test_only_the_newest_order_to_pull_is_carried_out(body: Body, home: MemoryHome) -> None:
     worker, loader = loop(body, home)
-    worker.tell(pull(1))
-    worker.tell(pull(5, lineage=0))
-    worker.tell(pull(2, lineage=1))
+    worker.commands.put(pull(1))
+    worker.commands.put(pull(5, lineage=0))
+    worker.commands.put(pull(2, lineage=1))
     worker.turn()
-    worker.tell(pull(4, lineage=0))
-    worker.tell(pull(2, lineage=1))  # its answer was lost
+    worker.commands.put(pull(4, lineage=0))
+    worker.commands.put(pull(2, lineage=1))  # its answer was lost
     worker.turn()
     assert [(one.version, one.lineage) for one in loader.pulls] == [(2, 1)]
     assert home.events == [WeightsPulled(W0, EPOCH, PolicyVersion(2), 1)] * 2
@@ -206,10 +206,10 @@ def test_a_failed_pull_is_reported_after_a_pause_and_never_ends_the_worker(
 ) -> None:
     worker, loader = loop(body, home, patience=Patience(ask_again_s=30, grace_s=0.1, pause_s=1.5))
     ready(worker, home)
-    worker.tell(grant(1, PAIR))
+    worker.commands.put(grant(1, PAIR))
     worker.turn()
     loader.failures.append(LoadError("a checksum differs"))
-    worker.tell(pull(1))
+    worker.commands.put(pull(1))
     worker.turn()
     assert not home.of(PullFailed)
     assert worker.busy, "the weights that it has are whole"
@@ -219,10 +219,10 @@ def test_a_failed_pull_is_reported_after_a_pause_and_never_ends_the_worker(
         worker.turn()
     assert home.of(PullFailed) == [PullFailed(W0, EPOCH, PolicyVersion(1), 0)]
     assert len(home.of(LeaseCompleted)) == 1
-    worker.tell(grant(2, PAIR))
+    worker.commands.put(grant(2, PAIR))
     work_off(worker)
     assert len(home.of(LeaseCompleted)) == 2, "with the weights that it has"
-    worker.tell(pull(1))
+    worker.commands.put(pull(1))
     worker.turn()
     assert home.of(WeightsPulled) == [WeightsPulled(W0, EPOCH, PolicyVersion(1), 0)]
 
@@ -232,10 +232,10 @@ def test_the_controller_never_believes_more_than_is_safe(body: Body, home: Memor
     worker, _ = loop(body, home)
     ready(worker, home)
     pair = [rollout(1, 6), rollout(2, 6)]
-    worker.tell(grant(1, pair[:1]))
+    worker.commands.put(grant(1, pair[:1]))
     turns(worker, 3)
-    worker.tell(AbandonLease(W0, 1, LeaseId(1)))
-    worker.tell(grant(2, pair, **resume_of(pair, 2)))
+    worker.commands.put(AbandonLease(W0, 1, LeaseId(1)))
+    worker.commands.put(grant(2, pair, **resume_of(pair, 2)))
     turns(worker, 2)
     assert reported_steps(home, 2) == []  # at 5 and 2, where 2 was believed of both
     assert [home.step_of(one.id, mark_of(0)) for one in pair] == [5, 2]
@@ -248,17 +248,17 @@ def test_progress_of_another_rollout_or_recipe_is_not_resumed(body: Body, home: 
     worker, _ = loop(body, home)
     ready(worker, home)
     one, other = PAIR
-    worker.tell(grant(1, [one]))
+    worker.commands.put(grant(1, [one]))
     turns(worker, 2)
     kept = home.values["progress", one.id, mark_of(0)]
     state = unpack_state(kept.data, TRAIN)
     home.put("progress", other.id, kept.data, mark_of(0), 2)
     odd = dataclasses.replace(state, recipe=dataclasses.replace(TRAIN, guidance_scale=2.0))
     home.put("progress", one.id, pack_state(odd), mark_of(0), 2)
-    worker.tell(AbandonLease(W0, 1, LeaseId(1)))
+    worker.commands.put(AbandonLease(W0, 1, LeaseId(1)))
     worker.turn()
     before = body.steps
-    worker.tell(grant(2, PAIR, **resume_of(PAIR, 2)))
+    worker.commands.put(grant(2, PAIR, **resume_of(PAIR, 2)))
     work_off(worker)
     assert body.steps - before == STEPS
     assert len(home.of(LeaseCompleted)[-1].rollouts) == 2
@@ -267,7 +267,7 @@ def test_progress_of_another_rollout_or_recipe_is_not_resumed(body: Body, home: 
 def test_a_rollout_kept_at_its_end_is_only_decoded(body: Body, home: MemoryHome) -> None:
     worker, _ = loop(body, home)
     ready(worker, home)
-    worker.tell(grant(1, PAIR))
+    worker.commands.put(grant(1, PAIR))
     work_off(worker)
     made = home.sample(PAIR[0].id, mark_of(0))
     state = unpack_state(home.values["progress", PAIR[0].id, mark_of(0)].data, TRAIN)
@@ -275,7 +275,7 @@ def test_a_rollout_kept_at_its_end_is_only_decoded(body: Body, home: MemoryHome)
         (done,) = body.engine.step(model, [state])
     home.put("progress", PAIR[0].id, pack_state(done), mark_of(0), STEPS)
     steps = body.steps
-    worker.tell(grant(2, PAIR[:1], **resume_of(PAIR[:1], 3)))
+    worker.commands.put(grant(2, PAIR[:1], **resume_of(PAIR[:1], 3)))
     work_off(worker)
     assert body.steps == steps
     assert home.of(LeaseCompleted)[-1].rollouts == (PAIR[0].id,)
@@ -314,7 +314,7 @@ def test_a_rollout_that_fails_fails_alone(
         return decode(latents, size)
 
     monkeypatch.setattr(body.family, "decode", decoded)
-    worker.tell(grant(1, [sound, poisoned, odd, short, homeless]))
+    worker.commands.put(grant(1, [sound, poisoned, odd, short, homeless]))
     work_off(worker)
     failed = {event.rollout: event.error for event in home.of(RolloutFailed)}
     assert failed.keys() == {poisoned.id, odd.id, short.id, homeless.id}
@@ -329,7 +329,7 @@ def test_a_rollout_that_fails_fails_alone(
 def test_values_are_safe_before_anything_is_reported(body: Body, home: MemoryHome) -> None:
     worker, _ = loop(body, home)
     ready(worker, home)
-    worker.tell(grant(1, PAIR))
+    worker.commands.put(grant(1, PAIR))
     work_off(worker)
     safe: set[tuple[str, str, int]] = set()
     for report in home.reports:
@@ -358,7 +358,7 @@ def test_embeddings_are_fetched_once_and_few_are_kept(
     worker, _ = loop(body, home, conditions_kept=2)
     ready(worker, home)
     for lease, seed in enumerate((0, 1, 3, 4, 2, 5, 1, 0), 1):  # prompts 0 1 0 1 2 2 1 0
-        worker.tell(grant(lease, [rollout(seed, 3)]))
+        worker.commands.put(grant(lease, [rollout(seed, 3)]))
     worker.turn()
     assert fetched == ["p0", "p1", "p2", "p0"]
 
@@ -368,15 +368,15 @@ def test_an_idle_worker_asks_again_and_wakes_when_told(body: Body, home: MemoryH
     before = body.steps
     thread = threading.Thread(target=worker.run)
     thread.start()
-    worker.tell(pull())
-    worker.tell(form())
+    worker.commands.put(pull())
+    worker.commands.put(form())
     pulls = home.wait_for(GroupPulled, 3)
     assert len(set(pulls)) == 1
-    worker.tell(grant(1, [rollout(1, 3), rollout(1, 4, Purpose.TRAIN)]))
+    worker.commands.put(grant(1, [rollout(1, 3), rollout(1, 4, Purpose.TRAIN)]))
     home.wait_for(LeaseCompleted, 2)
     home.wait_for(GroupPulled, len(home.of(GroupPulled)) + 1)
     assert body.steps - before == 4
-    worker.tell(Leave())
+    worker.commands.put(Leave())
     thread.join(10)
     assert not thread.is_alive()
     assert worker.failure is None
@@ -385,7 +385,7 @@ def test_an_idle_worker_asks_again_and_wakes_when_told(body: Body, home: MemoryH
 def test_without_a_home_or_after_the_unforeseen_the_loop_ends(body: Body, home: MemoryHome) -> None:
     worker, _ = loop(body, home)
     ready(worker, home)
-    worker.tell(grant(1, PAIR))
+    worker.commands.put(grant(1, PAIR))
     worker.turn()
     home.lost = True
     with pytest.raises(HeadLostError, match="the home is gone"):
@@ -395,7 +395,7 @@ def test_without_a_home_or_after_the_unforeseen_the_loop_ends(body: Body, home: 
     home.lost = False
     worker, loader = loop(body, home)
     loader.failures.append(ZeroDivisionError("a bug"))  # type: ignore[arg-type]
-    worker.tell(pull())
+    worker.commands.put(pull())
     with pytest.raises(ZeroDivisionError):
         worker.run()
     assert worker.failure is not None
@@ -411,12 +411,12 @@ def test_rollouts_of_the_next_iteration_end_before_the_next_weights_are_loaded(
     worker, loader = loop(body, home)
     ready(worker, home)
     early, late = (dataclasses.replace(rollout(seed, version=seed - 8), iteration=4) for seed in (8, 9))
-    worker.tell(grant(1, [rollout(7)]))
-    worker.tell(grant(2, [early]))
+    worker.commands.put(grant(1, [rollout(7)]))
+    worker.commands.put(grant(2, [early]))
     work_off(worker)
-    worker.tell(pull(1))
-    worker.tell(grant(3, [late]))
-    worker.tell(grant(4, [rollout(10)]))  # of the version before: too late
+    worker.commands.put(pull(1))
+    worker.commands.put(grant(3, [late]))
+    worker.commands.put(grant(4, [rollout(10)]))  # of the version before: too late
     work_off(worker)
     assert [pulled.version for pulled in loader.pulls] == [0, 1]
     completed = home.of(LeaseCompleted)
@@ -435,15 +435,15 @@ def test_what_an_early_rollout_left_is_not_taken_for_one_of_the_next_weights(
     first, _ = loop(body, home)
     ready(first, home)
     early = rollout(8, 5)
-    first.tell(grant(1, [early]))
+    first.commands.put(grant(1, [early]))
     turns(first, 3)
     assert home.step_of(early.id, mark_of(0)) == 3
     second, _ = loop(body, home, "w1")
     again = dataclasses.replace(early, version=PolicyVersion(1))
-    second.tell(pull(1, name="w1"))
-    second.tell(form(1, "w1"))
+    second.commands.put(pull(1, name="w1"))
+    second.commands.put(form(1, "w1"))
     second.turn()
-    second.tell(grant(1, [again], leader="w1", **resume_of([again], 3)))
+    second.commands.put(grant(1, [again], leader="w1", **resume_of([again], 3)))
     second.turn()
     assert home.step_of(again.id, mark_of(1)) == 1
     work_off(second)

@@ -49,11 +49,11 @@ def test_speed_is_of_training_rollouts_alone(body: Body, home: MemoryHome) -> No
     worker, _ = loop(body, home)
     ready(worker, home)
     began = time.perf_counter()
-    worker.tell(grant(1, [rollout(1, STEPS, Purpose.EVAL)]))
+    worker.commands.put(grant(1, [rollout(1, STEPS, Purpose.EVAL)]))
     work_off(worker)
     assert home.of(LeaseCompleted)
     assert not home.speeds
-    worker.tell(grant(2, PAIR))
+    worker.commands.put(grant(2, PAIR))
     work_off(worker)
     (speed,) = home.speeds
     (report,) = [report for report in home.reports if speed in report.events]
@@ -61,7 +61,7 @@ def test_speed_is_of_training_rollouts_alone(body: Body, home: MemoryHome) -> No
     assert speed.tokens == tokens_of_pair(body)
     assert speed.flops is speed.peak_flop_s is None, "on a CPU"
     assert 0 < speed.seconds < time.perf_counter() - began
-    worker.tell(grant(3, PAIR[:1]))
+    worker.commands.put(grant(3, PAIR[:1]))
     work_off(worker)
     assert len(home.speeds) == 2
     assert home.speeds[1].tokens < speed.tokens, "counted once"
@@ -70,8 +70,8 @@ def test_speed_is_of_training_rollouts_alone(body: Body, home: MemoryHome) -> No
 def test_steps_shared_with_other_rollouts_do_not_count(body: Body, home: MemoryHome) -> None:
     worker, _ = loop(body, home)
     ready(worker, home)
-    worker.tell(grant(1, PAIR))
-    worker.tell(grant(2, [rollout(1, 2, Purpose.EVAL)]))
+    worker.commands.put(grant(1, PAIR))
+    worker.commands.put(grant(2, [rollout(1, 2, Purpose.EVAL)]))
     work_off(worker)
     (speed,) = home.speeds
     assert speed.tokens == tokens_of_pair(body) * (STEPS - 2) / STEPS

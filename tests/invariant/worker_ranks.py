@@ -168,7 +168,7 @@ def serve(
             elif isinstance(command, Deadline):
                 communicator.collective_s = command.collective_s
             else:
-                loop.tell(command)
+                loop.commands.put(command)
 
     threading.Thread(target=listen, daemon=True).start()
     loop.run()

@@ -249,8 +249,8 @@ def resume_of(rollouts: Sequence[Rollout], step: int) -> dict[str, int]:
 
 def ready(worker: WorkerLoop, home: MemoryHome, version: int = 0) -> None:
     """Give it weights and a group of its own."""
-    worker.tell(pull(version))
-    worker.tell(form())
+    worker.commands.put(pull(version))
+    worker.commands.put(form())
     worker.turn()
     home.clear()
 

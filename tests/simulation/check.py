@@ -97,14 +97,14 @@ class CheckedSimulation(Simulation):
         self.branches.update(name for row in choices for name, amount in row.items() if amount)
         self.injector.advance()
 
-    def happen(self, event: NodeEvent) -> None:
+    def apply(self, event: NodeEvent) -> None:
         """See :class:`Simulation`; the reference model computes its own bill."""
         self.reference.bill.apply(event, self.now)
-        super().happen(event)
+        super().apply(event)
 
     def reboot(self, node: Node) -> None:
         """See :class:`Simulation`."""
-        # `happen` bills the node again, if it was there.
+        # `apply` bills the node again, if it was there.
         self.reference.bill.apply(ev.NodeLost(node.id), self.now)
         super().reboot(node)
 

@@ -138,12 +138,11 @@ class FaultInjector:
 
     def _notice_learner(self, fault: Fault) -> None:
         simulation = self.simulation
-        assert simulation.places.moving is not None
-        at = [*simulation.places.moving.running]
+        at = [*simulation.places.running]
         if simulation.learner.task is None or not at:
             simulation.after(1.0, self._notice_learner, fault)
         else:
-            self._notice(simulation.places.machines[NodeId(at[int(fault.which * len(at))])], fault.seconds)
+            self._notice(simulation.places.machines[at[int(fault.which * len(at))]], fault.seconds)
 
     def _notice(self, node: Node, seconds: float) -> None:
         self.simulation.happen(ev.NodeNoticed(node.id, self.simulation.now + seconds))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from spotlight.scheduler.policies.spot_learner.spot_learner import SpotLearner
 from spotlight.scheduler.stages import Stage
 from spotlight_plan.simulation.virtual_driver import Simulation
 
 
 def check_ranks(simulation: Simulation) -> None:
     """Raise AssertionError if a learner has a wrong number of ranks, or GPUs are kept for it in vain."""
-    moving, controller, plan = simulation.places.moving, simulation.controller, simulation.scenario.plan
+    controller, plan = simulation.controller, simulation.scenario.plan
     life = controller.learner
-    if moving is None:
+    found = [each for each in controller.fleet.policies if isinstance(each, SpotLearner)]
+    if not found:
         return
+    moving = found[0].places
     for places in (moving.target, moving.running):
         ranks = sum(places.values())
         assert not ranks or (plan.ranks % ranks == 0 and ranks >= plan.ranks_min), f"{ranks} learner ranks"

@@ -15,13 +15,14 @@ from spotlight.config.sections.exploration import (
     PreviewTime,
     SeedPolicy,
 )
+from spotlight.config.sections.fleet import OnDemandConfig
 from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice
+from spotlight.scheduler.plan import ClusterPlan, FleetSettings, Plan, TrainingChoice
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
 from spotlight_plan.simulation.costs import ConstantCosts
-from spotlight_plan.simulation.scenario import NodeEvent, OnDemandOffer, PriceChanged, Scenario
+from spotlight_plan.simulation.scenario import NodeEvent, PriceChanged, Scenario
 from spotlight_plan.simulation.virtual_rewards import RewardModel
 from tests.simulation.faults import Fault, FaultKind, draw_faults
 
@@ -103,8 +104,12 @@ def _with_machines(seed: int, scenario: Scenario) -> Scenario:
     if not plan.cluster.learner_moves or source.random() < 0.4:
         return scenario
     name, even = _node("on-demand", NodeKind.ON_DEMAND, plan.ranks, False, True), source.random() < 0.3
-    offer = OnDemandOffer(name, source.choice([0.0, 15.0, 60.0]), source.choice([0.0, 10.0, 60.0]))
-    return replace(scenario, on_demand=offer, ranks_roll_out=source.random() < 0.5, even_ranks=even)
+    after_s, back_after_s = source.choice([0.0, 15.0, 60.0]), source.choice([0.0, 10.0, 60.0])
+    on_demand = OnDemandConfig(after_s=after_s, back_after_s=back_after_s)
+    fleet = FleetSettings(
+        ranks_roll_out=source.random() < 0.5, even_ranks=even, on_demand=on_demand, move_s=3630.0
+    )
+    return replace(scenario, on_demand=name, plan=replace(plan, fleet=fleet))
 
 
 def _draw_prices(seed: int, nodes: list[Node]) -> list[tuple[float, NodeEvent]]:

@@ -148,12 +148,12 @@ FOR_ALL = {"registry", "garbage"}
 SCHEDULER_PARTS: dict[str, set[str]] = {
     "messages": set(),
     "cluster": {"messages"},
-    "learner": {"messages", "cluster"},
-    "scaling": set(),
+    "fleet": {"messages", "cluster"},
+    "learner": {"messages", "cluster", "fleet"},
     "rollouts": {"messages", "cluster"},
     "training_tasks": {"messages", "rollouts"},
-    "policies": {"messages", "cluster", "rollouts"},
-    "controller": {"messages", "cluster", "learner", "rollouts", "training_tasks"},
+    "policies": {"messages", "cluster", "fleet", "rollouts"},
+    "controller": {"messages", "cluster", "fleet", "learner", "rollouts", "training_tasks"},
 }
 """Who may import whom inside the scheduler; ``messages`` is every module of its own level not named here."""
 LIGHT = (

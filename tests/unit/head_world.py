@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,6 +280,40 @@ class FakeWorker:
         return max((grant.lease.id for grant in self.granted), default=0)
 
 
+class FakeNodes:
+    """Machines that exist in events only; also where a learner that moves is."""
+
+    def __init__(self) -> None:
+        self.machines: dict[NodeId, Node] = {}
+        self.parts: dict[NodeId, tuple[Node, ...]] = {}
+        self.placed: Mapping[NodeId, int] = {}
+        self.spares = None
+
+    def enter(self, machine: Node) -> None:
+        self.machines[machine.id], self.parts[machine.id] = machine, (machine,)
+
+    def assign(self, effect: ef.AssignRoles) -> list[NodeId]:
+        before = self.parts.get(effect.machine, ())
+        self.parts[effect.machine] = effect.parts
+        return [part.id for part in before]
+
+    def forget(self, machine: NodeId) -> list[NodeId]:
+        self.machines.pop(machine, None)
+        return [part.id for part in self.parts.pop(machine, ())]
+
+    def place_learner(self, ranks: Mapping[NodeId, int]) -> None:
+        self.placed = ranks
+
+    def report_standstill(self) -> None:
+        """Nobody waits for it here."""
+
+    def started(self) -> Mapping[NodeId, int]:
+        return self.placed
+
+    def leave(self, ray_id: str) -> None:
+        """The fake learner holds no slots."""
+
+
 @dataclass
 class Notes(Silent):
     notes: list[str] = field(default_factory=list)
@@ -310,19 +344,22 @@ class World:
         self.notes = notes.notes
         client = BlobClient(self.store)
         self.samples = AcceptedSamples(client)
-        incidents = IncidentRecorder(accounts.clock, notes.note, recorder.ledger, self.controller.cluster)
+        incidents = IncidentRecorder(accounts.clock, notes.note, recorder.ledger, self.controller.fleet)
+        nodes = FakeNodes()
         pool = WorkerPool(
             self.conversations, self, self.inbox.put, notes.note, incidents.worker_crashed, 5.0, 60.0
         )
         driver = LearnerDriver(
             self.controller, self.learner, PublishedVersions(client), self.conversations,  # type: ignore[arg-type]
             recorder.checkpoints, (), self.inbox.put, notes.note,
+            nodes if self.controller.plan.cluster.learner_moves else None,
         )  # fmt: skip
         self.head = Head(
             HeadParts(
                 self.controller, self.inbox, self.conversations, pool, driver, self.samples,
-                self, accounts, recorder, incidents, Drains(lambda _: None, lambda node: [node]), notes,  # type: ignore[arg-type]
+                self, accounts, recorder, incidents, Drains(lambda _: None), notes,  # type: ignore[arg-type]
                 self.attempt.number, (1, 1), TraceCollector(client, profile, notes.note, 1),
+                nodes,  # type: ignore[arg-type]
             )
         )  # fmt: skip
 

@@ -221,6 +221,19 @@ def test_check_promises_a_download_only_of_what_is_at_the_hub(
     assert may_download(RewardConfig(name=name, params=params), facts_of(name)) == downloads
 
 
+def test_the_command_without_a_trainer_has_examples_of_its_own(here: Path) -> None:
+    from spotlight_rewards.commands.main import app as standalone
+
+    for command in ("score", "check", "serve", "prompts", "convert-geneval"):
+        shown = CliRunner().invoke(standalone, [command, "--help"]).output
+        assert f"spotlight-rewards {command} " in shown
+        assert "spotlight rewards" not in shown
+    save("a.png", grey(3))
+    done = CliRunner().invoke(standalone, ["score", "jpeg_size", "a.png"])
+    assert done.exit_code == 0, done.output
+    assert "pickscore" in CliRunner().invoke(standalone, ["list"]).output
+
+
 @pytest.mark.slow  # a process that imports transformers
 def test_check_refuses_a_model_that_prefers_the_wrong_prompt(here: Path) -> None:
     from spotlight_rewards.preference.clip_rewards import ClipScore

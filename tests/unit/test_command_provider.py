@@ -12,16 +12,17 @@ import pytest
 from test_node_providers import node
 
 from spotlight.cluster.nodes.listing import RayNode
-from spotlight.cluster.scaling.command_provider import CommandProvider, CommandSettings
+from spotlight.cluster.scaling.command_provider import CommandProvider
 from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.cluster.scaling.node_provider import ProviderError
-from spotlight.cluster.scaling.run_scaling import open_provider
-from spotlight.config.load import dump_config, load_config
+from spotlight.cluster.scaling.open_providers import open_providers
+from spotlight.config.load import build_config, dump_config, load_config
+from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 
 
 def commands(folder: Path, start: str, stop: str, start_s: float = 30.0) -> CommandProvider:
-    return CommandProvider(CommandSettings(start=start, stop=stop), NodeNotes(folder / "nodes.json"), start_s)
+    return CommandProvider(start, stop, NodeNotes(folder / "nodes.json"), start_s)
 
 
 def ask(provider: CommandProvider, nodes: int, present: Sequence[RayNode] = ()) -> int:
@@ -177,13 +178,34 @@ def test_nodes_of_a_goal_that_was_dropped_are_reported(tmp_path: Path) -> None:
     notes: list[str] = []
     config = load_config(None, ["fleet.driver=ray", f"runs_dir={tmp_path}"])
     with RunDirectory.open(tmp_path, config.name, dump_config(config)) as directory:
-        assert open_provider(config, directory, None, notes.append) is None
-        killed = CommandProvider(
-            CommandSettings(start="true", stop="true"), NodeNotes(directory.path / "spot-nodes.json"), 30.0
-        )
+        assert open_providers(config, directory, None, notes.append) == {}
+        killed = CommandProvider("true", "true", NodeNotes(directory.path / "spot-nodes.json"), 30.0)
         ask(killed, 2)
-        assert open_provider(config, directory, None, notes.append) is None
+        assert open_providers(config, directory, None, notes.append) == {}
         killed.close()
-        assert open_provider(config, directory, None, notes.append) is None
+        assert open_providers(config, directory, None, notes.append) == {}
     (once,) = notes
     assert re.search(r"found spot-\w+, spot-\w+, nodes of.*without fleet.target. Set it again", once)
+
+
+def test_commands_for_nodes_on_demand_are_given_the_slots_and_named_in_errors(tmp_path: Path) -> None:
+    fleet = {
+        "driver": "ray",
+        "learner_placement": "spot_then_on_demand",
+        "learner_ranks": 4,
+        "address": "auto",
+        "on_demand": {
+            "start": f"echo $SPOTLIGHT_NODE $SPOTLIGHT_SLOTS >> {tmp_path}/log",
+            "stop": "echo no such job; exit 3",
+        },
+    }
+    settings = {"fleet": fleet, "learner": {"mode": "lora"}, "runs_dir": str(tmp_path)}
+    config = build_config(settings, "the test")
+    with RunDirectory.open(tmp_path, config.name, dump_config(config)) as directory:
+        ((kind, provider),) = open_providers(config, directory, None, print).items()
+        assert kind is NodeKind.ON_DEMAND
+        assert provider.ask(1, [], []) == 1
+        name, slots = (tmp_path / "log").read_text().split()
+        assert (name.startswith("on-demand-"), slots) == (True, "4")
+        with pytest.raises(ProviderError, match=r"fleet\.on_demand\.stop ended with status 3; expected 0"):
+            provider.ask(0, [], [])

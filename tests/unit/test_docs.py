@@ -277,5 +277,6 @@ def test_the_table_of_rewards_is_the_registrys() -> None:
     assert spec.loader is not None
     table = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(table)
-    found = table.place(table.FACTS).findall((ROOT / "docs" / "rewards.md").read_text())
-    assert found == [table.facts()], "run python scripts/rewards_table.py"
+    for page in (table.PAGE, table.README):
+        found = table.place(table.FACTS).findall(page.read_text())
+        assert found == [table.facts()], "run python scripts/rewards_table.py"

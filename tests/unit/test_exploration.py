@@ -301,7 +301,7 @@ def test_the_state_is_json_between_two_iterations() -> None:
     assert len(commits) == 6
     for commit in commits:
         assert plan.exploration is not None
-        state = json.loads(json.dumps(commit.snapshot["exploration"]))
+        state = json.loads(json.dumps(commit.snapshot["policies"]["exploration"]))
         again = Explorer(plan, run.train)
         again.load(state)
         assert json.loads(json.dumps(again.snapshot())) == state

@@ -12,11 +12,12 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.fleet.fleet_machine import Fleet
 from spotlight.scheduler.iteration import Snapshot
 from spotlight.scheduler.learner.learner_life import LearnerLife
-from spotlight.scheduler.learner.learner_places import LearnerPlaces
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import ClusterPlan
+from spotlight.scheduler.policies.spot_learner.learner_places import LearnerPlaces
 from spotlight.scheduler.types import MicroBatch, Node, NodeId, NodeKind, PolicyVersion, RolloutId
 from spotlight.training.batching.redistribute import passes_of, share_of
 from spotlight_rewards.base.errors import ConfigError
@@ -87,12 +88,14 @@ def node(name: str) -> Node:
 
 def test_the_controller_forms_the_larger_one_and_takes_it_when_nothing_is_unsaved() -> None:
     cluster = Cluster(ClusterPlan(learner_moves=True, learner_ranks_min=1), PullQueue(60.0), 0, STATE.version)
-    life = LearnerLife(2, cluster, STATE, 1)
+    fleet = Fleet(cluster)
+    life = LearnerLife(2, fleet, STATE, 1)
     life.observe(ev.RunStarted(1))
 
     def tell(event: ev.NodeJoined | ev.NodeLost) -> None:
         life.observe(event)
-        cluster.handle(event)
+        fleet.handle(event)
+        fleet.place()
 
     tell(ev.NodeJoined(node("a")))
     assert list(life.placed(1, idle=True)) == [], "it runs there"
@@ -113,7 +116,7 @@ def test_the_controller_forms_the_larger_one_and_takes_it_when_nothing_is_unsave
 
 def test_a_lost_learner_is_restored_with_as_few_ranks_as_allowed() -> None:
     cluster = Cluster(ClusterPlan(learner_moves=True, learner_ranks_min=1), PullQueue(60.0), 0, STATE.version)
-    life = LearnerLife(2, cluster, STATE, 1)
+    life = LearnerLife(2, Fleet(cluster), STATE, 1)
     life.lost()
     assert list(life.placed(1, idle=True)) == []
     cluster.handle(ev.NodeJoined(node("a")))

@@ -10,6 +10,7 @@ from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.fleet.fleet_machine import Fleet
 from spotlight.scheduler.iteration import Snapshot
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.ledger import Ledger
@@ -27,14 +28,16 @@ class Moving:
     def __init__(self, *nodes: Node) -> None:
         plan = ClusterPlan(learner_moves=True, drain_margin_s=5.0)
         self.cluster = Cluster(plan, PullQueue(60.0), 0, PolicyVersion(0))
-        self.life = LearnerLife(1, self.cluster, STATE)
+        self.fleet = Fleet(self.cluster)
+        self.life = LearnerLife(1, self.fleet, STATE)
         for node in nodes:
             self.tell(ev.NodeJoined(node))
 
-    def tell(self, event: ev.ClusterEvent | ev.LearnerRestored | ev.LearnerPrepared) -> None:
+    def tell(self, event: ev.MachineEvent | ev.LearnerRestored | ev.LearnerPrepared) -> None:
         self.life.observe(event)
         if not isinstance(event, ev.LearnerRestored | ev.LearnerPrepared):
-            self.cluster.handle(event)
+            self.fleet.handle(event)
+            self.fleet.place()
 
     def placed(self, *, idle: bool = False, waits: bool = False) -> list[ef.Effect]:
         return list(self.life.placed(1, idle=idle, waits=waits))
@@ -101,19 +104,15 @@ def test_a_second_learner_that_does_not_start_is_asked_for_again_when_nodes_chan
 
 def test_a_noticed_node_is_acknowledged_when_all_its_parts_are_empty() -> None:
     acknowledged: list[NodeId] = []
-    parts = {NodeId("n"): ("n",), NodeId("n/learner"): ("n/learner", "n/rollout")}
-    parts[NodeId("n/rollout")] = parts[NodeId("n/learner")]
-    drains = Drains(acknowledged.append, lambda node: [NodeId(part) for part in parts[node]])
-    learner, rollout = (
-        Node(NodeId(f"n/{what}"), NodeKind.SPOT, 1, "H100", 1.0, what == "learner", False)
-        for what in ("learner", "rollout")
-    )
-    it = Moving(learner, rollout)
-    for part in (learner, rollout):
-        it.tell(ev.NodeNoticed(part.id, 0.0))
-    drains.finished(it.cluster, 1.0)
+    drains, machine = Drains(acknowledged.append), replace(A, id=NodeId("n"), gpus=2, rolls_out=True)
+    it = Moving(replace(machine, trains=False))
+    fleet, (known,) = it.fleet, it.fleet.machines.values()
+    fleet.assign(known, 1, ranks_roll_out=False)
+    assert [part.id for part in known.parts] == ["n/learner", "n/rollout"]
+    it.tell(ev.NodeNoticed(machine.id, 0.0))
+    assert drains.finished(fleet, 1.0) == []
     assert acknowledged == [], "its learner works"
-    rests = Node(NodeId("n"), NodeKind.SPOT, 2, "H100", 2.0, False, False)
-    it.tell(ev.NodeReassigned((learner.id, rollout.id), (rests,)))
-    drains.finished(it.cluster, 2.0)
+    fleet.assign(known, 0, ranks_roll_out=False)
+    assert drains.finished(fleet, 2.0) == [("n", 1.0)]
     assert acknowledged == ["n"]
+    assert drains.finished(fleet, 3.0) == [], "once"

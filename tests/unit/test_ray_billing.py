@@ -15,7 +15,7 @@ import pytest
 from tests.simulation.check import CheckedSimulation
 from tests.simulation.swarm import draw_trial
 
-from spotlight.cluster.billing import Billing, Spent, slots_of
+from spotlight.cluster.billing import Billing, Spent, changed_machines, slots_of
 from spotlight.cluster.cluster_accounts import BILL_S_MAX, FLUSH_S, ClusterAccounts
 from spotlight.runtime.observer import Silent
 from spotlight.runtime.recorder import RunRecorder
@@ -60,17 +60,11 @@ class Billed(CheckedSimulation):
 
     def observe(self, event: ev.Event, effects: list[ef.Effect], receipt: Receipt | None) -> None:
         super().observe(event, effects, receipt)
-        match event:
-            case ev.NodeJoined(node):
-                self._leave(node.id)
-                self._come(node)
-            case ev.NodeLost(node_id):
+        for machine, parts in changed_machines(event, effects).items():
+            for node_id in self.billing.nodes_on(machine):
                 self._leave(node_id)
-            case ev.NodeReassigned(before, after):
-                for node_id in before:
-                    self._leave(node_id)
-                for node in after:
-                    self._come(node)
+            for node in parts:
+                self._come(node)
         self.billing.observe(event, effects, self.now)
         if self.dice.random() < 0.05:
             self.take(self.billing.take(self.now))

@@ -128,7 +128,7 @@ def test_a_checkpoint_whose_learner_is_lost_is_never_committed(tmp_path: Path) -
 
 
 MOVES = "fleet.learner_placement=spot"
-LEARNER = Node(NodeId("l"), NodeKind.SPOT, 1, "cpu", 0.02, True, False)
+LEARNER = Node(NodeId("l"), NodeKind.SPOT, 1, "cpu", 0.02, False, True)
 
 
 def test_a_learner_that_moves_is_saved_behind_rollouts_and_a_lost_step_takes_the_same_samples(
@@ -157,8 +157,8 @@ def test_a_notice_moves_the_learner_and_nothing_is_undone(tmp_path: Path) -> Non
         it.join(LEARNER, SPOT)
 
         def notice() -> None:
-            it.put_soon(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
             it.join(other)
+            it.put_soon(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
 
         it.when("publish", notice, 1)
         it.when("restore", lambda: it.put_soon(ev.NodeLost(LEARNER.id)), 2)
@@ -186,8 +186,8 @@ def test_a_learner_at_work_whose_node_stops_is_ended_and_what_it_did_is_undone(t
 
         async def before(what: str) -> None:
             if what == "prepare" and not learner.preparations:
-                it.inbox.put(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
                 it.inbox.put(ev.NodeJoined(OTHER))
+                it.inbox.put(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
                 await until(lambda: learner.prepared)
             if what == "accumulate" and learner.prepared:
                 it.inbox.put(ev.NodeNoticed(LEARNER.id, time.monotonic()))
@@ -207,8 +207,8 @@ def test_a_notice_before_the_run_began_moves_the_learner_once_it_has(tmp_path: P
 
         async def before(what: str) -> None:
             if what == "send_conditions":
-                it.inbox.put(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
                 it.inbox.put(ev.NodeJoined(OTHER))
+                it.inbox.put(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
                 await until(lambda: OTHER.id in it.controller.cluster.hosts)
 
         it.learner.before = before
@@ -235,8 +235,8 @@ def test_a_second_learner_that_does_not_start_is_formed_when_another_node_comes(
         it.learner.form_second = form_second  # type: ignore[method-assign]
 
         def notice() -> None:
-            it.put_soon(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
             it.join(OTHER)
+            it.put_soon(ev.NodeNoticed(LEARNER.id, time.monotonic() + 1000.0))
 
         it.when("publish", notice, 1)
         it.when("restore", lambda: [it.put_soon(ev.NodeLost(node.id)) for node in (LEARNER, OTHER)], 2)
@@ -365,19 +365,20 @@ def test_a_node_that_comes_back_is_paid_as_another_worker(tmp_path: Path) -> Non
 
 
 def test_parts_of_a_machine_that_change_their_sizes_are_billed_each(tmp_path: Path) -> None:
-    def part(name: str, slots: int) -> Node:
-        return replace(SPOT, id=NodeId(f"s/{name}"), gpus=slots)
+    machine = replace(SPOT, id=NodeId("m"), gpus=3)
 
     def prepare(it: World) -> None:
-        def change() -> None:
-            first, then = (part("a", 2), part("b", 1)), (part("a", 1), part("b", 2))
-            it.inbox.put(ev.NodeReassigned((SPOT.id,), first))
-            it.inbox.put(ev.NodeReassigned(tuple(each.id for each in first), then))
+        fleet = it.controller.fleet
 
-        it.when("prepare", change, 2)
+        def change(ranks: int) -> None:
+            fleet.assign(fleet.machines[machine.id], ranks, ranks_roll_out=True)
+
+        it.when("prepare", lambda: change(1), 2)
+        it.when("publish", lambda: change(2), 2)
+        it.join(machine)
 
     run(tmp_path, prepare)
-    assert clean(tmp_path).attempts[0].workers == 8
+    assert clean(tmp_path).attempts[0].workers == 2 + 3 * 3
 
 
 def test_a_learner_lost_while_it_exports_is_restored_and_asked_again(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
-from spotlight.cluster.nodes.listing import read_view
-from spotlight.cluster.nodes.node_prices import LearnerSlots
+from spotlight.cluster.nodes.listing import LearnerSlots, read_view
 from spotlight.cluster.scorers import remote_scorer
 from spotlight.cluster.scorers.remote_scorer import LostThere, RemoteScorer, ScorerNodes, ScorerOrder
 from spotlight_rewards.pool.channel import Score, Values

@@ -206,6 +206,6 @@ def test_videos_need_their_frames_per_second(fps: Any) -> None:
 
 def test_without_pyav_videos_are_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(RewardSetupError, match=r"pip install 'spotlight-rl\[video\]'"):
+    with pytest.raises(RewardSetupError, match=r"pip install 'spotlight-rewards\[video\]'"):
         HttpVideo(server=place("http://h"), reward="align", fps=8)
     Http(server=place("http://h"), reward="align").scored_by()

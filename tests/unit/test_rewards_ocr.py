@@ -236,7 +236,7 @@ class TestSetUp:
             return original(name, *rest)
 
         monkeypatch.setattr(builtins, "__import__", without)
-        with pytest.raises(RewardSetupError, match=r"pip install 'spotlight-rl\[ocr\]'"):
+        with pytest.raises(RewardSetupError, match=r"pip install 'spotlight-rewards\[ocr\]'"):
             check([], [])
 
     @needs_tesseract

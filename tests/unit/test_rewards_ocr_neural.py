@@ -187,7 +187,7 @@ class TestSetUp:
     ) -> None:
         module._models.cache_clear()
         monkeypatch.setitem(sys.modules, "cv2", None)
-        with pytest.raises(RewardSetupError, match=r"pip install 'spotlight-rl\[ocr-neural\]'"):
+        with pytest.raises(RewardSetupError, match=r"pip install 'spotlight-rewards\[ocr-neural\]'"):
             check([], [], **models)
 
 

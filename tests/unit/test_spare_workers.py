@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spotlight.cluster.learner.spare_workers import SpareWorkers
-from spotlight.scheduler.learner.learner_places import LearnerPlaces
+from spotlight.scheduler.policies.spot_learner.learner_places import LearnerPlaces
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,8 @@ class Keeping:
         self.spares = SpareWorkers(self.ended.append, lambda: self.places)
 
     def change(self, node: str, able: int, unfit: int = 0) -> None:
-        self.spares.expect(node)
-        self.release(node, able, unfit)
-
-    def release(self, node: str, able: int, unfit: int = 0) -> None:
         processes = [Process(node, number) for number in range(able + unfit)]
-        self.spares.release(processes[:able], processes[able:])
+        self.spares.release(node, processes[:able], processes[able:])
 
     def take(self, *nodes: str) -> dict[str, list[Any]]:
         return asyncio.run(asyncio.wait_for(self.spares.take(nodes), 5.0))
@@ -68,38 +63,19 @@ def test_none_is_kept_for_a_learner_that_has_started() -> None:
     assert it.ended == [Process("a", 0)], "it would occupy the slot that a new process waits for"
 
 
-def test_the_learner_waits_until_the_workers_of_its_nodes_are_released() -> None:
-    it = Keeping()
-
-    async def start() -> dict[str, list[Any]]:
-        it.spares.expect("c")
-        it.spares.expect("a")
-        taking = asyncio.ensure_future(it.spares.take({"a"}))
-        await asyncio.sleep(0)
-        it.release("c", able=1)
-        await asyncio.sleep(0)
-        assert not taking.done()
-        it.release("a", able=1)
-        return dict(await taking)
-
-    assert asyncio.run(start()) == {"a": [Process("a", 0)]}
-
-
-def test_nobody_waits_when_it_is_closed_and_what_is_kept_is_ended() -> None:
+def test_what_is_kept_is_ended_when_it_is_closed() -> None:
     it = Keeping()
     it.change("a", able=1)
-    it.spares.expect("b")
     it.spares.close()
     assert it.ended == [Process("a", 0)]
     assert it.take("b") == {}
-    it.release("b", able=1)
+    it.change("b", able=1)
     assert it.ended == [Process("a", 0), Process("b", 0)]
 
 
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("change"), st.sampled_from("abc"), st.integers(0, 3)),
-        st.tuples(st.just("release"), st.just("")),
         st.tuples(st.just("places"), st.sets(st.sampled_from("abc"))),
         st.tuples(st.just("take"), st.just("")),
     ),
@@ -109,20 +85,16 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_every_process_is_ended_or_taken_and_no_slot_is_held_for_nobody(steps: list[Any]) -> None:
-    it, changes, all_of, taken = Keeping(), deque[tuple[str, int]](), list[Process](), list[Any]()
+    it, all_of, taken = Keeping(), list[Process](), list[Any]()
     for what, argument, *more in steps:
         if what == "change":
-            it.spares.expect(argument)
-            changes.append((argument, *more))
-        elif what == "release" and changes:
-            node, able = changes.popleft()
-            processes = [Process(node, len(all_of) + number) for number in range(able)]
+            processes = [Process(argument, len(all_of) + number) for number in range(*more)]
             all_of += processes
-            it.spares.release(processes, [])
+            it.spares.release(argument, processes, [])
         elif what == "places":
             it.places = dict.fromkeys(argument, 2)
             it.spares.prune()
-        elif what == "take" and not changes:
+        elif what == "take":
             taken += [process for kept in it.take(*it.places).values() for process in kept]
         kept = [process for process in all_of if process not in it.ended and process not in taken]
         assert all(process.ray_id in it.places for process in kept)

@@ -13,9 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.scheduler.scaling.iteration_model import MEASURED_MIN, IterationModel, MeasuredIteration
-from spotlight.scheduler.scaling.pace_meter import PaceMeter
-from spotlight.scheduler.scaling.target_policy import Rest, TargetDecision, TargetPolicy
+from spotlight.scheduler.policies.target.choose_nodes import NodesChooser, Rest, TargetDecision
+from spotlight.scheduler.policies.target.iteration_model import (
+    MEASURED_MIN,
+    IterationModel,
+    MeasuredIteration,
+)
+from spotlight.scheduler.policies.target.pace_meter import PaceMeter
 
 NODES_MAX = 16
 
@@ -43,7 +47,7 @@ class Course:
 
     def run(self) -> Course:
         chance = random.Random(self.seed)
-        policy, meter = TargetPolicy(1, NODES_MAX), PaceMeter(300.0, 600.0)
+        policy, meter = NodesChooser(1, NODES_MAX), PaceMeter(300.0, 600.0)
         meter.begin(0.0, self.asked)
         there = min(self.asked, self.market)
         coming: tuple[float, int] | None = None
@@ -76,7 +80,7 @@ class Course:
                     meter.observe(self.now_s, there, there)
         return self
 
-    def decide(self, policy: TargetPolicy, meter: PaceMeter, iteration: int) -> int:
+    def decide(self, policy: NodesChooser, meter: PaceMeter, iteration: int) -> int:
         rest = Rest(
             self.iterations - iteration - 1,
             None if self.deadline_s is None else self.deadline_s - self.now_s,
@@ -246,7 +250,7 @@ def test_an_attempt_goes_on_with_what_was_measured() -> None:
     meter.observe(10.0, 2, 2)
     assert meter.end_iteration(200.0, 80.0) is None, "it began before there was anything to measure from"
     assert meter.model is not None
-    decision = TargetPolicy(1, NODES_MAX).decide(Rest(10, 300.0, None, 2, 0.0, 1.0, 1.0, 1.0), meter)
+    decision = NodesChooser(1, NODES_MAX).decide(Rest(10, 300.0, None, 2, 0.0, 1.0, 1.0, 1.0), meter)
     assert decision is not None
     assert decision.best.nodes > 2
 
@@ -290,7 +294,7 @@ def test_iterations_of_two_sizes_that_are_made_again_tell_of_neither() -> None:
 
 
 def test_a_change_is_judged_by_what_it_brought() -> None:
-    policy, meter = TargetPolicy(1, NODES_MAX), PaceMeter(300.0, 600.0)
+    policy, meter = NodesChooser(1, NODES_MAX), PaceMeter(300.0, 600.0)
     meter.recall([MeasuredIteration(60.0, 2.0, 80.0, 2.0, 2)] * 5)
     meter.begin(0.0, 2)
     meter.observe(0.0, 2, 2)
@@ -313,7 +317,7 @@ def test_a_change_is_judged_by_what_it_brought() -> None:
 
 def test_steps_are_bounded_in_both_directions() -> None:
     for asked, left_s, expected in ((3, 100.0, 6), (12, 1e6, 6)):
-        policy, meter = TargetPolicy(1, NODES_MAX), PaceMeter(300.0, 600.0)
+        policy, meter = NodesChooser(1, NODES_MAX), PaceMeter(300.0, 600.0)
         taken = MeasuredIteration(20.0 + 240.0 / asked, asked, 240.0, asked, asked)
         meter.recall([taken] * 6)
         meter.begin(0.0, asked)

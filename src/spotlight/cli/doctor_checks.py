@@ -21,6 +21,10 @@ _SHM_MIN_BYTES = 2**30
 _HUB_TIMEOUT_S = 3.0
 
 
+def _ok_unless(unfit: bool, what: str, found: str, remedy: str) -> Finding:
+    return Finding(Verdict.WARN, what, found, remedy) if unfit else Finding(Verdict.OK, what, found)
+
+
 def python() -> Iterator[Finding]:
     # No version check: pip refuses interpreters older than 3.11.
     yield Finding(Verdict.OK, "Python", f"{sys.version.split()[0]} at {sys.executable}")
@@ -33,12 +37,8 @@ def packages() -> Iterator[Finding]:
     try:
         wanted = [Requirement(text) for text in metadata.requires(_DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
-        yield Finding(
-            Verdict.FAIL,
-            _DISTRIBUTION,
-            "not installed as a distribution",
-            "pip install -e . (in the checkout)",
-        )
+        remedy = "pip install -e . (in the checkout)"
+        yield Finding(Verdict.FAIL, _DISTRIBUTION, "not installed as a distribution", remedy)
         return
     for requirement in wanted:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -65,10 +65,9 @@ def device() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         found = f"{torch.cuda.get_device_name(index)}, {size(free)} of {size(total)} free"
-        if free < total / 2:
-            yield Finding(Verdict.WARN, f"cuda:{index}", found, "Other processes hold more than half of it.")
-        else:
-            yield Finding(Verdict.OK, f"cuda:{index}", found)
+        yield _ok_unless(
+            free < total / 2, f"cuda:{index}", found, "Other processes hold more than half of it."
+        )
 
 
 def kernels() -> Iterator[Finding]:
@@ -91,18 +90,11 @@ def cpu() -> Iterator[Finding]:
 
     usable, threads = len(os.sched_getaffinity(0)), torch.get_num_threads()
     found = f"{threads} torch threads, {usable} usable cores"
-    if threads > usable:
-        yield Finding(
-            Verdict.WARN, "CPU", found, f"More threads than cores is slow: OMP_NUM_THREADS={usable}"
-        )
-    else:
-        yield Finding(Verdict.OK, "CPU", found)
+    remedy = f"More threads than cores is slow: OMP_NUM_THREADS={usable}"
+    yield _ok_unless(threads > usable, "CPU", found, remedy)
     available = _available_bytes()
-    if available < _MEMORY_MIN_BYTES:
-        remedy = f"The embedded default wants {size(_MEMORY_MIN_BYTES)}: close other programs."
-        yield Finding(Verdict.WARN, "memory", f"{size(available)} available", remedy)
-    else:
-        yield Finding(Verdict.OK, "memory", f"{size(available)} available")
+    remedy = f"The embedded default wants {size(_MEMORY_MIN_BYTES)}: close other programs."
+    yield _ok_unless(available < _MEMORY_MIN_BYTES, "memory", f"{size(available)} available", remedy)
 
 
 def shared_memory() -> Iterator[Finding]:
@@ -116,14 +108,11 @@ def shared_memory() -> Iterator[Finding]:
         yield Finding(Verdict.WARN, "/dev/shm", f"cannot be used ({error.strerror})", remedy)
         return
     found = f"{size(usage.free)} of {size(usage.total)} free"
-    if usage.free < _SHM_MIN_BYTES:
-        remedy = (
-            "Several GPUs and Ray want 1 GiB and room for weights: docker run --shm-size, or on Kubernetes "
-            "an emptyDir with medium Memory."
-        )
-        yield Finding(Verdict.WARN, "/dev/shm", found, remedy)
-    else:
-        yield Finding(Verdict.OK, "/dev/shm", found)
+    remedy = (
+        "Several GPUs and Ray want 1 GiB and room for weights: docker run --shm-size, or on Kubernetes "
+        "an emptyDir with medium Memory."
+    )
+    yield _ok_unless(usage.free < _SHM_MIN_BYTES, "/dev/shm", found, remedy)
 
 
 def disk(runs_dir: Path) -> Iterator[Finding]:
@@ -143,12 +132,8 @@ def disk(runs_dir: Path) -> Iterator[Finding]:
         remedy = "Make it writable for this user, or choose another runs_dir."
         yield Finding(Verdict.FAIL, "runs", f"{parent} cannot be written ({error.strerror})", remedy)
     free = free_bytes(parent)
-    if free < _DISK_MIN_BYTES:
-        yield Finding(
-            Verdict.WARN, "disk", f"{size(free)} free", "`spotlight train --dry-run` says what is needed."
-        )
-    else:
-        yield Finding(Verdict.OK, "disk", f"{size(free)} free")
+    remedy = "`spotlight train --dry-run` says what is needed."
+    yield _ok_unless(free < _DISK_MIN_BYTES, "disk", f"{size(free)} free", remedy)
 
 
 def pipeline() -> Iterator[Finding]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from spotlight.cluster.blobs.blob_client import BlobClient
@@ -21,21 +23,12 @@ from spotlight.cluster.learner.learner_group import LearnerGroup
 from spotlight.cluster.learner.learner_rank import write_token
 from spotlight.cluster.learner.life import Deadlines
 from spotlight.cluster.learner.ray_launcher import RayLauncher
-from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
 from spotlight.cluster.model_files.model_fetch import pinned
-from spotlight.cluster.nodes.on_demand_nodes import (
-    CommandMachines,
-    EmulatedMachines,
-    OnDemandMachines,
-    OnDemandNodes,
-)
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
-from spotlight.cluster.scaling.node_notes import NodeNotes
-from spotlight.cluster.scaling.node_provider import SpotProvider
-from spotlight.cluster.scaling.run_scaling import make_scaler
-from spotlight.cluster.scaling.spot_scaler import SpotScaler
+from spotlight.cluster.scaling.node_provider import NodeProvider
+from spotlight.cluster.scaling.node_supply import NodeSupply
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_actor import ActorStarter
 from spotlight.cluster.workers.worker_pool import WorkerPool
@@ -47,14 +40,13 @@ from spotlight.runtime.attempt import Attempt
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import CONTROLLER_FILE
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.learner.on_demand_policy import OnDemandPolicy
+from spotlight.scheduler.types import NodeId, NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.weights.node_cache import cache_directory
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.pool.reward_pool import RewardPool
 
 LOGS_FOLDER = "attempts"
-ON_DEMAND_NOTES = "on-demand-nodes.json"
 _NAME_MAX = 24
 """Longest part of a run's name used in folder names on nodes: socket paths are limited to about 100 bytes."""
 
@@ -87,7 +79,7 @@ class AttemptRoom:
 
     Attributes:
         meeting: rendezvous store of the sequence-parallel groups.
-        provider: of spot nodes; None: the run neither adds nor drops any.
+        providers: of the kinds of nodes that come and go as the run wants.
     """
 
     site: Site
@@ -96,32 +88,37 @@ class AttemptRoom:
     accounts: ClusterAccounts
     store: Any
     meeting: Address
-    provider: SpotProvider | None
+    providers: Mapping[NodeKind, NodeProvider]
 
 
 @asynccontextmanager
 async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[Head]:
     """A head with all its parts; leaving the block ends all processes."""
     config, note = materials.config, materials.observer.note
-    controller = _controller(materials, room.attempt)
+    controller = _controller(materials, room)
     inbox, conversations = Inbox(), Conversations()
     samples = AcceptedSamples(BlobClient(room.store))
-    incidents = IncidentRecorder(room.accounts.clock, note, room.attempt.recorder.ledger, controller.cluster)
+    incidents = IncidentRecorder(room.accounts.clock, note, room.attempt.recorder.ledger, controller.fleet)
     nodes = ClusterNodes(config, room.site, inbox.put, conversations.fail, note, room.accounts.clock)
     traces = TraceCollector(samples.store, room.directory.profile, note, materials.profiled_steps)
     async with AsyncExitStack() as stack:
         workers = _workers(materials, room, nodes, conversations, inbox, incidents, traces, stack)
-        if config.fleet.learner_moves:
-            nodes.spares = SpareWorkers(workers.starter.kill, nodes.learner_ranks_at)
+        if nodes.spares is not None:
             stack.callback(nodes.spares.close)
         learner, places = await _learner(materials, room, nodes, incidents, stack)
-        if config.fleet.learner_placement == "spot_then_on_demand":
-            nodes.on_demand = _on_demand(config, room, nodes, incidents)
-            conversations.start(nodes.on_demand.run())
-        else:
-            notes = NodeNotes(room.directory.path / ON_DEMAND_NOTES)
-            notes.report("fleet.learner_placement=spot_then_on_demand", note)
-        nodes.scaler = _scaler(config, room, nodes, controller, incidents)
+        supplies = {
+            kind: NodeSupply(
+                kind,
+                provider,
+                partial(nodes.of_kind, kind),
+                inbox.put,
+                partial(incidents.nodes_wanted, kind),
+                room.accounts.clock,
+                config.fleet.target.retry_s,
+                {node.ray_id for node in room.site.nodes if node.kind is kind},
+            )
+            for kind, provider in room.providers.items()
+        }
         driver = LearnerDriver(
             controller,
             learner,
@@ -146,23 +143,26 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
             accounts=room.accounts,
             recorder=room.attempt.recorder,
             incidents=incidents,
-            drains=Drains(nodes.acknowledge, nodes.parts),
+            drains=Drains(nodes.acknowledge),
             observer=materials.observer,
             attempt=room.attempt.number,
             grid=config.evaluation.grid,
             traces=traces,
-            spares=nodes.spares,
-            scaler=nodes.scaler,
+            nodes=nodes,
+            supplies=supplies,
         )
-        if nodes.scaler is not None:
-            conversations.start(nodes.scaler.run())
+        for supply in supplies.values():
+            conversations.start(supply.run())
         stack.enter_context(nodes.membership)
         yield Head(parts)
 
 
-def _controller(materials: Materials, attempt: Attempt) -> Controller:
+def _controller(materials: Materials, room: AttemptRoom) -> Controller:
     compares, prompts = bool(materials.rewards.compares_groups), materials.prompts
-    plan = build.cluster_plan_of(materials.config, compares=compares)
+    plan, attempt = build.cluster_plan_of(materials.config, compares=compares), room.attempt
+    if not plan.cluster.learner_moves:
+        planned = {NodeId(node.name): ranks for node, ranks in room.site.learner_slots.by_node.values()}
+        plan = dataclasses.replace(plan, fleet=dataclasses.replace(plan.fleet, reserved=planned))
     if attempt.newest is None:
         return Controller(plan, prompts.train, prompts.test, attempt.number)
     snapshot = json.loads((attempt.newest.directory / CONTROLLER_FILE).read_text())
@@ -199,7 +199,6 @@ def _workers(
         incidents.worker_crashed,
         fleet.heartbeat_s,
         fleet.start_s,
-        nodes.worker_holds,
     )
     # On this machine only; other nodes are cleaned up by the next run.
     stack.callback(shutil.rmtree, cache_directory(shared), ignore_errors=True)
@@ -245,56 +244,7 @@ async def _learner(
     stack.push_async_callback(learner.stop)
     if not moves:
         return learner, None
-    places = _MovingPlaces(nodes, launcher, learner, incidents)
-    nodes.no_place = places.left
-    return learner, places
-
-
-def _scaler(
-    config: RunConfig,
-    room: AttemptRoom,
-    nodes: ClusterNodes,
-    controller: Controller,
-    incidents: IncidentRecorder,
-) -> SpotScaler | None:
-    if room.provider is None:
-        return None
-    ledger = room.attempt.recorder.ledger
-    return make_scaler(
-        config,
-        room.directory,
-        room.provider,
-        nodes,
-        controller,
-        room.accounts,
-        ledger,
-        incidents,
-        room.site.nodes,
-    )
-
-
-def _on_demand(
-    config: RunConfig, room: AttemptRoom, nodes: ClusterNodes, incidents: IncidentRecorder
-) -> OnDemandNodes:
-    fleet, settings, emulated = config.fleet, config.fleet.on_demand, room.site.emulated
-    machines: OnDemandMachines
-    if emulated is not None:
-        machines = EmulatedMachines(emulated)
-    else:
-        assert settings.start is not None
-        assert settings.stop is not None
-        machines = CommandMachines(settings.start, settings.stop, fleet.start_s)
-    return OnDemandNodes(
-        OnDemandPolicy(settings.after_s, settings.back_after_s, fleet.start_s),
-        machines,
-        nodes,
-        room.accounts.clock,
-        slots=fleet.learner_ranks,
-        price_usd_h=fleet.learner_ranks * fleet.price_usd_h,
-        move_s=fleet.start_s + fleet.learner_s,
-        record=incidents.on_demand,
-        notes=None if emulated is not None else NodeNotes(room.directory.path / ON_DEMAND_NOTES),
-    )
+    return learner, _MovingPlaces(nodes, launcher, learner, incidents, fleet.learner_ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,20 +253,14 @@ class _MovingPlaces:
     launcher: RayLauncher
     learner: LearnerGroup
     incidents: IncidentRecorder
+    wished: int
 
-    def lost(self) -> None:
-        self.nodes.learner_lost()
-
-    def started(self) -> int:
-        at = self.launcher.nodes_of(self.learner.working_life)
-        ranks = sum(at.values())
-        self.incidents.learner_placed(self.nodes.learner_started(at), ranks, self.nodes.places.ranks)
+    def started(self) -> Mapping[NodeId, int]:
+        ranks = self.nodes.ranks_by_machine(self.launcher.nodes_of(self.learner.working_life))
+        self.incidents.learner_placed(self.nodes.prices_of(ranks), sum(ranks.values()), self.wished)
         return ranks
 
-    def second_failed(self) -> None:
-        self.nodes.learner_stays()
-
-    def left(self, ray_id: str) -> None:
+    def leave(self, ray_id: str) -> None:
         """A second learner that has no place there any more would keep workers from starting."""
         life = self.learner.second_life
         if life is not None and ray_id in self.launcher.nodes_of(life):

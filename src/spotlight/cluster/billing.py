@@ -86,27 +86,36 @@ class _Group:
     leases: dict[LeaseId, tuple[Phase, set[RolloutId]]] = field(default_factory=dict)
 
 
+def changed_machines(event: ev.Event, effects: Sequence[ef.Effect]) -> dict[NodeId, tuple[Node, ...]]:
+    """The nodes on each machine that comes, goes or is something else from now on."""
+    changed: dict[NodeId, tuple[Node, ...]] = {}
+    match event:
+        case ev.NodeJoined(node):
+            changed[node.id] = (node,)
+        case ev.NodeLost(name):
+            changed[name] = ()
+    return changed | {each.machine: each.parts for each in effects if isinstance(each, ef.AssignRoles)}
+
+
 class Billing:
     """Tracks the phase of every slot. Times are seconds of the controller's clock."""
 
     def __init__(self) -> None:
         self._slots: dict[WorkerId, _Slot] = {}
         self._nodes: dict[NodeId, Node] = {}
+        self._machines: dict[NodeId, tuple[NodeId, ...]] = {}
         self._groups: dict[WorkerId, _Group] = {}
         self._gone: list[Spent] = []
 
     def observe(self, event: ev.Event, effects: Sequence[ef.Effect], now: float) -> None:
         """Process one controller event and its effects."""
+        for machine, parts in changed_machines(event, effects).items():
+            for node in self.nodes_on(machine):
+                self._lose(node, now)
+            self._machines[machine] = tuple(part.id for part in parts)
+            for part in parts:
+                self._join(part, now)
         match event:
-            case ev.NodeJoined(node):
-                self._join(node, now)
-            case ev.NodeLost(node_id):
-                self._lose(node_id, now)
-            case ev.NodeReassigned(nodes, parts):
-                for node_id in nodes:
-                    self._lose(node_id, now)
-                for part in parts:
-                    self._join(part, now)
             case ev.WorkerStarted(worker):
                 self._turn([worker], Phase.SETUP, now)
             case ev.WorkerCrashed(worker):
@@ -164,6 +173,10 @@ class Billing:
                 self._train(Phase.CHECKPOINT, now)
             case ef.FinishRun():
                 self._settle_training(Phase.TRAINING, now)
+
+    def nodes_on(self, machine: NodeId) -> tuple[NodeId, ...]:
+        """What a machine is to the controller; empty: it is not there."""
+        return self._machines.get(machine, ())
 
     def price_of(self, node: NodeId) -> dict[WorkerId, float]:
         """Price of each slot of a node, in USD per hour."""

@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.cluster.billing import Billing, Spent
+from spotlight.cluster.billing import Billing, Spent, changed_machines
 from spotlight.cluster.remote_calls import Clock
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.types import Node, NodeId, Phase, WorkerId
+from spotlight.scheduler.types import NodeId, Phase, WorkerId
 from spotlight.store.ledger.sqlite_ledger import GpuSpend
 
 FLUSH_S = 5.0
@@ -54,22 +54,13 @@ class ClusterAccounts:
         self, event: ev.Event, effects: Sequence[ef.Effect], now: float, recorder: RunRecorder
     ) -> None:
         """Account for one controller event and its effects."""
-        ended: tuple[NodeId, ...] = ()
-        begun: tuple[Node, ...] = ()
-        match event:
-            case ev.NodeJoined(node):
-                ended, begun = (node.id,), (node,)
-            case ev.NodeLost(node_id):
-                ended = (node_id,)
-            case ev.NodeReassigned(ended, begun):
-                pass
-        # A name that stays may have other slots: the old ones are closed before the new ones are there.
-        for node_id in ended:
-            self.billing.observe(ev.NodeLost(node_id), (), now)
-            self._stop_billing(node_id, now, recorder)
+        changed = changed_machines(event, effects)
+        ended = [node for machine in changed for node in self.billing.nodes_on(machine)]
         self.billing.observe(event, effects, now)
-        for node in begun:
-            self._start_billing(node.id, now, recorder)
+        for node in ended:
+            self._stop_billing(node, now, recorder)
+        for part in (part for parts in changed.values() for part in parts):
+            self._start_billing(part.id, now, recorder)
 
     def write_due(self, recorder: RunRecorder) -> float:
         """Write records, and seconds, if it is time to; returns when to call again, on ``clock``."""

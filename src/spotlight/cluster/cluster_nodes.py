@@ -1,9 +1,10 @@
-"""Maps Ray's nodes to the controller's: which train, which roll out, and where their processes go."""
+"""Ray's nodes as the controller's machines, and where the processes of each go. It decides nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,25 +17,21 @@ from spotlight.cluster.nodes.facts import Gpu, NodeFacts, gather
 from spotlight.cluster.nodes.listing import (
     SHARE,
     SLOT,
-    Part,
+    LearnerSlots,
     RayNode,
     gpus_text,
     mixed_gpus,
-    train_only,
     typed,
     unlike,
 )
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
-from spotlight.cluster.nodes.node_prices import Fleet, LearnerSlots, Prices
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
-from spotlight.cluster.nodes.on_demand_nodes import OnDemandNodes
 from spotlight.cluster.remote_calls import Clock, Notify, RayLostError
-from spotlight.cluster.scaling.spot_scaler import SpotScaler
-from spotlight.cluster.workers.worker_actor import WorkerPlacement
+from spotlight.cluster.workers.worker_actor import ActorStarter, WorkerPlacement
 from spotlight.config.schema import RunConfig
+from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.learner.learner_places import LearnerPlaces
-from spotlight.scheduler.types import NodeId, NodeKind
+from spotlight.scheduler.types import Node, NodeId, NodeKind
 from spotlight_rewards.base.errors import Problem
 
 LOOPBACK = "127.0.0.1"
@@ -61,10 +58,16 @@ class Site:
 
 
 class ClusterNodes:
-    """Turns changes of Ray's nodes into events.
+    """Turns changes of Ray's nodes into events, and knows the Ray node of each machine by its name.
 
     The :class:`spotlight.cluster.nodes.node_membership.Listener` methods run in the membership's thread, all
     others in the head's event loop. Enter ``membership`` as a context manager.
+
+    Attributes:
+        machines: Ray nodes that the controller knows, as they joined.
+        parts: what each is to the controller.
+        placements: where the workers of each part go.
+        spares: of a learner that moves.
     """
 
     def __init__(
@@ -76,39 +79,26 @@ class ClusterNodes:
         note: Notify,
         clock: Clock,
     ) -> None:
-        fleet = config.fleet
         self._config, self._site, self._clock = config, site, clock
         self._put_event, self._fail, self._note = put_event, fail, note
         self._loop = asyncio.get_running_loop()
-        ranks, prices = fleet.learner_ranks, Prices(fleet.price_usd_h, fleet.spot.price_usd_h)
-        beside = config.pipeline.trainers_generate
-        if fleet.learner_moves:
-            even = config.learner.shard == "node"
-            least = fleet.fewest_ranks
-            self._fleet = Fleet.on_spot(ranks, prices, ranks_roll_out=beside, even=even, ranks_min=least)
-        else:
-            self._fleet = Fleet.plan(ranks, prices, site.nodes, ranks_roll_out=beside)
+        self._ranks_roll_out = config.pipeline.trainers_generate
         # Ray would assign any GPU with room, but what shares a rank's GPU must know which it is.
-        self._by_index = self._fleet.ranks_roll_out or any(
-            reward.device == "learner" for reward in config.rewards
-        )
-        self._set_learner_slots()
-        self._room = asyncio.Event()
-        self._mixed: set[str] = set()
-        self._rolling_out: set[NodeId] = set()
-        self._stands = False
-        self._taken_s: dict[str, float] = {}
-        """By Ray id: when the cloud takes a node."""
-        self._given_s: dict[str, float] = {}
-        """By Ray id: when the run gives a node back."""
-        self._growth: asyncio.TimerHandle | None = None
-        self.on_demand: OnDemandNodes | None = None
-        self.spares: SpareWorkers | None = None
-        self.no_place: Callable[[str], None] = lambda _: None
-        """Told the Ray id of a node that the learner has no place on any more."""
-        self.scaler: SpotScaler | None = None
-        self._first_gpu: Gpu | None = None
+        self._by_index = self._ranks_roll_out or any(reward.device == "learner" for reward in config.rewards)
+        self.machines: dict[NodeId, RayNode] = {}
+        self.parts: dict[NodeId, tuple[Node, ...]] = {}
         self.placements: dict[NodeId, WorkerPlacement] = {}
+        self._first: dict[NodeId, RayNode] = {NodeId(node.name): node for node in site.nodes}
+        """Nodes that were there at the start: the learner may begin on them before they have joined."""
+        self._arrived: deque[RayNode] = deque()
+        """In the order of their :class:`NodeJoined`."""
+        self._room = asyncio.Event()
+        if not config.fleet.learner_moves:
+            self._room.set()
+        self._stands = False
+        self._first_gpu: Gpu | None = None
+        moves = config.fleet.learner_moves
+        self.spares = SpareWorkers(ActorStarter.kill, self.learner_ranks_at) if moves else None
         self.membership = NodeMembership(self, gather(), MembershipSettings(_notice_settings(config)))
 
     # -- called in the membership's thread -------------------------------------------------------------
@@ -119,16 +109,15 @@ class ClusterNodes:
 
     def lost(self, node: RayNode) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(self._lose, node)
+        self._soon(self._put_event, ev.NodeLost(NodeId(node.name)))
 
     def noticed(self, node: RayNode, remaining_s: float, detail: str) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        deadline_s = self._clock() + remaining_s
-        self._soon(self._ends, node, self._taken_s, deadline_s)
+        self._soon(self._put_event, ev.NodeNoticed(NodeId(node.name), self._clock() + remaining_s))
 
     def notice_cancelled(self, node: RayNode, detail: str) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(self._ends, node, self._taken_s, None)
+        self._soon(self._put_event, ev.NoticeCancelled(NodeId(node.name)))
 
     def refused(self, problem: Problem) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
@@ -144,75 +133,33 @@ class ClusterNodes:
     # -- the head's event loop -------------------------------------------------------------------------
 
     def _join(self, node: RayNode, facts: NodeFacts) -> None:
-        node = typed(node, facts)
-        if self._config.fleet.sequence_parallel.degrees[-1] > 1 and (problem := mixed_gpus(node, facts)):
-            self._note(f"the slots of a node do not roll out: {problem}")
-            self._mixed.add(node.ray_id)
+        node, name, fleet = typed(node, facts), NodeId(node.name), self._config.fleet
+        mixed = mixed_gpus(node, facts) if fleet.sequence_parallel.degrees[-1] > 1 else None
+        if mixed is not None:
+            self._note(f"the slots of a node do not roll out: {mixed}")
+        if node.kind is NodeKind.ON_DEMAND and node.slots < fleet.learner_ranks:
+            self._note(
+                f"{node.name} brings {node.slots} slots; expected {fleet.learner_ranks} "
+                "(fleet.learner_ranks): change fleet.on_demand.start"
+            )
         self._note_type(node, facts)
-        for part in self._used(node, self._fleet.join(node)):
-            self._put_event(ev.NodeJoined(part.node))
-        if self.on_demand is not None and node.kind is NodeKind.ON_DEMAND:
-            self.on_demand.joined(node)
-        self._change_roles()
+        if node.slots:
+            price_usd_h = node.slots * self._slot_usd_h(node.kind)
+            self._arrived.append(node)
+            self._put_event(
+                ev.NodeJoined(
+                    Node(name, node.kind, node.slots, node.gpu_type, price_usd_h, False, mixed is None)
+                )
+            )
 
-    def _used(self, node: RayNode, parts: tuple[Part, ...]) -> tuple[Part, ...]:
-        """The parts that can be used, each with a place for its workers."""
-        if node.ray_id in self._mixed:
-            parts = tuple(train_only(part) for part in parts if part.node.trains)
-        for part in parts:
-            self.placements[part.node.id] = self._placement(node, part)
-            if part.node.rolls_out:
-                self._rolling_out.add(part.node.id)
-        return parts
+    def enter(self, machine: Node) -> None:
+        """A machine has joined, as the controller is about to know."""
+        self.machines[machine.id] = self._arrived.popleft()
+        self._place(machine.id, (machine,))
 
-    def _change_roles(self) -> None:
-        """After any change of nodes, or of the learner: give nodes the roles that follow."""
-        for change in self._fleet.changes():
-            self._unused(change.before)
-            if self.spares is not None:
-                self.spares.expect(change.node.ray_id)
-            parts = self._used(change.node, change.after)
-            self._put_event(ev.NodeReassigned(change.before, tuple(part.node for part in parts)))
-            if not any(part.node.trains for part in parts):
-                self.no_place(change.node.ray_id)
-        self._set_learner_slots()
-        if self.spares is not None:
-            self.spares.prune()
-        self._await_growth()
-        if sum(count for _, count in self._site.learner_slots.by_node.values()) >= self._fleet.fewest_ranks:
-            self._room.set()
-        else:
-            self._room.clear()
-        if not self._rolling_out and not self._stands:
-            held = ": the learner holds all slots" if self._room.is_set() else ""
-            self._note(f"waiting for nodes that roll out{held}")
-        self._stands = not self._rolling_out
-
-    def _await_growth(self) -> None:
-        """Have the learner move to more ranks when there has been room for them for long enough."""
-        larger = self._fleet.places is not None and self._fleet.places.larger
-        if larger and self._growth is None:
-            self._growth = self._loop.call_later(self._config.fleet.learner_grows_after_s, self._grow)
-        elif not larger and self._growth is not None:
-            self._growth.cancel()
-            self._growth = None
-
-    def _grow(self) -> None:
-        self._growth = None
-        self.places.grow()
-        self._change_roles()
-
-    def _unused(self, names: Sequence[NodeId]) -> None:
-        for name in names:
-            self._rolling_out.discard(name)
-            self.placements.pop(name, None)
-
-    def _placement(self, node: RayNode, part: Part) -> WorkerPlacement:
-        shared = part.node.trains and part.node.rolls_out
-        first_gpu = part.first_slot if node.gpus and self._by_index else None
-        return WorkerPlacement(
-            node.ray_id, node.gpus, self._site.threads, SHARE if shared else 1.0, first_gpu
-        )
+    def _slot_usd_h(self, kind: NodeKind) -> float:
+        fleet = self._config.fleet
+        return fleet.spot.price_usd_h if kind is NodeKind.SPOT else fleet.price_usd_h
 
     def _note_type(self, node: RayNode, facts: NodeFacts) -> None:
         """Warn about a new GPU type: results differ by rounding, and it may have less memory."""
@@ -222,81 +169,72 @@ class ClusterNodes:
         if any(unlike(gpu, self._first_gpu) for gpu in facts.gpus):
             self._note(f"{node.name} brings {gpus_text(facts)}: it takes what its memory holds")
 
-    def _lose(self, node: RayNode) -> None:
-        names = self._fleet.lose(node.ray_id)
-        self._unused(names)
-        self._mixed.discard(node.ray_id)
-        self._taken_s.pop(node.ray_id, None)
-        self._given_s.pop(node.ray_id, None)
-        if self.on_demand is not None:
-            self.on_demand.lost(node)
-        if self.scaler is not None:
-            self.scaler.lost(node)
-        for name in names:
-            self._put_event(ev.NodeLost(name))
-        self._change_roles()
+    def _place(self, machine: NodeId, parts: tuple[Node, ...]) -> list[NodeId]:
+        node, first_slot = self.machines[machine], 0
+        before = [part.id for part in self.parts.pop(machine, ())]
+        for name in before:
+            del self.placements[name]
+        for part in parts:
+            self.placements[part.id] = WorkerPlacement(
+                node.ray_id,
+                node.gpus,
+                self._site.threads,
+                SHARE if part.trains and part.rolls_out else 1.0,
+                first_slot if node.gpus and self._by_index else None,
+            )
+            first_slot += part.gpus
+        if parts:
+            self.parts[machine] = parts
+        return before
 
-    def _ends(self, node: RayNode, ends_s: dict[str, float], deadline_s: float | None) -> None:
-        """One of two reasons for a node's end comes, changes or (None) goes: the earlier end holds."""
-        if deadline_s is None:
-            ends_s.pop(node.ray_id, None)
-        else:
-            ends_s[node.ray_id] = deadline_s
-        due_s = [each[node.ray_id] for each in (self._taken_s, self._given_s) if node.ray_id in each]
-        if due_s:
-            self._put_for_all(node, lambda name: ev.NodeNoticed(name, min(due_s)))
-        else:
-            self._put_for_all(node, ev.NoticeCancelled)
-        if (places := self._fleet.places) is not None:
-            if due_s:
-                places.notice(node.ray_id)
-            else:
-                places.cancel(node.ray_id)
-            self._change_roles()
+    def assign(self, effect: ef.AssignRoles) -> list[NodeId]:
+        """A machine is other nodes from now on; returns what it was. Does nothing for one that is gone."""
+        return self._place(effect.machine, effect.parts) if effect.machine in self.machines else []
 
-    def _set_learner_slots(self) -> None:
-        self._site.learner_slots.by_node = self._fleet.learner_slots
+    def forget(self, machine: NodeId) -> list[NodeId]:
+        """A machine is gone; returns what it was."""
+        self._first.pop(machine, None)
+        before = self._place(machine, ()) if machine in self.machines else []
+        self.machines.pop(machine, None)
+        return before
 
-    def _put_for_all(self, node: RayNode, event: Callable[[NodeId], ev.Event]) -> None:
-        for name in self._fleet.known(node.ray_id):
-            self._put_event(event(name))
+    def report_standstill(self) -> None:
+        """Tell the user when nothing rolls out any more; call it after every change."""
+        stands = not any(part.rolls_out for parts in self.parts.values() for part in parts)
+        if stands and not self._stands:
+            held = ": the learner holds all slots" if self._room.is_set() else ""
+            self._note(f"waiting for nodes that roll out{held}")
+        self._stands = stands
 
-    def acknowledge(self, node: NodeId) -> None:
-        """Tell the cloud that a noticed node has no work left."""
-        if (host := self._fleet.host_of(node)) is None:
-            return
-        if self.on_demand is not None and host.kind is NodeKind.ON_DEMAND:
-            self.on_demand.emptied(host)
-        if self.scaler is not None:
-            self.scaler.emptied(host)
-        self.membership.acknowledge(host)
+    def acknowledge(self, machine: NodeId) -> None:
+        """Tell the cloud that a noticed machine has no work left."""
+        if (node := self.machines.get(machine)) is not None:
+            self.membership.acknowledge(node)
 
-    @property
-    def spot_nodes(self) -> list[RayNode]:
+    def of_kind(self, kind: NodeKind) -> list[RayNode]:
         """Those that have joined, in this order."""
-        return [node for node in self._fleet.nodes if node.kind is NodeKind.SPOT]
-
-    def known(self, node: RayNode) -> tuple[NodeId, ...]:
-        """The controller's nodes on a machine."""
-        return self._fleet.known(node.ray_id)
-
-    def machine_of(self, node: NodeId) -> str:
-        """Ray id of the machine of a node; empty: it is gone."""
-        host = self._fleet.host_of(node)
-        return "" if host is None else host.ray_id
-
-    def parts(self, node: NodeId) -> list[NodeId]:
-        """The controller's nodes on the same machine, itself included."""
-        host = self._fleet.host_of(node)
-        known = () if host is None else self._fleet.known(host.ray_id)
-        return [name for name in known if name in self.placements]
+        return [node for node in self.machines.values() if node.kind is kind]
 
     async def log_tail(self, node: NodeId, actor: str) -> str:
         """Last log lines of an actor on a node; empty if the node is gone."""
-        host = self._fleet.host_of(node)
+        placement = self.placements.get(node)
+        hosts = (each for each in self.machines.values() if placement and each.ray_id == placement.ray_id)
+        host = next(hosts, None)
         return "" if host is None else await asyncio.to_thread(self.membership.log_tail, host, None, actor)
 
-    # -- a learner that moves --------------------------------------------------------------------------
+    # -- the learner -----------------------------------------------------------------------------------
+
+    def place_learner(self, ranks: Mapping[NodeId, int]) -> None:
+        """The learner is formed there next, or is there."""
+        known = self._first | self.machines
+        by_node = {known[name].ray_id: (known[name], count) for name, count in ranks.items() if name in known}
+        self._site.learner_slots.by_node = by_node
+        if self.spares is not None:
+            self.spares.prune()
+        if sum(count for _, count in by_node.values()) >= self._config.fleet.fewest_ranks:
+            self._room.set()
+        else:
+            self._room.clear()
 
     async def learner_room(self) -> None:
         """Wait until there is room for all learner ranks."""
@@ -307,55 +245,22 @@ class ClusterNodes:
         """Whether there is none now."""
         return not self._room.is_set()
 
-    @property
-    def places(self) -> LearnerPlaces:
-        """Where a learner that moves may be."""
-        assert self._fleet.places is not None
-        return self._fleet.places
-
     def learner_ranks_at(self) -> Mapping[str, int]:
         """Ranks by Ray id of the nodes where the next learner can take over workers' processes."""
-        if self._fleet.ranks_roll_out:  # a worker beside each rank needs the other half of the slot
+        if self._ranks_roll_out:  # a worker beside each rank needs the other half of the slot
             return {}
         return {ray_id: count for ray_id, (_, count) in self._site.learner_slots.by_node.items()}
 
-    def worker_holds(self, node: NodeId) -> None:
-        """A worker of this node has loaded the model."""
-        if self._fleet.places is not None and (placement := self.placements.get(node)) is not None:
-            self._fleet.places.hold(placement.ray_id)
+    def ranks_by_machine(self, at: Mapping[str, int]) -> dict[NodeId, int]:
+        """Ranks by machine, of those by Ray id; machines that are gone are left out."""
+        return {name: at[node.ray_id] for name, node in self.machines.items() if node.ray_id in at}
 
-    def announce_end(self, node: RayNode, remaining_s: float) -> None:
-        """Treat a node as one that will be taken in so many seconds."""
-        self._ends(node, self._given_s, self._clock() + remaining_s)
-
-    def cancel_end(self, node: RayNode) -> None:
-        """It stays after all, unless the cloud takes it."""
-        self._ends(node, self._given_s, None)
-
-    def holds_learner(self, node: RayNode) -> bool:
-        """Whether learner ranks are on a node, or will be."""
-        if self._fleet.places is not None:
-            return self._fleet.places.held(node.ray_id) > 0
-        return node.ray_id in self._fleet.learner_slots
-
-    def learner_lost(self) -> None:
-        """The learner's processes have ended; their nodes may live."""
-        self.places.lost()
-        self._change_roles()
-
-    def learner_stays(self) -> None:
-        """A second learner does not start; its nodes are not kept for it if the first goes on."""
-        self.places.stay()
-        self._change_roles()
-
-    def learner_started(self, at: Mapping[str, int]) -> list[tuple[str, float]]:
-        """The learner is up on these Ray nodes; returns their names, and USD per hour of its slots there."""
-        self.places.started(at)
-        self._change_roles()
+    def prices_of(self, ranks: Mapping[NodeId, int]) -> list[tuple[str, float]]:
+        """Machines that train, and USD per hour of the learner's slots there."""
         return [
-            (node.name, count * self._fleet.prices.of(node.kind))
-            for ray_id, count in at.items()
-            if (node := self._fleet.ray_node(ray_id)) is not None
+            (name, count * self._slot_usd_h(self.machines[name].kind))
+            for name, count in ranks.items()
+            if name in self.machines
         ]
 
     def learner_placements(self) -> list[Placement]:
@@ -364,11 +269,11 @@ class ClusterNodes:
         Raises:
             LookupError: not all of them fit.
         """
-        beside = self._fleet.ranks_roll_out
+        beside = self._ranks_roll_out
         share = SHARE if beside else 1.0
         places = self._site.learner_slots.by_node
         ranks = sum(count for _, count in places.values())
-        if ranks < (least := self._fleet.fewest_ranks):
+        if ranks < (least := self._config.fleet.fewest_ranks):
             raise LookupError(f"room for {ranks} of {least} learner ranks")
         own = self._config.fleet.local.threads
         return [

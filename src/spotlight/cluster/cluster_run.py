@@ -29,11 +29,10 @@ from spotlight.cluster.local.emulation import (
 from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.cluster.local.market import LocalMachines, Market
 from spotlight.cluster.nodes.connection import connected
-from spotlight.cluster.nodes.listing import read_view, require_usable
+from spotlight.cluster.nodes.listing import LearnerSlots, read_view, require_usable
 from spotlight.cluster.nodes.node_membership import list_nodes
-from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.scaling.emulated_provider import EmulatedProvider
-from spotlight.cluster.scaling.run_scaling import open_provider
+from spotlight.cluster.scaling.open_providers import open_providers
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.cluster.scorers.scorer_places import placed_by_ray, require_places, scorer_nodes
 from spotlight.config.load import dump_config, with_new_keys
@@ -109,8 +108,8 @@ def train_on_cluster(
             materials.rewards.log_to(directory.attempts, prefix="reward")
             with _blob_store(config, directory, site.here) as store:
                 served, meeting = serve(site.host)  # served while referenced
-                provider = open_provider(config, directory, site.emulated, observer.note)
-                room = AttemptRoom(site, directory, attempt, accounts, store, meeting, provider)
+                providers = open_providers(config, directory, site.emulated, observer.note)
+                room = AttemptRoom(site, directory, attempt, accounts, store, meeting, providers)
                 attempt.result = asyncio.run(_drive(materials, room))
                 del served
         return attempt.result
@@ -202,7 +201,8 @@ async def _drive(materials: Materials, room: AttemptRoom) -> RunResult:
     async with assembled(materials, room) as head:
         with ExitStack() as stack:
             if site.emulated is not None:
-                taken = room.provider if isinstance(room.provider, EmulatedProvider) else None
+                spot = room.providers.get(NodeKind.SPOT)
+                taken = spot if isinstance(spot, EmulatedProvider) else None
                 stack.enter_context(Market(spot_trace(config.fleet), taken or LocalMachines(site.emulated)))
             stack.enter_context(stopping_gracefully(head.request_stop, materials.observer))
             weights = await head.parts.conversations.supervise(head.run(checkpoint))

@@ -1,49 +1,38 @@
-"""Tells the cloud once no work is left on a node that has a preemption notice."""
+"""Tells the cloud once no work is left on a machine that has a preemption notice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.cluster.cluster import Cluster
+from spotlight.scheduler.fleet.fleet_machine import Fleet
 from spotlight.scheduler.types import NodeId
 
 
 @dataclass(slots=True)
 class Drains:
-    """Watches noticed nodes until they are empty.
-
-    Attributes:
-        parts: the controller's nodes on the machine of one; it is acknowledged when all are empty.
-    """
+    """Watches machines that end until they are empty. ``acknowledge`` is called once for each."""
 
     acknowledge: Callable[[NodeId], None]
-    parts: Callable[[NodeId], Sequence[NodeId]]
-    _noticed: set[NodeId] = field(default_factory=set)
-    _draining: dict[NodeId, float] = field(default_factory=dict)
+    _began_s: dict[NodeId, float] = field(default_factory=dict)
+    """When the work on a machine was first to stop."""
     _empty: set[NodeId] = field(default_factory=set)
 
-    def finished(self, cluster: Cluster, now: float) -> list[tuple[NodeId, float]]:
-        """Noticed nodes that have no work left, with the seconds it took to stop their work.
-
-        Call after every event. O(noticed nodes).
-        """
+    def finished(self, fleet: Fleet, now: float) -> list[tuple[NodeId, float]]:
+        """Machines that have no work left, with the seconds it took to stop it. Call after every event."""
+        hosts = fleet.cluster.hosts
+        if not fleet.cluster.noticed and not self._began_s:
+            return []
+        ending = {name: each for name, each in fleet.machines.items() if each.ends_s is not None}
+        self._began_s = {name: at_s for name, at_s in self._began_s.items() if name in ending}
+        self._empty &= ending.keys()
         done: list[tuple[NodeId, float]] = []
-        if not cluster.noticed and not self._noticed:
-            return done
-        gone = self._noticed - cluster.noticed
-        for node in gone:
-            self._draining.pop(node, None)
-            self._empty.discard(node)
-        self._noticed = set(cluster.noticed)
-        for node in self._noticed - self._empty:
-            host = cluster.hosts[node]
-            if not host.draining:
+        for name, machine in ending.items():
+            if name in self._empty or not any(hosts[part.id].draining for part in machine.parts):
                 continue
-            began_s = self._draining.setdefault(node, now)
-            if not (host.leaders or host.node.trains):
-                self._empty.add(node)
-                if self._empty.issuperset(self.parts(node)):
-                    self.acknowledge(node)
-                done.append((node, now - began_s))
+            began_s = self._began_s.setdefault(name, now)
+            if fleet.is_empty(machine):
+                self._empty.add(name)
+                self.acknowledge(name)
+                done.append((name, now - began_s))
         return done

@@ -20,21 +20,22 @@ Invariants
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from spotlight.cluster.blobs.blob_store import BlobAddress
 from spotlight.cluster.cluster_accounts import ClusterAccounts
+from spotlight.cluster.cluster_nodes import ClusterNodes
 from spotlight.cluster.drains import Drains
 from spotlight.cluster.incidents import IncidentRecorder
 from spotlight.cluster.learner.learner_rank import LearnerRank
-from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.learner_driver import LearnerDriver
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
-from spotlight.cluster.scaling.spot_scaler import SpotScaler
+from spotlight.cluster.scaling.node_supply import NodeSupply
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.models.shared.flop_count import Compute
@@ -46,7 +47,16 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.stages import Stage
-from spotlight.scheduler.types import NodeId, Phase, PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
+from spotlight.scheduler.types import (
+    NodeId,
+    NodeKind,
+    Phase,
+    PolicyVersion,
+    Purpose,
+    Rollout,
+    RolloutId,
+    WorkerId,
+)
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.training.step_metrics import IterationLog
 from spotlight.worker.interfaces import FollowLease
@@ -61,8 +71,8 @@ class HeadParts:
         attempt: the ledger's attempt number.
         grid: prompts of the image grids, and images per prompt.
         traces: of the profiler.
-        spares: of a learner that moves.
-        scaler: adds and drops spot nodes; None: the run has no deadline and no budget.
+        nodes: what the controller's machines are here.
+        supplies: of the kinds of nodes that come and go as the run wants.
     """
 
     controller: Controller
@@ -80,8 +90,8 @@ class HeadParts:
     attempt: int
     grid: tuple[int, int]
     traces: TraceCollector
-    spares: SpareWorkers | None = None
-    scaler: SpotScaler | None = None
+    nodes: ClusterNodes
+    supplies: Mapping[NodeKind, NodeSupply] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -101,6 +111,7 @@ class Head:
     stopped: bool = False
     _over: bool = False
     _stop_requested: bool = False
+    _ending: dict[NodeKind, set[NodeId]] = field(default_factory=dict)
     _groups: dict[WorkerId, tuple[int, tuple[WorkerId, ...]]] = field(default_factory=dict)
     _effort: _Effort = field(default_factory=_Effort)
     _waits_since_s: float | None = None
@@ -129,9 +140,18 @@ class Head:
         if self.error is not None or self.stopped:
             return None
         self.parts.workers.close()  # a learner that is formed again may need their slots
-        if self.parts.spares is not None:
-            self.parts.spares.close()
-        return await self.parts.learner.export()
+        if self.parts.nodes.spares is not None:
+            self.parts.nodes.spares.close()
+        exported = asyncio.ensure_future(self.parts.learner.export())
+        exported.add_done_callback(lambda _: self.parts.inbox.wake())
+        try:
+            while not exported.done():  # a lost learner is formed again, where the controller says
+                if (entry := await self._next_event()) is not None:
+                    self._handle(*entry)
+                    await asyncio.sleep(0)
+            return exported.result()
+        finally:
+            exported.cancel()
 
     async def _next_event(self) -> tuple[ev.Event, str] | None:
         """The oldest event, or the controller's timer; None: look again."""
@@ -165,15 +185,16 @@ class Head:
         if isinstance(event, ev.SamplesRewarded):
             self._log_scores(event.scores)
         parts.incidents.observe(event)
+        if isinstance(event, ev.NodeJoined):
+            parts.nodes.enter(event.node)
         effects = controller.handle(event, now)
         parts.accounts.observe(event, effects, now, parts.recorder)
         match event:
             case ev.WeightsPulled(worker):
                 parts.workers.prove(worker)
-            case ev.NodeLost(node):
-                parts.workers.lose(node)
-            case ev.NodeReassigned(nodes):
-                self._release(nodes)
+            case ev.NodeLost(machine):
+                for node in parts.nodes.forget(machine):
+                    parts.workers.lose(node)
             case ev.LeaseProgressed(leader):
                 parts.workers.worked(leader)
             case ev.LeaseCompleted(leader, rollouts=rollouts):
@@ -182,7 +203,7 @@ class Head:
                 self._show_work()
         for effect in effects:
             self._carry_out(effect)
-        for node, seconds in parts.drains.finished(controller.cluster, now):
+        for node, seconds in parts.drains.finished(controller.fleet, now):
             self.log.add("fleet/drain_s", seconds)
             parts.incidents.record(Incident.NODE_DRAINED, node, f"{seconds:.2f} s after it was to stop")
             parts.observer.note(f"{node} is drained, {seconds:.2f} s after it was to stop")
@@ -262,6 +283,16 @@ class Head:
                 parts.learner.learner.end(detail)
             case ef.RestoreLearner(iteration, lineage):
                 parts.learner.restore(iteration, lineage)
+            case ef.AssignRoles():
+                self._assign(effect)
+            case ef.PlaceLearner(ranks):
+                parts.nodes.place_learner(ranks)
+            case ef.NodesWanted():
+                self._provide(effect)
+            case ef.ReportFleet(kind, text, row):
+                self.log.put(row)
+                if text:
+                    parts.incidents.nodes_wanted(kind, text)
             case ef.FinishRun(error):
                 self.error, self._over = error, True
 
@@ -270,11 +301,24 @@ class Head:
         for member in effect.members:
             self.parts.workers.tell(member, effect)
 
-    def _release(self, nodes: Sequence[NodeId]) -> None:
-        """The workers of a node whose role changes end, or wait to be the learner."""
-        able, unfit = self.parts.workers.release(nodes)
-        if self.parts.spares is not None:
-            self.parts.spares.release(able, unfit)
+    def _assign(self, effect: ef.AssignRoles) -> None:
+        """The workers of a machine whose role changes end, or wait to be the learner."""
+        parts = self.parts
+        before = parts.nodes.assign(effect)
+        able, unfit = parts.workers.release(before)
+        if parts.nodes.spares is not None:
+            ray_id = parts.nodes.machines[effect.machine].ray_id
+            parts.nodes.spares.release(ray_id, able, unfit)
+            if not any(part.trains for part in effect.parts):
+                parts.learner.leave(ray_id)
+        parts.nodes.report_standstill()
+
+    def _provide(self, effect: ef.NodesWanted) -> None:
+        for machine in self._ending.setdefault(effect.kind, set()) ^ {*effect.ending}:
+            if machine in effect.ending:
+                self.parts.incidents.node_returned(machine, effect.kind)
+        self._ending[effect.kind] = {*effect.ending}
+        self.parts.supplies[effect.kind].want(effect.nodes, effect.ending)
 
     def _report_exploration(self, report: Mapping[str, Any]) -> None:
         self.log.put(report_row(report))
@@ -286,8 +330,6 @@ class Head:
         undone = parts.recorder.undo(position, parts.attempt, controller.iteration)
         parts.learner.published.continue_in(controller.cluster.lineage, controller.version)
         parts.observer.note(f"{undone} ledger records after the checkpoint are undone")
-        if parts.scaler is not None:
-            parts.scaler.interrupted(controller.iteration)
 
     def _grant(self, effect: ef.GrantLease) -> None:
         lease = effect.lease
@@ -344,11 +386,15 @@ class Head:
     def _write_row(self, trained: Mapping[str, float]) -> None:
         parts, controller = self.parts, self.parts.controller
         parts.accounts.write(parts.recorder)
-        row = self.log.take(controller.iteration) | dict(trained)
         seconds = parts.accounts.take_seconds()
+        if NodeKind.SPOT in parts.supplies:
+            work_s = sum(seconds.get(phase, 0.0) for phase in (Phase.ROLLOUT, Phase.EVALUATION))
+            ledger = parts.recorder.ledger
+            run_s = time.time() - ledger.began_at()
+            # At once, since what is forecast belongs into the iteration's row.
+            self._handle(ev.IterationBilled(controller.iteration, work_s, ledger.cost_usd(), run_s), "")
+        row = self.log.take(controller.iteration) | dict(trained)
         row |= {f"seconds/{phase.value}": spent for phase, spent in seconds.items()}
-        if parts.scaler is not None:
-            row |= parts.scaler.iterated(controller.iteration, seconds)
         row |= {
             "head/events": float(self._effort.events),
             "head/handling_s": self._effort.handling_s,

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from spotlight.cluster.remote_calls import Clock, Notify
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.cluster.cluster import Cluster
-from spotlight.scheduler.learner.on_demand_policy import OnDemandStep
+from spotlight.scheduler.fleet.fleet_machine import Fleet
 from spotlight.scheduler.types import NodeId, NodeKind, WorkerId
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
@@ -17,31 +16,31 @@ from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 
 @dataclass(frozen=True, slots=True)
 class IncidentRecorder:
-    """Records incidents. ``cluster`` is the controller's."""
+    """Records incidents. ``fleet`` is the controller's."""
 
     clock: Clock
     note: Notify
     ledger: SqliteLedger
-    cluster: Cluster
+    fleet: Fleet
 
     def observe(self, event: ev.Event) -> None:
         """Record an event if it is an incident. Call before the controller handles it."""
-        hosts = self.cluster.hosts
+        machines = self.fleet.machines
         match event:
             case ev.NodeJoined(node):
                 detail = f"{node.gpus} x {node.gpu_type}"
                 self._write(Incident.NODE_JOINED, node.id, node.kind is NodeKind.SPOT, detail)
                 self.note(f"{node.id} joined ({node.kind.value})")
-            case ev.NodeNoticed(node_id, deadline_s) if node_id in hosts:
+            case ev.NodeNoticed(node_id, deadline_s) if node_id in machines:
                 left_s = deadline_s - self.clock()
                 self.record(Incident.NODE_NOTICED, node_id, f"{left_s:.1f} s before")
                 self.note(f"{node_id} will be taken in {left_s:.0f} s")
-            case ev.NoticeCancelled(node_id) if node_id in hosts:
+            case ev.NoticeCancelled(node_id) if node_id in machines:
                 self.record(Incident.NOTICE_CANCELLED, node_id, "")
                 self.note(f"{node_id} will not be taken after all")
-            case ev.NodeLost(node_id) if node_id in hosts:
+            case ev.NodeLost(node_id) if node_id in machines:
                 self.record(Incident.NODE_LOST, node_id, "")
-                self.note(f"{node_id} is gone; {len(hosts) - 1} nodes are left")
+                self.note(f"{node_id} is gone; {len(machines) - 1} nodes are left")
             case ev.LearnerLost(detail):
                 self.record(Incident.LEARNER_LOST, "learner", detail)
 
@@ -61,22 +60,19 @@ class IncidentRecorder:
         self._write(Incident.LEARNER_PLACED, "learner", True, detail)
         self.note(f"the learner is on {detail}")
 
-    def on_demand(self, decision: OnDemandStep | None, node: str, detail: str) -> None:
-        """A node on demand is taken, left or given back for this reason; None: a command failed."""
-        text = detail if decision is None else f"{decision.value}: {detail}"
-        self._write(Incident.ON_DEMAND, node, False, text)
-        self.note(f"{node}: {text}")
+    def nodes_wanted(self, kind: NodeKind, text: str) -> None:
+        """Why nodes of a kind are wanted, or no more; a forecast of the rest; or what has failed."""
+        if kind is NodeKind.SPOT:
+            self._write(Incident.SPOT_TARGET, "fleet", True, text)
+            self.note(text)
+        else:
+            self._write(Incident.ON_DEMAND, kind.value, False, text)
+            self.note(f"a node on demand: {text}")
 
-    def spot_target(self, text: str) -> None:
-        """Spot nodes are asked for to hold a goal, or the rest of the run is forecast; or that failed."""
-        self._write(Incident.SPOT_TARGET, "fleet", True, text)
-        self.note(text)
-
-    def node_returned(self, name: str, parts: Sequence[NodeId]) -> None:
-        """A spot node is given back, after its end was announced; ``parts``: the controller's nodes on it."""
-        for part in parts:
-            self._write(Incident.NODE_RETURNED, part, True, "")
-        self.note(f"{name} is given back")
+    def node_returned(self, node: NodeId, kind: NodeKind) -> None:
+        """A node is given back, after its end was announced."""
+        self._write(Incident.NODE_RETURNED, node, kind is NodeKind.SPOT, "")
+        self.note(f"{node} is given back")
 
     def worker_crashed(self, worker: WorkerId, why: str) -> None:
         """A worker process died on a living node."""
@@ -84,9 +80,8 @@ class IncidentRecorder:
 
     def record(self, kind: Incident, subject: str, detail: str) -> None:
         """Record an incident of a node, a worker or the learner."""
-        hosts = self.cluster.hosts
-        host = hosts.get(NodeId(subject)) or hosts.get(NodeId(subject.rpartition("/")[0]))
-        self._write(kind, subject, host is not None and host.node.kind is NodeKind.SPOT, detail)
+        machine = self.fleet.machines.get(NodeId(subject.partition("/")[0]))
+        self._write(kind, subject, machine is not None and machine.node.kind is NodeKind.SPOT, detail)
 
     def _write(self, kind: Incident, subject: str, is_spot: bool, detail: str) -> None:
         self.ledger.record_incident(kind, subject, spot=is_spot, detail=detail, now_s=time.time())

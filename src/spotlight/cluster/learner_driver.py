@@ -7,7 +7,7 @@ a rollback.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ from spotlight.cluster.workers.worker_weights import version_name
 from spotlight.runtime.recorder import LEARNER_FOLDER
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
-from spotlight.scheduler.types import PolicyVersion
+from spotlight.scheduler.types import NodeId, PolicyVersion
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.weights.bundle import WeightsManifest
 from spotlight_rewards.base.prompts import PromptId
@@ -63,16 +63,13 @@ class PublishedVersions:
 
 
 class Places(Protocol):
-    """Where a learner on spot nodes goes; its calls may change the roles of nodes."""
+    """Where a learner on spot nodes is."""
 
-    def lost(self) -> None:
-        """The learner's processes have ended."""
+    def started(self) -> Mapping[NodeId, int]:
+        """Its processes are up; returns the ranks by machine."""
 
-    def started(self) -> int:
-        """They are up; returns their number."""
-
-    def second_failed(self) -> None:
-        """A second learner does not start."""
+    def leave(self, ray_id: str) -> None:
+        """A machine is for something else: a second learner does not start there."""
 
 
 @dataclass(slots=True)
@@ -100,7 +97,6 @@ class LearnerDriver:
     _lost_meanwhile: str | None = None
     _restoring: int = 0
     _ranks: int | None = None
-    _second: int = 0
     _restored: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
@@ -125,7 +121,9 @@ class LearnerDriver:
     async def _restore(self, checkpoint: Path | None, lineage: int) -> WeightsManifest:
         manifest = await self.learner.restore(checkpoint, lineage)
         if self.places is not None:
-            self._ranks = self.places.started()
+            ranks = self.places.started()
+            self._ranks = sum(ranks.values())
+            self.put_event(ev.LearnerStarted(ranks))
         self.conversations.start(self._await_loss())
         return manifest
 
@@ -134,12 +132,8 @@ class LearnerDriver:
 
     def lost(self, detail: str) -> None:
         """Handle the loss of the learner; called once per life."""
-        if self._begun and not self._committed and not self._exporting:
-            # Before nodes change their roles: a controller that does not know yet would lease those where
-            # the learner starts next. After a save it may, for one event; the lease is then given to another.
+        if not self._committed:
             self.put_event(ev.LearnerLost(detail))
-        if self.places is not None:
-            self.places.lost()
         self.note(f"the learner is lost and goes back to the last checkpoint: {detail}")
         if self._committed:
             self._lost_meanwhile = detail  # the saved checkpoint counts: report it first
@@ -200,16 +194,17 @@ class LearnerDriver:
 
     async def prepare_second(self, number: int) -> None:
         """Form a second learner elsewhere, which :meth:`restore` takes; reported with its ``number``."""
-        self._second = number
         try:
             await self.learner.form_second()
         except AbandonedError:
-            # If another was asked for meanwhile, the places are that one's.
-            if self.places is not None and number == self._second:
-                self.places.second_failed()
             self.put_event(ev.LearnerPrepared(number, formed=False))
         else:
             self.put_event(ev.LearnerPrepared(number))
+
+    def leave(self, ray_id: str) -> None:
+        """A machine is for something else than the learner."""
+        if self.places is not None:
+            self.places.leave(ray_id)
 
     async def export(self) -> Path:
         """Export the judged weights into the run directory, after the run; restores a lost learner first."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import types
@@ -20,7 +19,7 @@ from spotlight.config.removed import without_removed
 from spotlight.config.schema import RUN_NAME, RunConfig
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
 from spotlight.registry import ALGORITHMS
-from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.yaml_tree import merge, parse_override, parse_yaml, read_tree, section_of
 from spotlight_rewards.registry import ANY_NAME, absent_remedy
 
@@ -199,8 +198,7 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
         if len(parts) == 1 and (owners := _sections_with(key, algorithm)):
             meant = " or ".join(repr(f"{owner}.{key}") for owner in owners)
             return Problem(key, "an unknown key", "the key of its section", f"Did you mean {meant}?")
-        close = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.6)
-        remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
+        remedy = did_you_mean(parts[-1], known, "Remove it.")
         return Problem(key, "an unknown key", f"one of {', '.join(sorted(known))}", remedy)
     if detail["type"] == "missing":
         return Problem(key, "nothing", "a value", "Add the key.")
@@ -217,8 +215,7 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
 
 
 def _nearest(found: object, expected: str) -> str | None:
-    close = difflib.get_close_matches(str(found), re.findall(r"'([^']+)'", expected), n=1, cutoff=0.6)
-    return f"Did you mean {close[0]!r}?" if close else None
+    return did_you_mean(str(found), re.findall(r"'([^']+)'", expected), "") or None
 
 
 def _default_of(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> str:
@@ -237,12 +234,13 @@ def _is_section(annotation: object) -> TypeGuard[type[BaseModel]]:
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
-def _sections(annotation: object) -> Iterator[type[BaseModel]]:
+def sections_in(annotation: object) -> Iterator[type[BaseModel]]:
+    """The sections that a field of this type can have."""
     if _is_section(annotation):
         yield annotation
     elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
         for argument in typing.get_args(annotation):
-            yield from _sections(argument)
+            yield from sections_in(argument)
 
 
 def _fields_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> set[str]:
@@ -265,7 +263,7 @@ def _sections_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) 
             section
             for model in current
             if part in model.model_fields
-            for section in _sections(model.model_fields[part].annotation)
+            for section in sections_in(model.model_fields[part].annotation)
         ]
         if current == [AlgorithmSection] and algorithm is not None:
             current = [algorithm]

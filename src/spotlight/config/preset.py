@@ -6,14 +6,13 @@ cannot be set; ``settings``, a configuration without prompts. To add one, add a 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS
-from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.yaml_tree import merge, read_tree
 
 _DIRECTORY = Path(__file__).with_name("presets")
@@ -41,8 +40,7 @@ def load_preset(name: object) -> Preset:
     """A preset. Raises ConfigError for an unknown name."""
     known = preset_names()
     if not isinstance(name, str) or name not in known:
-        close = difflib.get_close_matches(str(name), known, n=1)
-        remedy = f"Did you mean {close[0]!r}?" if close else "docs/howto/coming-from.md describes them."
+        remedy = did_you_mean(str(name), known, "docs/howto/coming-from.md describes them.")
         problem = Problem("like", repr(name), f"one of {', '.join(known)}", remedy)
         raise ConfigError("the configuration", [problem])
     tree = read_tree(_DIRECTORY / f"{name}.yaml")

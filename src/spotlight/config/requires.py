@@ -67,14 +67,17 @@ def at_most(other: str | float) -> Need:
 
 
 def at_least(other: str | float) -> Need:
+    """As :func:`at_most`."""
     return _bound("at least", operator.ge, other)
 
 
 def less_than(other: str | float) -> Need:
+    """As :func:`at_most`, without the bound itself."""
     return _bound("less than", operator.lt, other)
 
 
 def more_than(other: str | float) -> Need:
+    """As :func:`at_least`, without the bound itself."""
     return _bound("more than", operator.gt, other)
 
 
@@ -87,6 +90,7 @@ def _bound(text: str, compare: Callable[[Any, Any], bool], other: str | float) -
 
 
 def other_than(*values: object) -> Need:
+    """Any value but these."""
     return Need(f"other than {' or '.join(map(shown, values))}", lambda value, _: value not in values)
 
 
@@ -108,6 +112,7 @@ class Requires(Generic[Run]):
     remedy: str | Callable[[Run], str]
 
     def problems(self, run: Run) -> Iterator[Problem]:
+        """What contradicts this row: of a list, one for each item."""
         listed, star, _ = self.key.partition(".*")
         for index in range(len(value_at(run, listed))) if star else [None]:
             here = str(index)
@@ -146,7 +151,7 @@ class Requires(Generic[Run]):
             elif test is SET:
                 words["with"].append(key)
             else:
-                value = plain(value_at(run, found)) if run is not None else _text(test, None)
+                value = _text(test, None).replace("'", "") if run is None else plain(value_at(run, found))
                 words["with"].append(
                     f"{key} {value}" if run is None and isinstance(test, Need) else f"{key}={value}"
                 )

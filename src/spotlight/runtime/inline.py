@@ -263,6 +263,8 @@ class InlineDriver:
                 raise RuntimeError(f"{effect} for a cluster of one worker, which answers at once")
             case ef.RestoreLearner() | ef.PrepareLearner() | ef.EndLearner():
                 raise RuntimeError(f"{effect} for a learner that ends with its worker")
+            case ef.AssignRoles() | ef.PlaceLearner() | ef.NodesWanted() | ef.ReportFleet():
+                raise RuntimeError(f"{effect} for one machine, which stays")
             case _:
                 assert_never(effect)
 

@@ -57,11 +57,13 @@ from spotlight.scheduler.effects import (
     TrainMicroBatch,
     WriteRecord,
 )
+from spotlight.scheduler.fleet.make_fleet import make_fleet
 from spotlight.scheduler.iteration import Snapshot
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.ledger import Ledger
 from spotlight.scheduler.plan import Plan as Plan
 from spotlight.scheduler.plan import require_usable
+from spotlight.scheduler.policy import Policy, overriding
 from spotlight.scheduler.records import StepApplied
 from spotlight.scheduler.rollouts import Rollouts
 from spotlight.scheduler.stages import (
@@ -93,10 +95,16 @@ class Controller:
         self.cluster.serving.switch_s = plan.pipeline.switch_s
         self.work = Rollouts(plan, train, test, self.dispatcher)
         self.policies = tuple(self.work.policies.values())
+        # Asked at every event, so only those that have an answer.
+        self._watching = overriding(self.policies, Policy.after_event)
+        self._filling = overriding(self.policies, Policy.fill)
+        self._timed = overriding(self.policies, Policy.wake_s)
+        self._budgeting = overriding(self.policies, Policy.trainer_budget)
         self.training = TrainingTasks(plan, self.work, 0)
         self._now = self._task_s = 0.0
         self._task_overlaps = False
-        self.learner = LearnerLife(plan.ranks, self.cluster, self._snapshot(), plan.ranks_min)
+        self.fleet = make_fleet(plan, self.cluster)
+        self.learner = LearnerLife(plan.ranks, self.fleet, self._snapshot(), plan.ranks_min)
         self._undo: list[Effect] = []
 
     @property
@@ -126,7 +134,7 @@ class Controller:
         Raises:
             RuntimeError: the event is illegal in this stage: drivers must answer effects in order.
         """
-        self._now = self.cluster.now = now
+        self._now = self.cluster.now = self.fleet.now = now
         for lease in self.queue.expire(now):
             self.dispatcher.suspect(lease)
         self.cluster.ring(now)
@@ -134,7 +142,11 @@ class Controller:
             self._stages.move(Trigger.CHECKPOINT_BEGUN)
             self._start_iteration()
         self._after_event()  # leases may have expired
-        self._dispatch(_after_the_end(event) if self.stage is Stage.OVER else event)
+        if self.stage is Stage.OVER:
+            self._after_the_end(event)
+        else:
+            self._dispatch(event)
+            self._place_machines()
         if self.stage is not Stage.OVER:
             self._after_event()
             self._place_learner()
@@ -142,7 +154,7 @@ class Controller:
         if self.stage is not Stage.OVER:
             self._set_trainer_budget()
             if self.stage in LOOKS_AHEAD:
-                for policy in self.policies:
+                for policy in self._filling:
                     policy.fill(self.iteration, now)
             self._serve()
         # Records come first: drivers make them durable before a checkpoint that an effect asks for.
@@ -150,12 +162,12 @@ class Controller:
         records = [WriteRecord(*numbered) for numbered in self.ledger.take_records()]
         if records:
             self.ledger.check()
-        effects = [*self._undo, *records, *self.work.effects, *self.cluster.effects]
-        self._undo, self.work.effects, self.cluster.effects = [], [], []
+        effects = [*self._undo, *records, *self.fleet.effects, *self.work.effects, *self.cluster.effects]
+        self._undo, self.fleet.effects, self.work.effects, self.cluster.effects = [], [], [], []
         return effects
 
     def _after_event(self) -> None:
-        for policy in self.policies:
+        for policy in self._watching:
             policy.after_event()
 
     def _dispatch(self, event: ev.Event) -> None:
@@ -195,17 +207,45 @@ class Controller:
             case ev.CheckpointCommitted():
                 self._checkpoint_committed()
             case ev.LearnerLost():
-                self._roll_back()
-            case ev.LearnerRestored() | ev.LearnerPrepared():
+                if self.stage is not Stage.IDLE:
+                    self._roll_back()
+                self.fleet.observe(event)
+            case ev.LearnerPrepared(number):
                 self.learner.observe(event)
+                if number == self.learner.preparations:  # else the places are another one's
+                    self.fleet.observe(event)
+            case ev.LearnerRestored():
+                self.learner.observe(event)
+            case ev.LearnerStarted() | ev.NodesProvided() | ev.IterationBilled():
+                self.fleet.observe(event)
             case ev.GpuTimeSpent(_, phase, seconds):
                 self.ledger.spend(phase, seconds)
                 self.ledger.check()
             case ev.TimePassed():
                 pass
-            case _:
+            case ev.NodeJoined() | ev.NodeLost() | ev.NodeNoticed() | ev.NoticeCancelled():
                 self.learner.observe(event)
+                self.fleet.handle(event)
+            case _:
                 self.cluster.handle(event)
+                self.fleet.observe(event)
+
+    def _after_the_end(self, event: ev.Event) -> None:
+        """Machines still come and go: a lost learner is formed again to export the weights."""
+        match event:
+            case ev.GpuTimeSpent():
+                self._dispatch(event)
+            case ev.NodeJoined() | ev.NodeLost() | ev.NodeNoticed() | ev.NoticeCancelled():
+                self.fleet.handle(event)
+            case ev.LearnerStarted() | ev.LearnerLost():
+                self.fleet.observe(event)
+        self._place_machines()
+        self.cluster.effects.clear()  # nothing rolls out any more
+
+    def _place_machines(self) -> None:
+        self.fleet.place()
+        if self.fleet.effects:
+            self.learner.nodes_changed()
 
     def _checkpoint_committed(self) -> None:
         behind = self.learner.saving is not None and self.stage is not Stage.COMMITTING
@@ -219,8 +259,8 @@ class Controller:
     def wake_s(self) -> float | None:
         """When a :class:`~spotlight.scheduler.events.TimePassed` is due at the latest; None if never."""
         begins_s = self._now if self._commits_behind else None
-        due_s = (policy.wake_s(self._now) for policy in self.policies)
-        alarms = (self.queue.next_deadline_s, self.cluster.next_s, begins_s, *due_s)
+        due_s = (policy.wake_s(self._now) for policy in self._timed)
+        alarms = (self.queue.next_deadline_s, self.cluster.next_s, self.fleet.next_s, begins_s, *due_s)
         times = [at_s for at_s in alarms if at_s is not None]
         return min(times, default=None)
 
@@ -229,6 +269,7 @@ class Controller:
         self.ledger.check()
         self.queue.check()
         self.cluster.check()
+        self.fleet.check()
         self.work.check()
         for policy in self.policies:
             policy.check()
@@ -324,7 +365,7 @@ class Controller:
         if self.dispatcher.trainers_work:
             return
         if generating and self.cluster.trainers():
-            wanted = [policy.rolls_out(training, self._now) for policy in self.policies]
+            wanted = [policy.rolls_out(training, self._now) for policy in self._budgeting]
             if any(wanted):
                 return
         task = training.next(complete)
@@ -341,7 +382,7 @@ class Controller:
             )
 
     def _trainer_budget_left(self, rollouts: float) -> None:
-        for policy in self.policies:
+        for policy in self._budgeting:
             policy.trainer_budget_left(rollouts)
 
     def _set_trainer_budget(self) -> None:
@@ -354,7 +395,7 @@ class Controller:
 
     def _trainer_budget(self) -> float:
         if self.stage is not Stage.PREPARING:
-            said = (policy.trainer_budget() for policy in self.policies)
+            said = (policy.trainer_budget() for policy in self._budgeting)
             limits = [limit for limit in said if limit is not None]
             if limits:
                 return min(limits)
@@ -448,6 +489,7 @@ class Controller:
         self.cluster.pace.filled_s.clear()  # undone, like the ledger's records since the commit
         self.cluster.serving.turned.clear()  # its GPUs belong to a new process now
         self.learner.lost()
+        self.fleet.roll_back(self.iteration)
         self._start_iteration()
 
     def _place_learner(self) -> None:
@@ -477,7 +519,7 @@ class Controller:
 
     def _snapshot(self) -> Snapshot:
         ledger = self.ledger.snapshot()
-        policies = self.work.snapshot()
+        policies = self.work.snapshot() | self.fleet.snapshot()
         return Snapshot(self.iteration, self.version, self.queue.leases_granted, ledger, policies)
 
     @classmethod
@@ -503,9 +545,5 @@ class Controller:
         controller.queue.leases_granted = parsed.leases_granted
         controller.cluster.target = parsed.version
         controller.learner.committed = parsed
+        controller.fleet.restore(parsed.policies)
         return controller
-
-
-def _after_the_end(event: ev.Event) -> ev.Event:
-    """Once the run is over, ignore every event but billing."""
-    return event if isinstance(event, ev.GpuTimeSpent) else ev.TimePassed()

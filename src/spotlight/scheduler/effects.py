@@ -14,7 +14,9 @@ from spotlight.scheduler.types import (
     Lease,
     LeaseId,
     MicroBatch,
+    Node,
     NodeId,
+    NodeKind,
     PolicyVersion,
     Rollout,
     RolloutId,
@@ -311,6 +313,50 @@ class EndLearner:
 
 
 @dataclass(frozen=True, slots=True)
+class AssignRoles:
+    """A machine is these nodes from now on: each trains, rolls out or rests. Workers of what it was end.
+
+    Where none is ordered, it is the one node as which it joined. ``parts``: in the order of its GPUs.
+    """
+
+    machine: NodeId
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceLearner:
+    """Where a learner that moves is formed next, or is: ranks by machine. Empty: it waits for room."""
+
+    ranks: Mapping[NodeId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NodesWanted:
+    """Provide so many nodes of a kind. A level, not a change: it holds until the next.
+
+    ``ending``: machines that may be ended if they are too many, since nothing works on them any more.
+    """
+
+    kind: NodeKind
+    nodes: int
+    ending: tuple[NodeId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFleet:
+    """Tell the user how many nodes of a kind are wanted and why, or what they will do.
+
+    Attributes:
+        text: may be empty.
+        row: as metrics.
+    """
+
+    kind: NodeKind
+    text: str
+    row: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRun:
     """End the run; ``error`` says why it stopped early, with the remedy."""
 
@@ -319,6 +365,8 @@ class FinishRun:
 
 TrainEffect: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch
 ClusterEffect: TypeAlias = StartWorker | PullWeights | FormGroup | StopGroup | AbandonLease
+
+FleetEffect: TypeAlias = AssignRoles | PlaceLearner | NodesWanted | ReportFleet
 
 Effect: TypeAlias = (
     WriteRecord
@@ -339,5 +387,6 @@ Effect: TypeAlias = (
     | RestoreLearner
     | PrepareLearner
     | EndLearner
+    | FleetEffect
     | FinishRun
 )

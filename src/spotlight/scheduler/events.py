@@ -18,6 +18,7 @@ from spotlight.scheduler.types import (
     LeaseId,
     Node,
     NodeId,
+    NodeKind,
     Phase,
     PolicyVersion,
     RolloutId,
@@ -126,7 +127,10 @@ class CheckpointCommitted:
 
 @dataclass(frozen=True, slots=True)
 class NodeJoined:
-    """A node is usable. One that returns is a new node of the same name."""
+    """A machine is usable. One that returns is a new machine of the same name.
+
+    ``node``: all of it; :class:`~spotlight.scheduler.effects.AssignRoles` says if it is to be several nodes.
+    """
 
     node: Node
 
@@ -151,19 +155,6 @@ class NodeLost:
     """A node and everything on it is gone."""
 
     node: NodeId
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReassigned:
-    """A node that is there trains, rolls out or rests from now on, unlike before.
-
-    Attributes:
-        nodes: what it was to the controller; their workers end.
-        parts: what it is now.
-    """
-
-    nodes: tuple[NodeId, ...]
-    parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +253,10 @@ class LeaseCompleted:
 
 @dataclass(frozen=True, slots=True)
 class LearnerLost:
-    """A learner rank died: training since the last checkpoint is void, no pending answer follows."""
+    """A learner rank died: training since the last checkpoint is void, no pending answer follows.
+
+    Before the run has started: the processes are gone, and others are started.
+    """
 
     detail: str
 
@@ -287,6 +281,45 @@ class LearnerPrepared:
 
 
 @dataclass(frozen=True, slots=True)
+class LearnerStarted:
+    """The processes of a learner that moves are up; those that it had elsewhere are gone.
+
+    ``ranks``: by machine.
+    """
+
+    ranks: Mapping[NodeId, int]
+
+
+@dataclass(frozen=True, slots=True)
+class NodesProvided:
+    """So many nodes of a kind are provided, or tried to be.
+
+    ``wanted``: that were asked for then; None: nothing was asked for yet.
+    """
+
+    kind: NodeKind
+    nodes: int
+    wanted: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class IterationBilled:
+    """An iteration is trained; what the run has cost.
+
+    Attributes:
+        iteration: counted from 0.
+        work_s: worker-seconds of rolling out since the last one.
+        spent_usd: of the whole run, all attempts together.
+        run_s: since its first attempt began.
+    """
+
+    iteration: int
+    work_s: float
+    spent_usd: float
+    run_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class GpuTimeSpent:
     """Billed time of a worker, in seconds, by phase."""
 
@@ -300,18 +333,10 @@ class TimePassed:
     """Nothing happened, but timeouts may be due."""
 
 
+MachineEvent: TypeAlias = NodeJoined | NodeNoticed | NoticeCancelled | NodeLost
+
 ClusterEvent: TypeAlias = (
-    NodeJoined
-    | NodeNoticed
-    | NoticeCancelled
-    | NodeLost
-    | NodeReassigned
-    | WorkerStarted
-    | WorkerCrashed
-    | WeightsPulled
-    | PullFailed
-    | GroupFormed
-    | GroupStopped
+    MachineEvent | WorkerStarted | WorkerCrashed | WeightsPulled | PullFailed | GroupFormed | GroupStopped
 )
 
 Event: TypeAlias = (
@@ -333,6 +358,9 @@ Event: TypeAlias = (
     | LearnerLost
     | LearnerRestored
     | LearnerPrepared
+    | LearnerStarted
+    | NodesProvided
+    | IterationBilled
     | GpuTimeSpent
     | TimePassed
 )

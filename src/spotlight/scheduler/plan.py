@@ -14,9 +14,11 @@ from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AdvantagesOver, SilentGroups, TrainPolicy
 from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
+from spotlight.config.sections.fleet import OnDemandConfig
 from spotlight.config.sections.learner_section import UpdateSplit
 from spotlight.config.sections.pipeline import NO_OVERLAP, PipelineConfig
-from spotlight.scheduler.types import WeightKind
+from spotlight.config.sections.target import TargetConfig
+from spotlight.scheduler.types import NodeId, WeightKind
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
@@ -57,6 +59,35 @@ class ClusterPlan:
     def sp_pays(self) -> bool:
         """Whether samples are large enough for a higher degree to shorten a step."""
         return self.pixels * self.latent_frames >= self.sp_pays_from_pixels
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """What machines do, and how many are wanted, beside the default.
+
+    Attributes:
+        reserved: ranks by reserved node where a learner that does not move starts; None: nodes have their
+            roles when they join.
+        ranks_roll_out: GPUs to which ranks are given also roll out while the learner waits.
+        even_ranks: it has equally many ranks on each node.
+        grows_after_s: it moves to more ranks when there has been room for them for so long.
+        on_demand: when it takes a node on demand; None: never.
+        target: goals that the number of spot nodes follows; None: there are none.
+        spot_gpus, spot_usd_h: of a spot node, before there has been one.
+        move_s: that a learner has to move off a node that is given back.
+        drain_s: another node that is not empty after this ends nevertheless.
+    """
+
+    reserved: Mapping[NodeId, int] | None = None
+    ranks_roll_out: bool = False
+    even_ranks: bool = False
+    grows_after_s: float = 60.0
+    on_demand: OnDemandConfig | None = None
+    target: TargetConfig | None = None
+    spot_gpus: int = 1
+    spot_usd_h: float = 0.0
+    move_s: float = 4200.0
+    drain_s: float = 120.0
 
 
 def latent_frames(frames: int, per_latent: int = 4) -> int:
@@ -134,6 +165,7 @@ class Plan:
     update_split: UpdateSplit = "groups"
     whole_groups: bool = False
     choice: TrainingChoice = TRAINS_ALL
+    fleet: FleetSettings = FleetSettings()
     compares: bool = False
     added: Mapping[str, Section] = field(default_factory=dict)
 
@@ -201,6 +233,8 @@ def require_usable(plan: Plan, train: Sequence[Prompt], test: Sequence[Prompt]) 
         raise ValueError(
             f"{plan.ranks} learner ranks are no multiple of the fewest allowed, {plan.ranks_min}"
         )
+    if plan.fleet.on_demand is not None and not plan.cluster.learner_moves:
+        raise ValueError("only a learner that moves takes a node on demand; set learner_moves")
     if plan.cluster.learner_moves and plan.checkpoint_every != 1:
         raise ValueError(
             f"a learner that moves is saved after every iteration, not after {plan.checkpoint_every}"

@@ -12,7 +12,7 @@ Another package adds one with an entry point of the group ``spotlight.policies``
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -216,3 +216,8 @@ class Policy:
 
     def check(self) -> None:
         """Assert own invariants."""
+
+
+def overriding(policies: Iterable[Policy], hook: Callable[..., object]) -> tuple[Policy, ...]:
+    """Those that have a hook of their own in place of the default ``hook``."""
+    return tuple(each for each in policies if getattr(type(each), hook.__name__) is not hook)

@@ -66,7 +66,7 @@ from spotlight.worker.interfaces import (
 from spotlight.worker.leases import GroupRole, safe_steps
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.resume import RolloutStarter
-from spotlight.worker.steps import OpenModel, SpeedMeter, by_slot
+from spotlight.worker.steps import OpenModel, SpeedMeter, by_slot, kind_of
 
 log = logging.getLogger("spotlight.rollout")
 
@@ -79,8 +79,11 @@ class WorkerLoop:
         commit_every: steps between two commits of a lease.
         capacity: rollouts held at once; None: as many as fit into one forward.
         conditions_kept: cached prompt embeddings.
+        commands: a queue that others hold, too; default: a new one.
+        first: a command to obey before them.
 
     Attributes:
+        commands: for the next step boundary; any thread may put.
         failure: traceback of the exception that ended ``run``.
     """
 
@@ -96,6 +99,8 @@ class WorkerLoop:
         capacity: int | None = None,
         patience: Patience | None = None,
         conditions_kept: int = 256,
+        commands: queue.SimpleQueue[Command] | None = None,
+        first: Command | None = None,
     ) -> None:
         self._capacity = dependencies.engine.max_batch if capacity is None else capacity
         for name, value in (("commit_every", commit_every), ("capacity", self._capacity)):
@@ -105,7 +110,8 @@ class WorkerLoop:
         self.failure: str | None = None
         self._loader, self._dependencies, self._commit_every = loader, dependencies, commit_every
         self._patience = patience or Patience()
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.commands: queue.SimpleQueue[Command] = commands or queue.SimpleQueue()
+        self._first = first
         self._outbox = ReportOutbox(worker, head)
         self._meter = SpeedMeter(dependencies.engine, self._outbox.send)
         self._starter = RolloutStarter(head, dependencies.engine, dependencies.recipes, conditions_kept)
@@ -118,12 +124,6 @@ class WorkerLoop:
         self._ordered = self._loaded = (-1, -1)  # (lineage, version) requested, and loaded
         self._weights_digest: str | None = None
         self._leaving = False
-
-    # -- any thread ------------------------------------------------------------------------------------
-
-    def tell(self, command: Command) -> None:
-        """Queue a command for the next step boundary; never blocks."""
-        self._inbox.put(command)
 
     @property
     def busy(self) -> bool:
@@ -185,11 +185,13 @@ class WorkerLoop:
 
     def _commands(self, wait_s: float | None) -> list[Command]:
         """All waiting commands; if there are none, wait for one (None: forever)."""
-        taken: list[Command] = []
+        first, self._first = self._first, None
+        taken = [] if first is None else [first]
         with suppress(queue.Empty):
-            taken.append(self._inbox.get(block=wait_s != 0, timeout=wait_s))
+            if not taken:
+                taken.append(self.commands.get(block=wait_s != 0, timeout=wait_s))
             while True:
-                taken.append(self._inbox.get_nowait())
+                taken.append(self.commands.get_nowait())
         return taken
 
     def _obey(self, command: Command) -> None:
@@ -363,7 +365,7 @@ class WorkerLoop:
         due: list[LeaseId] = []
         if running:
             try:
-                with self._dependencies.around(running):
+                with self._dependencies.around(kind_of(running)):
                     self._advance(role, running)
             except GroupLostError:
                 role.lose()

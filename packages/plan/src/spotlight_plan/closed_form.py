@@ -1,7 +1,7 @@
 """How long a run takes and what it costs, in closed form: ranks candidates before any is simulated. Pure.
 
 An iteration rolls out in ``fixed_s + work_s / workers``
-(:class:`~spotlight.scheduler.scaling.iteration_model.IterationTime`), waits for its last reward, and trains;
+(:class:`~spotlight.scheduler.policies.target.iteration_model.AmdahlTime`), waits for its last reward, and trains;
 with parts of the pipeline the longer of both hides most of the other. The rate of iterations follows the
 number of spot nodes along the first :data:`HORIZON_H` hours of the trace, and their mean beyond.
 
@@ -19,11 +19,11 @@ from itertools import pairwise
 from statistics import NormalDist
 
 from spotlight.fleet.traces.trace import TraceEventKind
-from spotlight.scheduler.scaling.iteration_model import IterationTime
+from spotlight.scheduler.policies.target.iteration_model import AmdahlTime
 from spotlight.scheduler.types import WeightKind
 from spotlight_plan.compare import SimulationOutcome
 from spotlight_plan.learning_speed import Explored, honest_target, learned_target
-from spotlight_plan.scenarios.prepare import Prepared, on_demand_offer, scenario_of
+from spotlight_plan.scenarios.prepare import Prepared, on_demand_node, scenario_of
 from spotlight_plan.scenarios.profile_costs import ProfileCosts
 from spotlight_plan.scenarios.side_costs import egress_of, standing_usd_h
 from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, Strategy
@@ -208,17 +208,19 @@ class ClosedForm:
             nodes = self._file.cluster.spot.nodes if self._strategy.places.stays else 0
             yield _Stretch(0.0, until_s, nodes, 0.0)
             return
-        offer = on_demand_offer(start) if self._strategy.placement == "spot_then_on_demand" else None
+        node = on_demand_node(start) if self._strategy.placement == "spot_then_on_demand" else None
         alone_s: float | None = None
         for one in self._along_trace(start, until_s):
-            if offer is None or one.nodes >= self._learner_nodes:
+            if node is None or one.nodes >= self._learner_nodes:
                 alone_s = None
                 yield one
                 continue
             alone_s = one.since_s if alone_s is None else alone_s
-            works_s = min(one.until_s, max(one.since_s, alone_s + offer.after_s + self._joins_s))
+            works_s = min(
+                one.until_s, max(one.since_s, alone_s + self._file.learner.on_demand.after_s + self._joins_s)
+            )
             yield replace(one, until_s=works_s)
-            usd_h = one.usd_h + offer.node.price_usd_h
+            usd_h = one.usd_h + node.price_usd_h
             yield _Stretch(works_s, one.until_s, self._learner_nodes + one.nodes, usd_h)
 
     def _along_trace(self, start: Prepared, until_s: float) -> Iterator[_Stretch]:
@@ -267,7 +269,7 @@ class ClosedForm:
         waves = self._samples / (workers * lease)
         overlaps = bool(self._strategy.parts & _OVERLAPS)
         tail = _TAIL_OVERLAPPED if overlaps else _TAIL + math.ceil(waves - 1e-9) - waves
-        rolled = IterationTime(tail * sample_s * lease, self._samples * sample_s)
+        rolled = AmdahlTime(tail * sample_s * lease, self._samples * sample_s)
         if overlaps:
             seconds = self._overlapped(rolled, workers, apart, lease)
             idle_s = max(0.0, apart * seconds - rolled.work_s)
@@ -289,14 +291,14 @@ class ClosedForm:
             self._crossing_usd(nodes, workers),
         )
 
-    def _rolls_s(self, rolled: IterationTime, workers: float, apart: float) -> float:
+    def _rolls_s(self, rolled: AmdahlTime, workers: float, apart: float) -> float:
         """Rolling out alone; trainers take part, but with ``tag`` only where that ends sooner."""
         together_s = rolled.seconds(workers) + (2 * self._costs.switch_s() if workers > apart else 0.0)
         return (
             min(together_s, rolled.seconds(apart)) if PipelinePart.TAG in self._strategy.parts else together_s
         )
 
-    def _overlapped(self, rolled: IterationTime, workers: float, apart: float, lease: int) -> float:
+    def _overlapped(self, rolled: AmdahlTime, workers: float, apart: float, lease: int) -> float:
         """Rolling out and training at once: the longer, and what of the other it cannot hide.
 
         Samples come in waves of one lease for each GPU. The first is waited for, unless it began early, and

@@ -243,7 +243,7 @@ def _engine(language: str) -> _Engine:
     except ImportError as error:
         raise RewardSetupError(
             f"ocr reward: the Python package 'tesserocr' cannot be imported ({error}). "
-            "Install it: pip install 'spotlight-rl[ocr]'"
+            "Install it: pip install 'spotlight-rewards[ocr]'"
         ) from error
     directory = _data_directory(language)
     try:

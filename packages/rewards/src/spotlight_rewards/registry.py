@@ -11,14 +11,13 @@ Built-in names cannot be replaced; a name registered by two packages is an error
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -69,8 +68,7 @@ class Registry(Generic[T]):
             case [entry]:
                 return entry.value
             case []:
-                close = difflib.get_close_matches(name, list(self), n=1)
-                hint = f"Did you mean {close[0]!r}?" if close else absent_remedy(name)
+                hint = did_you_mean(name, self, absent_remedy(name))
                 raise RegistryError(f"{self.key} is {name!r}; expected {self.expected()}. {hint}")
             case several:
                 raise RegistryError(

@@ -1,7 +1,6 @@
 """Workers that become the learner: who holds the base weights need not load them again.
 
-    expect()  a node is given another role, and the head will be told
-    release() the head was told: the node's workers end, or are kept for the learner that the node is for
+    release() a node is given another role: its workers end, or are kept for the learner that it is for
     take()    the learner starts: kept workers become ranks; where there is none, a new process does
 
 Invariants
@@ -12,8 +11,6 @@ Invariants
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -46,29 +43,21 @@ class SpareWorkers:
 
     kill: Callable[[Any], None]
     ranks_at: Callable[[], Mapping[str, int]]
-    _expected: deque[str] = field(default_factory=deque)
     _kept: Spares = field(default_factory=dict)
     _started: set[str] = field(default_factory=set)
     _closed: bool = False
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def expect(self, ray_id: str) -> None:
-        """A node changes its role; :meth:`release` follows, in the same order."""
-        self._expected.append(ray_id)
-
-    def release(self, processes: Sequence[SpareProcess], unfit: Sequence[SpareProcess]) -> None:
-        """The workers of the node that was expected first have no work any more.
+    def release(self, ray_id: str, processes: Sequence[SpareProcess], unfit: Sequence[SpareProcess]) -> None:
+        """The workers of a node have no work any more.
 
         Args:
             processes: those that hold the base weights.
             unfit: the others.
         """
-        ray_id = self._expected.popleft()
         kept = 0 if self._closed or ray_id in self._started else self.ranks_at().get(ray_id, 0)
         self._kept[ray_id] = list(processes[:kept])
         for process in (*processes[kept:], *unfit):
             self.kill(process)
-        self._changed.set()
 
     def prune(self) -> None:
         """The learner's places may have changed."""
@@ -79,9 +68,6 @@ class SpareWorkers:
 
     async def take(self, nodes: Collection[str]) -> Spares:
         """The kept processes of nodes on which the learner starts; they are the caller's to end."""
-        while not self._closed and not set(nodes).isdisjoint(self._expected):
-            self._changed.clear()
-            await self._changed.wait()
         self._started |= set(nodes)
         return {ray_id: self._kept.pop(ray_id) for ray_id in nodes if ray_id in self._kept}
 
@@ -89,7 +75,6 @@ class SpareWorkers:
         """End what is kept; nothing is kept any more, and nobody need wait."""
         self._closed = True
         self.prune()
-        self._changed.set()
 
     def _end(self, processes: Sequence[SpareProcess]) -> None:
         for process in processes:

@@ -8,7 +8,7 @@ from spotlight.config.sections.fleet import FleetConfig
 from spotlight.fleet.traces.shipped import find_trace
 from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace
-from spotlight.scheduler.learner.learner_places import choose_places
+from spotlight.scheduler.fleet.rank_places import choose_places
 from spotlight_rewards.base.errors import ConfigError, Problem
 
 SIGTERM_GRACE_S = 30.0

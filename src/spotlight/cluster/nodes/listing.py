@@ -16,8 +16,8 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 
 from spotlight.cluster.nodes.facts import Gpu, NodeFacts
-from spotlight.scheduler.learner.learner_places import choose_places
-from spotlight.scheduler.types import Node, NodeId, NodeKind
+from spotlight.scheduler.fleet.rank_places import choose_places
+from spotlight.scheduler.types import NodeKind
 from spotlight_rewards.base.errors import ConfigError, Problem
 
 SLOT = "spotlight_slot"
@@ -255,45 +255,20 @@ def place_learner(nodes: Sequence[RayNode], ranks: int) -> Mapping[str, int]:
     return placed
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A share of a Ray node that the controller treats as a node; ``first_slot`` is its GPU 0."""
+@dataclass(slots=True)
+class LearnerSlots:
+    """Ray nodes that train, or will, with their rank counts.
 
-    node: Node
-    first_slot: int
-
-
-def split_node(node: RayNode, ranks: int, slot_usd_h: float, ranks_roll_out: bool) -> tuple[Part, ...]:
-    """Split a node that holds ``ranks`` learner ranks into the controller's nodes.
-
-    Args:
-        ranks_roll_out: its slots also roll out while the learner waits.
-
-    Returns:
-        The training part and the rollout part, whichever exist; a single part keeps the node's name.
+    For all threads: ``by_node`` is replaced as a whole, never mutated.
     """
-    if not 0 <= ranks <= node.slots:
-        raise ValueError(f"{ranks} learner ranks on node {node.name!r}, which has {node.slots} slots")
-    free = node.slots - ranks
 
-    def part(suffix: str, slots: int, first: int, trains: bool) -> Part:
-        name = NodeId(f"{node.name}/{suffix}" if ranks and free else node.name)
-        rolls_out = ranks_roll_out or not trains
-        price_usd_h = slots * slot_usd_h
-        return Part(Node(name, node.kind, slots, node.gpu_type, price_usd_h, trains, rolls_out), first)
+    by_node: Mapping[str, tuple[RayNode, int]]
 
-    parts = [part("learner", ranks, 0, True)] if ranks else []
-    return (*parts, part("rollout", free, ranks, False)) if free else tuple(parts)
-
-
-def train_only(part: Part) -> Part:
-    """The same slots, without workers."""
-    return replace(part, node=replace(part.node, rolls_out=False))
-
-
-def unused(part: Part) -> Part:
-    """The same slots, which are paid for and do nothing."""
-    return replace(part, node=replace(part.node, trains=False, rolls_out=False))
+    @classmethod
+    def plan(cls, ranks: int, nodes: Sequence[RayNode]) -> LearnerSlots:
+        """As :func:`place_learner` places them; 0 ranks: they go to spot nodes."""
+        placed = place_learner(nodes, ranks) if ranks else {}
+        return cls({node.ray_id: (node, placed[node.ray_id]) for node in nodes if node.ray_id in placed})
 
 
 def _gpu_type(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:

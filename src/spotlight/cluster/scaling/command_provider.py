@@ -1,4 +1,4 @@
-"""Spot nodes that two shell commands of the user's start and end, one at a time: SkyPilot's, or any cloud's.
+"""Nodes that two shell commands of the user's start and end, one at a time: SkyPilot's, or any cloud's.
 
 Which nodes it has started is written to the run directory before a command runs, so that a head that is
 killed loses none.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,24 +39,41 @@ class CommandSettings(StrictSection):
 
 
 class CommandProvider:
-    """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`.
+    """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`.
 
     A node that is away for longer than ``start_s`` is ended, and another is started: one in a call, since a
     run that ends waits for the call.
+
+    Args:
+        start, stop: the commands.
+        keys: where they are in the configuration, for messages.
+        prefix: of the names of nodes.
+        variables: further ones of the commands.
     """
 
-    def __init__(self, settings: CommandSettings, notes: NodeNotes, start_s: float) -> None:
-        self._settings, self._notes, self._start_s = settings, notes, start_s
+    def __init__(
+        self,
+        start: str,
+        stop: str,
+        notes: NodeNotes,
+        start_s: float,
+        *,
+        keys: str = "fleet.target.params",
+        prefix: str = "spot",
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self._start, self._stop, self._notes, self._start_s = start, stop, notes, start_s
+        self._keys, self._prefix, self._variables = keys, prefix, variables or {}
         # How long they have been away is not known: it counts from now.
         self._seen_at = dict.fromkeys(notes.read(), time.monotonic())
         self._ended_at: dict[str, float] = {}
 
     def asked(self, present: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
         return len(self._seen_at.keys() | {self._started_as(node) for node in present})
 
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
         now_s = time.monotonic()
         # One that was ended a moment ago may be listed still.
         going = {name for name, ended_s in self._ended_at.items() if now_s - ended_s <= self._start_s}
@@ -80,7 +97,7 @@ class CommandProvider:
         return provided
 
     def _start_one(self) -> None:
-        name = f"spot-{secrets.token_hex(3)}"
+        name = f"{self._prefix}-{secrets.token_hex(3)}"
         self._write({**self._seen_at, name: time.monotonic()})
         try:
             self._run("start", name)
@@ -96,7 +113,7 @@ class CommandProvider:
         return name if name in self._seen_at else node.name
 
     def close(self) -> None:
-        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
         for turn in range(_STOPS_AT_END):
             if turn:
                 time.sleep(_PAUSE_S)
@@ -121,9 +138,9 @@ class CommandProvider:
         return None
 
     def _run(self, key: str, name: str) -> None:
-        command = self._settings.start if key == "start" else self._settings.stop
+        command, variables = self._start if key == "start" else self._stop, {"SPOTLIGHT_NODE": name}
         try:
-            run_shell_command(f"fleet.target.params.{key}", command, {"SPOTLIGHT_NODE": name}, self._start_s)
+            run_shell_command(f"{self._keys}.{key}", command, {**variables, **self._variables}, self._start_s)
         except ShellCommandError as error:
             raise ProviderError(str(error)) from error
 
@@ -134,7 +151,7 @@ class CommandProvider:
 
 
 def _open(settings: CommandSettings, setting: ProviderSetting) -> CommandProvider:
-    return CommandProvider(settings, setting.notes, setting.start_s)
+    return CommandProvider(settings.start, settings.stop, setting.notes, setting.start_s)
 
 
 COMMANDS = NodeProviderKind(CommandSettings, _open)

@@ -1,4 +1,4 @@
-"""Spot nodes of a cluster that is emulated on this machine.
+"""Nodes of a cluster that is emulated on this machine, spot or on demand.
 
 A trace says which nodes a market offers at a time; the run takes as many of them as it asks for. A thread
 starts them, one at a time, and takes another when the market takes one away.
@@ -9,10 +9,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderSetting
+from spotlight.scheduler.fleet.spot_offers import SpotOffers
 from spotlight.scheduler.types import NodeKind
 from spotlight_rewards.base.strict_section import StrictSection
 
@@ -29,52 +29,11 @@ class EmulatedSettings(StrictSection):
     """It has none."""
 
 
-@dataclass(slots=True)
-class SpotOffers:
-    """Which nodes of a market are taken. Pure.
-
-    Attributes:
-        wanted: how many to take.
-        offered: slots of the nodes that there are, those given back last.
-        taken: those of them that the run has.
-    """
-
-    wanted: int
-    offered: dict[str, int] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=set)
-
-    def take(self) -> tuple[str, int] | None:
-        """Take the next node, if one more is wanted and there is one."""
-        free = next((name for name in self.offered if name not in self.taken), None)
-        if free is None or len(self.taken) >= self.wanted:
-            return None
-        self.taken.add(free)
-        return free, self.offered[free]
-
-    def withdraw(self, name: str) -> bool:
-        """The market takes a node away; returns whether the run had it."""
-        self.offered.pop(name, None)
-        had = name in self.taken
-        self.taken.discard(name)
-        return had
-
-    def want(self, nodes: int, present: set[str], leaving: set[str]) -> list[str]:
-        """Another number is wanted; returns the nodes to give back: see ``SpotProvider.ask``."""
-        able = [name for name in self.taken if name in leaving or name not in present]
-        able.sort(key=lambda name: (name in leaving, name), reverse=True)
-        back = able[: max(0, len(self.taken) - nodes)]
-        for name in back:
-            self.taken.discard(name)
-            self.offered[name] = self.offered.pop(name)
-        self.wanted = max(nodes, len(self.taken))
-        return back
-
-
 class EmulatedProvider:
-    """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`, and ``Machines`` of the market."""
+    """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`, and ``Machines`` of the market."""
 
-    def __init__(self, cluster: LocalCluster, nodes: int) -> None:
-        self._cluster = cluster
+    def __init__(self, cluster: LocalCluster, nodes: int, kind: NodeKind = NodeKind.SPOT) -> None:
+        self._cluster, self._kind = cluster, kind
         self._offers = SpotOffers(nodes)
         self._starting = ""
         self._changed = threading.Condition()
@@ -85,11 +44,11 @@ class EmulatedProvider:
     # -- the run ---------------------------------------------------------------------------------------
 
     def asked(self, present: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
         return self._offers.wanted
 
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
         with self._changed:
             back = self._offers.want(nodes, {node.name for node in present}, {node.name for node in leaving})
             self._changed.notify()
@@ -98,7 +57,7 @@ class EmulatedProvider:
         return self._offers.wanted
 
     def close(self) -> None:
-        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`: the cluster itself ends."""
+        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`: the cluster itself ends."""
         with self._changed:
             self._over = True
             self._changed.notify()
@@ -153,7 +112,7 @@ class EmulatedProvider:
                 name, slots = self._starting, self._offers.offered[self._starting]
             failed = ""
             try:
-                self._cluster.add_node(name, NodeKind.SPOT, slots)
+                self._cluster.add_node(name, self._kind, slots)
             except LocalClusterError as error:
                 failed = str(error)
                 log.warning("%s", error)

@@ -93,23 +93,23 @@ class _WorkerGroup:
 
 
 class KubernetesProvider:
-    """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+    """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
 
     def __init__(self, settings: KubernetesSettings) -> None:
         self._settings = settings
 
     def asked(self, present: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
         with self._reading():
             return self._group().replicas
 
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
         with self._reading():
             return self._patch(nodes, {node.address for node in present}, {node.address for node in leaving})
 
     def close(self) -> None:
-        """See :class:`~spotlight.cluster.scaling.node_provider.SpotProvider`."""
+        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
         with self._reading():
             self._patch(self._group().least, set(), set())
 

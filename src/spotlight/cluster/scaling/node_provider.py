@@ -1,4 +1,4 @@
-"""The interface of who adds and drops spot nodes; a provider is a file and a line in ``NODE_PROVIDERS``."""
+"""The interface of who adds and drops nodes; one of spot nodes is a file and a line in ``NODE_PROVIDERS``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class ProviderError(Exception):
     """A provider could not be asked, or refused; names what was found, what was expected and the remedy."""
 
 
-class SpotProvider(Protocol):
-    """Spot nodes of one cluster. Calls come one at a time, in a thread, and may take minutes.
+class NodeProvider(Protocol):
+    """Nodes of a kind, spot or on demand. Calls come one at a time, in a thread, and may take minutes.
 
     What is asked for is a level, not a change: asking again for the same number repairs whatever was left
     undone, so that a call that failed loses nothing.
@@ -29,7 +29,7 @@ class SpotProvider(Protocol):
         """How many nodes it provides, or tries to. Raises ProviderError.
 
         Args:
-            present: spot nodes of the cluster.
+            present: nodes of the kind in the cluster.
         """
         ...
 
@@ -43,7 +43,7 @@ class SpotProvider(Protocol):
         nothing works any more; never another one. So the number may stay larger than what was asked for.
 
         Args:
-            present: spot nodes of the cluster; ``leaving``: some of them.
+            present: nodes of the kind in the cluster; ``leaving``: some of them.
 
         Raises:
             ProviderError: it may have been done in part.
@@ -82,4 +82,4 @@ class NodeProviderKind:
     """
 
     settings: type[StrictSection]
-    open: Callable[[Any, ProviderSetting], SpotProvider]
+    open: Callable[[Any, ProviderSetting], NodeProvider]

@@ -26,9 +26,8 @@ import ray
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, read_view
+from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, LearnerSlots, read_view
 from spotlight.cluster.nodes.node_membership import NodeList
-from spotlight.cluster.nodes.node_prices import LearnerSlots
 from spotlight.cluster.remote_calls import Notify, cause_of
 from spotlight.cluster.scorers.scorer_places import (
     ScorerNode,

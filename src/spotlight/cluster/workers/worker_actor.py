@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.learner.learner_rank import LearnerRank, RankOrder, RankStore
+from spotlight.cluster.learner.spare_workers import SpareProcess
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
 from spotlight.cluster.workers.visible_gpus import gpu_index
 from spotlight.config.load import read_config
@@ -123,7 +124,7 @@ class WorkerActor:
 
     def tell(self, command: Command) -> None:
         """Queue a command; returns at once."""
-        self._process.tell(command)
+        self._process.commands.put(command)
 
     def watch(self, hang_s: float) -> None:
         """Return after ``hang_s``; raise the cause as soon as the work has ended."""
@@ -138,7 +139,7 @@ class WorkerActor:
             RuntimeError: the work does not end within ``wait_s``, or ended with an error.
             WeightsError: see :meth:`WorkerProcess.hand_over`.
         """
-        self._process.tell(Leave())
+        self._process.commands.put(Leave())
         if not self._ended.wait(wait_s):
             raise RuntimeError(f"the worker's step did not end within {wait_s:g} s")
         if self._error is not None:
@@ -265,7 +266,8 @@ class ActorStarter:
         )
         return WorkerHandle(make.remote(worker_order, self.store), placement.ray_id)
 
-    def kill(self, handle: WorkerHandle) -> None:
+    @staticmethod
+    def kill(handle: SpareProcess) -> None:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
         with suppress(RayError):  # dead already, or Ray is shutting down
             ray.kill(handle.actor)

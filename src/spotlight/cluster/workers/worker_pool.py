@@ -87,7 +87,6 @@ class WorkerPool:
 
     Attributes:
         crashed: called when a process died or did not start while its node lives.
-        holds: called when a process of a node has loaded the model.
     """
 
     conversations: Conversations
@@ -97,7 +96,6 @@ class WorkerPool:
     crashed: Callable[[WorkerId, str], None]
     heartbeat_s: float
     start_s: float
-    holds: Callable[[NodeId], None] = lambda _: None
     _processes: dict[WorkerId, _Process] = field(default_factory=dict)
     _records: dict[WorkerId, _Record] = field(default_factory=dict)
 
@@ -126,9 +124,8 @@ class WorkerPool:
     def prove(self, worker: WorkerId) -> None:
         """Mark that a worker received weights: later deaths are not failed starts."""
         process = self._processes.get(worker)
-        if process is not None and not process.proven:
+        if process is not None:
             process.proven = True
-            self.holds(process.order.node)
 
     def worked(self, worker: WorkerId) -> None:
         """Record that a worker made progress."""

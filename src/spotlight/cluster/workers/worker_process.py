@@ -1,7 +1,7 @@
 """A rollout worker's process: assemble the model at the first weights, then run the worker loop. No Ray.
 
-    tell(PullWeights) ─► assemble: the base from a peer on the node, or from disk ─► WorkerLoop, until Leave
-                         (files that the disk lacks: from another node, or from the model hub)
+    PullWeights ─► assemble: the base from a peer on the node, or from disk ─► WorkerLoop, until Leave
+                    (files that the disk lacks: from another node, or from the model hub)
     ended by Leave ─► hand_over: the base, for a learner in the same process
 
 ``worker_actor.py`` is the thin actor around it.
@@ -13,9 +13,8 @@ import gc
 import hashlib
 import logging
 import queue
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +34,6 @@ from spotlight.rollout.sequence_parallel.membership import SpMembership
 from spotlight.rollout.sequence_parallel.rendezvous import Address, connect
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.serialization import unpack_condition
-from spotlight.rollout.state import RolloutState
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import rollout_slots
 from spotlight.scheduler.effects import PullWeights
@@ -72,12 +70,15 @@ class WorkerPlace:
 
 
 class WorkerProcess:
-    """Accepts commands from any thread; :meth:`run` belongs to the thread that owns the model.
+    """The work of a process; :meth:`run` belongs to the thread that owns the model.
 
     Args:
         located: sees to it that the model's files are here; returns the configuration that finds them.
         profiled_steps: of training rollouts, to be traced where this worker leads; the trace is stored as
             blob ``TRACE``, named by the phase.
+
+    Attributes:
+        commands: any thread may put.
     """
 
     def __init__(
@@ -90,31 +91,22 @@ class WorkerProcess:
     ) -> None:
         self._config, self._place, self._home, self._located = config, place, home, located
         self._profiled_steps = profiled_steps
-        self._waiting: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._loop: WorkerLoop | None = None
-        self._lock = threading.Lock()
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._server: WeightServer | None = None
         self._held: tuple[ModelFamily, str] | None = None
         self._cache = NodeCache(place.run)
 
-    def tell(self, command: Command) -> None:
-        """Queue a command; returns at once."""
-        with self._lock:
-            if self._loop is None:
-                self._waiting.put(command)
-            else:
-                self._loop.tell(command)
-
     def run(self) -> None:
         """Run until told to leave. Raises whatever ends the process; the head then starts another."""
         try:
-            while self._loop is None:
-                command = self._waiting.get()
+            loop: WorkerLoop | None = None
+            while loop is None:
+                command = self.commands.get()
                 if isinstance(command, Leave):
                     return
                 if isinstance(command, PullWeights) and command.epoch == self._place.epoch:
-                    self._begin(command)
-            self._loop.run()
+                    loop = self._begin(command)
+            loop.run()
         finally:
             if self._server is not None:
                 self._server.close()
@@ -126,7 +118,7 @@ class WorkerProcess:
         Raises:
             WeightsError: there is none to hand over, or its weights are not those that were loaded.
         """
-        held, self._held, self._loop, self._server = self._held, None, None, None
+        held, self._held, self._server = self._held, None, None
         if held is None:
             raise WeightsError("this worker holds no base weights that a learner could use")
         family, loaded = held
@@ -144,17 +136,12 @@ class WorkerProcess:
 
     # -- the model -------------------------------------------------------------------------------------
 
-    def _begin(self, pull: PullWeights) -> None:
+    def _begin(self, pull: PullWeights) -> WorkerLoop | None:
         (negative,) = self._home.fetch("condition", [NEGATIVE])
         if negative is None:  # not there yet: the learner stores it before the run starts
             self._put_off(pull)
-            return
-        loop = self._assemble(self._family(pull), unpack_condition(negative.data))
-        with self._lock:
-            loop.tell(pull)
-            while not self._waiting.empty():
-                loop.tell(self._waiting.get())
-            self._loop = loop
+            return None
+        return self._assemble(self._family(pull), unpack_condition(negative.data), pull)
 
     def _put_off(self, pull: PullWeights) -> None:
         """Decline this time; the controller asks again at once and may name another source."""
@@ -197,7 +184,7 @@ class WorkerProcess:
         model = self._config.model
         return f"{model.family}:{model.path}:{model.revision}:{model.dtype}"
 
-    def _assemble(self, family: ModelFamily, negative: Condition) -> WorkerLoop:
+    def _assemble(self, family: ModelFamily, negative: Condition, pull: PullWeights) -> WorkerLoop:
         config, place = self._config, self._place
         algorithm = build.make_algorithm(config)
         slots = build.make_slots(config, family, algorithm)
@@ -219,12 +206,21 @@ class WorkerProcess:
             recipes=build.make_recipes(config, algorithm).by_purpose(),
             slot_of={Purpose.TRAIN: train, Purpose.EXPLORE: train, Purpose.EVAL: judged},
             membership=membership,
-            around=lambda states: profiler.step(kind_of(states)),
+            around=profiler.step,
             rested=profiler.close,
         )
         dtype = build.torch_dtype(fleet.published_dtype(config))
         loader = BundleLoader(self._home, self._cache, slots, rollout_slots(config, algorithm), dtype)
-        return WorkerLoop(place.worker, place.epoch, self._home, loader, dependencies, fleet.commit_every)
+        return WorkerLoop(
+            place.worker,
+            place.epoch,
+            self._home,
+            loader,
+            dependencies,
+            fleet.commit_every,
+            commands=self.commands,
+            first=pull,
+        )
 
     def _profiler(self) -> StepProfiler:
         kinds = (Phase.ROLLOUT,) if self._profiled_steps else ()
@@ -236,12 +232,6 @@ class WorkerProcess:
             self._home.deliver(Report(self._place.worker, "", (trace,), ()))
         except HeadLostError as error:  # the loop's next report ends it, where that is the cause
             log.warning("the trace is not delivered: %s", error)
-
-
-def kind_of(states: Sequence[RolloutState]) -> str:
-    """Of a denoising step, as the profiler tells them apart."""
-    purposes = {state.rollout.purpose for state in states}
-    return Phase.ROLLOUT if purposes == {Purpose.TRAIN} else " and ".join(sorted(purposes))
 
 
 def _file_name(worker: WorkerId) -> str:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, decode_image, unpack
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal, require_even_split
-from spotlight.models.shared.latents import decode_image, unpack
 
 
 class Flux(ModelFamily):

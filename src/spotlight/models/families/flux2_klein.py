@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
+from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, unpack
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal, require_even_split
-from spotlight.models.shared.latents import unpack
 
 _TEXT_LAYERS = 3
 """Hidden states of the text encoder that are joined; which ones is the pipeline's default (9, 18 and 27)."""

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
+from spotlight.models.family import (
+    ConditionBatch,
+    MediaSize,
+    ModelError,
+    ModelFamily,
+    decode_normalised,
+    unpack,
+)
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -18,7 +25,6 @@ from spotlight.models.family_facts import (
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
-from spotlight.models.shared.latents import decode_normalised, unpack
 
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "

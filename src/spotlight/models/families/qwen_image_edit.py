@@ -25,10 +25,16 @@ from torch import Tensor, nn
 
 from spotlight.models.condition import EMBEDS, GRIDS, NEGATIVE_EMBEDS, REFERENCES
 from spotlight.models.families.qwen_image import TOKENIZER_MAX_TOKENS, QwenImage
-from spotlight.models.family import ConditionBatch, Instruction, MediaSize, ModelError
+from spotlight.models.family import (
+    ConditionBatch,
+    Instruction,
+    MediaSize,
+    ModelError,
+    latent_statistics,
+    pack,
+)
 from spotlight.models.family_facts import ActivationCosts, read_models
 from spotlight.models.pipeline_files import PipelineComponent
-from spotlight.models.shared.latents import latent_statistics, pack
 from spotlight.models.shared.rows import by_kind
 from spotlight.models.text.prompt_encoder import read_reference
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, decode_image
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -17,7 +17,6 @@ from spotlight.models.family_facts import (
 )
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
-from spotlight.models.shared.latents import decode_image
 
 _CLIP_TOKENS = 77
 

@@ -17,11 +17,10 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily
+from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, decode_normalised
 from spotlight.models.family_facts import ActivationCosts, Dimensions, config_integer, dimensions, read_models
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
-from spotlight.models.shared.latents import decode_normalised
 from spotlight.models.shared.noise_levels import scheduler_config
 
 

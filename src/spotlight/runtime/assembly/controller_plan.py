@@ -7,7 +7,7 @@ import math
 
 from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
-from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice, latent_frames
+from spotlight.scheduler.plan import ClusterPlan, FleetSettings, Plan, TrainingChoice, latent_frames
 from spotlight.scheduler.types import WeightKind
 
 FRAMES_PER_LATENT = {"hunyuan-video": 4, "wan": 4}
@@ -70,7 +70,24 @@ def cluster_plan_of(config: RunConfig, *, compares: bool = False) -> Plan:
     )
     plan = plan_of(config, fleet.learner_ranks, compares=compares)
     every = 1 if cluster.learner_moves else plan.checkpoint_every
-    return dataclasses.replace(plan, checkpoint_every=every, lease_s=fleet.lease_s, cluster=cluster)
+    return dataclasses.replace(
+        plan, checkpoint_every=every, lease_s=fleet.lease_s, cluster=cluster, fleet=_fleet_plan_of(config)
+    )
+
+
+def _fleet_plan_of(config: RunConfig) -> FleetSettings:
+    fleet = config.fleet
+    return FleetSettings(
+        ranks_roll_out=config.pipeline.trainers_generate,
+        even_ranks=config.learner.shard == "node",
+        grows_after_s=fleet.learner_grows_after_s,
+        on_demand=fleet.on_demand if fleet.learner_placement == "spot_then_on_demand" else None,
+        target=fleet.target if fleet.target.is_set else None,
+        spot_gpus=fleet.spot.slots,
+        spot_usd_h=fleet.spot.slots * fleet.spot.price_usd_h,
+        move_s=fleet.start_s + fleet.learner_s,
+        drain_s=fleet.lease_s,
+    )
 
 
 def _latent_frames(config: RunConfig) -> int:

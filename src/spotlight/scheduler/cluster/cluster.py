@@ -22,6 +22,7 @@ Invariants
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spotlight.scheduler import events as ev
@@ -113,8 +114,6 @@ class Cluster:
                 self._notice(node_id, deadline_s)
             case ev.NoticeCancelled(node_id):
                 self._cancel_notice(node_id)
-            case ev.NodeReassigned(nodes, parts):
-                self._reassign(nodes, parts)
             case ev.GroupFormed() | ev.GroupStopped():
                 self._group_answered(event)
             case _:
@@ -232,16 +231,13 @@ class Cluster:
             self.count(Recovery.NODE_LOST)
             self._remove(node)
 
-    def _reassign(self, nodes: tuple[NodeId, ...], parts: tuple[Node, ...]) -> None:
+    def reassign(self, nodes: Sequence[NodeId], parts: Sequence[Node]) -> None:
+        """Nodes of a machine are others from now on, without notices; their workers end."""
         self.count(Recovery.NODE_REASSIGNED)
-        deadlines_s = [self.hosts[node].deadline_s for node in nodes if node in self.hosts]
         for node in nodes:
             self._remove(node)
         for part in parts:
             self._join(part)
-            for deadline_s in deadlines_s[:1]:
-                if deadline_s is not None:
-                    self._notice(part.id, deadline_s)
 
     def _remove(self, node: NodeId) -> None:
         host = self.hosts.pop(node, None)

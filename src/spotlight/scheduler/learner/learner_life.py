@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from spotlight.scheduler import events as ev
-from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.cluster.members import Host
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.effects import Effect, EndLearner, PrepareLearner, RestoreLearner
+from spotlight.scheduler.fleet.fleet_machine import Fleet
 from spotlight.scheduler.iteration import Snapshot
 
 
@@ -39,7 +39,7 @@ class LearnerLife:
     """
 
     ranks: int
-    cluster: Cluster
+    fleet: Fleet
     committed: Snapshot
     ranks_min: int = 0
     saving: Snapshot | None = None
@@ -70,24 +70,28 @@ class LearnerLife:
             self.committed, self.saving = self.saving, None
 
     def observe(self, event: ev.Event) -> None:
-        """Call before the cluster handles an event."""
+        """Call before the fleet handles an event."""
         match event:
             case ev.RunStarted(ranks):
                 self.ranks = ranks or self.ranks
-            case ev.LearnerRestored(lineage, ranks) if lineage == self.cluster.lineage:
+            case ev.LearnerRestored(lineage, ranks) if lineage == self.fleet.cluster.lineage:
                 self.up = True
                 if ranks not in (None, self.ranks):
                     self.ranks = ranks
-                    self.cluster.count(Recovery.LEARNER_RESIZED)
+                    self.fleet.cluster.count(Recovery.LEARNER_RESIZED)
             case ev.LearnerPrepared(number, formed) if self.preparing and number == self.preparations:
                 self.prepared, self.preparing = formed, formed
                 self._given_up = not formed
-            case ev.NodeJoined() | ev.NodeReassigned() | ev.NodeNoticed():
-                self._given_up = False  # it may start now, or elsewhere
+            case ev.NodeJoined() | ev.NodeNoticed():
+                self.nodes_changed()
             case ev.NodeLost(node):
-                self._given_up = False
-                if (host := self.cluster.hosts.get(node)) is not None and host.node.trains:
+                self.nodes_changed()
+                if (machine := self.fleet.machines.get(node)) is not None and machine.ranks:
                     self.preparing = self.prepared = False  # it may have been there
+
+    def nodes_changed(self) -> None:
+        """A second one may start now, or elsewhere."""
+        self._given_up = False
 
     def _reason_to_end(self, *, waits: bool) -> str:
         """Why it ends although it holds samples: a second one is ready elsewhere. Empty: it goes on."""
@@ -95,7 +99,7 @@ class LearnerLife:
             return ""
         if any(host.draining for host in self._leaving):
             return "its node is about to be preempted"
-        hosts = self.cluster.hosts.values()
+        hosts = self.fleet.cluster.hosts.values()
         stuck = waits and not any(host.node.rolls_out for host in hosts)
         return "no node is left to roll out what it waits for" if stuck else ""
 
@@ -114,7 +118,7 @@ class LearnerLife:
             self.preparing = self.prepared = False
         elif self.restore_due:
             self.restore_due = False
-            yield RestoreLearner(iteration, self.cluster.lineage)
+            yield RestoreLearner(iteration, self.fleet.cluster.lineage)
         elif not self.preparing:
             if not self._given_up:
                 self.preparing = True
@@ -122,13 +126,13 @@ class LearnerLife:
                 yield PrepareLearner(self.preparations)
         elif not idle and (why := self._reason_to_end(waits=waits)):
             # What it is asked may be answered before its end: it is undone when the loss is reported.
-            self.cluster.count(Recovery.LEARNER_EVICTED)
+            self.fleet.cluster.count(Recovery.LEARNER_EVICTED)
             self.ending = True
             yield EndLearner(why)
         elif self.prepared and idle and self.works:
-            self.cluster.count(Recovery.LEARNER_MOVED)
+            self.fleet.cluster.count(Recovery.LEARNER_MOVED)
             self._ends()
-            yield RestoreLearner(iteration, self.cluster.lineage)
+            yield RestoreLearner(iteration, self.fleet.cluster.lineage)
 
     def _ends(self) -> None:
         self.up = self.preparing = self.prepared = self.ending = False
@@ -136,21 +140,25 @@ class LearnerLife:
     @property
     def _leaving(self) -> list[Host]:
         """Nodes that train and have a notice, where the learner moves."""
-        cluster = self.cluster
+        cluster = self.fleet.cluster
         hosts = [cluster.hosts[name] for name in cluster.noticed] if cluster.plan.learner_moves else []
         return [host for host in hosts if host.node.trains]
 
     @property
     def _has_second(self) -> bool:
         """Whether it has places elsewhere: for more ranks, or after a notice that is cancelled since."""
-        return self.cluster.plan.learner_moves and self._all_gpus > self.ranks
+        return self.fleet.cluster.plan.learner_moves and self._all_gpus > self.ranks
 
     @property
     def _room(self) -> int:
         """GPUs to form it on: on nodes that train, and stay as far as is known, and that it does not hold."""
         stay = self._all_gpus - sum(host.node.gpus for host in self._leaving)
-        return min(stay, self._all_gpus - self.ranks) if self.up and self.cluster.plan.learner_moves else stay
+        return (
+            min(stay, self._all_gpus - self.ranks)
+            if self.up and self.fleet.cluster.plan.learner_moves
+            else stay
+        )
 
     @property
     def _all_gpus(self) -> int:
-        return sum(host.node.gpus for host in self.cluster.hosts.values() if host.node.trains)
+        return sum(host.node.gpus for host in self.fleet.cluster.hosts.values() if host.node.trains)

@@ -1,19 +1,24 @@
 "use strict";
 // Elements, numbers in words, and answers from the server, or from this file if it carries them.
 
-const INLINED = document.getElementById("inlined") ? JSON.parse(document.getElementById("inlined").textContent) : null;
+const INLINED = document.getElementById("inlined")
+  ? JSON.parse(document.getElementById("inlined").textContent)
+  : null;
 
 /** An element; strings among `children` become text nodes, never markup. */
 function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes ?? {})) {
     if (value === null || value === undefined || value === false) continue;
-    if (name === "on") for (const [event, action] of Object.entries(value)) element.addEventListener(event, action);
+    if (name === "on")
+      for (const [event, action] of Object.entries(value)) element.addEventListener(event, action);
     else if (name === "style") Object.assign(element.style, value);
     else if (name in element && typeof value !== "string") element[name] = value;
     else element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  element.append(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false),
+  );
   return element;
 }
 
@@ -21,12 +26,19 @@ class Refused extends Error {}
 
 /** The answer to one question about a run. Throws `Refused` with the server's words. */
 async function ask(run, what, query = {}) {
-  const given = Object.entries(query).filter(([, value]) => value !== "" && value !== null && value !== undefined);
-  const search = given.sort().map(([name, value]) => `${encodeURIComponent(name)}=${encodeURIComponent(value)}`).join("&");
+  const given = Object.entries(query).filter(
+    ([, value]) => value !== "" && value !== null && value !== undefined,
+  );
+  const search = given
+    .sort()
+    .map(([name, value]) => `${encodeURIComponent(name)}=${encodeURIComponent(value)}`)
+    .join("&");
   const key = what + (search ? `?${search}` : "");
   if (INLINED) {
     if (key in INLINED.answers) return INLINED.answers[key];
-    throw new Refused("This is not in the file. To see it: spotlight dashboard, on the machine that has the run.");
+    throw new Refused(
+      "This is not in the file. To see it: spotlight dashboard, on the machine that has the run.",
+    );
   }
   return fetched(`api/runs/${encodeURIComponent(run)}/${key}`);
 }
@@ -75,7 +87,8 @@ function figure(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-const score = (value, error) => (known(value) ? value.toFixed(3) + (known(error) ? ` ± ${error.toFixed(3)}` : "") : "–");
+const score = (value, error) =>
+  known(value) ? value.toFixed(3) + (known(error) ? ` ± ${error.toFixed(3)}` : "") : "–";
 const clock = (at) => (known(at) ? new Date(at * 1000).toLocaleTimeString([], { hour12: false }) : "?");
 const moment = (at) => (known(at) ? new Date(at * 1000).toLocaleString([], { hour12: false }) : "?");
 const plural = (number, one, many = `${one}s`) => `${count(number)} ${number === 1 ? one : many}`;
@@ -84,22 +97,55 @@ const words = (name) => name.replaceAll("_", " ");
 // -- small parts --
 
 function card(label, value, ...notes) {
-  return h("div", { class: "card" }, h("div", { class: "label" }, label), h("div", { class: "value" }, value), notes.map((note) => h("div", { class: "note" }, note)));
+  return h(
+    "div",
+    { class: "card" },
+    h("div", { class: "label" }, label),
+    h("div", { class: "value" }, value),
+    notes.map((note) => h("div", { class: "note" }, note)),
+  );
 }
 
 const empty = (text) => h("p", { class: "empty" }, text);
-const failed = (error) => h("div", { class: "empty error", role: "alert" }, error instanceof Refused ? error.message : String(error));
+const failed = (error) =>
+  h("div", { class: "empty error", role: "alert" }, error instanceof Refused ? error.message : String(error));
 
 /** A table; a column is [title, function of a row, class]. */
 function table(columns, rows, caption) {
-  return h("div", { class: "scroll" }, h("table", {},
-    h("caption", { class: "sr" }, caption),
-    h("thead", {}, h("tr", {}, columns.map(([title, , kind]) => h("th", { class: kind ?? "", scope: "col" }, title)))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, columns.map(([, cell, kind]) => h("td", { class: kind ?? "" }, cell(row))))))));
+  return h(
+    "div",
+    { class: "scroll" },
+    h(
+      "table",
+      {},
+      h("caption", { class: "sr" }, caption),
+      h(
+        "thead",
+        {},
+        h(
+          "tr",
+          {},
+          columns.map(([title, , kind]) => h("th", { class: kind ?? "", scope: "col" }, title)),
+        ),
+      ),
+      h(
+        "tbody",
+        {},
+        rows.map((row) =>
+          h(
+            "tr",
+            {},
+            columns.map(([, cell, kind]) => h("td", { class: kind ?? "" }, cell(row))),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 const renewed = new WeakMap(); // by place: what it was last filled with, as text, and the first node of that
-const keyOf = (element) => `${element.tagName} ${element.dataset.key ?? element.getAttribute("href") ?? element.getAttribute("aria-label") ?? (element.tagName === "BUTTON" ? element.textContent : "")}`;
+const keyOf = (element) =>
+  `${element.tagName} ${element.dataset.key ?? element.getAttribute("href") ?? element.getAttribute("aria-label") ?? (element.tagName === "BUTTON" ? element.textContent : "")}`;
 
 /**
  * Put other children into `place`, unless they are what it has. The focus goes to the new element with the key of the
@@ -110,14 +156,21 @@ function renew(place, ...children) {
   const text = INLINED || next.querySelector("canvas") ? null : new XMLSerializer().serializeToString(next);
   const last = renewed.get(place);
   if (text !== null && last?.text === text && last.first === place.firstChild) return;
-  const open = new Map([...place.querySelectorAll("details[data-key]")].map((details) => [keyOf(details), details.open]));
-  const focused = place !== document.activeElement && place.contains(document.activeElement) ? document.activeElement : null;
-  const alike = (element) => [...place.querySelectorAll(element.tagName)].filter((each) => keyOf(each) === keyOf(element));
+  const open = new Map(
+    [...place.querySelectorAll("details[data-key]")].map((details) => [keyOf(details), details.open]),
+  );
+  const focused =
+    place !== document.activeElement && place.contains(document.activeElement)
+      ? document.activeElement
+      : null;
+  const alike = (element) =>
+    [...place.querySelectorAll(element.tagName)].filter((each) => keyOf(each) === keyOf(element));
   const number = focused && alike(focused).indexOf(focused);
   dropCharts(place);
   place.replaceChildren(...next.childNodes);
   renewed.set(place, { text, first: place.firstChild });
-  for (const details of place.querySelectorAll("details[data-key]")) details.open = open.get(keyOf(details)) ?? details.open;
+  for (const details of place.querySelectorAll("details[data-key]"))
+    details.open = open.get(keyOf(details)) ?? details.open;
   if (focused) (alike(focused)[number] ?? document.getElementById("view")).focus({ preventScroll: true });
 }
 

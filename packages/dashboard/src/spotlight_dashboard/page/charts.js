@@ -3,8 +3,17 @@
 
 // Okabe and Ito's palette, and greys: told apart with every common colour vision.
 const PHASE_COLOURS = {
-  rollout: "#56b4e9", training: "#0072b2", evaluation: "#009e73", exploration: "#f0e442", reward: "#cc79a7",
-  weight_sync: "#e69f00", checkpoint: "#8c6d31", reconfiguration: "#7f5fa8", setup: "#8f9aa6", idle: "#d3d6da", lost: "#d55e00",
+  rollout: "#56b4e9",
+  training: "#0072b2",
+  evaluation: "#009e73",
+  exploration: "#f0e442",
+  reward: "#cc79a7",
+  weight_sync: "#e69f00",
+  checkpoint: "#8c6d31",
+  reconfiguration: "#7f5fa8",
+  setup: "#8f9aa6",
+  idle: "#d3d6da",
+  lost: "#d55e00",
 };
 const DARK_PHASE_COLOURS = { ...PHASE_COLOURS, training: "#2f8fd0", idle: "#454c55", setup: "#78828d" };
 const LINES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b07700", "#2a93cf", "#7f5fa8", "#5f656d"];
@@ -25,7 +34,9 @@ function loadPlotly() {
     script.addEventListener("load", () => done(window.Plotly));
     script.addEventListener("error", () => {
       plotly = null;
-      failedToLoad(new Refused("The charts cannot be loaded: is the package plotly installed where the dashboard runs?"));
+      failedToLoad(
+        new Refused("The charts cannot be loaded: is the package plotly installed where the dashboard runs?"),
+      );
     });
     document.head.append(script);
   });
@@ -49,7 +60,10 @@ const plain = (text) => String(text).slice(0, 120).replaceAll("&", "&amp;").repl
  * Draw curves into `place`, an element that stays. A curve: {name, x, y, stderr?, dash?, colour?, bars?, steps?};
  * with `steps` a value holds until the next, and x are times. Markers are drawn where points are few.
  */
-async function drawCurves(place, { title, xLabel, yLabel, curves, stacked = false, height = 270, xRange = null }) {
+async function drawCurves(
+  place,
+  { title, xLabel, yLabel, curves, stacked = false, height = 270, xRange = null },
+) {
   const shown = curves.filter((curve) => curve.y.some(known));
   if (!shown.length) return renew(place, empty(`${title}: nothing recorded yet.`));
   const Plotly = await loadPlotly();
@@ -57,35 +71,83 @@ async function drawCurves(place, { title, xLabel, yLabel, curves, stacked = fals
   if (!place.querySelector(".plotly")) place.replaceChildren();
   const traces = shown.map((curve, index) => {
     const colour = curve.colour ?? lineColour(index);
-    if (curve.bars) return { type: "bar", name: plain(curve.name), x: curve.x, y: curve.y, marker: { color: colour } };
+    if (curve.bars)
+      return { type: "bar", name: plain(curve.name), x: curve.x, y: curve.y, marker: { color: colour } };
     const few = curve.y.length <= 60;
     if (curve.steps) {
       return {
-        type: "scatter", mode: "lines", name: plain(curve.name), x: curve.x, y: curve.y, connectgaps: false,
-        line: { color: colour, width: 2, shape: "hv", dash: curve.dash ?? "solid" }, hovertemplate: `%{y:.5g} from %{x|%H:%M:%S}<extra>${plain(curve.name)}</extra>`,
+        type: "scatter",
+        mode: "lines",
+        name: plain(curve.name),
+        x: curve.x,
+        y: curve.y,
+        connectgaps: false,
+        line: { color: colour, width: 2, shape: "hv", dash: curve.dash ?? "solid" },
+        hovertemplate: `%{y:.5g} from %{x|%H:%M:%S}<extra>${plain(curve.name)}</extra>`,
       };
     }
     return {
-      type: "scatter", mode: few ? "lines+markers" : "lines", name: plain(curve.name), x: curve.x, y: curve.y,
-      line: { color: colour, width: 2, dash: curve.dash ?? "solid" }, marker: { size: 5 }, connectgaps: false,
-      ...(curve.stderr ? { error_y: { type: "data", array: curve.stderr, visible: true, thickness: 1, width: few ? 3 : 0, color: colour } } : {}),
+      type: "scatter",
+      mode: few ? "lines+markers" : "lines",
+      name: plain(curve.name),
+      x: curve.x,
+      y: curve.y,
+      line: { color: colour, width: 2, dash: curve.dash ?? "solid" },
+      marker: { size: 5 },
+      connectgaps: false,
+      ...(curve.stderr
+        ? {
+            error_y: {
+              type: "data",
+              array: curve.stderr,
+              visible: true,
+              thickness: 1,
+              width: few ? 3 : 0,
+              color: colour,
+            },
+          }
+        : {}),
       hovertemplate: `%{y:.5g} at %{x:.6~g}<extra>${plain(curve.name)}</extra>`,
     };
   });
-  const axis = { gridcolor: inColour("--line"), zerolinecolor: inColour("--line"), linecolor: inColour("--line"), automargin: true };
+  const axis = {
+    gridcolor: inColour("--line"),
+    zerolinecolor: inColour("--line"),
+    linecolor: inColour("--line"),
+    automargin: true,
+  };
   const narrow = place.clientWidth < 520;
   const layout = {
-    title: { text: plain(title), font: { size: 14 }, x: 0, xref: "paper", xanchor: "left" }, height, barmode: stacked ? "stack" : undefined,
-    margin: { l: 52, r: 14, t: 38, b: 44 }, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+    title: { text: plain(title), font: { size: 14 }, x: 0, xref: "paper", xanchor: "left" },
+    height,
+    barmode: stacked ? "stack" : undefined,
+    margin: { l: 52, r: 14, t: 38, b: 44 },
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: inColour("--ink"), family: getComputedStyle(document.body).fontFamily, size: 12 },
     xaxis: { ...axis, title: { text: plain(xLabel) }, ...(xRange ? { range: xRange } : {}) },
-    yaxis: { ...axis, title: { text: plain(yLabel ?? "") }, ...(shown.some((curve) => curve.steps) ? { rangemode: "tozero" } : {}) },
-    showlegend: shown.length > 1, legend: narrow ? { orientation: "h", y: -0.32, x: 0 } : { orientation: "h", y: 1.02, yanchor: "bottom", x: 1, xanchor: "right" }, hovermode: "closest",
+    yaxis: {
+      ...axis,
+      title: { text: plain(yLabel ?? "") },
+      ...(shown.some((curve) => curve.steps) ? { rangemode: "tozero" } : {}),
+    },
+    showlegend: shown.length > 1,
+    legend: narrow
+      ? { orientation: "h", y: -0.32, x: 0 }
+      : { orientation: "h", y: 1.02, yanchor: "bottom", x: 1, xanchor: "right" },
+    hovermode: "closest",
   };
-  const options = { responsive: true, displaylogo: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] };
+  const options = {
+    responsive: true,
+    displaylogo: false,
+    modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"],
+  };
   await Plotly.react(place, traces, layout, options);
   place.setAttribute("role", "img");
-  place.setAttribute("aria-label", `${title}: ${shown.map((curve) => `${curve.name} ends at ${figure(curve.y.findLast(known))}`).join(", ")}`);
+  place.setAttribute(
+    "aria-label",
+    `${title}: ${shown.map((curve) => `${curve.name} ends at ${figure(curve.y.findLast(known))}`).join(", ")}`,
+  );
 }
 
 /** Exponential moving average of weight `share`; gaps stay. */
@@ -101,22 +163,56 @@ function smoothed(values, share) {
 
 /** One bar of shares with its legend: {phase: amount}. */
 function phaseBar(amounts, unit) {
-  const parts = Object.entries(amounts).filter(([, amount]) => amount > 0).sort((a, b) => b[1] - a[1]);
+  const parts = Object.entries(amounts)
+    .filter(([, amount]) => amount > 0)
+    .sort((a, b) => b[1] - a[1]);
   const total = parts.reduce((sum, [, amount]) => sum + amount, 0);
   if (!total) return empty("Nothing billed yet.");
-  const shares = parts.map(([phase, amount]) => `${words(phase)} ${((100 * amount) / total).toFixed(amount / total < 0.01 ? 1 : 0)} %`);
-  return h("div", {},
-    h("div", { class: "stack", role: "img", "aria-label": shares.join(", ") }, parts.map(([phase, amount]) =>
-      h("div", { style: { width: `${(100 * amount) / total}%`, background: phaseColour(phase) }, title: `${words(phase)}: ${unit(amount)}` }))),
-    h("div", { class: "legend" }, parts.map(([phase, amount], index) =>
-      h("span", {}, h("span", { class: "swatch", style: { background: phaseColour(phase) } }), `${shares[index]} (${unit(amount)})`))));
+  const shares = parts.map(
+    ([phase, amount]) =>
+      `${words(phase)} ${((100 * amount) / total).toFixed(amount / total < 0.01 ? 1 : 0)} %`,
+  );
+  return h(
+    "div",
+    {},
+    h(
+      "div",
+      { class: "stack", role: "img", "aria-label": shares.join(", ") },
+      parts.map(([phase, amount]) =>
+        h("div", {
+          style: { width: `${(100 * amount) / total}%`, background: phaseColour(phase) },
+          title: `${words(phase)}: ${unit(amount)}`,
+        }),
+      ),
+    ),
+    h(
+      "div",
+      { class: "legend" },
+      parts.map(([phase, amount], index) =>
+        h(
+          "span",
+          {},
+          h("span", { class: "swatch", style: { background: phaseColour(phase) } }),
+          `${shares[index]} (${unit(amount)})`,
+        ),
+      ),
+    ),
+  );
 }
 
 // -- lanes --
 
 const MARKS = {
-  node_noticed: "▼", notice_cancelled: "○", node_drained: "▽", node_lost: "✕", worker_crashed: "!",
-  learner_lost: "◆", learner_waits: "◇", learner_placed: "▶", on_demand: "＄", node_returned: "↩",
+  node_noticed: "▼",
+  notice_cancelled: "○",
+  node_drained: "▽",
+  node_lost: "✕",
+  worker_crashed: "!",
+  learner_lost: "◆",
+  learner_waits: "◇",
+  learner_placed: "▶",
+  on_demand: "＄",
+  node_returned: "↩",
 };
 
 /** Draw one worker's lane; marks are incidents of its node. */
@@ -170,15 +266,34 @@ function hatch(draw, from, to, height) {
  * that is stays in `selection` ({lane, at, text}) for the lanes that are drawn next.
  */
 function lanesOf(found, selection) {
-  const tip = h("div", { class: "tip", "aria-live": "polite" }, selection.text ?? "Point at a lane, or focus it and use the arrow keys.");
-  const say = (text) => { tip.textContent = selection.text = text; };
+  const tip = h(
+    "div",
+    { class: "tip", "aria-live": "polite" },
+    selection.text ?? "Point at a lane, or focus it and use the arrow keys.",
+  );
+  const say = (text) => {
+    tip.textContent = selection.text = text;
+  };
   const drawings = [];
   const moved = found.events.some((event) => event.subject === "learner");
   const learner = { worker: "learner", node: "learner", from: found.start, to: found.end, stretches: [] };
   const rows = [...(moved ? [learner] : []), ...found.lanes].map((lane) => {
-    const marks = found.events.filter((event) => event.kind in MARKS && [lane.node, lane.worker].includes(event.subject)
-      && event.at >= lane.from - 1 && event.at <= lane.to + 1);
-    const canvas = h("canvas", { tabindex: "0", "data-key": lane.worker, role: "img", "aria-label": lane === learner ? `learner: ${plural(marks.length, "incident")}` : `${lane.worker}: ${duration(lane.billed_s)} billed` });
+    const marks = found.events.filter(
+      (event) =>
+        event.kind in MARKS &&
+        [lane.node, lane.worker].includes(event.subject) &&
+        event.at >= lane.from - 1 &&
+        event.at <= lane.to + 1,
+    );
+    const canvas = h("canvas", {
+      tabindex: "0",
+      "data-key": lane.worker,
+      role: "img",
+      "aria-label":
+        lane === learner
+          ? `learner: ${plural(marks.length, "incident")}`
+          : `${lane.worker}: ${duration(lane.billed_s)} billed`,
+    });
     let chosen = -1;
     const sayMark = (mark) => say(`${mark.subject}: ${words(mark.kind)} at ${clock(mark.at)} ${mark.detail}`);
     const select = (index) => {
@@ -186,11 +301,16 @@ function lanesOf(found, selection) {
       if (lane === learner && marks[index]) sayMark(marks[index]);
       const stretch = lane.stretches[index];
       Object.assign(selection, { lane: lane.worker, at: lane === learner ? marks[index]?.at : stretch?.[0] });
-      if (stretch) say(`${lane.worker}: ${words(found.phases[stretch[2]])} for ${figure(stretch[1] - stretch[0], 3)} s from ${clock(stretch[0])}, at ${dollars(lane.usd_h)} an hour`);
+      if (stretch)
+        say(
+          `${lane.worker}: ${words(found.phases[stretch[2]])} for ${figure(stretch[1] - stretch[0], 3)} s from ${clock(stretch[0])}, at ${dollars(lane.usd_h)} an hour`,
+        );
     };
     canvas.addEventListener("pointermove", (event) => {
       const at = found.start + (event.offsetX / canvas.clientWidth) * (found.end - found.start);
-      const mark = marks.find((each) => Math.abs(each.at - at) < ((found.end - found.start) * 7) / canvas.clientWidth);
+      const mark = marks.find(
+        (each) => Math.abs(each.at - at) < ((found.end - found.start) * 7) / canvas.clientWidth,
+      );
       if (mark) sayMark(mark);
       else select(lane.stretches.findIndex(([from, to]) => from <= at && at <= to));
     });
@@ -200,13 +320,19 @@ function lanesOf(found, selection) {
       event.preventDefault();
       select(Math.min((lane === learner ? marks : lane.stretches).length - 1, Math.max(0, chosen + step)));
     });
-    const again = selection.lane !== lane.worker ? -1
-      : lane === learner ? marks.findIndex((mark) => mark.at === selection.at) : lane.stretches.findIndex(([from, to]) => from <= selection.at && selection.at < to);
+    const again =
+      selection.lane !== lane.worker
+        ? -1
+        : lane === learner
+          ? marks.findIndex((mark) => mark.at === selection.at)
+          : lane.stretches.findIndex(([from, to]) => from <= selection.at && selection.at < to);
     if (again >= 0) select(again);
     drawings.push(() => drawLane(canvas, lane, found.phases, found.start, found.end, marks));
     return h("div", { class: "lane" }, h("div", { class: "name", title: lane.worker }, lane.worker), canvas);
   });
-  const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) => h("span", {}, clock(found.start + share * (found.end - found.start))));
+  const ticks = [0, 0.25, 0.5, 0.75, 1].map((share) =>
+    h("span", {}, clock(found.start + share * (found.end - found.start))),
+  );
   const whole = h("div", {}, tip, rows, h("div", { class: "ticks" }, h("span"), h("div", {}, ticks)));
   new ResizeObserver(() => drawings.forEach((draw) => draw())).observe(whole);
   return whole;

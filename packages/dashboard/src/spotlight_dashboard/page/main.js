@@ -2,8 +2,14 @@
 // Which run and which view, and what the server reports of changes. The address: #/RUN/VIEW/ARGUMENT.
 
 const VIEWS = [
-  ["overview", "Overview", overviewView], ["pictures", "Pictures", picturesView], ["curves", "Curves", curvesView], ["cluster", "Cluster", clusterView],
-  ["money", "Money", moneyView], ["exploration", "Exploration", explorationView], ["samples", "Samples", samplesView], ["log", "Log", logView],
+  ["overview", "Overview", overviewView],
+  ["pictures", "Pictures", picturesView],
+  ["curves", "Curves", curvesView],
+  ["cluster", "Cluster", clusterView],
+  ["money", "Money", moneyView],
+  ["exploration", "Exploration", explorationView],
+  ["samples", "Samples", samplesView],
+  ["log", "Log", logView],
   ["votes", "Votes", votesView],
 ];
 const REFRESH_MS = 2500;
@@ -20,12 +26,26 @@ const choice = document.getElementById("run");
 const tabs = document.getElementById("tabs");
 const connection = document.getElementById("connection");
 
-const address = (run, view, argument = "") => `#/${encodeURIComponent(run)}/${view}${argument ? `/${encodeURIComponent(argument)}` : ""}`;
+const address = (run, view, argument = "") =>
+  `#/${encodeURIComponent(run)}/${view}${argument ? `/${encodeURIComponent(argument)}` : ""}`;
 
 function readAddress() {
-  const [run, view, argument] = location.hash.replace(/^#\/?/, "").split("/").map((part) => { try { return decodeURIComponent(part); } catch { return ""; } });
+  const [run, view, argument] = location.hash
+    .replace(/^#\/?/, "")
+    .split("/")
+    .map((part) => {
+      try {
+        return decodeURIComponent(part);
+      } catch {
+        return "";
+      }
+    });
   const known = VIEWS.some(([name]) => name === view);
-  return { run: runs.some((each) => each.name === run) ? run : runs[0]?.name ?? null, view: known ? view : "overview", argument: argument ?? "" };
+  return {
+    run: runs.some((each) => each.name === run) ? run : (runs[0]?.name ?? null),
+    view: known ? view : "overview",
+    argument: argument ?? "",
+  };
 }
 
 const tabLinks = VIEWS.map(([, title], index) => h("a", { title: `Key ${index + 1}` }, title));
@@ -43,7 +63,10 @@ function drawTabs() {
 }
 
 function drawChoice() {
-  renew(choice, runs.map((each) => h("option", { value: each.name }, `${each.name} – ${each.state}`)));
+  renew(
+    choice,
+    runs.map((each) => h("option", { value: each.name }, `${each.name} – ${each.state}`)),
+  );
   if (choice.value !== here.run) choice.value = here.run ?? "";
 }
 
@@ -56,7 +79,12 @@ function show() {
   document.title = here.run ? `${here.run}: ${here.view} – Spotlight` : "Spotlight";
   dropCharts(place);
   refresh = null;
-  if (!here.run) return place.replaceChildren(empty(`There are no runs in ${places.join(", ") || "the given folder"} yet. Start one: spotlight train`));
+  if (!here.run)
+    return place.replaceChildren(
+      empty(
+        `There are no runs in ${places.join(", ") || "the given folder"} yet. Start one: spotlight train`,
+      ),
+    );
   const go = { address: (view, argument) => address(here.run, view, argument) };
   const build = VIEWS.find(([name]) => name === here.view)[2];
   place.replaceChildren(h("p", { class: "empty" }, "Reading …"));
@@ -66,7 +94,10 @@ function show() {
 
 /** Fill the view again, never twice at once; a view that was left does not hold up the next. */
 async function update() {
-  if (!refresh || busy === refresh) { due = true; return; }
+  if (!refresh || busy === refresh) {
+    due = true;
+    return;
+  }
   const mine = refresh;
   [busy, due] = [mine, false];
   try {
@@ -93,10 +124,25 @@ function paced(action) {
   let timer = null;
   let missed = false;
   const soon = () => {
-    if (document.hidden) { missed = true; return; }
-    timer ??= setTimeout(() => { timer = null; last = Date.now(); action(); }, Math.max(0, last + REFRESH_MS - Date.now()));
+    if (document.hidden) {
+      missed = true;
+      return;
+    }
+    timer ??= setTimeout(
+      () => {
+        timer = null;
+        last = Date.now();
+        action();
+      },
+      Math.max(0, last + REFRESH_MS - Date.now()),
+    );
   };
-  document.addEventListener("visibilitychange", () => { if (!document.hidden && missed) { missed = false; soon(); } });
+  document.addEventListener("visibilitychange", () => {
+    if (!document.hidden && missed) {
+      missed = false;
+      soon();
+    }
+  });
   return soon;
 }
 
@@ -104,12 +150,19 @@ function follow() {
   let lost = false;
   const updateSoon = paced(update);
   const readRunsSoon = paced(() => readRuns().catch(() => {}));
-  const status = (text, isLost) => { connection.textContent = text; connection.classList.toggle("lost", isLost); };
+  const status = (text, isLost) => {
+    connection.textContent = text;
+    connection.classList.toggle("lost", isLost);
+  };
   const listen = () => {
     const source = new EventSource("api/changes");
     source.addEventListener("open", () => {
       status("live", false);
-      if (lost) { lost = false; readRunsSoon(); updateSoon(); }
+      if (lost) {
+        lost = false;
+        readRunsSoon();
+        updateSoon();
+      }
     });
     source.addEventListener("error", () => {
       lost = true;
@@ -123,11 +176,18 @@ function follow() {
     });
     source.addEventListener("changed", (event) => {
       readRunsSoon();
-      if (JSON.parse(event.data).names.includes(here.run) || (here.view === "curves" && curveChoice.others.size)) updateSoon();
+      if (
+        JSON.parse(event.data).names.includes(here.run) ||
+        (here.view === "curves" && curveChoice.others.size)
+      )
+        updateSoon();
     });
   };
   listen();
-  setInterval(() => { readRunsSoon(); updateSoon(); }, 60000); // a process that was killed writes nothing
+  setInterval(() => {
+    readRunsSoon();
+    updateSoon();
+  }, 60000); // a process that was killed writes nothing
 }
 
 // -- light and dark, keys, start --
@@ -135,22 +195,44 @@ function follow() {
 function setTheme(theme) {
   document.documentElement.dataset.theme = theme;
   document.getElementById("theme").textContent = theme === "dark" ? "☀ Light" : "☾ Dark";
-  try { localStorage.setItem("spotlight-theme", theme); } catch { /* a browser without storage: asked again next time */ }
+  try {
+    localStorage.setItem("spotlight-theme", theme);
+  } catch {
+    /* a browser without storage: asked again next time */
+  }
 }
 function firstTheme() {
-  try { if (localStorage.getItem("spotlight-theme")) return localStorage.getItem("spotlight-theme"); } catch { /* as above */ }
+  try {
+    if (localStorage.getItem("spotlight-theme")) return localStorage.getItem("spotlight-theme");
+  } catch {
+    /* as above */
+  }
   return window.matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 }
-document.getElementById("theme").addEventListener("click", () => { setTheme(isDark() ? "light" : "dark"); if (refresh) show(); });
+document.getElementById("theme").addEventListener("click", () => {
+  setTheme(isDark() ? "light" : "dark");
+  if (refresh) show();
+});
 setTheme(firstTheme());
 
 document.addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.altKey || event.metaKey || event.target.closest("input, select, textarea, dialog, .ballot")) return;
+  if (
+    event.ctrlKey ||
+    event.altKey ||
+    event.metaKey ||
+    event.target.closest("input, select, textarea, dialog, .ballot")
+  )
+    return;
   const view = VIEWS[Number(event.key) - 1];
   if (view && here.run) location.hash = address(here.run, view[0]);
 });
-document.querySelector(".skip").addEventListener("click", (event) => { event.preventDefault(); place.focus(); }); // its address would be a run's
-choice.addEventListener("change", () => { location.hash = address(choice.value, here.view); });
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  place.focus();
+}); // its address would be a run's
+choice.addEventListener("change", () => {
+  location.hash = address(choice.value, here.view);
+});
 window.addEventListener("hashchange", show);
 
 (async () => {

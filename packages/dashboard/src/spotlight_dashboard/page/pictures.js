@@ -2,30 +2,113 @@
 // Pictures: the same prompts and seeds at every evaluation.
 
 const pictureChoice = { at: null, mode: "grid", text: "", tag: "", order: "grid" };
-const PICTURE_MODES = [["grid", "One evaluation"], ["pairs", "Before / after"], ["ends", "Best and worst"]];
-const ORDERS = [["grid", "as evaluated"], ["best", "best first"], ["worst", "worst first"], ["gain", "greatest gain first"]];
+const PICTURE_MODES = [
+  ["grid", "One evaluation"],
+  ["pairs", "Before / after"],
+  ["ends", "Best and worst"],
+];
+const ORDERS = [
+  ["grid", "as evaluated"],
+  ["best", "best first"],
+  ["worst", "worst first"],
+  ["gain", "greatest gain first"],
+];
 
 function picturesView(place, { run, go }) {
   const choice = pictureChoice;
   const iterations = []; // always the newest, also for a picture that was drawn or enlarged before
   let playing = null;
-  const slider = h("input", { type: "range", min: "0", max: "0", step: "1", "aria-label": "evaluation", on: { input: () => { choice.at = iterations[slider.value]; draw(); } } });
+  const slider = h("input", {
+    type: "range",
+    min: "0",
+    max: "0",
+    step: "1",
+    "aria-label": "evaluation",
+    on: {
+      input: () => {
+        choice.at = iterations[slider.value];
+        draw();
+      },
+    },
+  });
   const label = h("output", { class: "faint" });
   const play = h("button", { type: "button", on: { click: () => (playing ? stop() : start()) } }, "▶ Play");
-  const modes = PICTURE_MODES.map(([mode, name]) => h("button", { type: "button", "aria-pressed": String(choice.mode === mode), on: { click: (event) => {
-    choice.mode = mode;
-    modes.forEach((button) => button.setAttribute("aria-pressed", String(button === event.currentTarget)));
-    draw();
-  } } }, name));
-  const text = h("input", { type: "search", placeholder: "filter prompts", "aria-label": "filter prompts", value: choice.text, on: { input: () => { choice.text = text.value; draw(); } } });
-  const tag = h("select", { "aria-label": "tag", on: { change: () => { choice.tag = tag.value; draw(); } } });
-  const order = h("select", { on: { change: () => { choice.order = order.value; draw(); } } }, ORDERS.map(([value, name]) => h("option", { value, selected: choice.order === value }, name)));
+  const modes = PICTURE_MODES.map(([mode, name]) =>
+    h(
+      "button",
+      {
+        type: "button",
+        "aria-pressed": String(choice.mode === mode),
+        on: {
+          click: (event) => {
+            choice.mode = mode;
+            modes.forEach((button) =>
+              button.setAttribute("aria-pressed", String(button === event.currentTarget)),
+            );
+            draw();
+          },
+        },
+      },
+      name,
+    ),
+  );
+  const text = h("input", {
+    type: "search",
+    placeholder: "filter prompts",
+    "aria-label": "filter prompts",
+    value: choice.text,
+    on: {
+      input: () => {
+        choice.text = text.value;
+        draw();
+      },
+    },
+  });
+  const tag = h("select", {
+    "aria-label": "tag",
+    on: {
+      change: () => {
+        choice.tag = tag.value;
+        draw();
+      },
+    },
+  });
+  const order = h(
+    "select",
+    {
+      on: {
+        change: () => {
+          choice.order = order.value;
+          draw();
+        },
+      },
+    },
+    ORDERS.map(([value, name]) => h("option", { value, selected: choice.order === value }, name)),
+  );
   const grid = h("div");
-  const note = h("p", { class: "faint" }, "Pictures are kept of evaluations; of training groups the ledger has the scores (Samples), not the pictures.");
-  const controls = h("div", { class: "controls" }, h("label", {}, "Evaluation", slider), label, play, modes, text, tag, h("label", {}, "Order", order));
+  const note = h(
+    "p",
+    { class: "faint" },
+    "Pictures are kept of evaluations; of training groups the ledger has the scores (Samples), not the pictures.",
+  );
+  const controls = h(
+    "div",
+    { class: "controls" },
+    h("label", {}, "Evaluation", slider),
+    label,
+    play,
+    modes,
+    text,
+    tag,
+    h("label", {}, "Order", order),
+  );
   place.replaceChildren(controls, grid, note);
 
-  const stop = () => { clearInterval(playing); playing = null; play.textContent = "▶ Play"; };
+  const stop = () => {
+    clearInterval(playing);
+    playing = null;
+    play.textContent = "▶ Play";
+  };
   function start() {
     play.textContent = "■ Stop";
     playing = setInterval(() => {
@@ -38,15 +121,31 @@ function picturesView(place, { run, go }) {
 
   async function draw() {
     await fill(grid, async () => {
-      if (!iterations.length) return empty("No pictures yet: they come with the first evaluation (evaluation.at_start, evaluation.every; none where evaluation.grid_prompts is 0).");
+      if (!iterations.length)
+        return empty(
+          "No pictures yet: they come with the first evaluation (evaluation.at_start, evaluation.every; none where evaluation.grid_prompts is 0).",
+        );
       label.textContent = `iteration ${choice.at}`;
-      const [now, first] = await Promise.all([ask(run, "evaluation", { iteration: choice.at }), ask(run, "evaluation", { iteration: iterations[0] })]);
+      const [now, first] = await Promise.all([
+        ask(run, "evaluation", { iteration: choice.at }),
+        ask(run, "evaluation", { iteration: iterations[0] }),
+      ]);
       const tags = [...new Set(now.pictures.map((each) => each.tag).filter(Boolean))].sort();
       tag.hidden = tags.length < 2;
       if (!tags.includes(choice.tag)) choice.tag = "";
-      renew(tag, h("option", { value: "" }, "any tag"), tags.map((each) => h("option", { value: each }, each)));
+      renew(
+        tag,
+        h("option", { value: "" }, "any tag"),
+        tags.map((each) => h("option", { value: each }, each)),
+      );
       tag.value = choice.tag;
-      const rest = now.left_out ? h("p", { class: "faint" }, `${plural(now.left_out, "more picture")} of this evaluation ${now.left_out === 1 ? "is" : "are"} not in this file.`) : null;
+      const rest = now.left_out
+        ? h(
+            "p",
+            { class: "faint" },
+            `${plural(now.left_out, "more picture")} of this evaluation ${now.left_out === 1 ? "is" : "are"} not in this file.`,
+          )
+        : null;
       return [drawnPictures(run, now, first, choice, go, iterations), rest];
     });
   }
@@ -70,51 +169,139 @@ function picturesView(place, { run, go }) {
 function drawnPictures(run, now, first, choice, go, iterations) {
   const wanted = choice.text.toLowerCase();
   const before = new Map(first.pictures.map((each) => [each.index, each]));
-  let shown = now.pictures.filter((each) => each.caption.toLowerCase().includes(wanted) && (!choice.tag || each.tag === choice.tag));
+  let shown = now.pictures.filter(
+    (each) => each.caption.toLowerCase().includes(wanted) && (!choice.tag || each.tag === choice.tag),
+  );
   const gain = (each) => each.score - (before.get(each.index)?.score ?? each.score);
   if (choice.mode === "ends") return bestAndWorst(run, now, shown, go, iterations);
-  const by = { best: (a, b) => b.score - a.score, worst: (a, b) => a.score - b.score, gain: (a, b) => gain(b) - gain(a) }[choice.order];
+  const by = {
+    best: (a, b) => b.score - a.score,
+    worst: (a, b) => a.score - b.score,
+    gain: (a, b) => gain(b) - gain(a),
+  }[choice.order];
   if (by) shown = [...shown].sort(by);
   if (!shown.length) return empty("No picture matches.");
   const pairs = choice.mode === "pairs" && first.iteration !== now.iteration;
-  return h("div", { class: `pictures${pairs ? " pairs" : ""}` }, shown.slice(0, 300).map((each) => {
-    const old = before.get(each.index);
-    const frames = pairs && old ? [[old, first.iteration], [each, now.iteration]] : [[each, now.iteration]];
-    return pictureCard(run, each, frames, go, iterations);
-  }));
+  return h(
+    "div",
+    { class: `pictures${pairs ? " pairs" : ""}` },
+    shown.slice(0, 300).map((each) => {
+      const old = before.get(each.index);
+      const frames =
+        pairs && old
+          ? [
+              [old, first.iteration],
+              [each, now.iteration],
+            ]
+          : [[each, now.iteration]];
+      return pictureCard(run, each, frames, go, iterations);
+    }),
+  );
 }
 
 function bestAndWorst(run, now, shown, go, iterations) {
-  const prompts = Map.groupBy ? Map.groupBy(shown, (each) => each.caption) : shown.reduce((map, each) => map.set(each.caption, [...(map.get(each.caption) ?? []), each]), new Map());
+  const prompts = Map.groupBy
+    ? Map.groupBy(shown, (each) => each.caption)
+    : shown.reduce((map, each) => map.set(each.caption, [...(map.get(each.caption) ?? []), each]), new Map());
   if (!prompts.size) return empty("No picture matches.");
-  return h("div", { class: "grid" }, [...prompts].slice(0, 100).map(([caption, group]) => {
-    const ranked = [...group].sort((a, b) => b.score - a.score);
-    const ends = ranked.length > 1 ? [ranked[0], ranked.at(-1)] : ranked;
-    return h("div", { class: "card" }, h("h2", { class: "words clamp", dir: "auto" }, caption.slice(0, 1000)),
-      h("div", { class: "pictures" }, ends.map((each, index) => pictureCard(run, each, [[each, index ? "worst" : "best"]], go, iterations, false))),
-      h("p", { class: "faint" }, `of ${plural(group.length, "picture")} shown of this prompt`));
-  }));
+  return h(
+    "div",
+    { class: "grid" },
+    [...prompts].slice(0, 100).map(([caption, group]) => {
+      const ranked = [...group].sort((a, b) => b.score - a.score);
+      const ends = ranked.length > 1 ? [ranked[0], ranked.at(-1)] : ranked;
+      return h(
+        "div",
+        { class: "card" },
+        h("h2", { class: "words clamp", dir: "auto" }, caption.slice(0, 1000)),
+        h(
+          "div",
+          { class: "pictures" },
+          ends.map((each, index) =>
+            pictureCard(run, each, [[each, index ? "worst" : "best"]], go, iterations, false),
+          ),
+        ),
+        h("p", { class: "faint" }, `of ${plural(group.length, "picture")} shown of this prompt`),
+      );
+    }),
+  );
 }
 
 function pictureCard(run, each, frames, go, iterations, captioned = true) {
   const scores = Object.entries(each.scores);
-  return h("div", { class: "picture" },
-    h("div", { class: "frames" }, frames.map(([picture, label], number) => h("figure", {},
-      h("button", { type: "button", "data-key": `${picture.index} ${number}`, "aria-label": `enlarge: ${picture.caption.slice(0, 80)}`, on: { click: () => enlarge(run, picture, shownAt(label), iterations) } }, image(run, picture, label)),
-      h("figcaption", {}, `${label === "best" || label === "worst" ? label : frames.length > 1 ? `at ${label}` : ""}  ${score(picture.score)}`.trim())))),
-    captioned ? h("div", { class: "words clamp", dir: "auto", title: each.caption.slice(0, 500) }, each.caption.slice(0, 1000)) : null,
-    scores.length ? h("details", { open: !captioned, "data-key": `${pictureChoice.mode} ${each.index}` }, h("summary", { class: "faint", "data-key": each.index }, "rewards"), h("div", { class: "scores" }, scores.map(([name, value]) => [h("span", {}, name), h("span", {}, figure(value))])),
-      each.seed ? h("div", { class: "faint words" }, `seed ${each.seed}${each.tag ? `, ${each.tag}` : ""} `, INLINED ? "" : h("a", { href: go.address("samples", each.rollout) }, "its life")) : null) : null);
+  return h(
+    "div",
+    { class: "picture" },
+    h(
+      "div",
+      { class: "frames" },
+      frames.map(([picture, label], number) =>
+        h(
+          "figure",
+          {},
+          h(
+            "button",
+            {
+              type: "button",
+              "data-key": `${picture.index} ${number}`,
+              "aria-label": `enlarge: ${picture.caption.slice(0, 80)}`,
+              on: { click: () => enlarge(run, picture, shownAt(label), iterations) },
+            },
+            image(run, picture, label),
+          ),
+          h(
+            "figcaption",
+            {},
+            `${label === "best" || label === "worst" ? label : frames.length > 1 ? `at ${label}` : ""}  ${score(picture.score)}`.trim(),
+          ),
+        ),
+      ),
+    ),
+    captioned
+      ? h(
+          "div",
+          { class: "words clamp", dir: "auto", title: each.caption.slice(0, 500) },
+          each.caption.slice(0, 1000),
+        )
+      : null,
+    scores.length
+      ? h(
+          "details",
+          { open: !captioned, "data-key": `${pictureChoice.mode} ${each.index}` },
+          h("summary", { class: "faint", "data-key": each.index }, "rewards"),
+          h(
+            "div",
+            { class: "scores" },
+            scores.map(([name, value]) => [h("span", {}, name), h("span", {}, figure(value))]),
+          ),
+          each.seed
+            ? h(
+                "div",
+                { class: "faint words" },
+                `seed ${each.seed}${each.tag ? `, ${each.tag}` : ""} `,
+                INLINED ? "" : h("a", { href: go.address("samples", each.rollout) }, "its life"),
+              )
+            : null,
+        )
+      : null,
+  );
 }
 
 /** The evaluation of a picture labelled so: that iteration's, or the chosen one's for `best` and `worst`. */
 const shownAt = (label) => (typeof label === "number" ? label : pictureChoice.at);
 
 function image(run, picture, label) {
-  return h("img", { src: pictureAddress(run, shownAt(label), picture.index), alt: picture.caption.slice(0, 200), loading: "lazy", on: {
-    load: (event) => event.target.classList.toggle("small", event.target.naturalWidth < 160),
-    error: (event) => { event.target.alt = "This picture is not here (any more)."; },
-  } });
+  return h("img", {
+    src: pictureAddress(run, shownAt(label), picture.index),
+    alt: picture.caption.slice(0, 200),
+    loading: "lazy",
+    on: {
+      load: (event) => event.target.classList.toggle("small", event.target.naturalWidth < 160),
+      error: (event) => {
+        event.target.alt = "This picture is not here (any more).";
+      },
+    },
+  });
 }
 
 /** One picture large, as it was at `iteration`; the arrow keys lead through the evaluations. */
@@ -126,12 +313,36 @@ function enlarge(run, picture, iteration, iterations) {
     frame.replaceChildren(image(run, picture, iterations[at]));
     position.textContent = `Iteration ${iterations[at]} (${at + 1} of ${iterations.length}); arrow keys for others.`;
   };
-  const step = (by) => { at = Math.min(iterations.length - 1, Math.max(0, at + by)); show(); };
-  const dialog = h("dialog", { "aria-label": "Picture", on: {
-    keydown: (event) => { if (event.key === "ArrowLeft") step(-1); if (event.key === "ArrowRight") step(1); },
-    close: () => dialog.remove(), click: (event) => { if (event.target === dialog) dialog.close(); },
-  } }, frame, h("p", { class: "words", dir: "auto" }, picture.caption.slice(0, 4000)), position,
-    h("div", { class: "controls" }, h("button", { type: "button", on: { click: () => step(-1) } }, "← Earlier"), h("button", { type: "button", on: { click: () => step(1) } }, "Later →"), h("button", { type: "button", on: { click: () => dialog.close() } }, "Close")));
+  const step = (by) => {
+    at = Math.min(iterations.length - 1, Math.max(0, at + by));
+    show();
+  };
+  const dialog = h(
+    "dialog",
+    {
+      "aria-label": "Picture",
+      on: {
+        keydown: (event) => {
+          if (event.key === "ArrowLeft") step(-1);
+          if (event.key === "ArrowRight") step(1);
+        },
+        close: () => dialog.remove(),
+        click: (event) => {
+          if (event.target === dialog) dialog.close();
+        },
+      },
+    },
+    frame,
+    h("p", { class: "words", dir: "auto" }, picture.caption.slice(0, 4000)),
+    position,
+    h(
+      "div",
+      { class: "controls" },
+      h("button", { type: "button", on: { click: () => step(-1) } }, "← Earlier"),
+      h("button", { type: "button", on: { click: () => step(1) } }, "Later →"),
+      h("button", { type: "button", on: { click: () => dialog.close() } }, "Close"),
+    ),
+  );
   document.body.append(dialog);
   dialog.showModal();
   show();

@@ -8,9 +8,12 @@ function votesView(place, { run }) {
   const status = h("p", { class: "faint", role: "status" }, voteChoice.said);
   const body = h("div");
   place.replaceChildren(body, status);
-  let shown = null, showLeft = null;
+  let shown = null,
+    showLeft = null;
 
-  const say = (text) => { voteChoice.said = status.textContent = text; };
+  const say = (text) => {
+    voteChoice.said = status.textContent = text;
+  };
 
   async function refresh() {
     try {
@@ -19,10 +22,14 @@ function votesView(place, { run }) {
       if (now) return showLeft(now); // a person is at it
       const [next] = found.ballots;
       shown = next?.id ?? null;
-      if (!next) return body.replaceChildren(empty("Nobody is asked now. A group of pictures comes here when one is to be voted on."));
+      if (!next)
+        return body.replaceChildren(
+          empty("Nobody is asked now. A group of pictures comes here when one is to be voted on."),
+        );
       body.replaceChildren(ballotOf(next, found.ballots.length - 1 + found.more));
     } catch (error) {
-      if (shown) say(error.message); else body.replaceChildren(failed(error));
+      if (shown) say(error.message);
+      else body.replaceChildren(failed(error));
     }
   }
 
@@ -30,28 +37,69 @@ function votesView(place, { run }) {
     const ranking = [];
     const loaded = new Set();
     let ready = false;
-    const buttons = new Map(ballot.pictures.map((name, index) => {
-      const badge = h("span", { class: "rank", "aria-hidden": "true" });
-      const button = h("button", { type: "button", "aria-pressed": "false", on: { click: () => pick(name) } },
-        h("img", { src: `api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}/${name}`, alt: "", on: { load: (event) => seen(name, event.target), error: (event) => again(event.target) } }), badge);
-      return [name, { button, badge, number: index + 1 }];
-    }));
-    const name = ballot.asks_name ? h("input", { type: "text", maxlength: "200", value: voteChoice.name, on: { input: () => { voteChoice.name = name.value; draw(); } } }) : null;
+    const buttons = new Map(
+      ballot.pictures.map((name, index) => {
+        const badge = h("span", { class: "rank", "aria-hidden": "true" });
+        const button = h(
+          "button",
+          { type: "button", "aria-pressed": "false", on: { click: () => pick(name) } },
+          h("img", {
+            src: `api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}/${name}`,
+            alt: "",
+            on: { load: (event) => seen(name, event.target), error: (event) => again(event.target) },
+          }),
+          badge,
+        );
+        return [name, { button, badge, number: index + 1 }];
+      }),
+    );
+    const name = ballot.asks_name
+      ? h("input", {
+          type: "text",
+          maxlength: "200",
+          value: voteChoice.name,
+          on: {
+            input: () => {
+              voteChoice.name = name.value;
+              draw();
+            },
+          },
+        })
+      : null;
     const vote = h("button", { type: "button", on: { click: () => send(ranking) } }, "Vote");
     const alike = h("button", { type: "button", on: { click: () => send([]) } }, "All alike");
-    const clear = h("button", { type: "button", on: { click: () => { ranking.length = 0; draw(); } } }, "Clear");
+    const clear = h(
+      "button",
+      {
+        type: "button",
+        on: {
+          click: () => {
+            ranking.length = 0;
+            draw();
+          },
+        },
+      },
+      "Clear",
+    );
 
     function seen(picture, image) {
       image.classList.toggle("small", image.naturalWidth < 160);
       loaded.add(picture);
-      if (loaded.size === ballot.pictures.length) setTimeout(() => { ready = true; draw(); }, VOTE_AFTER_MS);
+      if (loaded.size === ballot.pictures.length)
+        setTimeout(() => {
+          ready = true;
+          draw();
+        }, VOTE_AFTER_MS);
     }
     function again(image) {
-      setTimeout(() => { if (image.isConnected) image.src = image.getAttribute("src"); }, 2000);
+      setTimeout(() => {
+        if (image.isConnected) image.src = image.getAttribute("src");
+      }, 2000);
     }
     function pick(chosen) {
       const at = ranking.indexOf(chosen);
-      if (at >= 0) ranking.splice(at, 1); else ranking.push(chosen);
+      if (at >= 0) ranking.splice(at, 1);
+      else ranking.push(chosen);
       draw();
     }
     function draw() {
@@ -68,7 +116,10 @@ function votesView(place, { run }) {
     async function send(chosen) {
       [vote.disabled, alike.disabled] = [true, true];
       try {
-        await voted(`api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}`, { ranking: chosen, voter: name?.value ?? "" });
+        await voted(`api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}`, {
+          ranking: chosen,
+          voter: name?.value ?? "",
+        });
         say("Your vote is recorded.");
         shown = null;
         body.replaceChildren(empty("The next group comes when its pictures are made."));
@@ -80,15 +131,40 @@ function votesView(place, { run }) {
       await refresh();
     }
     const left = h("span", { class: "faint" });
-    showLeft = (found) => { left.textContent = `taken for another ${duration(found.left_s)}`; };
+    showLeft = (found) => {
+      left.textContent = `taken for another ${duration(found.left_s)}`;
+    };
     showLeft(ballot);
     draw();
-    return h("div", { class: "ballot", "data-ballot": ballot.id },
-      h("h2", { class: "words clamp", dir: "auto", title: ballot.prompt.slice(0, 500) }, ballot.prompt.slice(0, 4000)),
-      h("p", { class: "faint" }, "Which shows it best? Choose one, or several in their order, the best first; those not chosen come after them, all alike."),
-      h("div", { class: "pictures" }, [...buttons.values()].map(({ button }) => h("div", { class: "picture" }, button))),
-      h("div", { class: "controls" }, name ? h("label", {}, "Your name, which this run keeps", name) : null, vote, alike, clear, left,
-        others ? h("span", { class: "faint" }, `${plural(others, "other group")} waiting`) : null));
+    return h(
+      "div",
+      { class: "ballot", "data-ballot": ballot.id },
+      h(
+        "h2",
+        { class: "words clamp", dir: "auto", title: ballot.prompt.slice(0, 500) },
+        ballot.prompt.slice(0, 4000),
+      ),
+      h(
+        "p",
+        { class: "faint" },
+        "Which shows it best? Choose one, or several in their order, the best first; those not chosen come after them, all alike.",
+      ),
+      h(
+        "div",
+        { class: "pictures" },
+        [...buttons.values()].map(({ button }) => h("div", { class: "picture" }, button)),
+      ),
+      h(
+        "div",
+        { class: "controls" },
+        name ? h("label", {}, "Your name, which this run keeps", name) : null,
+        vote,
+        alike,
+        clear,
+        left,
+        others ? h("span", { class: "faint" }, `${plural(others, "other group")} waiting`) : null,
+      ),
+    );
   }
   return refresh;
 }
@@ -97,7 +173,11 @@ function votesView(place, { run }) {
 async function voted(address, vote) {
   let answer;
   try {
-    answer = await fetch(address, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(vote) });
+    answer = await fetch(address, {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(vote),
+    });
   } catch {
     throw new Refused("The dashboard's server does not answer; vote again when it does.");
   }

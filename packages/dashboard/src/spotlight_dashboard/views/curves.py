@@ -17,10 +17,12 @@ from typing import TypeAlias
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.metrics import ITERATION, JUDGED, SAMPLES_TRAINED, STDERR, VALIDATION, WALL_S
 from spotlight_dashboard.figures import Json, finite, thinned
+from spotlight_dashboard.metric_names import VALIDATION_GRADED
 from spotlight_dashboard.run_folders import RunFolder
 
 AXES = ("iteration", "samples", "hours", "usd")
 POINTS_MAX = 600
+_QUOTED_GRADED = f'"{VALIDATION_GRADED}"'.encode()
 SpentDollars: TypeAlias = tuple[list[int], list[float]] | None
 """(iterations, dollars spent by the end of each); None without a ledger."""
 
@@ -194,14 +196,14 @@ def validation_rows(run: RunFolder, points_max: int = 300) -> list[Json]:
     lines = path.read_bytes().split(b"\n")[:-1] if path is not None else []
     rows = []
     for line in lines:
-        if b'"validation/graded"' not in line:
+        if _QUOTED_GRADED not in line:
             continue
         try:
             row = json.loads(line)
             rows.append((int(row[ITERATION]), float(row[WALL_S]), row))
         except (ValueError, KeyError, TypeError):
             continue
-    graded = [known if (known := finite(row["validation/graded"])) is not None else 0.0 for *_, row in rows]
+    graded = [known if (known := finite(row[VALIDATION_GRADED])) is not None else 0.0 for *_, row in rows]
     return [
         {
             "iteration": rows[at][0],
@@ -221,7 +223,7 @@ def recent_rows(run: RunFolder, rows_max: int, bytes_max: int = 1 << 18) -> list
     for line in _newest_lines(run, bytes_max):
         try:
             row = json.loads(line)
-            if isinstance(row, dict) and "validation/graded" not in row:
+            if isinstance(row, dict) and VALIDATION_GRADED not in row:
                 found.append({name: finite(value) for name, value in row.items()})
         except (ValueError, TypeError):
             continue

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from spotlight.scheduler.types import Phase, Purpose
 from spotlight.store.ledger.history import History
 from spotlight.store.metrics import WALL_S
+from spotlight_dashboard.metric_names import CLIPPED_SHARE, LOSS, REWARD, SILENT_GROUPS_SHARE
 
 SILENT_SHARE_MAX = 0.5
 LOST_SHARE_MAX = 0.05
@@ -18,7 +19,7 @@ UNSEEN_AT_FIRST_S_MAX = 3600.0
 """While it is not known how long an iteration takes."""
 COLLAPSED_SHARE = 0.5
 CLIPPED_SHARE_MAX = 0.5
-_REWARD, _MEAN_OF = "rollout/reward", 5
+_MEAN_OF = 5
 ENDINGS = ("ended", "stopped")
 """Names of the findings that tell how a run ended."""
 _ENDED = {"failed": "failed", "killed": "was killed"}
@@ -88,7 +89,7 @@ def findings(
         *_about_notices(history),
         *_about_spot(spot_gone_at, now_s, limits),
         *_about_learning(rows),
-        *_about_rewards(_known(rows, _REWARD)),
+        *_about_rewards(_known(rows, REWARD)),
         *_about_limits(outlook or RunOutlook(None, None), limits),
     ]
     return sorted(found, key=lambda each: not each.serious)
@@ -221,7 +222,7 @@ def _about_limits(outlook: RunOutlook, limits: RunLimits) -> Iterator[RunFinding
 
 
 def _about_learning(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunFinding]:
-    silent = _newest_mean(rows, "advantage/silent_groups_share")
+    silent = _newest_mean(rows, SILENT_GROUPS_SHARE)
     if silent > SILENT_SHARE_MAX:
         yield RunFinding(
             "silent_groups",
@@ -229,14 +230,14 @@ def _about_learning(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunF
             "Harder or easier prompts, a finer reward, or a larger rollout.group_size.",
             serious=True,
         )
-    clipped = _newest_mean(rows, "train/clip_fraction")
+    clipped = _newest_mean(rows, CLIPPED_SHARE)
     if clipped > CLIPPED_SHARE_MAX:
         yield RunFinding(
             "clipped",
             f"{clipped:.0%} of the newest ratios lie outside the clip range.",
             "Lower learner.learning_rate or learner.updates_per_batch; see algorithm.clip_range.",
         )
-    if rows and rows[-1].get("train/loss", 0.0) is None:
+    if rows and rows[-1].get(LOSS, 0.0) is None:
         yield RunFinding(
             "loss_not_a_number",
             "The newest loss is not a number.",

@@ -11,6 +11,7 @@ from sqlite3 import Connection
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight_dashboard.figures import Json, finite, thinned
+from spotlight_dashboard.metric_names import NODES_ASKED, REACHABLE
 from spotlight_dashboard.run_folders import RunFolder, Settings
 from spotlight_dashboard.views.curves import spent_usd
 from spotlight_dashboard.views.lanes import node_of, spot_nodes
@@ -92,10 +93,10 @@ def target(settings: Settings, connection: Connection, row: Mapping[str, float |
     return {
         "deadline_at": began_at + 3600 * deadline_h if deadline_h is not None and began_at else None,
         "budget_usd": budget_usd,
-        "nodes": row.get("target/nodes_asked"),
+        "nodes": row.get(NODES_ASKED),
         "left_s": [row.get(f"target/left_s{end}") for end in ("_low", "_high")],
         "left_usd": [row.get(f"target/left_usd{end}") for end in ("_low", "_high")],
-        "reachable": row.get("target/reachable"),
+        "reachable": row.get(REACHABLE),
         "decision": None if decision is None else {"at": decision[0], "words": decision[1]},
     }
 

@@ -15,6 +15,7 @@ from spotlight.store.ledger.history import History, read_attempts, read_history,
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import Incident
 from spotlight_dashboard.figures import Json, finite
+from spotlight_dashboard.metric_names import LOSS
 from spotlight_dashboard.run_folders import RunFolder, Settings
 from spotlight_dashboard.views.curves import recent_rows, spent_usd, validation_rows
 from spotlight_dashboard.views.findings import RunLimits, RunOutlook, findings, iteration_s
@@ -122,7 +123,7 @@ def accounting(run: RunFolder, limits: RunLimits) -> Json:
         seconds = queries.gpu_seconds_by_phase(connection)
         gone_at = spot_gone_at(connection) if history.state == "running" else None
         ahead = outlook(run, connection) if limits.look_ahead else None
-    rows = [row for row in recent_rows(run, _REMEMBERED) if "train/loss" in row]
+    rows = [row for row in recent_rows(run, _REMEMBERED) if LOSS in row]
     found = findings(history, seconds, rows, time.time(), gone_at, ahead, limits)
     return {
         "state": history.state,

@@ -20,11 +20,12 @@ from spotlight.config.sections.exploration import (
     PreviewCostsConfig,
     SeedChoiceConfig,
 )
+from spotlight.config.sections.fleet import FleetConfig, OnDemandConfig
 from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight.fleet.traces.trace_files import read_trace
 from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
 from spotlight.scheduler.events import NodeJoined
-from spotlight.scheduler.plan import ClusterPlan, Plan, TrainingChoice, latent_frames
+from spotlight.scheduler.plan import ClusterPlan, FleetSettings, Plan, TrainingChoice, latent_frames
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
 from spotlight_plan.prices.quotes import Quote
 from spotlight_plan.scenarios.fleet_events import SpotOffer, spot_events
@@ -57,7 +58,7 @@ from spotlight_plan.scenarios.strategies import (
     Strategy,
     strategy_named,
 )
-from spotlight_plan.simulation.scenario import NodeEvent, OnDemandOffer, Scenario
+from spotlight_plan.simulation.scenario import NodeEvent, Scenario
 from spotlight_plan.simulation.virtual_rewards import RewardModel
 from spotlight_plan.traces.generator import TraceSpec, generate
 from spotlight_plan.traces.public_traces import public_trace
@@ -203,10 +204,8 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         until_s=file.run.until_h * 3600,
         rewards=RewardModel(**model.model_dump()) if model else RewardModel(),
         timelines=timelines,
-        on_demand=on_demand_offer(prepared) if strategy.placement == "spot_then_on_demand" else None,
+        on_demand=on_demand_node(prepared) if strategy.placement == "spot_then_on_demand" else None,
         boot_s=costs.boot_s() if file.cluster.boot_s is None else file.cluster.boot_s,
-        ranks_roll_out=strategy.trainers_roll_out(file.cluster.reserved.rolls_out),
-        even_ranks=file.learner.shard == "node",
         egress=egress_of(file, prepared.profile, prepared.pricing, strategy),
         standing_usd_h=standing_usd_h(file, prepared.profile, strategy),
     )
@@ -220,16 +219,25 @@ def ranks_of(prepared: Prepared, strategy: Strategy) -> int:
     return sum(node.gpus for node in joining if node.trains)  # all of these join at 0
 
 
-def on_demand_offer(prepared: Prepared) -> OnDemandOffer:
+def on_demand_node(prepared: Prepared) -> Node:
     """The whole machines that a learner on spot nodes takes on demand, as one node."""
     file, tag = prepared.file, prepared.pricing.on_demand
     assert tag is not None, "prepared for a strategy that takes a node on demand"
     spot = file.cluster.spot
     gpus = math.ceil(file.ranks / spot.gpus_per_node) * spot.gpus_per_node  # of whole machines
     price, kind = tag.usd_gpu_h * gpus, NodeKind.ON_DEMAND
-    node = Node(NodeId("on-demand"), kind, gpus, spot.gpu_type, price, trains=False, rolls_out=True)
+    return Node(NodeId("on-demand"), kind, gpus, spot.gpu_type, price, trains=False, rolls_out=True)
+
+
+def _fleet_plan(file: ScenarioFile, strategy: Strategy, cluster: ClusterPlan) -> FleetSettings:
     wish = file.learner.on_demand
-    return OnDemandOffer(node, wish.after_s, wish.back_after_s)
+    takes = strategy.placement == "spot_then_on_demand"
+    return FleetSettings(
+        ranks_roll_out=strategy.trainers_roll_out(file.cluster.reserved.rolls_out),
+        even_ranks=file.learner.shard == "node",
+        on_demand=OnDemandConfig(after_s=wish.after_s, back_after_s=wish.back_after_s) if takes else None,
+        move_s=cluster.start_s + FleetConfig().learner_s,
+    )
 
 
 def _learner_shape(file: ScenarioFile, strategy: Strategy, ranks: int) -> LearnerShape:
@@ -268,6 +276,7 @@ def _plan(
     prepared: Prepared, strategy: Strategy, costs: ProfileCosts, denoising: tuple[str, ...], ranks: int
 ) -> Plan:
     file, work, test = prepared.file, prepared.file.workload, prepared.file.workload.evaluation
+    cluster = replace(_cluster_plan(prepared, costs, denoising), learner_moves=strategy.learner_moves)
     return Plan(
         run_seed=file.run.seed,
         iterations=file.run.iterations,
@@ -283,7 +292,8 @@ def _plan(
         lease_s=_lease_s(costs, denoising, file),
         max_drop_share=0.5,  # uneven ranks leave samples over by design
         ranks=ranks,
-        cluster=replace(_cluster_plan(prepared, costs, denoising), learner_moves=strategy.learner_moves),
+        cluster=cluster,
+        fleet=_fleet_plan(file, strategy, cluster),
         exploration=_exploration(file, strategy, costs, denoising[0], ranks),
         keeps_previews=strategy.explore == "critical_path",
         pipeline=file.pipeline.of(strategy, costs.switch_s()),

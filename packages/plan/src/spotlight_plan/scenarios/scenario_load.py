@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 import json
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -15,8 +12,8 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from spotlight.config.load import apply_override
-from spotlight.config.requires import Requirement, Requires, at_least, problems_of
+from spotlight.config.load import apply_override, sections_in
+from spotlight.config.requires import Requirement, Requires, at_least, at_most, problems_of
 from spotlight.config.sections.exploration import seeds_require
 from spotlight.config.sections.pipeline import slices_require
 from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
@@ -27,7 +24,7 @@ from spotlight_plan.scenarios.strategies import (
     UnknownStrategyError,
     strategy_named,
 )
-from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.yaml_tree import merge, read_tree
 
 _BASE = "base"
@@ -105,8 +102,7 @@ def _tree(name: str, beside: Path | None, depth: int) -> dict[str, Any]:
         if not path.is_file():
             expected = f"a YAML file, or one of {', '.join(scenario_names())}"
             key = "SCENARIO" if depth == 0 else _BASE
-            close = difflib.get_close_matches(name, scenario_names(), n=1)
-            remedy = f"Did you mean {close[0]!r}?" if close else "Name one that exists."
+            remedy = did_you_mean(name, scenario_names(), "Name one that exists.")
             raise ConfigError("the scenario", [Problem(key, repr(name), expected, remedy)])
         tree = read_tree(path)
         folder = path.parent
@@ -154,8 +150,7 @@ def _explain(tree: Mapping[str, Any], detail: ErrorDetails) -> Problem:
         return Problem(key, "a key that is gone", "nothing", _RETIRED[key])
     if detail["type"] == "extra_forbidden":
         known = sorted(_fields_at(ScenarioFile, parts[:-1], tree))
-        close = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.6)
-        remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
+        remedy = did_you_mean(parts[-1], known, "Remove it.")
         return Problem(key, "an unknown key", f"one of {', '.join(known)}", remedy)
     if detail["type"] in {"missing", "union_tag_not_found"}:
         key = f"{key}.kind" if detail["type"] == "union_tag_not_found" else key
@@ -177,7 +172,7 @@ def _fields_at(model: type[BaseModel], path: Sequence[str], tree: Mapping[str, A
             section
             for one in models
             if part in one.model_fields
-            for section in _sections(one.model_fields[part].annotation)
+            for section in sections_in(one.model_fields[part].annotation)
         ]
         models = found or models
     kind = _section(tree, "trace").get("kind")
@@ -185,14 +180,6 @@ def _fields_at(model: type[BaseModel], path: Sequence[str], tree: Mapping[str, A
         one for one in models if "kind" in one.model_fields and one.model_fields["kind"].default == kind
     ]
     return {name for one in (chosen or models) for name in one.model_fields}
-
-
-def _sections(annotation: object) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    elif isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is not None:
-        for argument in typing.get_args(annotation):
-            yield from _sections(argument)
 
 
 # -- contradictions ----------------------------------------------------------------------------------------
@@ -239,33 +226,21 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
         )
     )
     exploring = [name for name, strategy in strategies.items() if strategy.explore is not None]
-    explore, group = scenario.exploration, scenario.workload.group_size
-    if explore is None and set(exploring) & set(scenario.strategies):
+    if scenario.exploration is None and set(exploring) & set(scenario.strategies):
         remedy = "Add seeds_per_prompt and steps, or leave these strategies out."
         yield Problem("exploration", "nothing", f"a section, for {', '.join(exploring)}", remedy)
-    if explore is not None:
-        yield from problems_of(_SEEDS, scenario)
-    if (scenario.workload.train_samples or 0) > group:
-        remedy = "They are chosen among the generated ones."
-        found = str(scenario.workload.train_samples)
-        yield Problem("workload.train_samples", found, f"at most workload.group_size = {group}", remedy)
-    if scenario.workload.updates_per_batch > scenario.workload.prompts:
-        found, expected = str(scenario.workload.updates_per_batch), f"at most {scenario.workload.prompts}"
-        yield Problem("workload.updates_per_batch", found, expected, "An update trains whole groups.")
+    yield from problems_of(_ROWS, scenario)
 
 
-_SEEDS: tuple[Requirement[ScenarioFile], ...] = (
-    *(
-        Requires(
-            key,
-            {},
-            at_least("workload.group_size"),  # as many let a planner explore nothing
-            "A group is chosen among the previews: make as many or more.",
-        )
-        for key in ("exploration.seeds_per_prompt", "exploration.planner.seed_counts")
-    ),
+_ROWS: tuple[Requirement[ScenarioFile], ...] = (
+    *(Requires(key, {}, at_least("workload.group_size"),  # as many let a planner explore nothing
+               "A group is chosen among the previews: make as many or more.")
+      for key in ("exploration.seeds_per_prompt", "exploration.planner.seed_counts")),
     *seeds_require("workload"),
-)
+    Requires("workload.train_samples", {}, at_most("workload.group_size"),
+             "They are chosen among the generated ones."),
+    Requires("workload.updates_per_batch", {}, at_most("workload.prompts"), "An update trains whole groups."),
+)  # fmt: skip
 
 
 def _is_on_reserved(name: str) -> bool:

@@ -6,7 +6,6 @@ is a line in :data:`STRATEGIES`; pipeline parts are appended to its name: ``disa
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -16,7 +15,7 @@ from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 from spotlight.config.sections.exploration import PreviewTime
-from spotlight_rewards.base.errors import Problem
+from spotlight_rewards.base.errors import Problem, did_you_mean
 
 LearnerPlacement: TypeAlias = Literal["reserved", "spot", "spot_then_on_demand"]
 SpotBaseline: TypeAlias = Literal["checkpoints", "redundancy"]
@@ -235,8 +234,7 @@ def strategy_named(name: str) -> Strategy:
     base_name, *added = name.split("+")
     base = STRATEGIES.get(base_name)
     if base is None:
-        close = difflib.get_close_matches(base_name, STRATEGIES, n=1)
-        remedy = f"Did you mean {close[0]!r}?" if close else "Remove it."
+        remedy = did_you_mean(base_name, STRATEGIES, "Remove it.")
         raise UnknownStrategyError(name, f"one of {', '.join(STRATEGIES)}", remedy)
     if unknown := [part for part in added if part not in set(PipelinePart)]:
         known = ", ".join(f"+{part}" for part in PipelinePart)

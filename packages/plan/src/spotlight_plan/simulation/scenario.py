@@ -27,20 +27,6 @@ NodeEvent: TypeAlias = NodeJoined | NodeNoticed | NoticeCancelled | NodeLost | P
 
 
 @dataclass(frozen=True, slots=True)
-class OnDemandOffer:
-    """A node on demand for a learner that moves.
-
-    Attributes:
-        node: as it joins; its name gets a number.
-        after_s, back_after_s: see :class:`~spotlight.scheduler.learner.on_demand_policy.OnDemandPolicy`.
-    """
-
-    node: Node
-    after_s: float
-    back_after_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Scenario:
     """One simulated run.
 
@@ -49,9 +35,9 @@ class Scenario:
             learner moves.
         boot_s: from a machine's arrival, billed, until the cluster can use it; what is there at 0 s has
             booted.
-        on_demand: for a learner that moves; None: it waits for spot nodes.
-        ranks_roll_out: GPUs of a learner that moves also roll out while it waits.
-        even_ranks: it has equally many ranks on each node.
+        on_demand: a node on demand as it joins; its name gets a number. With ``FleetSettings.on_demand``.
+        spot_first: with ``FleetSettings.target``, spot nodes that the run has at first; None: those at 0 s.
+        spot_delay_s: likewise, until one that it takes has joined.
         egress: None: all nodes are in one region.
         standing_usd_h: what is paid all the time beside machines with GPUs, by what it is for.
         train_prompts: number of training prompts.
@@ -75,9 +61,9 @@ class Scenario:
     rewards: RewardModel = field(default_factory=RewardModel)
     timelines: bool = False
     boot_s: float = 0.0
-    on_demand: OnDemandOffer | None = None
-    ranks_roll_out: bool = False
-    even_ranks: bool = False
+    on_demand: Node | None = None
+    spot_first: int | None = None
+    spot_delay_s: float = 60.0
     egress: Egress | None = None
     standing_usd_h: Mapping[str, float] = field(default_factory=dict)
 
@@ -89,13 +75,13 @@ class Scenario:
         ranks = sum(node.gpus for node in first if node.trains)
         if self.plan.cluster.learner_moves:
             self._require_no_roles()
-        elif self.on_demand is not None:
-            raise ValueError("only a learner that moves takes a node on demand; set learner_moves")
         elif ranks != self.plan.ranks:
             raise ValueError(
                 f"the plan has {self.plan.ranks} learner ranks, but the nodes that train and join at 0 s "
                 f"have {ranks} GPUs; give plan.ranks their number"
             )
+        if (self.on_demand is None) != (self.plan.fleet.on_demand is None):
+            raise ValueError("a node on demand, and when one is taken, go together: set both or none")
         joining = [event.node for _, event in self.nodes if isinstance(event, NodeJoined)]
         if not any(node.rolls_out for node in joining):
             raise ValueError("no node rolls out: nothing would ever be trained; set rolls_out on some node")

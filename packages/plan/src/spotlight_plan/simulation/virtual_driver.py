@@ -23,13 +23,13 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.stages import Stage
-from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind, WorkerId
+from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase, WeightKind, WorkerId
 from spotlight_plan.simulation.disturbances import Network, TimingNoise
 from spotlight_plan.simulation.gpu_accounts import GpuAccounts, GpuSwitches
 from spotlight_plan.simulation.machines.booting import BootingMachines
 from spotlight_plan.simulation.machines.other_costs import OtherCosts
-from spotlight_plan.simulation.machines.virtual_on_demand import VirtualOnDemand
-from spotlight_plan.simulation.machines.virtual_places import GROWS_AFTER_S, VirtualPlaces
+from spotlight_plan.simulation.machines.virtual_places import Parts, VirtualPlaces
+from spotlight_plan.simulation.machines.virtual_supply import OnDemandSupply, SpotSupply
 from spotlight_plan.simulation.run_result import result_of
 from spotlight_plan.simulation.scenario import (
     IterationTimes,
@@ -79,13 +79,16 @@ class Simulation:
         self.workers = VirtualWorkers(self, self.accounts, costs, scenario.commit_every, turns)
         joins = [event.node for _, event in scenario.nodes if isinstance(event, ev.NodeJoined)]
         gpu_type = max(joins, key=lambda node: (node.trains, node.kind is NodeKind.SPOT)).gpu_type
-        self.places = VirtualPlaces.of(
-            scenario.plan, ranks_roll_out=scenario.ranks_roll_out, even=scenario.even_ranks
-        )
+        self.places = VirtualPlaces()
         self.booting = BootingMachines(self.accounts)
-        offer, ranks = scenario.on_demand, scenario.plan.ranks_min
-        start_s = scenario.plan.cluster.start_s
-        self.on_demand = None if offer is None else VirtualOnDemand(self, offer, ranks, start_s)
+        self._moves = scenario.plan.cluster.learner_moves
+        self.on_demand = None if scenario.on_demand is None else OnDemandSupply(self, scenario.on_demand)
+        self.spot = None
+        if (target := scenario.plan.fleet.target) is not None:
+            at_start = sum(at_s == 0 for at_s, event in scenario.nodes if _joins_spot(event))
+            self.spot = SpotSupply(
+                self, target.clipped(scenario.spot_first or at_start), scenario.spot_delay_s
+            )
         self.learner = VirtualLearner(
             scenario,
             self.accounts,
@@ -95,7 +98,7 @@ class Simulation:
             self.feed,
             self.after_ranks,
             turns,
-            lambda: self.places.is_cold,
+            lambda: self._moves and self.places.is_cold,
         )
         self._learner_noise = TimingNoise(scenario.seed, "learner", scenario.noise)
         self._reward_noise = TimingNoise(scenario.seed, "rewards", scenario.noise)
@@ -111,7 +114,9 @@ class Simulation:
         self.events = self.preemptions = self.notices = 0
         self.explorations: list[ef.ReportExploration] = []
         self.overlaps: list[ef.ReportPipeline] = []
+        self.fleet_reports: list[tuple[float, ef.ReportFleet]] = []
         self._times = IterationTimes()
+        self._worked_s = 0.0
         self.iterations = self._times.ended
         self._heap: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
         self._numbers = count()
@@ -129,7 +134,14 @@ class Simulation:
         """Schedule the scenario's node events, and start the learner."""
         for at_s, event in self.scenario.nodes:
             self._push(at_s, self.happen, (event,))
+        self._push(0.0, self._report_supply, ())
         self._push(0.0, self._start_learner, ())
+
+    def _report_supply(self) -> None:
+        if self.on_demand is not None:
+            self.feed(ev.NodesProvided(NodeKind.ON_DEMAND, self.on_demand.provided))
+        if self.spot is not None:
+            self.feed(ev.NodesProvided(NodeKind.SPOT, self.spot.provided))
 
     def step(self) -> bool:
         """Do the next scheduled call. Returns False when there is none, or the run is over."""
@@ -176,7 +188,8 @@ class Simulation:
             return
         if self._closing is not None:
             self.finish = self._closing if self.learner.alive else None
-            return
+            if self.finish is not None or not self._moves:
+                return
         self.events += 1
         if isinstance(event, ev.WeightsPulled) and (process := self.workers.processes.get(event.worker)):
             self.places.warm.add(self.places.machine_of[process.node])
@@ -271,6 +284,17 @@ class Simulation:
                 self.explorations.append(effect)
             case ef.ReportPipeline():
                 self.overlaps.append(effect)
+            case ef.AssignRoles(machine, parts):
+                if machine in self.places.machines:
+                    self._assign(machine, parts)
+            case ef.PlaceLearner(ranks):
+                self.places.placed = ranks
+            case ef.NodesWanted(kind):
+                supply = self.spot if kind is NodeKind.SPOT else self.on_demand
+                assert supply is not None, f"nobody provides {kind} nodes"
+                self.after(0.0, supply.carry_out, effect)
+            case ef.ReportFleet():
+                self.fleet_reports.append((self.now, effect))
             case ef.FinishRun():
                 self._close(effect)
             case _:
@@ -280,11 +304,16 @@ class Simulation:
 
     def _restore(self, head_life: int, effect: ef.RestoreLearner) -> None:
         wanted = (head_life, effect.lineage) == (self.head_life, self.controller.cluster.lineage)
-        if wanted and not self.places.has_room(self.scenario.plan.ranks_min):
+        if wanted and self._room < self.scenario.plan.ranks_min:
             self.after(FIND_S, self._restore, head_life, effect)
         elif wanted:
-            self.learner.restore(effect, self.places.next_ranks)
+            self.learner.restore(effect, self._room)
             self._learner_starts()
+
+    @property
+    def _room(self) -> int:
+        """Ranks of the learner that is formed now."""
+        return sum(self.places.placed.values()) if self._moves else self.places.ranks
 
     def _close(self, effect: ef.FinishRun) -> None:
         """The weights are exported by a learner that is up; a lost one is started again for that."""
@@ -313,6 +342,14 @@ class Simulation:
         self.accounts.settle(self.now)
         it = self.controller
         self._times.end(it.iteration, self.now, self.accounts.total_usd, it.ledger.trained)
+        if self.spot is not None:
+            by_phase = self.accounts.by_phase()
+            worked_s = by_phase[Phase.ROLLOUT] + by_phase[Phase.EVALUATION]
+            billed = ev.IterationBilled(
+                it.iteration, worked_s - self._worked_s, self.accounts.total_usd, self.now
+            )
+            self._worked_s = worked_s
+            self.after(0.0, self._from_head, self.head_life, billed)
 
     # -- messages --------------------------------------------------------------------------------------
 
@@ -353,13 +390,17 @@ class Simulation:
     # -- nodes -----------------------------------------------------------------------------------------
 
     def happen(self, event: NodeEvent) -> None:
+        """An event of the scenario, or of its market of spot nodes."""
+        if self.spot is None or self.spot.offer(event, self.now):
+            self.apply(event)
+
+    def apply(self, event: NodeEvent) -> None:
         """Apply a node event to the simulated cluster and report it to the controller."""
         if self.booting.happen(event, self.now):
             if isinstance(event, ev.NodeLost):
                 self._changed()
             return
-        holds_learner, places = False, self.places
-        events: list[ev.NodeJoined | ev.NodeLost | ev.NodeNoticed | ev.NoticeCancelled] = []
+        places = self.places
         match event:
             case PriceChanged(name, price_usd_h):
                 for part in places.parts.get(name, ()):
@@ -372,69 +413,45 @@ class Simulation:
                     self.booting.join(node, self.now)
                     self.after(self.scenario.boot_s, self._booted, node.id, self.now)
                     return
-                events += self._join(node)
+                self._join(node)
             case ev.NodeLost(name) if name in places.machines:
-                events += [ev.NodeLost(part.id) for part in places.parts[name]]
                 holds_learner = self._take(name)
+                self.feed(event)
+                if holds_learner:
+                    self.lose_learner(f"node {name} is gone")
             case ev.NodeNoticed(name, deadline_s) if name in places.machines:
                 self.notices += 1
                 self.noticed[name] = deadline_s
-                events += [ev.NodeNoticed(part.id, deadline_s) for part in places.parts[name]]
-                places.notice(name)
+                self.feed(event)
             case ev.NoticeCancelled(name) if self.noticed.pop(name, None) is not None:
-                events += [ev.NoticeCancelled(part.id) for part in places.parts[name]]
-                places.cancel(name)
-        for each in events:
-            self.feed(each)
-        if events:
-            self._reassign()
-        if holds_learner and isinstance(event, ev.NodeLost):
-            self.lose_learner(f"node {event.node} is gone")
+                self.feed(event)
         self._changed()
 
     def _changed(self) -> None:
-        """What waits for nodes looks again."""
+        """A learner that waits for nodes looks again."""
         if self._start_due and self.head_up:
             self._start_learner()
-        if self.on_demand is not None:
-            self.on_demand.changed()
 
-    def _join(self, machine: Node) -> list[ev.NodeJoined]:
-        parts = self.places.join(machine)
-        for part in parts:
-            self.accounts.add(part, self.now)
-        return [ev.NodeJoined(part) for part in parts]
+    def _join(self, machine: Node) -> None:
+        self.places.join(machine)
+        self.accounts.add(machine, self.now)
+        self.feed(ev.NodeJoined(machine))
 
     def _booted(self, name: NodeId, since_s: float) -> None:
         booted = self.booting.booted(name, since_s, self.now)
         if booted is None:
             return
         machine, deadline_s = booted
-        for each in self._join(machine):
-            self.feed(each)
-        self._reassign()
+        self._join(machine)
         self._changed()
         if deadline_s is not None:
-            self.happen(ev.NodeNoticed(name, deadline_s))
+            self.apply(ev.NodeNoticed(name, deadline_s))
 
-    def works(self, machine: NodeId) -> bool:
-        """Whether a group or the learner still works on a machine."""
-        hosts = self.controller.cluster.hosts
-        on_it = (hosts.get(part.id) for part in self.places.parts.get(machine, ()))
-        return any(host is not None and (bool(host.leaders) or host.node.trains) for host in on_it)
-
-    def _reassign(self) -> None:
-        """Report nodes whose role has changed."""
-        for before, after in self.places.changed():
-            self._kill_workers(before)
-            self.accounts.reassign(before, after, self.now)
-            self.feed(ev.NodeReassigned(tuple(part.id for part in before), after))
-        if self.places.sees_more_room(self.now):
-            self.after(GROWS_AFTER_S, self._grow)
-
-    def _grow(self) -> None:
-        if self.places.grow(self.now):
-            self._reassign()
+    def _assign(self, machine: NodeId, parts: Parts) -> None:
+        """A machine is other nodes to the controller from now on."""
+        before = self.places.put(machine, parts)
+        self._kill_workers(before)
+        self.accounts.reassign(before, parts, self.now)
 
     def _kill_workers(self, nodes: Sequence[Node]) -> None:
         names = {node.id for node in nodes}
@@ -442,33 +459,35 @@ class Simulation:
             self.workers.kill(process)
 
     def _learner_starts(self) -> None:
-        self.places.started()
-        self._reassign()
+        if self._moves:
+            self.places.started()
+            self.feed(ev.LearnerStarted(self.places.running))
 
     def reboot(self, node: Node) -> None:
-        """A node is lost and returns before anyone notices; only the end of a part is reported."""
+        """A node is lost and returns before anyone notices, unless a learner that moves may be on it."""
         if node.id not in self.places.machines:
             return
-        gone = [part.id for part in self.places.parts[node.id] if part.id != node.id]
         holds_learner = self._take(node.id)
-        for part in gone:
-            self.feed(ev.NodeLost(part))
-        self.happen(ev.NodeJoined(node))
+        if self._moves:
+            self.feed(ev.NodeLost(node.id))
+        self.apply(ev.NodeJoined(node))
         if holds_learner:
             self.lose_learner(f"node {node.id} was restarted")
 
-    def _take(self, node_id: NodeId) -> bool:
-        """Take a node; returns whether the learner was on it."""
-        self.preemptions += self.places.machines[node_id].kind is not NodeKind.ON_DEMAND
-        parts = self.places.parts[node_id]
+    def _take(self, name: NodeId) -> bool:
+        """Take a machine; returns whether the learner was on it."""
+        places = self.places
+        self.preemptions += places.machines[name].kind is not NodeKind.ON_DEMAND
+        parts = places.take(name)
         self._kill_workers(parts)
         for part in parts:
             self.accounts.remove(part.id, self.now)
-        self.noticed.pop(node_id, None)
-        holds_learner, holds_second = self.places.take(node_id)
-        if holds_second:
+        self.noticed.pop(name, None)
+        if not self._moves:
+            return any(part.trains for part in parts)
+        if name in places.placed and name not in places.running:
             self.learner.forget_second()
-        return holds_learner
+        return name in places.running
 
     def crash(self, process: VirtualProcess) -> None:
         """A worker process dies, and the driver notices."""
@@ -480,20 +499,17 @@ class Simulation:
         if life not in (None, self.learner.life):
             return
         self.learner.lose()
-        self.places.lost()
+        self.places.running = {}
         starts = self.controller.stage is Stage.IDLE or self._closing is not None
-        if self.head_up and not starts:
-            # Before nodes change their roles: a controller that does not know yet would lease those where
-            # the learner starts next.
+        if self._moves or not starts:
             self.feed(ev.LearnerLost(detail))
-        self._reassign()
         if self.head_up and starts:
             self._start_learner()
 
     def _start_learner(self) -> None:
-        self._start_due = not self.places.has_room(self.scenario.plan.ranks_min)
+        self._start_due = self._room < self.scenario.plan.ranks_min
         if not self._start_due:
-            self.learner.start(self.places.next_ranks)
+            self.learner.start(self._room)
             self._learner_starts()
 
     def restart_head(self, down_s: float) -> None:
@@ -501,8 +517,7 @@ class Simulation:
         self.learner.lose()
         self.head_up, self.head_life = False, self.head_life + 1
         self._closing = None
-        self.places.lost()
-        self._reassign()
+        self.places.running = {}
         self.after(down_s, self._head_back, self.head_life)
 
     def _head_back(self, life: int) -> None:
@@ -517,10 +532,15 @@ class Simulation:
             self.controller = Controller.restore(plan, self.train, self.test, snapshot, life)
         self.store.samples.clear()
         self.store.progress.clear()
-        for node in self.nodes.values():
-            self.feed(ev.NodeJoined(node))
-            if (machine := self.places.machine_of[node.id]) in self.noticed:
-                self.feed(ev.NodeNoticed(node.id, self.noticed[machine]))
+        self.places.placed = {}
+        for name, machine in self.places.machines.items():
+            if self.places.parts[name] != (machine,):
+                self._assign(name, (machine,))
+        for name, machine in self.places.machines.items():
+            self.feed(ev.NodeJoined(machine))
+            if name in self.noticed:
+                self.feed(ev.NodeNoticed(name, self.noticed[name]))
+        self._report_supply()
         self._start_learner()
 
     def log_hash(self) -> str:
@@ -541,3 +561,7 @@ def simulate(scenario: Scenario, *, log: bool = False) -> SimulationResult:
         while simulation.step():
             pass
     return simulation.result()
+
+
+def _joins_spot(event: NodeEvent) -> bool:
+    return isinstance(event, ev.NodeJoined) and event.node.kind is NodeKind.SPOT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from spotlight.fleet.traces.trace import TraceError
+from spotlight_rewards.base.errors import did_you_mean
 
 FOLDER_VARIABLE = "SPOTLIGHT_TRACES"
 _BAMBOO = "https://raw.githubusercontent.com/uclasystem/bamboo/main/traces"
@@ -62,8 +62,7 @@ def public_trace(name: str) -> Path:
     """The file of a public trace. Raises :class:`TraceError`: unknown, or not fetched yet."""
     known = PUBLIC_TRACES.get(name)
     if known is None:
-        close = difflib.get_close_matches(name, PUBLIC_TRACES, n=1)
-        remedy = f"Did you mean {close[0]!r}?" if close else "Use trace.kind=file for a file of your own."
+        remedy = did_you_mean(name, PUBLIC_TRACES, "Use trace.kind=file for a file of your own.")
         raise TraceError(f"trace.name is {name!r}; expected one of {', '.join(PUBLIC_TRACES)}. {remedy}")
     path = traces_folder() / known.file
     if not path.is_file():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 
@@ -21,6 +22,12 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.key}: found {self.found}; expected {self.expected}. {self.remedy}"
+
+
+def did_you_mean(found: str, known: Iterable[str], otherwise: str) -> str:
+    """The remedy for an unknown name: the nearest known one, or ``otherwise``."""
+    close = difflib.get_close_matches(found, list(known), n=1)
+    return f"Did you mean {close[0]!r}?" if close else otherwise
 
 
 class ConfigError(UserError, ValueError):

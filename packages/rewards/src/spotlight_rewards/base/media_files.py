@@ -37,7 +37,7 @@ def encode_video(frames: NDArray[np.uint8], about: Mapping[str, object], fps: fl
         import av
     except ModuleNotFoundError as error:
         raise StoreError(
-            "an MP4 cannot be written without PyAV: pip install 'spotlight-rl[video]'"
+            "an MP4 cannot be written without PyAV: pip install 'spotlight-rewards[video]'"
         ) from error
     height, width = (side - side % 2 for side in frames.shape[1:3])
     buffer = io.BytesIO()
@@ -66,7 +66,8 @@ def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
     try:
         return _read_video(path) if path.suffix.lower() == ".mp4" else _read_picture(path)
     except ModuleNotFoundError as error:
-        raise StoreError(f"{path} cannot be read without PyAV: pip install 'spotlight-rl[video]'") from error
+        remedy = "pip install 'spotlight-rewards[video]'"
+        raise StoreError(f"{path} cannot be read without PyAV: {remedy}") from error
     except Exception as error:
         raise StoreError(
             f"{path} cannot be read ({type(error).__name__}: {error}); expected a picture, or a video as MP4"

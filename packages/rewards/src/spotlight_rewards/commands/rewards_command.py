@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from spotlight_rewards.reward_facts import RewardFacts
 
 rewards_app = typer.Typer(invoke_without_command=True)
-rewards_app.command("serve", no_args_is_help=True)(serve)
 
 
 @rewards_app.callback()
@@ -51,8 +50,12 @@ def rewards(context: typer.Context) -> None:
 
       spotlight rewards convert-geneval CHECKPOINT.pth OUT
     """
-    if context.invoked_subcommand is not None:
-        return
+    if context.invoked_subcommand is None:
+        list_rewards()
+
+
+def list_rewards() -> None:
+    """List the registered rewards, with what they score with, typical scores and parameters."""
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False)
     for title in ("name", "runs on", "typical", "what it scores, with what"):
@@ -65,7 +68,6 @@ def rewards(context: typer.Context) -> None:
     console.print("\nYour own: [bold]module:function[/bold], from the current directory or a package.")
 
 
-@rewards_app.command("convert-geneval", no_args_is_help=True)
 def convert_geneval(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="OpenMMLab's .pth file.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A new directory for the converted detector.")],
@@ -86,7 +88,6 @@ def convert_geneval(
     console.print(f"Use it: rewards=\\[{{name: geneval, params: {{detector: {out}}}}}]", soft_wrap=True)
 
 
-@rewards_app.command("check", no_args_is_help=True)
 def check(
     reward: Annotated[str, typer.Argument(metavar="NAME", help="As in rewards[].name.")],
     param: ParamOption = None,
@@ -130,6 +131,10 @@ def check(
         console.print("The exact figure is not known to this version: a range stands in.")
     if not report.good:
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
+
+
+for _name, _command in (("serve", serve), ("convert-geneval", convert_geneval), ("check", check)):
+    rewards_app.command(_name, no_args_is_help=True)(_command)
 
 
 def may_download(reward: RewardConfig, facts: RewardFacts | None) -> bool:

@@ -37,7 +37,7 @@ def serve(
     """Serve rewards over HTTP, for other machines: each in its own processes, with deadlines.
 
     Speaks the JSON of UniRL's reward service; the reward [bold]http[/bold] is its client. Needs
-    pip install 'spotlight-rl\\[serve]'.
+    pip install 'spotlight-rewards\\[serve]'.
 
     [bold]Examples[/bold]
 
@@ -58,7 +58,7 @@ def serve(
         except ImportError as error:
             raise RewardSetupError(
                 f"rewards serve: the package {error.name!r} is missing. Install it: "
-                "pip install 'spotlight-rl[serve]'"
+                "pip install 'spotlight-rewards[serve]'"
             ) from error
 
         token = token_of(host, token_env)

@@ -166,7 +166,7 @@ class HttpVideo(Http):
         except ImportError as error:
             raise RewardSetupError(
                 f"http-video reward: videos cannot be written without PyAV ({error}). Install it: "
-                "pip install 'spotlight-rl[video]'"
+                "pip install 'spotlight-rewards[video]'"
             ) from error
 
     def media(self, image: Image) -> dict[str, str]:

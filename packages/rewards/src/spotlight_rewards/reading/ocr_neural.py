@@ -128,7 +128,7 @@ def _models(
     except ImportError as error:
         raise RewardSetupError(
             f"ocr-neural reward: the Python package 'cv2' cannot be imported ({error}). "
-            "Install it: pip install 'spotlight-rl[ocr-neural]'"
+            "Install it: pip install 'spotlight-rewards[ocr-neural]'"
         ) from error
     from spotlight_rewards.models.pretrained_model import find_device
     from spotlight_rewards.reading.pp_ocr import TextDetector, TextRecognizer

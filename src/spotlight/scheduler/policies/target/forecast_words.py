@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from spotlight.scheduler.scaling.target_policy import Rest, TargetDecision
+from spotlight.scheduler.policies.target.choose_nodes import Rest, TargetDecision
 
 _MINUTE_S, _HOUR_S = 60.0, 3600.0
 

@@ -1,4 +1,4 @@
-"""How many spot nodes hold a deadline, a budget, or both. Pure; used by drivers.
+"""How many spot nodes hold a deadline, a budget, or both.
 
     an iteration ends ─► model of the iterations ─► forecast for every number of nodes ─► which to ask for
 
@@ -6,8 +6,8 @@ Of the numbers that hold the goals by the upper end of their range: with a deadl
 budget alone the fastest. If none does, the one that exceeds them least.
 
 Invariants
-    1. Nothing changes before :data:`~spotlight.scheduler.scaling.iteration_model.MEASURED_MIN` iterations
-       are measured, nor before :data:`SETTLED_MIN` of them since the last change took effect.
+    1. Nothing changes before ``iteration_model.MEASURED_MIN`` iterations are measured, nor before
+       :data:`SETTLED_MIN` of them since the last change took effect.
     2. A step at most doubles, or halves, the number: what lies beyond was not measured.
     3. A number that holds the goals stays unless another saves :data:`GAIN_MIN`, twice in a row.
 """
@@ -18,8 +18,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from spotlight.scheduler.scaling.iteration_model import IterationModel
-from spotlight.scheduler.scaling.pace_meter import PaceMeter
+from spotlight.scheduler.policies.target.iteration_model import IterationModel
+from spotlight.scheduler.policies.target.pace_meter import PaceMeter
 
 SETTLED_MIN = 2
 GAIN_MIN = 0.05
@@ -111,7 +111,7 @@ class TargetDecision:
 
 
 @dataclass(slots=True)
-class TargetPolicy:
+class NodesChooser:
     """See the module's docstring."""
 
     nodes_min: int

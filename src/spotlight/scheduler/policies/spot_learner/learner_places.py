@@ -1,5 +1,4 @@
-"""Chooses the nodes that hold the learner's ranks: spot nodes, or else those taken on demand. Pure; used by
-drivers.
+"""Chooses the nodes that hold the learner's ranks: spot nodes, or else those taken on demand.
 
     a node joins, is noticed or is lost ─► places, once enough slots are free ─► the learner starts there
                                                                                             │
@@ -17,35 +16,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-
-def choose_places(slots: Mapping[str, int], ranks: int, *, even: bool = False) -> Mapping[str, int]:
-    """Ranks by node: fewest nodes, fewest slots left over, first in order; empty if slots are too few.
-
-    Args:
-        even: equally many ranks on each node.
-    """
-    if even:
-        return _choose_even(slots, ranks)
-    placed: dict[str, int] = {}
-    left = ranks
-    while left:
-        free = {name: count for name, count in slots.items() if count and name not in placed}
-        whole = [name for name, count in free.items() if count >= left]
-        if not free:
-            return {}
-        chosen = min(whole, key=free.__getitem__) if whole else max(free, key=free.__getitem__)
-        placed[chosen] = min(left, free[chosen])
-        left -= placed[chosen]
-    return placed
-
-
-def _choose_even(slots: Mapping[str, int], ranks: int) -> Mapping[str, int]:
-    for nodes in (count for count in range(1, ranks + 1) if ranks % count == 0):
-        each = ranks // nodes
-        able = sorted((name for name, count in slots.items() if count >= each), key=slots.__getitem__)
-        if len(able) >= nodes:
-            return dict.fromkeys(able[:nodes], each)
-    return {}
+from spotlight.scheduler.fleet.rank_places import choose_places
+from spotlight.scheduler.types import NodeId
 
 
 @dataclass(slots=True)
@@ -67,14 +39,14 @@ class LearnerPlaces:
     ranks: int
     even: bool = False
     ranks_min: int = 0
-    slots: dict[str, int] = field(default_factory=dict)
-    on_demand: set[str] = field(default_factory=set)
-    holding: set[str] = field(default_factory=set)
-    leaving: set[str] = field(default_factory=set)
-    target: Mapping[str, int] = field(default_factory=dict)
-    running: Mapping[str, int] = field(default_factory=dict)
+    slots: dict[NodeId, int] = field(default_factory=dict)
+    on_demand: set[NodeId] = field(default_factory=set)
+    holding: set[NodeId] = field(default_factory=set)
+    leaving: set[NodeId] = field(default_factory=set)
+    target: Mapping[NodeId, int] = field(default_factory=dict)
+    running: Mapping[NodeId, int] = field(default_factory=dict)
 
-    def held(self, node: str) -> int:
+    def held(self, node: NodeId) -> int:
         """Slots of a node that belong to the learner."""
         return max(self.target.get(node, 0), self.running.get(node, 0))
 
@@ -84,7 +56,7 @@ class LearnerPlaces:
         return bool(self._fitting(self._spot(self._free(self.leaving)), self._sizes[-1:]))
 
     @property
-    def larger(self) -> Mapping[str, int]:
+    def larger(self) -> Mapping[NodeId, int]:
         """Places on spot nodes for a learner of more ranks than the one that runs, beside it."""
         running = self.running
         if (
@@ -106,18 +78,18 @@ class LearnerPlaces:
         if self._stays(self.running):
             self.target = self.running
 
-    def join(self, node: str, slots: int, *, on_demand: bool = False) -> None:
+    def join(self, node: NodeId, slots: int, *, on_demand: bool = False) -> None:
         """A node is there."""
         self.slots[node] = slots
         if on_demand:
             self.on_demand.add(node)
         self._choose()
 
-    def hold(self, node: str) -> None:
+    def hold(self, node: NodeId) -> None:
         """The node's workers hold the base weights."""
         self.holding.add(node)
 
-    def lose(self, node: str) -> None:
+    def lose(self, node: NodeId) -> None:
         """A node is gone, and with it a learner that ran there."""
         self.slots.pop(node, None)
         self.on_demand.discard(node)
@@ -129,13 +101,13 @@ class LearnerPlaces:
             self.target = {}
         self._choose()
 
-    def notice(self, node: str) -> None:
+    def notice(self, node: NodeId) -> None:
         """A node will be gone; the learner gets other places if there are any."""
         if node in self.slots:
             self.leaving.add(node)
             self._choose()
 
-    def cancel(self, node: str) -> None:
+    def cancel(self, node: NodeId) -> None:
         """A node stays after all."""
         self.leaving.discard(node)
         self._choose()
@@ -145,7 +117,7 @@ class LearnerPlaces:
         self.running = {}
         self._choose()
 
-    def started(self, at: Mapping[str, int]) -> None:
+    def started(self, at: Mapping[NodeId, int]) -> None:
         """The learner runs there; what it held elsewhere is free."""
         self.running = at if self.slots.keys() >= at.keys() else {}
         self.holding -= at.keys()  # its workers have ended
@@ -161,7 +133,7 @@ class LearnerPlaces:
         sizes = [size for size in self._sizes if size < there] or self._sizes[-1:]
         self.target = self._fitting(self._spot(free), sizes) or self._fitting(free, sizes) or self.target
 
-    def _fitting(self, slots: Mapping[str, int], sizes: Sequence[int]) -> Mapping[str, int]:
+    def _fitting(self, slots: Mapping[NodeId, int], sizes: Sequence[int]) -> Mapping[NodeId, int]:
         """Places for the first of the sizes that fits, where workers hold the base weights if possible."""
         held = {name: count for name, count in slots.items() if name in self.holding}
         chosen = (choose_places(each, size, even=self.even) for size in sizes for each in (held, slots))
@@ -173,12 +145,12 @@ class LearnerPlaces:
         least = self.ranks_min or self.ranks
         return [size for size in range(self.ranks, least - 1, -1) if self.ranks % size == 0]
 
-    def _spot(self, slots: Mapping[str, int]) -> dict[str, int]:
+    def _spot(self, slots: Mapping[NodeId, int]) -> dict[NodeId, int]:
         return {name: count for name, count in slots.items() if name not in self.on_demand}
 
-    def _stays(self, places: Mapping[str, int]) -> bool:
+    def _stays(self, places: Mapping[NodeId, int]) -> bool:
         return bool(places) and self.leaving.isdisjoint(places)
 
-    def _free(self, taken: Collection[str]) -> dict[str, int]:
+    def _free(self, taken: Collection[NodeId]) -> dict[NodeId, int]:
         """The newest first: its workers have the least to lose."""
         return {node: self.slots[node] for node in reversed(self.slots) if node not in taken}

@@ -50,7 +50,7 @@ class MeasuredIteration:
 
 
 @dataclass(frozen=True, slots=True)
-class IterationTime:
+class AmdahlTime:
     """See the module's docstring."""
 
     fixed_s: float
@@ -62,7 +62,7 @@ class IterationTime:
 
 
 @dataclass(frozen=True, slots=True)
-class IterationModel(IterationTime):
+class IterationModel(AmdahlTime):
     """A fit.
 
     Attributes:

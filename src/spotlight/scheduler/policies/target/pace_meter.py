@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from spotlight.scheduler.scaling.iteration_model import WINDOW, IterationModel, MeasuredIteration
+from spotlight.scheduler.policies.target.iteration_model import WINDOW, IterationModel, MeasuredIteration
 
 _SERVED_MIN = 0.75
 """A smaller share of the nodes asked for that works is a market without more of them, not their coming and

@@ -1,0 +1,13 @@
+"""Names of the metrics that the page reads from a run's ``metrics.jsonl``, as the trainer writes them."""
+
+from __future__ import annotations
+
+from spotlight.store.metrics import GRADED, VALIDATION
+
+REWARD = "rollout/reward"
+LOSS = "train/loss"
+CLIPPED_SHARE = "train/clip_fraction"
+SILENT_GROUPS_SHARE = "advantage/silent_groups_share"
+NODES_ASKED = "target/nodes_asked"
+REACHABLE = "target/reachable"
+VALIDATION_GRADED = f"{VALIDATION}{GRADED}"

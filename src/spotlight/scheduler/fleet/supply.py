@@ -1,0 +1,87 @@
+"""As many nodes of a kind as a policy wants: what is too much is drained before it ends.
+
+too few ─► NodesWanted
+too many ─► nodes end as on a notice ─► empty, or too late ─► NodesWanted, which names those that may end
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spotlight.scheduler.effects import NodesWanted
+from spotlight.scheduler.fleet.fleet_machine import Fleet, FleetMachine, FleetPolicy
+from spotlight.scheduler.types import NodeId, NodeKind
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaving:
+    """A node that is drained, and may end at ``end_s`` at the latest; ``moves``: the learner is on it."""
+
+    end_s: float
+    moves: bool
+
+
+class Supply(FleetPolicy):
+    """See the module's docstring. Asked after the policy that says how many.
+
+    Attributes:
+        wanted: how many; None: nothing is decided yet.
+        provided: how many whoever provides them does, or tries to; None: unknown yet.
+
+    Args:
+        move_s: that a learner has to move off a node.
+        drain_s: another node that is not empty after this may end nevertheless.
+    """
+
+    name = "supply"
+
+    def __init__(self, kind: NodeKind, move_s: float, drain_s: float) -> None:
+        self.kind, self._move_s, self._drain_s = kind, move_s, drain_s
+        self.wanted: int | None = None
+        self.provided: int | None = None
+        self._leaving: dict[NodeId, _Leaving] = {}
+        self._ordered: NodesWanted | None = None
+
+    def place(self, fleet: Fleet) -> None:
+        """See :class:`FleetPolicy`."""
+        if self.wanted is None:
+            return
+        present = {machine.node.id: machine for machine in fleet.kind(self.kind)}
+        self._leaving = {name: each for name, each in self._leaving.items() if name in present}
+        self._announce_ends(fleet, present, max(0, len(present) - self.wanted))
+        ready = [
+            name
+            for name, leaving in self._leaving.items()
+            if fleet.is_empty(present[name]) or fleet.now >= leaving.end_s
+        ]
+        self.watches = bool(self._leaving)  # they may be empty after any event
+        order = NodesWanted(self.kind, max(self.wanted, len(present) - len(ready)), tuple(ready))
+        if order != self._ordered:
+            self._ordered = order
+            fleet.effects.append(order)
+
+    def _announce_ends(self, fleet: Fleet, present: Mapping[NodeId, FleetMachine], surplus: int) -> None:
+        """Of as many nodes as are too many, and of no more."""
+        # Not the learner's, if possible; then the newest: their workers have the least to lose.
+        stay = [machine for name, machine in present.items() if name not in self._leaving]
+        stay.sort(key=lambda machine: machine.ranks > 0, reverse=True)
+        for machine in stay[max(0, len(stay) - (surplus - len(self._leaving))) :]:
+            self._announce(fleet, machine)
+        for name in list(self._leaving)[surplus:]:
+            del self._leaving[name]
+            fleet.give_back(present[name], None)
+        for name, leaving in list(self._leaving.items()):
+            if leaving.moves and not present[name].ranks:
+                self._announce(fleet, present[name])  # what else is on it needs no such time
+
+    def _announce(self, fleet: Fleet, machine: FleetMachine) -> None:
+        moves = machine.ranks > 0
+        self._leaving[machine.node.id] = _Leaving(
+            fleet.now + (self._move_s if moves else self._drain_s), moves
+        )
+        fleet.give_back(machine, fleet.now + (self._move_s if moves else 0.0))
+
+    def next_s(self, fleet: Fleet) -> float | None:
+        """See :class:`FleetPolicy`: when a node that does not empty may end."""
+        return min((each.end_s for each in self._leaving.values() if each.end_s > fleet.now), default=None)

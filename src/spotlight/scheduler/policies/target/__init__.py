@@ -1,0 +1,1 @@
+"""A deadline, a budget or both, held by the number of spot nodes."""

@@ -1,1 +1,0 @@
-"""How many spot nodes a deadline or a budget needs, from what the run measured. Pure; used by drivers."""
