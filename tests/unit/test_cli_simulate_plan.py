@@ -146,7 +146,7 @@ def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
     assert scenario["cluster"]["reserved"]["nodes"] == answer["reserved_nodes"]
     assert scenario["cluster"]["spot"]["nodes"] in {answer["spot_nodes"], 4}  # 4: of reserved GPUs alone
     content = json.loads(figures.read_text())
-    assert content["answer"]["simulated_whole"]
+    assert content["answer"]["simulated"]
     assert content["answer"]["outcome"]["target_h"] <= 1
     assert any(one["pareto"] for one in content["candidates"])
     assert content["verdict"].startswith("The planner's cluster")
@@ -180,10 +180,9 @@ def test_a_plan_without_reserved_nodes_is_explained(tmp_path: Path) -> None:
     first, *_, last = content["levers"]
     assert "cluster.reserved.nodes: found 0" in first["problem"]
     assert last["problem"] is None
-    assert f"Added what explains the answer to {figures}" in flat(result.output)
 
 
-def test_the_answer_is_kept_if_it_cannot_be_explained(
+def test_the_answer_is_printed_if_it_cannot_be_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -196,7 +195,6 @@ def test_the_answer_is_kept_if_it_cannot_be_explained(
     )
     assert result.exit_code == 1
     assert re.search(r"Rent \d+ learner .*, all_spot: \d+ iterations in", flat(result.output))
-    assert json.loads(figures.read_text())["answer"]["strategy"] == "all_spot"
 
 
 @pytest.mark.slow  # as test_simulate_plan.py finds it

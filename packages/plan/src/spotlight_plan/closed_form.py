@@ -1,9 +1,9 @@
 """How long a run takes and what it costs, in closed form: ranks candidates before any is simulated. Pure.
 
 An iteration rolls out in ``fixed_s + work_s / workers``
-(:class:`~spotlight.scheduler.policies.target.iteration_model.AmdahlTime`), waits for its last reward, and trains;
-with parts of the pipeline the longer of both hides most of the other. The rate of iterations follows the
-number of spot nodes along the first :data:`HORIZON_H` hours of the trace, and their mean beyond.
+(:class:`~spotlight.scheduler.policies.target.iteration_model.AmdahlTime`), waits for its last reward, and
+trains; with parts of the pipeline the longer of both hides most of the other. The rate of iterations follows
+the number of spot nodes along the first :data:`HORIZON_H` hours of the trace, and their mean beyond.
 
 Left out: what a loss costs beyond its node (repeated steps, a learner that restarts), and noise. How near it
 comes to the exact simulation: ``python -m benchmarks.plan_ranking``.
