@@ -123,7 +123,7 @@ POLICIES: Registry[PolicyKind] = Registry(
     "spotlight.policies",
     {
         "next-iteration": "spotlight.scheduler.policies.next_iteration.next_iteration:NextIteration",
-        "exploration": "spotlight.scheduler.policies.exploration.exploration:Exploration",
+        "exploration": "spotlight.scheduler.policies.exploration.exploring:Exploration",
         "subset": "spotlight.scheduler.policies.subset.subset:Subset",
         "overlap": "spotlight.scheduler.policies.overlap.overlap:Overlap",
         "trainers": "spotlight.scheduler.policies.trainers.trainers:Trainers",

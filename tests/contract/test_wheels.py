@@ -91,7 +91,8 @@ def test_planning_and_dashboard_work_without_torch(wheels: dict[str, Path], tmp_
     assert not installed(commands) & HEAVY
     shown = done(commands / "spotlight", "--help", cwd=tmp_path)
     assert all(word in shown for word in ("simulate", "plan", "prices", "dashboard", "report", "score"))
-    done(commands / "spotlight", "simulate", "paper-512", cwd=tmp_path)
+    small = ("--strategy", "spotlight", "--starts", "1", "run.iterations=2", "--jobs", "1")
+    done(commands / "spotlight", "simulate", "paper-512", *small, cwd=tmp_path)
     assert "H100" in done(commands / "spotlight", "prices", "--gpu", "H100", cwd=tmp_path)
     program = "import sys, spotlight_dashboard.dashboard_app; assert 'torch' not in sys.modules"
     done(commands / "python", "-c", program, cwd=tmp_path)

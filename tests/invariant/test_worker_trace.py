@@ -9,7 +9,6 @@ from pathlib import Path
 
 from worker_world import Body, MemoryHome, grant, keep_conditions, loop, ready, rollout, turns, work_off
 
-from spotlight.cluster.workers.worker_process import kind_of
 from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.scheduler.effects import StopGroup
 from spotlight.scheduler.types import Phase, Purpose, WorkerId
@@ -32,7 +31,7 @@ def test_a_trace_is_of_training_rollouts_and_ends_with_them(random_pipeline: Pat
 
     profiler = StepProfiler(None, (Phase.ROLLOUT,), 10, notes.append, take)
     worker._dependencies = dataclasses.replace(
-        worker._dependencies, around=lambda states: profiler.step(kind_of(states)), rested=profiler.close
+        worker._dependencies, around=profiler.step, rested=profiler.close
     )
     ready(worker, home)
     worker.commands.put(grant(1, [rollout(3, STEPS, Purpose.EVAL)]))

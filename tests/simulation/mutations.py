@@ -30,7 +30,7 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.iteration import Iteration, Unsaved
 from spotlight.scheduler.learner.learner_life import LearnerLife
 from spotlight.scheduler.plan import Plan
-from spotlight.scheduler.policies.exploration.exploration import Exploration
+from spotlight.scheduler.policies.exploration.exploring import Exploration
 from spotlight.scheduler.policies.exploration.kept import KeptPreviews, KeptSample
 from spotlight.scheduler.policies.next_iteration.next_iteration import NextIteration
 from spotlight.scheduler.policies.spot_learner.learner_places import LearnerPlaces

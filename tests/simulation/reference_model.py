@@ -16,7 +16,7 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.answer_limits import MORE_MAX, SLOWER_MAX
 from spotlight.scheduler.cluster.members import GroupState
-from spotlight.scheduler.policies.exploration.exploration import Exploration
+from spotlight.scheduler.policies.exploration.exploring import Exploration
 from spotlight.scheduler.policies.exploration.window import Window
 from spotlight.scheduler.records import (
     REWARD,

@@ -207,9 +207,10 @@ def test_where_the_learner_may_be_on_spot_nodes() -> None:
         assert len({event.node.id for _, event in scenario.nodes if isinstance(event, NodeJoined)}) >= 6
         assert scenario.standing_usd_h == {"head": 0.4}
     assert waits.on_demand is None
-    assert takes.on_demand is not None
-    node = takes.on_demand.node
-    assert (node.kind, node.gpus, takes.on_demand.after_s) == (NodeKind.ON_DEMAND, 4, 5), "machines of two"
+    node, when = takes.on_demand, takes.plan.fleet.on_demand
+    assert node is not None
+    assert when is not None
+    assert (node.kind, node.gpus, when.after_s) == (NodeKind.ON_DEMAND, 4, 5), "machines of two"
     assert node.price_usd_h == pytest.approx(4 * 6.88)
 
 

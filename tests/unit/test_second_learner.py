@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,42 +96,21 @@ def test_a_second_learner_that_does_not_start_is_reported_once() -> None:
     played(scene())
 
 
-def test_places_are_given_up_for_the_second_learner_that_was_asked_for_last_only() -> None:
+def test_each_second_learner_that_fails_is_reported_by_its_number() -> None:
     async def scene() -> None:
-        world, given_up, events = World(), list[str](), list[ev.Event]()
+        world, events = World(), list[ev.Event]()
         launcher = await world.up()
-        places = SimpleNamespace(second_failed=lambda: given_up.append("places"))
         rest: Any = [None] * 4
-        driver = LearnerDriver(rest[0], world.group, *rest[:3], (), events.append, world.notes.append, places)  # type: ignore[arg-type]
+        driver = LearnerDriver(rest[0], world.group, *rest[:3], (), events.append, world.notes.append)
         launcher.answers["build"] = PENDING
         world.ask(driver.prepare_second(1), "first")
         await settle()
         world.ask(driver.prepare_second(2), "second")
         await settle()
         assert events == [ev.LearnerPrepared(1, formed=False)]
-        assert not given_up
         launcher.lives[-1][0].die()
         await settle()
         assert events[1:] == [ev.LearnerPrepared(2, formed=False)]
-        assert given_up == ["places"]
-
-    played(scene())
-
-
-def test_a_loss_is_reported_before_nodes_change_their_roles() -> None:
-    """Else the controller would lease the GPUs where the learner starts next."""
-
-    async def scene() -> None:
-        world, order = World(), list[object]()
-        await world.up()
-        places: Any = SimpleNamespace(lost=lambda: order.append("roles"))
-        unused: Any = None
-        driver = LearnerDriver(
-            unused, world.group, unused, unused, unused, (), order.append, world.notes.append, places
-        )
-        driver._begun = True
-        driver.lost("killed")
-        assert order == [ev.LearnerLost("killed"), "roles"]
 
     played(scene())
 

@@ -19,7 +19,7 @@ from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.cluster.recovery import Recovery
 from spotlight.scheduler.cluster.spare_time import SpareTime
 from spotlight.scheduler.plan import ClusterPlan
-from spotlight.scheduler.policies.exploration.exploration import Exploration
+from spotlight.scheduler.policies.exploration.exploring import Exploration
 from spotlight.scheduler.policies.exploration.window import Window
 from spotlight.scheduler.records import SampleExplored
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Purpose, WorkerId

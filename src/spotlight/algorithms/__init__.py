@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import cast
 
-from spotlight.algorithms.base import Algorithm, LossTerms, Policy, Slot, TrainBatch
+from spotlight.algorithms.base import Algorithm, LossTerms, PolicyModel, Slot, TrainBatch
 from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.diffusion.samplers import Sampler
 from spotlight.registry import ALGORITHMS
@@ -17,7 +17,7 @@ from spotlight_rewards.registry import RegistryError, resolve
 __all__ = [
     "Algorithm",
     "LossTerms",
-    "Policy",
+    "PolicyModel",
     "Slot",
     "TrainBatch",
     "build_algorithm",

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.flow_grpo import clipped_surrogate
 from spotlight.algorithms.forward_process import Noised, log_probs_before, mean_square, noised
 from spotlight.config.sections.algorithm import AWMConfig
@@ -49,14 +49,14 @@ class AWM:
         return self.config.train_timesteps
 
     @torch.no_grad()
-    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
+    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
         """With ``recompute``, log p̂ under the current policy; else None."""
         if self.config.old_log_probs != "recompute":
             return None
         at = noised(batch, timesteps, self.config.train_timesteps, self.config.noise_levels)
         return self._log_prob(self._matching(policy.velocity(at.x, at.sigma), at, batch), at)
 
-    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+    def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         config = self.config
         at = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         velocity = policy.velocity(at.x, at.sigma).float()

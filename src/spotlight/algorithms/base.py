@@ -1,6 +1,6 @@
 """The interface of RL algorithms: what rollouts store, which weights they use, and the loss.
 
-An algorithm sees a :class:`TrainBatch` of tensors and a :class:`Policy` to evaluate, never adapters,
+An algorithm sees a :class:`TrainBatch` of tensors and a :class:`PolicyModel` to evaluate, never adapters,
 optimizers, ranks or rollout ids.
 """
 
@@ -140,7 +140,7 @@ def timestep_of_rows(timesteps: Timesteps, rows: int) -> list[int]:
     return list(timesteps)
 
 
-class Policy(Protocol):
+class PolicyModel(Protocol):
     """The DiT bound to a micro-batch's prompts; evaluates the velocity under one of its weight slots."""
 
     def velocity(self, latents: Tensor, sigma: Tensor, slot: Slot = "policy") -> Tensor:
@@ -204,7 +204,7 @@ class Algorithm(Protocol):
             ValueError: the trajectory is shorter than the configured number.
         """
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
+    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
         """Log-probs under the weights before the batch's first update, where the ratio needs them.
 
         Called for samples of later updates only: in the first (``batch.first_update``) the ratio is 1.
@@ -213,7 +213,7 @@ class Algorithm(Protocol):
             [batch] without gradient, at every row's timestep; None if the algorithm needs none.
         """
 
-    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+    def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """Loss of every row at its training timestep t, 0 <= t < timesteps(S).
 
         Several timesteps of a sample may be rows of one batch (:meth:`TrainBatch.repeated`). A row's loss

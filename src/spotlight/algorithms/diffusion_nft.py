@@ -16,7 +16,7 @@ from typing import Literal
 
 import torch
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import mean_square, noised, weighted_error
 from spotlight.config.sections.algorithm import DiffusionNFTConfig
 from spotlight.diffusion.samplers import Sampler, predict_x0
@@ -39,10 +39,10 @@ class DiffusionNFT:
     def timesteps(self, kept_steps: int) -> int:
         return self.config.train_timesteps
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
+    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
         return
 
-    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+    def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         config, clip = self.config, self.config.advantage.clip
         x_t, sigma, _ = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         velocity = policy.velocity(x_t, sigma).float()

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.flow_grpo import require_stochastic
 from spotlight.algorithms.replay import replay_metrics, timestep_count, transition
 from spotlight.config.sections.newer_algorithms import FlowDPPOConfig
@@ -44,11 +44,11 @@ class FlowDPPO:
     def timesteps(self, kept_steps: int) -> int:
         return timestep_count(kept_steps, self.config.train_timesteps)
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
+    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
         """None: they come from the old slot, with μ_old."""
         return
 
-    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+    def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """-A r of one step per row, without gradient where the mask blocks it."""
         at, advantages = transition(batch, timesteps, self.config.train_timesteps), batch.advantages
         velocity = policy.velocity(at.x, at.sigma)

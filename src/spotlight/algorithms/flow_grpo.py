@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch, timestep_of_rows
 from spotlight.algorithms.replay import Transition, replay_metrics, timestep_count, transition
 from spotlight.config.sections.algorithm import FlowGRPOConfig
 from spotlight.diffusion.samplers import Moments, Sampler
@@ -55,14 +55,14 @@ class FlowGRPO:
         return timestep_count(kept_steps, self.config.train_timesteps)
 
     @torch.no_grad()
-    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
+    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> Tensor | None:
         """Log-probs of the trained steps under the current policy, with ``recompute``; else None."""
         if self.config.old_log_probs != "recompute" or batch.latents is None:
             return None
         at = transition(batch, timesteps, self.config.train_timesteps)
         return self.sampler.log_prob(at.x_next, self._moments(policy, at, "policy"))
 
-    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+    def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """Clipped surrogate plus KL of one step per row."""
         at = transition(batch, timesteps, self.config.train_timesteps)
         moments = self._moments(policy, at, "policy")
@@ -85,7 +85,7 @@ class FlowGRPO:
     def old_decay(self, n: float) -> None:
         return
 
-    def _moments(self, policy: Policy, at: Transition, slot: Slot) -> Moments:
+    def _moments(self, policy: PolicyModel, at: Transition, slot: Slot) -> Moments:
         velocity = policy.velocity(at.x, at.sigma, slot)
         return self.sampler.moments(at.x, velocity, at.sigma, at.sigma_next)
 

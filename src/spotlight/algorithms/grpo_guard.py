@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.flow_grpo import clipped_surrogate, require_stochastic
 from spotlight.algorithms.replay import replay_metrics, timestep_count, transition
 from spotlight.config.sections.algorithm import GRPOGuardConfig
@@ -46,11 +46,11 @@ class GRPOGuard:
     def timesteps(self, kept_steps: int) -> int:
         return timestep_count(kept_steps, self.config.train_timesteps)
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
+    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
         """None: the ratio uses μ_old from the old slot."""
         return
 
-    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+    def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """Clipped surrogate of the guarded ratio, divided by the step length."""
         at = transition(batch, timesteps, self.config.train_timesteps)
         velocity = policy.velocity(at.x, at.sigma)

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch, timestep_of_rows
+from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch, timestep_of_rows
 from spotlight.algorithms.flow_grpo import clipped_surrogate
 from spotlight.algorithms.forward_process import log_probs_before, noised, weighted_error
 from spotlight.config.sections.newer_algorithms import VGRPOConfig
@@ -39,11 +39,11 @@ class VGRPO:
         return self.config.train_timesteps
 
     @torch.no_grad()
-    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor:
+    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> Tensor:
         """s of every row under the current policy."""
         return self._surrogate(policy, batch, timesteps)
 
-    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+    def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """See the module's formula; one noise level per row.
 
         Raises:
@@ -62,7 +62,7 @@ class VGRPO:
     def old_decay(self, n: float) -> None:
         return
 
-    def _surrogate(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> Tensor:
+    def _surrogate(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> Tensor:
         config = self.config
         x_t, sigma, _ = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         predicted = predict_x0(x_t, policy.velocity(x_t, sigma).float(), sigma)

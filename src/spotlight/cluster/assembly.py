@@ -23,7 +23,6 @@ from spotlight.cluster.learner.learner_group import LearnerGroup
 from spotlight.cluster.learner.learner_rank import write_token
 from spotlight.cluster.learner.life import Deadlines
 from spotlight.cluster.learner.ray_launcher import RayLauncher
-from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVersions
 from spotlight.cluster.model_files.model_fetch import pinned
 from spotlight.cluster.remote_calls import Conversations, Inbox
@@ -104,8 +103,7 @@ async def assembled(materials: Materials, room: AttemptRoom) -> AsyncIterator[He
     traces = TraceCollector(samples.store, room.directory.profile, note, materials.profiled_steps)
     async with AsyncExitStack() as stack:
         workers = _workers(materials, room, nodes, conversations, inbox, incidents, traces, stack)
-        if config.fleet.learner_moves:
-            nodes.spares = SpareWorkers(workers.starter.kill, nodes.learner_ranks_at)
+        if nodes.spares is not None:
             stack.callback(nodes.spares.close)
         learner, places = await _learner(materials, room, nodes, incidents, stack)
         supplies = {

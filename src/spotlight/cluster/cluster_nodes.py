@@ -27,7 +27,7 @@ from spotlight.cluster.nodes.listing import (
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.remote_calls import Clock, Notify, RayLostError
-from spotlight.cluster.workers.worker_actor import WorkerPlacement
+from spotlight.cluster.workers.worker_actor import ActorStarter, WorkerPlacement
 from spotlight.config.schema import RunConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -97,7 +97,8 @@ class ClusterNodes:
             self._room.set()
         self._stands = False
         self._first_gpu: Gpu | None = None
-        self.spares: SpareWorkers | None = None
+        moves = config.fleet.learner_moves
+        self.spares = SpareWorkers(ActorStarter.kill, self.learner_ranks_at) if moves else None
         self.membership = NodeMembership(self, gather(), MembershipSettings(_notice_settings(config)))
 
     # -- called in the membership's thread -------------------------------------------------------------

@@ -269,7 +269,7 @@ def _sum(gradient: Tensor | None, held: Tensor | None) -> Tensor | None:
 
 
 class MicroBatchPolicy:
-    """Implements :class:`spotlight.algorithms.base.Policy` for a micro-batch's prompts, in order."""
+    """Implements :class:`spotlight.algorithms.base.PolicyModel` for a micro-batch's prompts, in order."""
 
     def __init__(
         self,

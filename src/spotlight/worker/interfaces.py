@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 from torch import nn
 
 from spotlight.models.slots import Slot
-from spotlight.rollout.state import Recipe, RolloutState
+from spotlight.rollout.state import Recipe
 from spotlight.scheduler.effects import AbandonLease, FormGroup, GrantLease, PullWeights, StopGroup
 from spotlight.scheduler.types import LeaseId, Purpose, WorkerId
 from spotlight.worker.reports import Report
@@ -77,7 +77,7 @@ class WorkerDependencies:
 
     Attributes:
         membership: called once, when the first group of several members forms.
-        around: a context for each denoising step that this worker leads, given the states it advances.
+        around: a context for each denoising step that this worker leads, given its kind (``steps.kind_of``).
         rested: called when this worker has no steps to take, and when it leaves a group; often in vain.
     """
 
@@ -86,7 +86,7 @@ class WorkerDependencies:
     recipes: Mapping[Purpose, Recipe]
     slot_of: Mapping[Purpose, Slot]
     membership: Callable[[], SpMembership]
-    around: Callable[[Sequence[RolloutState]], AbstractContextManager[object]] = nullcontext
+    around: Callable[[str], AbstractContextManager[object]] = nullcontext
     rested: Callable[[], None] = lambda: None
 
     def known_slot(self, name: str) -> Slot:

@@ -66,7 +66,7 @@ from spotlight.worker.interfaces import (
 from spotlight.worker.leases import GroupRole, safe_steps
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.resume import RolloutStarter
-from spotlight.worker.steps import OpenModel, SpeedMeter, by_slot
+from spotlight.worker.steps import OpenModel, SpeedMeter, by_slot, kind_of
 
 log = logging.getLogger("spotlight.rollout")
 
@@ -365,7 +365,7 @@ class WorkerLoop:
         due: list[LeaseId] = []
         if running:
             try:
-                with self._dependencies.around(running):
+                with self._dependencies.around(kind_of(running)):
                     self._advance(role, running)
             except GroupLostError:
                 role.lose()

@@ -7,7 +7,7 @@ of what is stored: all that a GPU still computes is waited for in there.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from torch import nn
 from spotlight.models.shared.flop_count import Compute
 from spotlight.models.slots import Slot
 from spotlight.rollout.state import RolloutState
-from spotlight.scheduler.types import Purpose
+from spotlight.scheduler.types import Phase, Purpose
 from spotlight.worker.interfaces import Slots
 from spotlight.worker.leases import GroupRole
 from spotlight.worker.reports import RolloutSpeed
@@ -33,6 +33,12 @@ def by_slot(
     for state in states:
         parts.setdefault(slot_of[state.rollout.purpose], []).append(state)
     return sorted(parts.items(), key=lambda part: part[0] != first)
+
+
+def kind_of(states: Sequence[RolloutState]) -> str:
+    """Of a denoising step, as the profiler tells them apart."""
+    purposes = {state.rollout.purpose for state in states}
+    return Phase.ROLLOUT if purposes == {Purpose.TRAIN} else " and ".join(sorted(purposes))
 
 
 class OpenModel:

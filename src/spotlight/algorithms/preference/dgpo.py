@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from spotlight.algorithms.base import LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import mean_square
 from spotlight.algorithms.preference.matching import groups_of, match
 from spotlight.config.sections.newer_algorithms import DGPOConfig
@@ -45,11 +45,11 @@ class DGPO:
     def timesteps(self, kept_steps: int) -> int:
         return self.config.train_timesteps
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
+    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
         """None: the ratio is to the old slot."""
         return
 
-    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+    def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         config, groups, advantages = self.config, groups_of(batch, self.name), batch.advantages
         found = match(policy, batch, timesteps, config)
         error = found.error

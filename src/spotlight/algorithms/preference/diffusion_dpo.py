@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spotlight.algorithms.base import GroupRows, LossTerms, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import GroupRows, LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.preference.matching import groups_of, match
 from spotlight.config.sections.newer_algorithms import DiffusionDPOConfig
 from spotlight.diffusion.samplers import Sampler
@@ -37,10 +37,10 @@ class DiffusionDPO:
     def timesteps(self, kept_steps: int) -> int:
         return self.config.train_timesteps
 
-    def old_log_probs(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> None:
+    def old_log_probs(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> None:
         return
 
-    def loss(self, policy: Policy, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
+    def loss(self, policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps) -> LossTerms:
         """See the module's formula: a row has its pair's loss, with twice the gradient of its own error."""
         groups = groups_of(batch, self.name)
         found = match(policy, batch, timesteps, self.config)

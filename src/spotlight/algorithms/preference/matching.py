@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spotlight.algorithms.base import GroupRows, Policy, Slot, Timesteps, TrainBatch
+from spotlight.algorithms.base import GroupRows, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import Noised, mean_square, noised
 from spotlight.config.sections.algorithm import ForwardProcessSection
 
@@ -29,13 +29,15 @@ class Matching(NamedTuple):
     reference_velocity: Tensor
     reference_error: Tensor
 
-    def error_of(self, policy: Policy, slot: Slot, x0: Tensor) -> Tensor:
+    def error_of(self, policy: PolicyModel, slot: Slot, x0: Tensor) -> Tensor:
         """[batch], under other weights, without gradient."""
         with torch.no_grad():
             return mean_square(policy.velocity(self.at.x, self.at.sigma, slot).float() - (self.at.noise - x0))
 
 
-def match(policy: Policy, batch: TrainBatch, timesteps: Timesteps, config: ForwardProcessSection) -> Matching:
+def match(
+    policy: PolicyModel, batch: TrainBatch, timesteps: Timesteps, config: ForwardProcessSection
+) -> Matching:
     at = noised(batch, timesteps, config.train_timesteps, config.noise_levels, config.levels)
     target = at.noise - batch.final
     velocity = policy.velocity(at.x, at.sigma).float()

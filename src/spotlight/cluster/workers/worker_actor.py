@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.learner.learner_rank import LearnerRank, RankOrder, RankStore
+from spotlight.cluster.learner.spare_workers import SpareProcess
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
 from spotlight.cluster.workers.visible_gpus import gpu_index
 from spotlight.config.load import read_config
@@ -265,7 +266,8 @@ class ActorStarter:
         )
         return WorkerHandle(make.remote(worker_order, self.store), placement.ray_id)
 
-    def kill(self, handle: WorkerHandle) -> None:
+    @staticmethod
+    def kill(handle: SpareProcess) -> None:
         """See :class:`spotlight.cluster.workers.worker_pool.Starter`."""
         with suppress(RayError):  # dead already, or Ray is shutting down
             ray.kill(handle.actor)

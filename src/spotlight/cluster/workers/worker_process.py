@@ -14,7 +14,7 @@ import hashlib
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +34,6 @@ from spotlight.rollout.sequence_parallel.membership import SpMembership
 from spotlight.rollout.sequence_parallel.rendezvous import Address, connect
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.rollout.serialization import unpack_condition
-from spotlight.rollout.state import RolloutState
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import rollout_slots
 from spotlight.scheduler.effects import PullWeights
@@ -207,7 +206,7 @@ class WorkerProcess:
             recipes=build.make_recipes(config, algorithm).by_purpose(),
             slot_of={Purpose.TRAIN: train, Purpose.EXPLORE: train, Purpose.EVAL: judged},
             membership=membership,
-            around=lambda states: profiler.step(kind_of(states)),
+            around=profiler.step,
             rested=profiler.close,
         )
         dtype = build.torch_dtype(fleet.published_dtype(config))
@@ -233,12 +232,6 @@ class WorkerProcess:
             self._home.deliver(Report(self._place.worker, "", (trace,), ()))
         except HeadLostError as error:  # the loop's next report ends it, where that is the cause
             log.warning("the trace is not delivered: %s", error)
-
-
-def kind_of(states: Sequence[RolloutState]) -> str:
-    """Of a denoising step, as the profiler tells them apart."""
-    purposes = {state.rollout.purpose for state in states}
-    return Phase.ROLLOUT if purposes == {Purpose.TRAIN} else " and ".join(sorted(purposes))
 
 
 def _file_name(worker: WorkerId) -> str:
