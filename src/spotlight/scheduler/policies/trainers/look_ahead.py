@@ -5,7 +5,7 @@ number is followed to its end: the others generate the rest one after the other,
 is there as it arrives. The answer is for now; at the next event the question is asked again.
 
 On the published pipelines this ends an iteration within 1.3 % of an exact search over all schedules
-(docs/adr/0009-pipeline.md).
+(docs/adr/0017-retired.md).
 """
 
 from __future__ import annotations
