@@ -459,13 +459,14 @@ def chosen_variance(count: int, pool: float) -> float:
 
 def _variance_by_rank(count: int, pool: float) -> float:
     high, low = count - count // 2, count // 2
-    ranks = [*range(1, low + 1), *(pool + 1 - rank for rank in range(1, high + 1))]
+    ranks: list[float] = [*range(1, low + 1), *(pool + 1 - rank for rank in range(1, high + 1))]
     places = [(rank - 0.375) / (pool + 0.25) for rank in ranks]  # Blom's expected order statistics
     values = [_NORMAL.inv_cdf(place) for place in places]
+    densities = [_NORMAL.pdf(value) for value in values]
     around = (
-        place * (1 - place) / ((pool + 2) * _NORMAL.pdf(value) ** 2)
-        for place, value in zip(places, values, strict=True)
+        place * (1 - place) / ((pool + 2) * density * density)
+        for place, density in zip(places, densities, strict=True)
     )
     mean = sum(values) / count
-    between = sum((value - mean) * (value - mean) for value in values)
+    between: float = sum((value - mean) * (value - mean) for value in values)
     return (between + sum(around)) / (count - 1)
