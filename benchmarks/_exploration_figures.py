@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks._exploration_settings import REWARD, SUCCESS, Sizes
 from benchmarks._record import Tree
 from spotlight.scheduler.policies.exploration.fidelity import hit_rate, kendall_tau, spearman_rho
-from spotlight.scheduler.selection import (
+from spotlight.scheduler.policies.selection import (
     SelectionPolicy,
     SelectionVerdict,
     sample_variance,

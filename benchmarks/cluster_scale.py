@@ -2,17 +2,11 @@
 
     python -m benchmarks.cluster_scale
     python -m benchmarks.cluster_scale --gpus 12 --gpus 1000 --work image --hours 1 --json out.json
-    python -m benchmarks.cluster_scale --estimate --gpus 1000 --gpus 10000
 
 Every size does the same work per GPU: nodes of eight, a fifth of the GPUs reserved, the others spot nodes
 that stay eight hours on average. ``video``: HunyuanVideo at 1280x720, one rollout a quarter of an hour;
 ``image``: Qwen-Image at 512x512, leases of four seconds. What costs time is events, not GPUs, so both are
 measured. Seconds are of this process on one core (``--clock wall`` for those on the wall).
-
-``--estimate``: a day is estimated as ``spotlight plan`` does, instead of simulated.
-
-The goal, a day of a thousand GPUs in less than 60 s, is met by the estimate (docs/howto/simulate-and-plan.md
-has the figures).
 """
 
 from __future__ import annotations
@@ -34,19 +28,11 @@ from rich.table import Table
 
 from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId, WorkerId
-from spotlight_plan.compare import run_task
 from spotlight_plan.scenarios.prepare import prepare, scenario_of
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import STRATEGIES
 from spotlight_plan.simulation.virtual_driver import simulate
-from spotlight_plan.surrogate import (
-    SteadyCurve,
-    counts_wanted,
-    iterations_in,
-    point_of,
-    steady_task,
-)
 from spotlight_rewards.base.prompts import PromptId
 
 
@@ -152,36 +138,6 @@ def measure(work: Work, gpus: int, hours: float, now: Callable[[], float]) -> Sc
     )
 
 
-def measure_estimate(work: Work, gpus: int, now: Callable[[], float]) -> Scale:
-    """Estimate a day of Spotlight's own strategy; events are those of the short simulations."""
-    started = now()
-    prepared = prepare(scaled(work, gpus, 24.0), ("spotlight",), datetime.now(UTC))
-    points, events = [], 0
-    for nodes in counts_wanted([prepared], "spotlight"):
-        task = steady_task(prepared, "spotlight", nodes)
-        compared = run_task(task) if task else None
-        points.append(point_of(prepared, "spotlight", nodes, compared))
-        events += compared.outcome.events if compared else 0
-    curve = SteadyCurve.of(points)
-    done = iterations_in(prepared, "spotlight", curve, 86400.0)
-    taken = now() - started
-    cluster = prepared.file.cluster
-    present = sum(pool.nodes * pool.gpus_per_node for pool in (cluster.reserved, cluster.spot))
-    print(f"{work.value}, {present:,} GPUs: {done:.1f} iterations in a day, estimated")
-    return Scale(
-        work=f"{work.value}, estimated",
-        gpus=present,
-        simulated_h=24.0,
-        gpu_hours=24.0 * present,
-        events=events,
-        seconds=taken,
-        gpu_hours_per_s=24.0 * present / taken,
-        day_s=taken,
-        us_per_event=1e6 * taken / events,
-        rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-    )
-
-
 def queue_rate(outstanding: int, batch: int, operations: int, now: Callable[[], float]) -> QueueRate:
     """Pulls and completions, each finished rollout replaced by a new one; making rollouts is not counted.
 
@@ -227,7 +183,6 @@ def main(
         float | None,
         typer.Option(help="Simulated (default: a day; of images less with more GPUs).", show_default=False),
     ] = None,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Estimate a day of each instead.")] = False,
     operations: Annotated[int, typer.Option(help="Of the queue.")] = 100_000,
     clock: Annotated[Clock, typer.Option(help="cpu: seconds of this process; wall.")] = Clock.CPU,
     json: Annotated[Path | None, typer.Option(help="Also write everything measured here.")] = None,
@@ -235,13 +190,11 @@ def main(
     """Measure, and print two tables."""
     now = CLOCKS[clock]
     scales = [
-        measure_estimate(kind, size, now)
-        if estimate
-        else measure(kind, size, _hours(kind, size) if hours is None else hours, now)
+        measure(kind, size, _hours(kind, size) if hours is None else hours, now)
         for kind in work
         for size in gpus
     ]
-    rates = [] if estimate else [queue_rate(10_000, batch, operations, now) for batch in (1, 4)]
+    rates = [queue_rate(10_000, batch, operations, now) for batch in (1, 4)]
     show(scales, rates)
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)

@@ -44,8 +44,8 @@ from benchmarks._exploration_lab import Weights, laboratory
 from benchmarks._exploration_settings import CONDITIONS, KINDS, STRATEGY, Sizes
 from benchmarks._measure import wide_console
 from benchmarks._record import Record, Tree
+from spotlight.scheduler.policies.selection import SelectionPolicy
 from spotlight.scheduler.seeds import prompts_of_iteration
-from spotlight.scheduler.selection import SelectionPolicy
 from spotlight.scheduler.types import Purpose
 from spotlight_plan.compare import SimulationTask, run_task
 from spotlight_plan.scenarios.prepare import prepare

@@ -4,10 +4,10 @@
     python -m benchmarks.plan_table --workload paper-512 --confirm-starts 1 --json table.json
 
 Two workloads, three clouds and all of them together (each pool where it is cheapest, traffic between clouds
-paid), built-in prices, whole machines. Every figure is an estimate from short exact simulations
-(planning/surrogate.py), from ``--starts`` starts; the planner's best, and the clusters that come nearest to
-the goals, are also simulated exactly to their target, from ``--confirm-starts`` starts. Ranges are of the
-starts and of the interval of the iterations to target; of factors, of both sides.
+paid), built-in prices, whole machines. Every figure is the closed form's (spotlight_plan/closed_form.py),
+from ``--starts`` starts; the planner's best, and the clusters that come nearest to the goals, are also
+simulated exactly to their target, from ``--confirm-starts`` starts. Ranges are of the starts and of the
+interval of the iterations to target; of factors, of both sides.
 
 Goals: five times as fast at the dollars of the scenario's reserved GPUs alone, and a seventh of their
 dollars in their time.
@@ -27,14 +27,13 @@ import typer
 
 from spotlight_plan.candidates import Candidate, Machine, grid, prepared_for, shape_of
 from spotlight_plan.compare import SimulationOutcome, run_tasks
-from spotlight_plan.estimates import Estimates
 from spotlight_plan.explanation.levers import lever_steps
 from spotlight_plan.pages.comparison_summary import between, hours, usd
 from spotlight_plan.pages.verdict import ratios
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
 from spotlight_plan.scenarios.strategies import with_parts
-from spotlight_plan.search import Goal, useless
+from spotlight_plan.search import Estimates, Goal
 from spotlight_plan.strategy_runs import StrategyRuns, tasks_from_starts
 
 CLOUDS = ("aws", "gcp", "azure")
@@ -98,11 +97,12 @@ class Workload:
     name: str
     file: ScenarioFile
     estimates: Estimates
+    jobs: int
     known: dict[Candidate, StrategyRuns] = field(default_factory=dict)
     confirmed: dict[Candidate, StrategyRuns] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, starts: int, iterations: int, jobs: int, now: datetime) -> Workload:
+    def of(cls, name: str, starts: int, jobs: int, now: datetime) -> Workload:
         """With built-in prices of H100."""
         wishes = [
             "prices.cloud=null",
@@ -110,11 +110,9 @@ class Workload:
             "plan.strategies=[reserved_only, spotlight, all_spot]",
             "plan.machine_sizes_max=1",
             "plan.parts=[gap, tsp]",
-            f"plan.iterations={iterations}",
-            "plan.candidates_max=100000",
         ]
         file = load_scenario(name, wishes, starts=starts)
-        return cls(name, file, Estimates(file, now, jobs, lambda strategy: None))
+        return cls(name, file, Estimates(file, now), jobs)
 
     def on(self, cloud: str | None) -> ScenarioFile:
         """The scenario in one cloud, or in all."""
@@ -122,12 +120,9 @@ class Workload:
 
     def runs_of(self, candidates: Sequence[Candidate]) -> dict[Candidate, StrategyRuns]:
         """Their estimates, without those that say nothing of the target."""
-        self.known |= self.estimates.of(candidates)
-        return {
-            one: self.known[one]
-            for one in candidates
-            if one in self.known and useless(self.known[one].first) is None
-        }
+        found = {one: self.known.get(one) or self.estimates.of(one) for one in candidates}
+        self.known |= {one: runs for one, runs in found.items() if not isinstance(runs, str)}
+        return {one: self.known[one] for one in candidates if one in self.known}
 
     def space(self, cloud: str | None) -> list[Candidate]:
         """Every cluster of a cloud, with no part of the pipeline and with all."""
@@ -149,9 +144,9 @@ class Workload:
             fixed.nodes,
             0 if alone else coming.nodes,
         )
-        here = replace(self.estimates, file=self.on(cloud), tried=set(), points={}, left_out={})
-        here._starts = {}
-        return here.of([one])[one]
+        runs = Estimates(self.on(cloud), self.estimates.now).of(one)
+        assert not isinstance(runs, str), runs
+        return runs
 
 
 def table_of(
@@ -188,7 +183,7 @@ def _exact(work: Workload, candidate: Candidate, starts: int) -> StrategyRuns | 
     estimates = work.estimates
     prepared = prepared_for(file, candidate, target.iterations, estimates.now, estimates.quotes)
     tasks = tasks_from_starts(prepared, (candidate.strategy,))
-    runs = StrategyRuns(tuple(one.outcome for one in run_tasks(tasks, estimates.jobs)))
+    runs = StrategyRuns(tuple(one.outcome for one in run_tasks(tasks, work.jobs)))
     work.confirmed[candidate] = runs
     return runs
 
@@ -249,10 +244,10 @@ def _levers(work: Workload, place: str, cheap: Candidate) -> Iterator[tuple[str,
     if place not in CLOUDS:
         return
     file = work.on(place)
-    here = replace(work.estimates, file=file, tried=set(), points={}, left_out={}, _starts={})
+    here = Estimates(file, work.estimates.now)
     for name, candidate in lever_steps(file, cheap)[1:-1]:
-        runs = here.of([candidate]).get(candidate)
-        if runs is not None:
+        runs = here.of(candidate)
+        if not isinstance(runs, str):
             yield name, runs.target_h.p50, runs.target_usd.p50
 
 
@@ -295,7 +290,6 @@ def main(
     workload: Annotated[list[str], typer.Option(help="Scenario; repeatable.")] = ["paper-512", "paper-1280"],  # noqa: B006
     deadline_h: Annotated[list[float], typer.Option(help="Hours; repeatable.")] = [2.0, 4.0, 8.0],  # noqa: B006
     starts: Annotated[int, typer.Option(help="Of each estimate.")] = 5,
-    iterations: Annotated[int, typer.Option(help="Of each short simulation.")] = 6,
     confirm_starts: Annotated[int, typer.Option(help="Of the exact simulations; 0: none.")] = 5,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Also write all rows here.")] = None,
@@ -304,7 +298,7 @@ def main(
     now = datetime.now(UTC)
     rows: list[TableRow | GoalRow] = []
     for name in workload:
-        rows += table_of(Workload.of(name, starts, iterations, jobs, now), deadline_h, confirm_starts)
+        rows += table_of(Workload.of(name, starts, jobs, now), deadline_h, confirm_starts)
         if json is not None:
             json.parent.mkdir(parents=True, exist_ok=True)
             content = {"utc": now.isoformat(timespec="seconds"), "rows": [asdict(row) for row in rows]}

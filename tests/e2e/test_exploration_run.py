@@ -26,7 +26,7 @@ from main_job import (
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.effects import PrepareBatch
-from spotlight.scheduler.selection import SelectionPolicy, select
+from spotlight.scheduler.policies.selection import SelectionPolicy, select
 from spotlight.scheduler.types import Phase, RolloutId
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.metrics import read_metrics

@@ -9,7 +9,7 @@ import pytest
 from main_job import Job, clean_audit
 from ray_job import running
 
-from spotlight.scheduler.selection import SelectionPolicy, select
+from spotlight.scheduler.policies.selection import SelectionPolicy, select
 from spotlight.scheduler.types import Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits

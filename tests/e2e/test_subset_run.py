@@ -13,7 +13,7 @@ from main_job import NFT, At, Job, clean_audit, largest_difference, outcome, run
 from ray_job import PATIENCE_S, running
 from test_pipeline_run import OVERLAPPED
 
-from spotlight.scheduler.selection import sample_variance
+from spotlight.scheduler.policies.selection import sample_variance
 from spotlight.scheduler.types import DropReason
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits

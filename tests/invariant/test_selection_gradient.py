@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from spotlight.algorithms.advantages import advantages
 from spotlight.config.sections.algorithm import AdvantageConfig
-from spotlight.scheduler.selection import SelectionPolicy, select
+from spotlight.scheduler.policies.selection import SelectionPolicy, select
 
 THETA = (0.0, 0.5)
 TRUTH = (1.0, 1.0)

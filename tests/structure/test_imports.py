@@ -92,23 +92,16 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
             "prices",
             "scenarios",
         },
-        "surrogate": {
+        "closed_form": {
             "compare",
             "learning_speed",
             "scenarios",
         },
-        "estimates": {
-            "candidates",
-            "compare",
-            "prices",
-            "scenarios",
-            "strategy_runs",
-            "surrogate",
-        },
         "search": {
             "candidates",
+            "closed_form",
             "compare",
-            "estimates",
+            "prices",
             "scenarios",
             "strategy_runs",
         },
@@ -120,8 +113,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
         },
         "explanation": {
             "candidates",
-            "compare",
-            "prices",
+            "closed_form",
             "scenarios",
             "search",
             "strategy_runs",

@@ -134,7 +134,7 @@ def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     said = flat(result.output)
     assert re.search(
-        r"Rent \d+ reserved.* H100, [\w+]+: \d+ iterations in [\d.]+ h for \$[\d.]+, simulated whole", said
+        r"Rent \d+ reserved.* H100, [\w+]+: \d+ iterations in [\d.]+ h for \$[\d.]+, simulated", said
     )
     assert "within a deadline of 1.00 h" in said
     (advice,) = (line for line in result.output.splitlines() if line.startswith("Simulate it: spotlight "))
@@ -146,14 +146,14 @@ def test_planning_recommends_and_draws_the_curve(tmp_path: Path) -> None:
     assert scenario["cluster"]["reserved"]["nodes"] == answer["reserved_nodes"]
     assert scenario["cluster"]["spot"]["nodes"] in {answer["spot_nodes"], 4}  # 4: of reserved GPUs alone
     content = json.loads(figures.read_text())
-    assert content["answer"]["simulated_whole"]
+    assert content["answer"]["simulated"]
     assert content["answer"]["outcome"]["target_h"] <= 1
     assert any(one["pareto"] for one in content["candidates"])
     assert content["verdict"].startswith("The planner's cluster")
     assert {"levers", "sensitivity"} <= set(content)
     html = page.read_text()
     require_self_contained(html)
-    for part in ("Pareto front", "deadline", "Time and cost to target", "answer, simulated whole"):
+    for part in ("Pareto front", "deadline", "Time and cost to target", "answer, simulated"):
         assert part in html
 
 
@@ -180,10 +180,9 @@ def test_a_plan_without_reserved_nodes_is_explained(tmp_path: Path) -> None:
     first, *_, last = content["levers"]
     assert "cluster.reserved.nodes: found 0" in first["problem"]
     assert last["problem"] is None
-    assert f"Added what explains the answer to {figures}" in flat(result.output)
 
 
-def test_the_answer_is_kept_if_it_cannot_be_explained(
+def test_the_answer_is_printed_if_it_cannot_be_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object, **__: object) -> None:
@@ -196,7 +195,6 @@ def test_the_answer_is_kept_if_it_cannot_be_explained(
     )
     assert result.exit_code == 1
     assert re.search(r"Rent \d+ learner .*, all_spot: \d+ iterations in", flat(result.output))
-    assert json.loads(figures.read_text())["answer"]["strategy"] == "all_spot"
 
 
 @pytest.mark.slow  # as test_simulate_plan.py finds it

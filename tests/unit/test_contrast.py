@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from spotlight.scheduler.policies.exploration.contrast import Contrast, contrast
 from spotlight.scheduler.policies.exploration.evidence import GroupEvidence, fit_lines, sampled_variance
-from spotlight.scheduler.selection import SelectionPolicy, sample_variance, select
+from spotlight.scheduler.policies.selection import SelectionPolicy, sample_variance, select
 
 POOL, GROUP = 24, 6
 

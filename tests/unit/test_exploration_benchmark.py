@@ -13,7 +13,7 @@ from benchmarks import _exploration_curves as lines
 from benchmarks import _exploration_figures as figures
 from benchmarks import exploration
 
-from spotlight.scheduler.selection import SelectionPolicy
+from spotlight.scheduler.policies.selection import SelectionPolicy
 
 
 def test_a_figures_spread_is_over_the_runs_that_have_it() -> None:

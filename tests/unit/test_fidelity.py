@@ -21,7 +21,7 @@ from spotlight.scheduler.policies.exploration.fidelity import (
     spearman_rho,
     tau_by_slope,
 )
-from spotlight.scheduler.selection import SelectionPolicy, sample_variance, select
+from spotlight.scheduler.policies.selection import SelectionPolicy, sample_variance, select
 
 VALUES = st.one_of(st.floats(-5, 5).map(lambda value: round(value, 3)), st.sampled_from([0.0, 0.5, 1.0]))
 PAIRS = st.lists(st.tuples(VALUES, VALUES), min_size=2, max_size=20)

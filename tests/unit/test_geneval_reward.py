@@ -16,7 +16,7 @@ from PIL import Image
 from tests.unit.geneval_models import CLIP_SIDE, save_clip, save_detector, sure_checkpoint
 from tests.unit.geneval_oracle import COLORS, Case, graded, random_metadata, verdict
 
-from spotlight_rewards.geneval.geneval_reward import geneval
+from spotlight_rewards.geneval.geneval_reward import GenEval
 from spotlight_rewards.geneval.mask2former import UNREAD, InstanceDetector
 from spotlight_rewards.geneval.object_colors import ColorClassifier
 from spotlight_rewards.geneval.vocabulary import OBJECTS, TAGS
@@ -178,9 +178,8 @@ def test_scores_are_the_official_verdicts_on_those_detections(models: dict[str, 
         colors = tuple(tuple(color for each, color in rows if each.name == name) for name in names)
         cases.append(Case(names, boxes, colors, metadata))
     metadata = [case.metadata for case in cases]
-    scores = geneval(
-        [images[index % 2] for index in range(12)], ["a prompt"] * 12, metadata, **models, train_on="strict"
-    )
+    reward = GenEval(**models, train_on="strict")  # type: ignore[arg-type]
+    scores: Any = reward([images[index % 2] for index in range(12)], ["a prompt"] * 12, metadata)
     assert scores["strict"] == [float(verdict(case)) for case in cases] == scores["score"]
     assert scores["graded"] == [graded(case) for case in cases]
     assert 0 < sum(scores["strict"]) < 12
@@ -207,7 +206,7 @@ def test_what_scored_stands_in_every_result_of_a_pool(models: dict[str, str]) ->
 
 def refusal(**params: Any) -> str:
     with pytest.raises(RewardSetupError) as error:
-        geneval(pictures((24, 320)), ["a dog"], [DOG], **params)
+        GenEval(**params)(pictures((24, 320)), ["a dog"], [DOG])
     return str(error.value)
 
 
@@ -247,7 +246,7 @@ def test_a_model_that_returns_no_numbers_is_an_error_and_not_a_zero(
     broken = {"panoptic_head.cls_embed.bias": torch.full((81,), torch.nan)}
     detector = save_detector(tmp_path / "nan", **broken)
     with pytest.raises(ValueError, match="detector returned numbers that are not finite"):
-        geneval(pictures((24, 320)), ["a dog"], [DOG], **models | {"detector": str(detector)})
+        GenEval(**models | {"detector": str(detector)})(pictures((24, 320)), ["a dog"], [DOG])
 
 
 def test_the_digest_tells_other_weights_and_nothing_else() -> None:
@@ -263,10 +262,10 @@ def test_the_digest_tells_other_weights_and_nothing_else() -> None:
 
 
 def test_settings_that_do_not_exist_are_refused() -> None:
-    with pytest.raises(RewardInputError, match="train_on is 'both'; expected one of graded, strict"):
-        geneval([], [], [], train_on="both")  # type: ignore[arg-type]
+    with pytest.raises(RewardSetupError, match="train_on is 'both'; expected one of graded, strict"):
+        GenEval(train_on="both")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got 1 images, 0 prompts and 0 metadata"):
-        geneval(pictures((24, 320)), [], [])
+        GenEval()(pictures((24, 320)), [], [])
 
 
 def test_the_reward_itself_starts_without_torch() -> None:

@@ -38,9 +38,7 @@ def test_factors_have_ranges_and_are_simulated_exactly(
     monkeypatch.setattr(bench, "load_scenario", small)
     monkeypatch.setattr(bench, "CLOUDS", ("aws", "azure"))
     path = tmp_path / "table.json"
-    bench.main(
-        workload=["paper-512"], deadline_h=[1.0], starts=2, iterations=3, confirm_starts=1, jobs=1, json=path
-    )
+    bench.main(workload=["paper-512"], deadline_h=[1.0], starts=2, confirm_starts=1, jobs=1, json=path)
     rows = json.loads(path.read_text())["rows"]
     goals = [row for row in rows if "faster" in row]
     assert [row["place"] for row in goals] == ["aws", "azure", bench.EVERYWHERE]

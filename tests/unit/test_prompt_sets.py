@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight_rewards.base.prompt_files import parse_prompts
-from spotlight_rewards.geneval import geneval_reward
+from spotlight_rewards.geneval.geneval_reward import GenEval
 from spotlight_rewards.geneval.vocabulary import TAGS
 from spotlight_rewards.prompt_sets.geneval_prompts import geneval_prompts, record, scene_of, scenes
 from spotlight_rewards.prompt_sets.ocr_prompts import ocr_prompts
@@ -71,9 +71,9 @@ def test_no_scene_is_in_both_sets_nor_among_those_left_out(sets: Any) -> None:
 def test_every_record_is_one_that_the_prompt_file_and_the_reward_take(sets: Any, tmp_path: Path) -> None:
     text = "\n".join(map(json.dumps, sets[0]))
     prompts = parse_prompts(text, "train.jsonl")
-    geneval_reward.check([each.text for each in prompts], [each.metadata for each in prompts])
+    GenEval().check([each.text for each in prompts], [each.metadata for each in prompts])
     official = parse_prompts("\n".join(map(json.dumps, OFFICIAL)), "evaluation_metadata.jsonl")
-    geneval_reward.check([each.text for each in official], [each.metadata for each in official])
+    GenEval().check([each.text for each in official], [each.metadata for each in official])
 
 
 @pytest.mark.parametrize("tag", TAGS)

@@ -12,7 +12,7 @@ import pytest
 from head_world import RESERVED, SPOT, World, world
 
 from spotlight.scheduler.effects import ScoreSamples
-from spotlight.scheduler.selection import SelectionPolicy, select
+from spotlight.scheduler.policies.selection import SelectionPolicy, select
 from spotlight.scheduler.types import DropReason, Purpose
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit

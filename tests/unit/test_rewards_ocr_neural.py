@@ -15,8 +15,7 @@ from PIL import Image as PILImage
 from safetensors.torch import load_file, save_file
 from tests.unit.pp_ocr_forward import detector_forward, recognizer_forward
 
-from spotlight_rewards.reading import ocr_neural as module
-from spotlight_rewards.reading.ocr_neural import check, ocr_neural, tiny
+from spotlight_rewards.reading.ocr_neural import OcrNeural
 from spotlight_rewards.reading.pp_ocr import TextDetector, TextRecognizer, read_pictures
 from spotlight_rewards.reading.text_boxes import cut_out, find_boxes
 from spotlight_rewards.reading.tiny_pp_ocr import CHARACTERS, save_tiny_recognizer
@@ -28,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return tiny(tmp_path_factory.mktemp("models"))
+    return OcrNeural().tiny(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")
@@ -149,46 +148,44 @@ def test_broken_weights_are_a_failure_and_never_a_zero(models: dict[str, str], t
     state = weights_of(models["detector"])
     save_file(state | {"head.conv_final.bias": torch.full((1,), torch.nan)}, broken / "model.safetensors")
     with pytest.raises(ValueError, match="detector returned numbers that are not finite"):
-        ocr_neural(pictures(1), ['"Hello"'], [{}], **models | {"detector": str(broken)})
+        OcrNeural(**models | {"detector": str(broken)})(pictures(1), ['"Hello"'], [{}])
     save_file({name: each for name, each in state.items() if "up" not in name}, broken / "model.safetensors")
-    module._models.cache_clear()
     with pytest.raises(RewardSetupError, match=r"detector is .* which lacks"):
-        check([], [], **models | {"detector": str(broken)})
+        OcrNeural(**models | {"detector": str(broken)}).check([], [])
 
 
 class TestSetUp:
     def test_what_cannot_be_read_is_refused_before_any_work(self, models: dict[str, str]) -> None:
         with pytest.raises(RewardInputError, match="ocr-neural reward: the prompt 'a cat' has no text"):
-            check(['"fine"', "a cat"], [{}] * 2, **models)
+            OcrNeural(**models).check(['"fine"', "a cat"], [{}] * 2)
         with pytest.raises(
             RewardInputError, match=r"Georgian characters, of which the recognizer .* has none"
         ):
-            check(['"გამარჯობა"'], [{}], **models)
-        check(['"привет"'], [{}], **models)
+            OcrNeural(**models).check(['"გამარჯობა"'], [{}])
+        OcrNeural(**models).check(['"привет"'], [{}])
 
     def test_missing_weights_name_the_remedy(self, models: dict[str, str], tmp_path: Path) -> None:
         with pytest.raises(RewardSetupError, match=r"no preprocessor_config\.json.*PP-OCRv6_tiny_rec"):
-            check([], [], **models | {"recognizer": str(tmp_path)})
+            OcrNeural(**models | {"recognizer": str(tmp_path)}).check([], [])
         few = save_tiny_recognizer(tmp_path / "few", CHARACTERS[:10])
         with pytest.raises(RewardSetupError, match=rf"lists 10 characters; expected {len(CHARACTERS)}"):
-            check([], [], **models | {"recognizer": str(few)})
+            OcrNeural(**models | {"recognizer": str(few)}).check([], [])
         (few / "preprocessor_config.json").write_text("{")
         with pytest.raises(RewardSetupError, match=r"no preprocessor_config\.json that can be read"):
-            check([], [], **models | {"recognizer": str(few)})
+            OcrNeural(**models | {"recognizer": str(few)}).check([], [])
 
     def test_settings_are_checked(self, models: dict[str, str]) -> None:
         with pytest.raises(RewardSetupError, match="batch_size is 0"):
-            check([], [], **models | {"batch_size": 0})  # type: ignore[arg-type]
+            OcrNeural(**models | {"batch_size": 0}).check([], [])  # type: ignore[arg-type]
         with pytest.raises(RewardSetupError, match="device is 'gpu'"):
-            check([], [], **models | {"device": "gpu"})
+            OcrNeural(**models | {"device": "gpu"}).check([], [])
 
     def test_without_opencv_the_extra_is_named(
         self, models: dict[str, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module._models.cache_clear()
         monkeypatch.setitem(sys.modules, "cv2", None)
         with pytest.raises(RewardSetupError, match=r"pip install 'spotlight-rewards\[ocr-neural\]'"):
-            check([], [], **models)
+            OcrNeural(**models).check([], [])
 
 
 def test_the_detector_looks_at_the_configured_size(models: dict[str, str], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.scheduler.selection import (
+from spotlight.scheduler.policies.selection import (
     SelectionPolicy,
     SelectionVerdict,
     max_variance,

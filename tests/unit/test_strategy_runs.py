@@ -191,18 +191,19 @@ def test_candidates_without_a_target_come_last_and_hide_none_behind_them() -> No
     ranked = sorted(found, key=lambda one: goal.rank(one.runs))
     assert [one.candidate.reserved_nodes for one in ranked] == [2, 3, 1, 0]
     assert [one.candidate.reserved_nodes for one in pareto(found)] == [2, 3, 1]  # dearer if faster
-    result = SearchResult(goal, tuple(found), pareto(found), None, (), (), (), (), 4)
+    result = SearchResult(goal, tuple(found), pareto(found), None, (), ())
     assert result.nearest.candidate.reserved_nodes == 2
-    # Simulated whole, the one that seemed nearest is farther than another's estimate.
+    # Simulated, the one that seemed nearest is farther than another by the closed form.
     missed = [
-        replace(found[nodes], runs=of([time] * 3, outcome), whole=True) for nodes, time in ((3, 9), (2, 8))
+        replace(found[nodes], runs=of([time] * 3, outcome), simulated=True)
+        for nodes, time in ((3, 9), (2, 8))
     ]
-    worse = replace(result, confirmed=tuple(missed), rejected=tuple(missed))
+    worse = replace(result, confirmed=tuple(missed))
     assert worse.nearest == found[1]
     assert "5.00 h" in answer_text(prepared().file, worse)
     fewer = replace(worse, evaluated=tuple(found[2:]))
     assert "8.00 h" in answer_text(prepared().file, fewer)
-    assert "which simulated whole misses it" in answer_text(prepared().file, fewer)
+    assert "which simulated misses it" in answer_text(prepared().file, fewer)
     assert [line.cells[1] for line in lines_of(prepared().file, result, every=True)] == [
         hours(time) for time in (3.0, 4.0, 5.0, math.nan)
     ]

@@ -14,7 +14,7 @@ from itertools import product
 from spotlight_plan.prices.quotes import Quote
 from spotlight_plan.scenarios.prepare import Prepared, prepare
 from spotlight_plan.scenarios.pricing import Crossing, crossing_of, wish_of
-from spotlight_plan.scenarios.profile import load_profile
+from spotlight_plan.scenarios.profile import Profile, load_profile
 from spotlight_plan.scenarios.scenario_file import Pool, ScenarioFile, TraceFile
 from spotlight_plan.scenarios.scenario_load import build_scenario
 from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, strategy_named, variants
@@ -279,8 +279,12 @@ def prepared_for(
     iterations: int,
     now: datetime,
     quotes: Sequence[Quote] | None = None,
+    profile: Profile | None = None,
 ) -> Prepared:
     """The scenario with a candidate's cluster.
+
+    Args:
+        quotes, profile: already read; None reads them.
 
     Raises:
         ConfigError, PriceError: it cannot be simulated, or would drop too many samples.
@@ -297,7 +301,7 @@ def prepared_for(
         found = f"{changed.samples} samples, which {ranks} learner GPUs do not divide"
         remedy = f"More than {DROPPED_MAX:.0%} would be left out."
         raise ConfigError(changed.name, [Problem("workload.prompts", found, "a multiple", remedy)])
-    return prepare(changed, (candidate.strategy,), now, quotes)
+    return prepare(changed, (candidate.strategy,), now, quotes, profile)
 
 
 def file_of(file: ScenarioFile, candidate: Candidate, iterations: int) -> ScenarioFile:
@@ -372,9 +376,10 @@ def _gpus(pool: Pool) -> int:
 
 
 def _around(wanted: int, gpus: int) -> list[int]:
-    """Numbers of machines of ``gpus`` each with about so many GPUs: from one GPU, doubled, to four times."""
-    doublings = {2**power for power in range(wanted.bit_length() + 2) if 2**power <= 4 * wanted}
-    return sorted({-(-number // gpus) for number in {*doublings, wanted}})
+    """Machines of ``gpus`` each with about so many GPUs: 1, 2, 3, 4, 6, 8, 12 ... up to four times."""
+    doublings = [2**power for power in range(wanted.bit_length() + 2)]
+    steps = {wanted, *doublings, *(3 * number // 2 for number in doublings)}
+    return sorted({-(-number // gpus) for number in steps if number <= 4 * wanted})
 
 
 def _differences(before: object, after: object, key: str = "") -> Iterator[tuple[str, object]]:

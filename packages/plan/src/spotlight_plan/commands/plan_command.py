@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -28,7 +27,6 @@ from spotlight_plan.commands.simulate_command import (
 from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback
 
 if TYPE_CHECKING:
-    from spotlight_plan.explanation.plan_explanation import PlanExplanation
     from spotlight_plan.scenarios.prepare import Prepared
     from spotlight_plan.scenarios.scenario_file import ScenarioFile
     from spotlight_plan.search import EvaluatedCandidate, SearchResult
@@ -71,10 +69,10 @@ def plan(
 ) -> None:
     """Find how many reserved and spot GPUs of which type meet a deadline or a budget.
 
-    Tries whole machines of every cloud of the price source, each pool in its own place, in numbers around the
-    scenario's, and refines around the best candidates, by estimates. Every recommendation was simulated in
-    full from several starts, and meets the goal at p90. The scenario's section ``plan`` defines the search
-    range. A page and JSON also have the verdict against the reserved GPUs alone, what each
+    Ranks whole machines of every cloud of the price source, each pool in its own place, in numbers around the
+    scenario's, by a closed form. The recommendation was simulated from several starts, and meets the goal at
+    p90. The scenario's section ``plan`` defines the search range. A page and JSON
+    also have the verdict against the reserved GPUs alone, what each
     lever brings, and which assumption moves the answer most.
     Exit status: 0 found, 1 nothing meets the goal or the answer could not be written or explained, 2 not
     started.
@@ -90,7 +88,6 @@ def plan(
       spotlight plan mine.yaml plan.spot_nodes=[4,8,16,32] --deadline-h 24 --json plan.json
     """
     from spotlight_plan.candidates import prepared_for
-    from spotlight_plan.explanation.plan_explanation import explain
     from spotlight_plan.launch_files import require_launch
     from spotlight_plan.output_files import require_place
     from spotlight_plan.pages.comparison_page import require_plotly
@@ -113,41 +110,32 @@ def plan(
         prepared = prepared_for(file, shown, file.plan.iterations, now)
         given = [scenario, *(overrides or []), *_options(trace=trace, seed=seed, starts=starts)]
         _print(file, found, prepared, now, given)
-        files = _AnswerFiles(file, found, prepared, now, as_json, page)
-        files.write(None)
-        _print_written(as_json, page)
+        if as_json or page:
+            _write(file, found, prepared, now, as_json, page)
         if launch is not None and found.answer is not None:
             _launch(launch, file, found.answer, prepared, config)
-        # Last, because the answer is worth having without: it may take long, or fail.
-        if found.answer is not None and (as_json or page):
-            with Bar(None) as bar:
-                files.write(explain(file, found.answer, now, jobs=jobs, progress=bar.done))
-            _print_written(as_json, page, done="Added what explains the answer to")
     if found.answer is None:
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
 
 
-@dataclass(frozen=True, slots=True)
-class _AnswerFiles:
-    """Where the answer is written, if anywhere."""
+def _write(
+    file: ScenarioFile,
+    found: SearchResult,
+    prepared: Prepared,
+    now: datetime,
+    as_json: Path | None,
+    page: Path | None,
+) -> None:
+    from spotlight_plan.explanation.plan_explanation import explain
+    from spotlight_plan.output_files import write_file
+    from spotlight_plan.pages.plan_page import plan_page, plan_record
 
-    file: ScenarioFile
-    found: SearchResult
-    prepared: Prepared
-    now: datetime
-    as_json: Path | None
-    page: Path | None
-
-    def write(self, explained: PlanExplanation | None) -> None:
-        """Write or replace the files; ``explained``: why the answer is what it is, if known."""
-        from spotlight_plan.output_files import write_file
-        from spotlight_plan.pages.plan_page import plan_page, plan_record
-
-        if self.as_json is not None:
-            record = plan_record(self.file, self.found, explained)
-            write_file(self.as_json, json.dumps(record, indent=2) + "\n")
-        if self.page is not None:
-            write_file(self.page, plan_page(self.file, self.found, explained, self.prepared, self.now))
+    explained = explain(file, found.answer, now) if found.answer is not None else None
+    if as_json is not None:
+        write_file(as_json, json.dumps(plan_record(file, found, explained), indent=2) + "\n")
+    if page is not None:
+        write_file(page, plan_page(file, found, explained, prepared, now))
+    _print_written(as_json, page)
 
 
 def _launch(
@@ -170,9 +158,9 @@ def _options(**given: object) -> list[str]:
     return [word for name, value in given.items() if value is not None for word in (f"--{name}", f"{value}")]
 
 
-def _print_written(*paths: Path | None, done: str = "Wrote") -> None:
+def _print_written(*paths: Path | None) -> None:
     for path in filter(None, paths):
-        Console(highlight=False).print(f"{done} {path}", soft_wrap=True)
+        Console(highlight=False).print(f"Wrote {path}", soft_wrap=True)
 
 
 def _print(
@@ -187,7 +175,7 @@ def _print(
         Text(f"{file.name}: what others do not beat in time and cost", style="bold"), soft_wrap=True
     )
     print_table(console, COLUMNS, lines_of(file, found, every=False))
-    console.print("* Pareto front at p50, estimated; > the answer, simulated whole is below", style="dim")
+    console.print("* Pareto front at p50, by the closed form; > the answer, simulated is below", style="dim")
     print_notes(console, plan_notes(file, found, prepared, now))
     console.print()
     style = "bold green" if found.answer else "bold red"

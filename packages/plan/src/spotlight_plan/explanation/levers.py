@@ -1,19 +1,16 @@
 """From the reserved GPUs alone to the recommendation: what each lever brings, one after the other.
 
 The levers are pulled on the scenario's own cluster: spot (or on-demand) GPUs, exploration, each part of the
-pipeline; the last one is the search, which leaves that cluster. The recommendation was simulated to its
-target, the others are for ``run.iterations``, all from every start. A lever's part depends on the order.
+pipeline; the last one is the search, which leaves that cluster. The recommendation was simulated, the others
+are by the closed form, all from every start. A lever's part depends on the order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
 
-from spotlight_plan.candidates import Candidate, own_machine, prepared_for
-from spotlight_plan.compare import SimulationTask, run_tasks
-from spotlight_plan.prices.quotes import PriceError
+from spotlight_plan.candidates import Candidate, own_machine
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.strategies import (
     STRATEGIES,
@@ -22,9 +19,8 @@ from spotlight_plan.scenarios.strategies import (
     strategy_named,
     with_parts,
 )
-from spotlight_plan.search import EvaluatedCandidate, useless
-from spotlight_plan.strategy_runs import StrategyRuns, grouped, tasks_from_starts
-from spotlight_rewards.base.errors import ConfigError
+from spotlight_plan.search import Estimates, EvaluatedCandidate
+from spotlight_plan.strategy_runs import StrategyRuns
 
 ALONE = "reserved_only"
 _PLACES = {
@@ -49,32 +45,14 @@ class Lever:
     problem: str = ""
 
 
-def levers_of(
-    file: ScenarioFile,
-    answer: EvaluatedCandidate,
-    now: datetime,
-    *,
-    jobs: int = 1,
-    progress: Callable[[str], None] = lambda strategy: None,
-) -> tuple[Lever, ...]:
+def levers_of(estimates: Estimates, answer: EvaluatedCandidate) -> tuple[Lever, ...]:
     """The steps to the answer, the reserved GPUs alone first and the answer last."""
-    *steps, (last, _) = lever_steps(file, answer.candidate)
-    problems: dict[Candidate, str] = {}
-    tasks: list[SimulationTask] = []
-    for _, candidate in steps:
-        try:
-            prepared = prepared_for(file, candidate, file.run.iterations, now)
-        except (ConfigError, PriceError) as error:
-            problems[candidate] = str(error).splitlines()[-1].strip(" -")
-            continue
-        tasks += tasks_from_starts(prepared, (candidate.strategy,))
-    results = run_tasks(tasks, jobs, lambda task: progress(task.strategy))
-    found = iter(grouped([one.outcome for one in results], file.run.starts))
+    *steps, (last, _) = lever_steps(estimates.file, answer.candidate)
     levers = []
     for name, candidate in steps:
-        runs = None if candidate in problems else next(found)
-        why = problems.get(candidate) or next(filter(None, map(useless, runs.outcomes if runs else ())), "")
-        levers.append(Lever(name, candidate, None if why else runs, why))
+        runs = estimates.of(candidate)
+        step = Lever(name, candidate, None, runs) if isinstance(runs, str) else Lever(name, candidate, runs)
+        levers.append(step)
     return (*levers, Lever(last, answer.candidate, answer.runs))
 
 

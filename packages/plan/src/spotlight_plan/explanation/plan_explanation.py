@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
 from spotlight_plan.explanation.levers import Lever, levers_of
 from spotlight_plan.explanation.sensitivity import Sensitivity, sensitivity_of
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
-from spotlight_plan.search import EvaluatedCandidate
+from spotlight_plan.search import Estimates, EvaluatedCandidate
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,18 +19,7 @@ class PlanExplanation:
     sensitivity: Sensitivity
 
 
-def explain(
-    file: ScenarioFile,
-    answer: EvaluatedCandidate,
-    now: datetime,
-    *,
-    jobs: int = 1,
-    progress: Callable[[str], None] = lambda strategy: None,
-) -> PlanExplanation:
-    """Simulate what explains the answer.
-
-    Args:
-        progress: called after each simulation.
-    """
-    levers = levers_of(file, answer, now, jobs=jobs, progress=progress)
-    return PlanExplanation(levers, sensitivity_of(file, answer.candidate, now, jobs=jobs, progress=progress))
+def explain(file: ScenarioFile, answer: EvaluatedCandidate, now: datetime) -> PlanExplanation:
+    """What leads to an answer, and what moves it."""
+    estimates = Estimates(file, now)
+    return PlanExplanation(levers_of(estimates, answer), sensitivity_of(estimates, answer.candidate))

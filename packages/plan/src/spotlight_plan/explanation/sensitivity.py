@@ -1,7 +1,7 @@
-"""How far each assumption of a scenario moves the answer: one at a time, the same starts, short simulations.
+"""How far each assumption of a scenario moves the answer: one at a time, the same starts, by the closed form.
 
 An assumption without an interval of its own is divided and multiplied by :data:`FACTOR`. Iterations to target
-have their interval; notices are none, or the two minutes of the clouds that give most; spot nodes are half.
+have their interval; spot nodes are half. Notices move nothing here: the closed form does not see work lost.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import partial
 from typing import Any, TypeAlias
 
-from spotlight_plan.candidates import Candidate, prepared_for
-from spotlight_plan.compare import SimulationTask, run_tasks
-from spotlight_plan.scenarios.prepare import Prepared, with_file
+from spotlight_plan.candidates import Candidate
+from spotlight_plan.closed_form import ClosedForm
+from spotlight_plan.scenarios.prepare import Prepared, at_starts, with_file
 from spotlight_plan.scenarios.profile import Profile
-from spotlight_plan.scenarios.scenario_file import AlwaysOn, GeneratedTrace, ScenarioFile, Target
+from spotlight_plan.scenarios.scenario_file import AlwaysOn, GeneratedTrace, Target
 from spotlight_plan.scenarios.scenario_load import build_scenario
 from spotlight_plan.scenarios.strategies import SpotPlaces, strategy_named
-from spotlight_plan.strategy_runs import StrategyRuns, grouped, tasks_from_starts
+from spotlight_plan.search import Estimates
+from spotlight_plan.strategy_runs import StrategyRuns
 
 FACTOR = 1.5
-NOTICE_MOST_S = 120.0
 _STEPS = {
     "denoising step": ("gpus.*.denoise.*.ms",),
     "training step": ("gpus.*.train.*.s",),
@@ -72,7 +71,7 @@ class Swing:
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """Hours and dollars to target as assumed, and with each assumption changed: p50 of short simulations."""
+    """Hours and dollars to target as assumed, and with each assumption changed: p50."""
 
     base: tuple[float, float]
     swings: tuple[Swing, ...]
@@ -87,33 +86,25 @@ class Sensitivity:
         return tuple(sorted(self.swings, key=width, reverse=True))
 
 
-def sensitivity_of(
-    file: ScenarioFile,
-    candidate: Candidate,
-    now: datetime,
-    *,
-    jobs: int = 1,
-    progress: Callable[[str], None] = lambda strategy: None,
-) -> Sensitivity:
-    """Vary every assumption of a candidate that can be simulated; ``plan.iterations`` from every start.
+def sensitivity_of(estimates: Estimates, candidate: Candidate) -> Sensitivity:
+    """Vary every assumption of a candidate, from every start.
 
     Raises:
         ConfigError, PriceError: the candidate cannot be simulated.
     """
-    prepared = prepared_for(file, candidate, file.plan.iterations, now)
-    varied = list(assumptions_varied(prepared, candidate.strategy))
-    ends = [end for one in varied for end in (one.low, one.high) if end is not None]
-    tasks: list[SimulationTask] = tasks_from_starts(prepared, (candidate.strategy,))
-    for _, change in ends:
-        tasks += tasks_from_starts(change(prepared), (candidate.strategy,))
-    results = run_tasks(tasks, jobs, lambda task: progress(task.strategy))
-    base, *others = grouped([one.outcome for one in results], file.run.starts)
-    found = iter(others)
+    file, strategy = estimates.file, strategy_named(candidate.strategy)
+
+    def runs_of(prepared: Prepared) -> StrategyRuns:
+        form = ClosedForm(prepared, strategy, file.run.until_h)
+        return StrategyRuns(tuple(map(form.outcome, at_starts(prepared))))
+
+    prepared = estimates.prepared(candidate)
+    base = runs_of(prepared)
     swings = [_to_target(base)] if base.first.target else []
-    for one in varied:
-        low, high = (_middle(base) if end is None else _middle(next(found)) for end in (one.low, one.high))
-        low_label, high_label = ("as it is" if end is None else end[0] for end in (one.low, one.high))
-        swings.append(Swing(one.name, low_label, high_label, low, high))
+    for one in assumptions_varied(prepared, candidate.strategy):
+        labels = [end[0] if end else "as it is" for end in (one.low, one.high)]
+        low, high = (_middle(runs_of(end[1](prepared)) if end else base) for end in (one.low, one.high))
+        swings.append(Swing(one.name, labels[0], labels[1], low, high))
     return Sensitivity(_middle(base), tuple(swings))
 
 
@@ -131,9 +122,6 @@ def assumptions_varied(prepared: Prepared, strategy: str) -> Iterator[Assumption
             yield _of_key("time until it is replaced", "trace.mean_downtime_s", trace.mean_downtime_s)
             if trace.bursts_per_h:
                 yield _of_key("joint preemptions", "trace.bursts_per_h", trace.bursts_per_h)
-        if not isinstance(trace, AlwaysOn):
-            none, most = (_keyed("trace.notice_lead_s", lead_s) for lead_s in (0.0, NOTICE_MOST_S))
-            yield Assumption("notice", ("none", none), (f"{NOTICE_MOST_S:.0f} s", most))
     if prepared.pricing.reserved is not None:
         yield _by_factor(
             "price of reserved GPUs", lambda factor: lambda one: _priced(one, "reserved", factor)

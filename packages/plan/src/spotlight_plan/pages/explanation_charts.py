@@ -75,7 +75,7 @@ def tornado(sensitivity: Sensitivity, axis: int) -> Figure:
     """A bar per assumption, the one that moves most on top; an end without a target has no bar."""
     shown, base = sensitivity.ranked(axis), sensitivity.base[axis]
     figure = new_figure(
-        "Which assumption moves it most: one at a time, short simulations",
+        "Which assumption moves it most: one at a time",
         ("hours", "$")[axis] + " to target, p50",
         "",
         barmode="overlay",
@@ -113,15 +113,14 @@ def explanation_notes(explained: PlanExplanation) -> tuple[PageNote, ...]:
     levers, sensitivity = explained.levers, explained.sensitivity
     said = [
         "levers are pulled in this order, on the scenario's own cluster up to the search; in another order "
-        "each has another part. The recommendation is simulated whole, the others as by spotlight simulate",
+        "each has another part. The recommendation is simulated, the others are by the closed form",
         *(
             f"{one.name}: no figure of its own, its part is in the next one: {one.problem}"
             for one in levers
             if one.problem
         ),
-        "each assumption alone at its low and high value, plan.iterations from every start; unchanged, these "
-        f"short simulations come to {hours(sensitivity.base[_HOURS])} and {usd(sensitivity.base[_DOLLARS])}; "
-        "they hardly see preemptions where nodes stay for hours",
+        "each assumption alone at its low and high value, by the closed form, which unchanged comes to "
+        f"{hours(sensitivity.base[_HOURS])} and {usd(sensitivity.base[_DOLLARS])}; it does not see work lost",
     ]
     return (PageNote("Levers and assumptions", tuple(said)),)
 

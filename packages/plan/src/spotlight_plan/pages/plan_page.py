@@ -55,14 +55,14 @@ def answer_text(file: ScenarioFile, found: SearchResult) -> str:
         kind = "cheapest" if found.goal.deadline_h is not None else "fastest"
         return (
             f"Rent {shape_of(one.candidate)}: {iterations} iterations in "
-            f"{_p50_p90(one.runs)}, simulated whole{f' from {starts} starts' if starts > 1 else ''}; the "
+            f"{_p50_p90(one.runs)}, simulated{f' from {starts} starts' if starts > 1 else ''}; the "
             f"{kind} of {len(found.evaluated)} candidates within {goal_text(found.goal)}."
         )
     near = found.nearest
-    whole = ", which simulated whole misses it" if near.whole else ""
+    misses = ", which simulated misses it" if near.simulated else ""
     return (
         f"Nothing meets {goal_text(found.goal)}. Nearest of {len(found.evaluated)} candidates: "
-        f"{shape_of(near.candidate)} with {_p50_p90(near.runs)}{whole}. "
+        f"{shape_of(near.candidate)} with {_p50_p90(near.runs)}{misses}. "
         "Relax the goal, or widen the search: plan.reserved_nodes, plan.spot_nodes, plan.gpu_types, "
         "plan.strategies."
     )
@@ -114,20 +114,19 @@ def plan_notes(
     """Assumptions behind the answer; ``prepared`` is the answer's, or the nearest's."""
     one, starts = found.answer or found.nearest, file.run.starts
     searched = [
-        f"{len(found.evaluated)} candidates, estimated by {found.simulated} simulations of "
-        f"{file.plan.iterations} iterations each, with spot nodes that stay, added up over the trace; "
-        f"the best {CONFIRMED} that met the goal are simulated whole from "
-        f"{starts} start{'s' * (starts > 1)}; of those that then meet it at p90, the best at p50 is taken",
+        f"{len(found.evaluated)} candidates, each taken to its target along the trace by the closed form; "
+        f"the best {CONFIRMED} that meet the goal are simulated for {file.plan.iterations} iterations from "
+        f"{starts} start{'s' * (starts > 1)}, which corrects it; of those that then meet it at p90, the best "
+        f"at p50 is taken; parts that shorten a run by less than {GAIN_MIN:.0%} are left off",
+        "work that preemptions undo after the simulated iterations is not counted: the command below, with a "
+        "higher run.iterations, shows it",
         *(
-            f"{shape_of(missed.candidate)} seemed to meet the goal; simulated whole it took "
+            f"{shape_of(missed.candidate)} seemed to meet the goal; simulated it takes "
             f"{_p50_p90(missed.runs)}, with {_previews(missed.runs)} of its previews"
             for missed in found.rejected
         ),
     ]
     notes = [PageNote("Searched", tuple(searched))]
-    if found.parts:
-        gain = f"parts that shorten iterations by less than {GAIN_MIN:.0%} or two errors are left off"
-        notes.append(PageNote("Parts of the pipeline", (*found.parts, gain)))
     if found.left_out:
         notes.append(PageNote("Left out", found.left_out))
     return (*notes, *notes_of(prepared, [one.runs], now))
@@ -146,7 +145,6 @@ def plan_record(
         "verdict": plan_verdict(file, found, explained),
         "candidates": [_record(file, one) | {"pareto": one.candidate in front} for one in found.evaluated],
         "rejected": [_record(file, one) for one in found.rejected],
-        "parts": list(found.parts),
         "left_out": list(found.left_out),
     } | (explanation_record(explained) if explained else {})
 
@@ -162,7 +160,7 @@ def _record(file: ScenarioFile, one: EvaluatedCandidate) -> dict[str, object]:
         "cluster": shape_of(candidate),
         "next_share": candidate.next_share,
         "previews": candidate.previews,
-        "simulated_whole": one.whole,
+        "simulated": one.simulated,
         "outcome": runs_record(one.runs),
     }
 
@@ -216,9 +214,9 @@ def _curve(file: ScenarioFile, found: SearchResult) -> Figure:
     add([one for one in found.evaluated if one.candidate not in front], "beaten", "markers", color="#b9bdc4")
     add(found.front, "Pareto front", "lines+markers", color="#2563c9", size=9)
     if found.rejected:
-        add(found.rejected, "missed when simulated whole", "markers", color="#b3182c", symbol="x", size=10)
+        add(found.rejected, "missed when simulated", "markers", color="#b3182c", symbol="x", size=10)
     if found.answer is not None:
-        add([found.answer], "answer, simulated whole", "markers", color="#d9622b", symbol="star", size=16)
+        add([found.answer], "answer, simulated", "markers", color="#d9622b", symbol="star", size=16)
     if found.goal.deadline_h is not None:
         figure.add_vline(x=found.goal.deadline_h, line_dash="dot", annotation_text="deadline")
     else:

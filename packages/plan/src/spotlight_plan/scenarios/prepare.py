@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import lru_cache
 
 from spotlight.config.sections.evaluation import NO_EVALUATION, EvaluationConfig
 from spotlight.config.sections.exploration import (
@@ -95,20 +96,24 @@ class Prepared:
 
 
 def prepare(
-    file: ScenarioFile, strategies: tuple[str, ...], now: datetime, quotes: Sequence[Quote] | None = None
+    file: ScenarioFile,
+    strategies: tuple[str, ...],
+    now: datetime,
+    quotes: Sequence[Quote] | None = None,
+    profile: Profile | None = None,
 ) -> Prepared:
     """Read the scenario's files and check that every strategy can be simulated.
 
     Args:
         strategies: those to simulate.
         now: for the age of prices.
-        quotes: of the scenario's price source, already read; None reads them.
+        quotes, profile: of the scenario's price source and workload, already read; None reads them.
 
     Raises:
         ConfigError, TraceError, PriceError: missing figures or prices, too little memory, an unusable trace.
     """
     chosen = [strategy_named(name) for name in strategies]
-    profile = load_profile(file.workload.profile)
+    profile = profile or load_profile(file.workload.profile)
     require_size(profile, file.workload.height, file.workload.width)
     if file.cluster.spot.nodes == 0 and (
         needy := [one for one in chosen if one.places is not SpotPlaces.NOTHING]
@@ -155,21 +160,6 @@ def with_file(prepared: Prepared, file: ScenarioFile, later: float = 0.0) -> Pre
     """Another file with the profile and prices of this one; a trace file begins this share of it later."""
     trace = _trace(file, file.cluster.spot.nodes, later)
     return replace(prepared, file=file, trace=trace, later=later, _traces={})
-
-
-def priced_again(
-    starts: Sequence[Prepared],
-    file: ScenarioFile,
-    strategy: str,
-    now: datetime,
-    quotes: Sequence[Quote] | None = None,
-) -> tuple[Prepared, ...]:
-    """The same simulations in other places: only prices differ. Raises :class:`PriceError`."""
-    pricing = _pricing(file, [strategy_named(strategy)], now, quotes)
-    return tuple(
-        replace(start, file=start.file.model_copy(update={"cluster": file.cluster}), pricing=pricing)
-        for start in starts
-    )
 
 
 def _require_fresh(file: ScenarioFile, chosen: Sequence[Strategy]) -> None:
@@ -389,7 +379,7 @@ def _trace(file: ScenarioFile, nodes: int, later: float = 0.0) -> Trace:
         added = (TraceEvent(0.0, TraceEventKind.ADD, str(n), gpus) for n in range(nodes))
         return Trace(tuple(added), horizon_s, "always on")
     if isinstance(section, GeneratedTrace):
-        return generate(
+        return _generated(
             TraceSpec(
                 seed=file.run.seed,
                 horizon_s=horizon_s,
@@ -416,6 +406,11 @@ def _trace(file: ScenarioFile, nodes: int, later: float = 0.0) -> Trace:
         trace = with_notices(trace, section.notice_lead_s)
         source += f", notices {section.notice_lead_s:g} s ahead"
     return replace(trace, source=source)
+
+
+@lru_cache(maxsize=128)
+def _generated(spec: TraceSpec) -> Trace:
+    return generate(spec)
 
 
 def _exploration(

@@ -381,10 +381,8 @@ class SearchSection(_ScenarioSection):
     """Numbers of machines to try."""
     spot_nodes: tuple[NonNegativeInt, ...] = ()
     """Numbers of machines to try."""
-    iterations: Annotated[int, Field(ge=2)] = 6
-    """Iterations of each short simulation."""
-    candidates_max: PositiveInt = 240
-    """Most short simulations. Prices and starts need none of their own."""
+    iterations: Annotated[int, Field(ge=2)] = 5
+    """Iterations of each simulation that confirms a candidate."""
 
 
 class ScenarioFile(_ScenarioSection):

@@ -29,6 +29,10 @@ from spotlight_rewards.base.yaml_tree import merge, read_tree
 
 _BASE = "base"
 """Key that names the file to inherit from: a shipped scenario, or a path relative to this file."""
+_RETIRED = {
+    "plan.candidates_max": "All candidates are ranked without simulation: remove it. plan.iterations and "
+    "run.starts say how much is simulated of the best."
+}
 _KIND = "trace.kind"
 _DEPTH_MAX = 8
 
@@ -142,6 +146,8 @@ def _explain(tree: Mapping[str, Any], detail: ErrorDetails) -> Problem:
     if parts[:1] == ["iterations_to_target"]:
         del parts[3:]
     key = ".".join(parts) or "SCENARIO"
+    if key in _RETIRED:
+        return Problem(key, "a key that is gone", "nothing", _RETIRED[key])
     if detail["type"] == "extra_forbidden":
         known = sorted(_fields_at(ScenarioFile, parts[:-1], tree))
         remedy = did_you_mean(parts[-1], known, "Remove it.")

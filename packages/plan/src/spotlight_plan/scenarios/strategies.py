@@ -95,7 +95,6 @@ class Strategy:
         like: the strategy whose iterations to target apply; empty: its own.
         switches: GPUs that train and roll out switch between both, whatever ``workload.resident`` says.
         baseline: a model of how others run on spot nodes; None: our controller runs it.
-        adds_to: the strategy that it is while spot nodes stay; empty: none but itself.
     """
 
     name: str
@@ -107,7 +106,6 @@ class Strategy:
     like: str = ""
     switches: bool = False
     baseline: SpotBaseline | None = None
-    adds_to: str = ""
 
     @property
     def learner_moves(self) -> bool:
@@ -219,7 +217,6 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(
                 "idle",
                 placement="spot_then_on_demand",
                 like="spotlight",
-                adds_to="all_spot",
             ),
         )
     }
@@ -271,17 +268,6 @@ def variants(name: str, parts: Iterable[PipelinePart]) -> tuple[str, ...]:
         with_parts(name, some) for count in range(len(chosen) + 1) for some in combinations(chosen, count)
     )
     return tuple(dict.fromkeys(found))
-
-
-def without_part(name: str, part: PipelinePart) -> str:
-    """Name of the strategy without this part."""
-    return "+".join(piece for piece in name.split("+") if piece != part)
-
-
-def where_nodes_stay(name: str) -> str:
-    """Name of the strategy that does the same where spot nodes stay: nothing is taken on demand there."""
-    base, *parts = name.split("+")
-    return "+".join([STRATEGIES[base].adds_to or base, *parts])
 
 
 def _allows(name: str, part: PipelinePart) -> bool:

@@ -7,7 +7,8 @@ The detector finds objects (``mask2former.py``), CLIP names their colours where 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -22,7 +23,7 @@ from spotlight_rewards.geneval.verdicts import (
     to_color,
 )
 from spotlight_rewards.geneval.vocabulary import COLORS, OBJECTS, TAGS
-from spotlight_rewards.reward import Image, RewardInputError, RewardSetupError, best_with
+from spotlight_rewards.reward import Curves, Image, Reward, RewardSetupError, best_with
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
 
 if TYPE_CHECKING:
@@ -50,52 +51,79 @@ _FORMAT = MetadataFormat("geneval", OBJECTS, COLORS, count_max=OBJECTS_MAX)
 
 
 @best_with(batch_size=16)
-def geneval(
-    images: Sequence[Image],
-    prompts: Sequence[str],
-    metadata: Sequence[Mapping[str, Any]],
-    *,
-    detector: str = DETECTOR,
-    clip: str = CLIP,
-    train_on: TrainedScore = "graded",
-    device: str = "auto",
-    batch_size: int = 4,
-) -> dict[str, list[float]]:
+@dataclass(frozen=True, kw_only=True)
+class GenEval(Reward):
     """Score pictures against GenEval metadata: objects, counts, colours, positions.
 
-    Args:
-        images: uint8 [height, width, 3].
-        prompts: used in error messages only.
-        metadata: one GenEval record per picture (``tag``, ``include``, optionally ``exclude``).
+    Metadata is one GenEval record per picture (``tag``, ``include``, optionally ``exclude``). ``score``,
+    ``strict`` (GenEval's 0 or 1), ``graded`` (Flow-GRPO's, at most 1, negative for many surplus objects) and
+    ``objects``, the number that count as present: 0 throughout tells a broken detector from a weak model.
+
+    Attributes:
         detector: hub id or directory of a Mask2Former of COCO's 80 classes.
         clip: hub id or directory of the CLIP that names colours.
         train_on: which of the two scores becomes ``score``.
         device: ``auto`` (a GPU if there is one), ``cpu``, ``cuda`` or ``cuda:INDEX``.
         batch_size: pictures, and objects, in a forward.
-
-    Returns:
-        ``score``, ``strict`` (GenEval's 0 or 1), ``graded`` (Flow-GRPO's, at most 1, negative for many
-        surplus objects) and ``objects``, the number that count as present: 0 throughout tells a broken
-        detector from a weak model.
-
-    Raises:
-        RewardInputError: an invalid record (names prompt and field) or ``train_on``.
-        RewardSetupError: a model is missing or incomplete, or the device cannot be used.
-        ValueError: lengths differ, a picture is too elongated, or a model's outputs are not finite.
     """
-    if not len(images) == len(prompts) == len(metadata):
-        raise ValueError(
-            f"got {len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata records; "
-            "give one of each per sample"
-        )
-    check(prompts, metadata, train_on=train_on)
-    finder, classifier = _models(detector, clip, device, batch_size)
-    wanted = [_wanted(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
-    present = [
-        present_objects(found, record["tag"])
-        for found, record in zip(finder.detect(images), metadata, strict=True)
-    ]
-    return _scores(present, wanted, _colors(classifier, images, present, wanted), train_on)
+
+    detector: str = DETECTOR
+    clip: str = CLIP
+    train_on: TrainedScore = "graded"
+    device: str = "auto"
+    batch_size: int = 4
+
+    def __post_init__(self) -> None:
+        if self.train_on not in get_args(TrainedScore):
+            raise RewardSetupError(
+                f"geneval reward: train_on is {self.train_on!r}; expected one of "
+                f"{', '.join(get_args(TrainedScore))}"
+            )
+
+    def __call__(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Curves:
+        """Raises ValueError: lengths differ, a picture is too elongated, or outputs are not finite."""
+        if not len(images) == len(prompts) == len(metadata):
+            raise ValueError(
+                f"got {len(images)} images, {len(prompts)} prompts and {len(metadata)} metadata records; "
+                "give one of each per sample"
+            )
+        wanted = [_wanted(prompt, record) for prompt, record in zip(prompts, metadata, strict=True)]
+        finder, classifier = self._models
+        present = [
+            present_objects(found, record["tag"])
+            for found, record in zip(finder.detect(images), metadata, strict=True)
+        ]
+        return _scores(present, wanted, _colors(classifier, images, present, wanted), self.train_on)
+
+    def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
+        """Raise :class:`RewardInputError` for the first prompt that cannot be scored."""
+        for prompt, record in zip(prompts, metadata, strict=True):
+            _wanted(prompt, record)
+
+    def scored_by(self) -> str:
+        """Load the models; which detector and which CLIP score, each as ``SOURCE@DIGEST`` of its weights."""
+        return " ".join(model.identity for model in self._models)
+
+    def tiny(self, folder: Path) -> dict[str, Any]:
+        from spotlight_rewards.geneval.tiny_detector import save_tiny_detector
+        from spotlight_rewards.preference.tiny_clip import save_tiny_clip
+
+        detector, clip = save_tiny_detector(folder / "detector"), save_tiny_clip(folder / "clip")
+        return {"detector": str(detector), "clip": str(clip), "device": "auto"}
+
+    @cached_property
+    def _models(self) -> tuple[InstanceDetector, ColorClassifier]:
+        from spotlight_rewards.geneval.mask2former import InstanceDetector
+        from spotlight_rewards.geneval.object_colors import ColorClassifier
+        from spotlight_rewards.models.pretrained_model import find_device
+
+        size = self.batch_size
+        if not isinstance(size, int) or size < 1:
+            raise RewardSetupError(f"geneval reward: batch_size is {size!r}; expected 1 or more")
+        found = find_device(self.device, "geneval reward: device")
+        return InstanceDetector(self.detector, found, size), ColorClassifier(self.clip, found, size)
 
 
 def _colors(
@@ -126,49 +154,7 @@ def _scores(
     }
 
 
-def check(
-    prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]], *, train_on: TrainedScore = "graded"
-) -> None:
-    """Raise :class:`RewardInputError` for invalid settings or the first prompt that cannot be scored."""
-    if train_on not in get_args(TrainedScore):
-        raise RewardInputError(
-            f"geneval reward: train_on is {train_on!r}; expected one of {', '.join(get_args(TrainedScore))}"
-        )
-    for prompt, record in zip(prompts, metadata, strict=True):
-        _wanted(prompt, record)
-
-
-def scored_by(
-    *, detector: str = DETECTOR, clip: str = CLIP, device: str = "auto", batch_size: int = 4
-) -> str:
-    """Load the models; which detector and which CLIP score, each as ``SOURCE@DIGEST`` of its weights."""
-    return " ".join(model.identity for model in _models(detector, clip, device, batch_size))
-
-
-def tiny(folder: Path) -> dict[str, Any]:
-    """Write a small random detector and CLIP; the params that name them."""
-    from spotlight_rewards.geneval.tiny_detector import save_tiny_detector
-    from spotlight_rewards.preference.tiny_clip import save_tiny_clip
-
-    detector, clip = save_tiny_detector(folder / "detector"), save_tiny_clip(folder / "clip")
-    return {"detector": str(detector), "clip": str(clip), "device": "auto"}
-
-
 def _wanted(prompt: str, record: Mapping[str, Any]) -> Requirements:
     if record.get("tag") not in TAGS:  # it decides the detector's threshold
         raise _FORMAT.error(prompt, "tag", record.get("tag"), f"one of {', '.join(TAGS)}")
     return _FORMAT.parse(prompt, record)
-
-
-@lru_cache(maxsize=1)
-def _models(
-    detector: str, clip: str, device: str, batch_size: int
-) -> tuple[InstanceDetector, ColorClassifier]:
-    from spotlight_rewards.geneval.mask2former import InstanceDetector
-    from spotlight_rewards.geneval.object_colors import ColorClassifier
-    from spotlight_rewards.models.pretrained_model import find_device
-
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise RewardSetupError(f"geneval reward: batch_size is {batch_size!r}; expected 1 or more")
-    found = find_device(device, "geneval reward: device")
-    return InstanceDetector(detector, found, batch_size), ColorClassifier(clip, found, batch_size)

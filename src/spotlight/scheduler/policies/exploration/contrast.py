@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spotlight.scheduler.policies.exploration.evidence import GroupEvidence, fit_lines, sampled_variance
-from spotlight.scheduler.selection import sample_variance
+from spotlight.scheduler.policies.selection import sample_variance
 
 
 @dataclass(frozen=True, slots=True)

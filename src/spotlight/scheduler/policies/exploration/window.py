@@ -20,15 +20,15 @@ from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.scheduler.iteration import Work
 from spotlight.scheduler.policies.exploration.bandit import Arm
 from spotlight.scheduler.policies.exploration.evidence import GroupEvidence
-from spotlight.scheduler.records import REWARD
-from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.selection import (
+from spotlight.scheduler.policies.selection import (
     Selection,
     SelectionPolicy,
     SelectionVerdict,
     sample_variance,
     select,
 )
+from spotlight.scheduler.records import REWARD
+from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import PolicyVersion, Rollout, RolloutId
 from spotlight_rewards.base.prompts import Prompt, PromptId
 

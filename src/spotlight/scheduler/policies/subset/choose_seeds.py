@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 
 from spotlight.config.sections.algorithm import TrainPolicy
-from spotlight.scheduler.selection import SelectionPolicy, select
+from spotlight.scheduler.policies.selection import SelectionPolicy, select
 
 
 def choose_seeds(

@@ -1,7 +1,8 @@
-"""How long an iteration takes with so many workers, fitted to a run's own iterations. Pure.
+"""How long an iteration takes with so many workers. Pure.
 
 ``t(workers) = fixed_s + work_s / workers``: what no worker shortens (training, publishing, waiting for the
-last rollout) and worker-seconds of rolling out.
+last rollout) and worker-seconds of rolling out. A run fits both to its own iterations
+(:class:`IterationModel`); ``spotlight plan`` computes them from a cost profile.
 """
 
 from __future__ import annotations
@@ -49,8 +50,20 @@ class MeasuredIteration:
 
 
 @dataclass(frozen=True, slots=True)
-class IterationModel:
-    """A fit; see the module's docstring.
+class AmdahlTime:
+    """See the module's docstring."""
+
+    fixed_s: float
+    work_s: float
+
+    def seconds(self, workers: float) -> float:
+        """Expected seconds of an iteration; infinite without workers."""
+        return self.fixed_s + self.work_s / workers if workers > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class IterationModel(AmdahlTime):
+    """A fit.
 
     Attributes:
         spread: relative standard deviation of measured seconds around it.
@@ -58,8 +71,6 @@ class IterationModel:
         tried: mean of their 1 / workers.
     """
 
-    fixed_s: float
-    work_s: float
     spread: float
     measured: int
     tried: float
@@ -89,10 +100,6 @@ class IterationModel:
         fixed_s = max(0.0, mean_s - work_s * tried)
         errors = [each / (fixed_s + work_s * share) - 1 for each, share in zip(seconds, shares, strict=True)]
         return cls(fixed_s, work_s, max(_SPREAD_MIN, statistics.pstdev(errors)), len(known), tried)
-
-    def seconds(self, workers: float) -> float:
-        """Expected seconds of an iteration; infinite without workers."""
-        return self.fixed_s + self.work_s / workers if workers > 0 else math.inf
 
     def spread_of(self, iterations: float, workers: float) -> float:
         """Relative half-width of the range of the mean of so many iterations to come."""

@@ -1,0 +1,472 @@
+"""How long a run takes and what it costs, in closed form: ranks candidates before any is simulated. Pure.
+
+An iteration rolls out in ``fixed_s + work_s / workers``
+(:class:`~spotlight.scheduler.policies.target.iteration_model.AmdahlTime`), waits for its last reward, and
+trains; with parts of the pipeline the longer of both hides most of the other. The rate of iterations follows
+the number of spot nodes along the first :data:`HORIZON_H` hours of the trace, and their mean beyond.
+
+Left out: what a loss costs beyond its node (repeated steps, a learner that restarts), and noise. How near it
+comes to the exact simulation: ``python -m benchmarks.plan_ranking``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from itertools import pairwise
+from statistics import NormalDist
+
+from spotlight.fleet.traces.trace import TraceEventKind
+from spotlight.scheduler.policies.target.iteration_model import AmdahlTime
+from spotlight.scheduler.types import WeightKind
+from spotlight_plan.compare import SimulationOutcome
+from spotlight_plan.learning_speed import Explored, honest_target, learned_target
+from spotlight_plan.scenarios.prepare import Prepared, on_demand_node, scenario_of
+from spotlight_plan.scenarios.profile_costs import ProfileCosts
+from spotlight_plan.scenarios.side_costs import egress_of, standing_usd_h
+from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, Strategy
+from spotlight_plan.simulation.virtual_rewards import RewardModel
+
+HORIZON_H = 24.0
+_TAIL = 0.3
+"""Of a lease's time, how long workers wait for the last one where leases divide among them evenly."""
+_TAIL_OVERLAPPED = 0.75
+"""The same with any number of leases, where training begins before the last."""
+_OVERLAPS = frozenset({PipelinePart.GAP, PipelinePart.SLICES})
+_TRAINERS_HELP = frozenset({PipelinePart.TAG, PipelinePart.STEAL})
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Iterations while the same nodes stay.
+
+    Attributes:
+        seconds: of one; infinite where nothing rolls out or trains.
+        first_s: of the first, from the start of the processes.
+        previews: share of the wanted ones; NaN: the strategy does not explore.
+        explored: what they bring; None: nothing.
+        crossing_usd: bytes to and from spot nodes in another region, of one iteration.
+    """
+
+    seconds: float
+    first_s: float
+    previews: float = math.nan
+    explored: Explored | None = None
+    crossing_usd: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretch:
+    """A part of the trace: nodes that work in spot nodes' places, dollars an hour of those that are paid."""
+
+    since_s: float
+    until_s: float
+    nodes: int
+    usd_h: float
+
+
+@dataclass(slots=True)
+class _Run:
+    """What is done so far; the sums are over iterations after the first."""
+
+    done: float = 0.0
+    at_s: float = 0.0
+    usd: float = 0.0
+    first_s: float = math.inf
+    first_usd: float = math.inf
+    previews: float = 0.0
+    coverage: float = 0.0
+    gained: float = 0.0
+
+    def explored(self, pace: Pace, iterations: float) -> None:
+        self.previews += iterations * pace.previews
+        if pace.explored is not None:
+            self.coverage += iterations * pace.explored.coverage
+            self.gained += iterations * pace.explored.coverage * pace.explored.contrast
+
+
+class ClosedForm:
+    """Of one cluster and strategy; see the module's docstring.
+
+    Args:
+        prepared: its trace may end after :data:`HORIZON_H`.
+        limit_h: hours after which a run is given up.
+
+    Raises:
+        ConfigError: as :func:`~spotlight_plan.scenarios.prepare.scenario_of`.
+    """
+
+    def __init__(self, prepared: Prepared, strategy: Strategy, limit_h: float) -> None:
+        self._prepared, self._strategy, self._file = prepared, strategy, prepared.file
+        self._limit_h = limit_h
+        scenario = scenario_of(prepared, strategy)
+        assert isinstance(scenario.costs, ProfileCosts), "a scenario file's costs are a profile's"
+        self._costs, self._plan = scenario.costs, scenario.plan
+        self._boot_s = scenario.boot_s
+        self._egress = egress_of(self._file, prepared.profile, prepared.pricing, strategy)
+        self.pace = cache(self._pace)
+
+    # -- a run -----------------------------------------------------------------------------------------
+
+    def outcome(self, start: Prepared, seen: int | None = None) -> SimulationOutcome:
+        """A run along the trace of one start: to its target, or of so many iterations."""
+        stated = self._file.stated_target(self._strategy)
+        early = 0.0 if self._strategy.name in self._file.iterations_to_target else self._early
+        wanted = self._file.target_of(self._strategy)
+        stretches = list(self._stretches(start))
+        run = self._after(stretches, seen or (wanted.iterations if wanted else self._file.run.iterations))
+        explores = self._plan.exploration is not None
+        later = max(run.done - 1, 1e-9)
+        previews = run.previews / later if explores else math.nan
+        explored = Explored(run.gained / run.coverage, run.coverage / later) if run.coverage else None
+        if stated is None and explores:
+            target, why = learned_target(
+                self._file.random_target, previews, explored, self._file.contrast_exponent
+            )
+        else:
+            target, why = honest_target(stated, self._file.random_target, previews, early)
+        iterations = seen or (target.iterations if target else self._file.run.iterations)
+        run, limit_h = self._after(stretches, iterations), self._limit_h
+        late = run.at_s > limit_h * 3600
+        hours, usd = run.at_s / 3600, run.usd
+        first_h, later_n = run.first_s / 3600, max(1, iterations - 1)
+        return SimulationOutcome(
+            strategy=self._strategy.name,
+            problem=f"not done after {limit_h:g} h, when run.until_h was over" if late else None,
+            iterations=0 if late else iterations,
+            iteration_s=math.nan if late else 3600 * (hours - first_h) / later_n,
+            iteration_error_s=0.0,
+            iteration_usd=math.nan if late else (usd - run.first_usd) / later_n,
+            target=target,
+            target_h=hours if target and not late else math.nan,
+            target_usd=usd if target and not late else math.nan,
+            simulated_h=min(hours, limit_h),
+            simulated_usd=math.nan if late else usd,
+            gpu_s={},
+            spot_idle_share=math.nan,
+            preview_share=previews,
+            filled_s={},
+            overlapped_share=0.0,
+            early_share=self._early,
+            dropped_share=0.0,
+            preemptions=0,
+            notices=0,
+            trained=0,
+            events=0,
+            first_h=math.nan if late else first_h,
+            first_usd=math.nan if late else run.first_usd,
+            no_target=why,
+            contrast=explored.contrast if explored else math.nan,
+            coverage=explored.coverage if explored else math.nan,
+        )
+
+    def _after(self, stretches: Sequence[_Stretch], iterations: int) -> _Run:
+        """So many iterations; infinite time where nothing goes on."""
+        run = _Run()
+        for one in stretches:
+            pace, room_s = self.pace(one.nodes), one.until_s - one.since_s
+            for goal, each_s in ((1.0, pace.first_s), (float(iterations), pace.seconds)):
+                if run.done >= goal or room_s <= 0:
+                    continue
+                ends = (goal - run.done) * each_s <= room_s
+                more = goal - run.done if ends else room_s / each_s
+                took_s = more * each_s if ends else room_s
+                room_s -= took_s
+                run.done, run.at_s = goal if ends else run.done + more, run.at_s + took_s
+                run.usd += took_s * (self._standing_usd_h + one.usd_h) / 3600 + more * pace.crossing_usd
+                if goal > 1:
+                    run.explored(pace, more)
+                elif ends:
+                    run.first_s, run.first_usd = run.at_s, run.usd
+            if run.done >= iterations:
+                return run
+        # Beyond the hours that were looked at, as much goes on as in their mean.
+        longer = iterations / run.done if run.done else math.inf
+        run.at_s, run.usd = run.at_s * longer, run.usd * longer
+        return run
+
+    @cached_property
+    def _standing_usd_h(self) -> float:
+        """Of all that is paid whether spot nodes are there or not."""
+        cluster, pricing = self._file.cluster, self._prepared.pricing
+        usd_h = sum(standing_usd_h(self._file, self._prepared.profile, self._strategy).values())
+        if not self._strategy.is_all_spot:
+            assert pricing.reserved is not None, "prepared for a strategy with reserved nodes"
+            usd_h += cluster.reserved.nodes * cluster.reserved.gpus_per_node * pricing.reserved.usd_gpu_h
+        if self._strategy.places.stays:
+            assert pricing.on_demand is not None, "prepared for a strategy that rents on demand"
+            usd_h += cluster.spot.nodes * cluster.spot.gpus_per_node * pricing.on_demand.usd_gpu_h
+        return usd_h
+
+    def _stretches(self, start: Prepared) -> Iterator[_Stretch]:
+        """A learner that takes a node on demand has its own place again after a while."""
+        until_s = min(HORIZON_H, self._limit_h) * 3600
+        if self._strategy.places is not SpotPlaces.SPOT:
+            nodes = self._file.cluster.spot.nodes if self._strategy.places.stays else 0
+            yield _Stretch(0.0, until_s, nodes, 0.0)
+            return
+        node = on_demand_node(start) if self._strategy.placement == "spot_then_on_demand" else None
+        alone_s: float | None = None
+        for one in self._along_trace(start, until_s):
+            if node is None or one.nodes >= self._learner_nodes:
+                alone_s = None
+                yield one
+                continue
+            alone_s = one.since_s if alone_s is None else alone_s
+            works_s = min(
+                one.until_s, max(one.since_s, alone_s + self._file.learner.on_demand.after_s + self._joins_s)
+            )
+            yield replace(one, until_s=works_s)
+            usd_h = one.usd_h + node.price_usd_h
+            yield _Stretch(works_s, one.until_s, self._learner_nodes + one.nodes, usd_h)
+
+    def _along_trace(self, start: Prepared, until_s: float) -> Iterator[_Stretch]:
+        """A node that joins later works once it has booted, started its processes and pulled the weights."""
+        trace, tag = start.trace_of(self._strategy), start.pricing.spot
+        changes: list[tuple[float, int, int, float]] = []  # when, paid, working, another price
+        if tag is not None:
+            changes.append((0.0, 0, 0, tag.usd_gpu_h * self._file.cluster.spot.gpus_per_node))
+        else:
+            changes += [
+                (0.0 if not at else point.time_s, 0, 0, point.usd_h) for at, point in enumerate(trace.prices)
+            ]
+        ready_s: dict[str, float] = {}
+        for event in trace.events:
+            if event.kind is TraceEventKind.ADD:
+                ready_s[event.node] = event.time_s + (self._joins_s if event.time_s else 0.0)
+                changes.append((event.time_s, 1, 0, 0.0))
+            elif event.kind is TraceEventKind.REMOVE:
+                changes.append((event.time_s, -1, 0, 0.0))
+                if (since_s := ready_s.pop(event.node)) < event.time_s:
+                    changes += [(since_s, 0, 1, 0.0), (event.time_s, 0, -1, 0.0)]
+        changes += [(at_s, 0, 1, 0.0) for at_s in ready_s.values()]
+        changes = [*sorted(one for one in changes if one[0] < until_s), (until_s, 0, 0, 0.0)]
+        paid = working = 0
+        price = 0.0
+        for (at_s, more, useful, usd_h), (next_s, *_) in pairwise(changes):
+            paid, working, price = paid + more, working + useful, usd_h or price
+            if next_s > at_s:
+                yield _Stretch(at_s, next_s, working, paid * price)
+
+    @cached_property
+    def _joins_s(self) -> float:
+        """From a node's arrival until it rolls out."""
+        return self._boot_s + self._starts_s
+
+    # -- an iteration ----------------------------------------------------------------------------------
+
+    def _pace(self, nodes: int) -> Pace:
+        """With so many nodes in the places of spot nodes."""
+        workers, apart = self._workers(nodes)
+        if workers <= 0 or nodes < self._learner_nodes:
+            return Pace(math.inf, math.inf, previews=0.0)
+        costs, gpu = self._costs, self._rolling_type(nodes)
+        sample_s, lease = self._sample_s(gpu, self._plan.rollout_steps), self._lease(gpu)
+        scored_s, train_s = costs.reward_s(lease), self._training_s
+        waves = self._samples / (workers * lease)
+        overlaps = bool(self._strategy.parts & _OVERLAPS)
+        tail = _TAIL_OVERLAPPED if overlaps else _TAIL + math.ceil(waves - 1e-9) - waves
+        rolled = AmdahlTime(tail * sample_s * lease, self._samples * sample_s)
+        if overlaps:
+            seconds = self._overlapped(rolled, workers, apart, lease)
+            idle_s = max(0.0, apart * seconds - rolled.work_s)
+        else:
+            idle_s = apart * (train_s + self._publish_s + scored_s + rolled.fixed_s)
+            # What began early was rolled out while the learner trained.
+            begun_s = min(self._early * rolled.work_s, idle_s)
+            rolls_s = self._rolls_s(rolled, workers, apart) - begun_s / workers
+            seconds = max(rolls_s, self._samples * costs.scoring_s(1) + scored_s) + scored_s + train_s
+            idle_s -= begun_s
+        previews, explored, wait_s = self._explored(gpu, workers, apart, idle_s)
+        seconds += wait_s + self._publish_s + self._saves_s
+        judged_s, every = self._evaluated_samples_s(gpu) / workers, self._plan.evaluation.every
+        return Pace(
+            seconds + (judged_s / every if every else 0.0),
+            max(self._starts_s, costs.restore_s()) + seconds + judged_s,
+            previews,
+            explored,
+            self._crossing_usd(nodes, workers),
+        )
+
+    def _rolls_s(self, rolled: AmdahlTime, workers: float, apart: float) -> float:
+        """Rolling out alone; trainers take part, but with ``tag`` only where that ends sooner."""
+        together_s = rolled.seconds(workers) + (2 * self._costs.switch_s() if workers > apart else 0.0)
+        return (
+            min(together_s, rolled.seconds(apart)) if PipelinePart.TAG in self._strategy.parts else together_s
+        )
+
+    def _overlapped(self, rolled: AmdahlTime, workers: float, apart: float, lease: int) -> float:
+        """Rolling out and training at once: the longer, and what of the other it cannot hide.
+
+        Samples come in waves of one lease for each GPU. The first is waited for, unless it began early, and
+        the last is trained alone.
+        """
+        train_s, helps = self._training_s, self._strategy.parts & _TRAINERS_HELP
+        gpus = apart if helps else workers
+        wave, alone_s = min(1.0, gpus * lease / self._samples), math.inf
+        if gpus > 0:
+            first_s = wave * rolled.work_s / gpus + self._costs.scoring_s(self._plan.micro_batch_size)
+            first_s = 0.0 if self._early else first_s + self._costs.reward_s(lease)
+            alone_s = max(rolled.seconds(gpus) + wave * train_s, first_s + train_s)
+        if not helps:
+            return alone_s
+        # Both kinds of work are divided among all, and trainers switch once each way.
+        turned_s = train_s + 2 * self._costs.switch_s()
+        together_s = (rolled.work_s + (workers - apart) * turned_s) / workers
+        tail_s = rolled.fixed_s + min(1.0, workers * lease / self._samples) * train_s / 2
+        return min(alone_s, max(together_s, train_s) + (0.0 if self._early else tail_s))
+
+    def _explored(
+        self, gpu: str, workers: float, apart: float, idle_s: float
+    ) -> tuple[float, Explored | None, float]:
+        """Share of previews made, what they bring, and seconds that the iteration waits for them.
+
+        Args:
+            idle_s: GPU-seconds of workers apart from the learner.
+        """
+        plan = self._plan
+        if plan.exploration is None:
+            return math.nan, None, 0.0
+        (seeds, steps), lease = self._arm, self._lease(gpu)
+        groups = plan.prompts_per_iteration - plan.early_groups
+        preview_s, planned = self._sample_s(gpu, steps), groups * seeds
+        late_s = preview_s * lease / 2 + self._costs.reward_s(lease)
+        if plan.exploration.where == "critical_path":
+            explored = Explored(self._contrast(seeds, steps, stale=False), 1.0)
+            return 1.0, explored, planned * preview_s / workers + late_s
+        made = max(0.0, idle_s - apart * late_s) / preview_s
+        share, pool = min(1.0, made / planned), min(made / groups, plan.pool_max or seeds)
+        covered = groups / plan.prompts_per_iteration
+        if pool < plan.group_size:  # of some groups all, of the others none
+            pool, covered = seeds, share * covered
+        explored = Explored(self._contrast(pool, steps, stale=True), covered)
+        return share, explored if share else None, 0.0
+
+    def _contrast(self, pool: float, steps: int, *, stale: bool) -> float:
+        """Of a group chosen among so many previews, over that of a random group."""
+        assert self._file.exploration is not None, "asked for only where previews are made"
+        model = RewardModel(**self._file.exploration.rewards.model_dump())
+        rho = model.correlation(steps, self._plan.rollout_steps, stale=stale)
+        return 1 + rho * rho * (chosen_variance(self._plan.group_size, max(pool, self._plan.group_size)) - 1)
+
+    def _workers(self, nodes: int) -> tuple[float, float]:
+        """GPUs that roll out, and those of them that never train; in GPUs of :meth:`_rolling_type`."""
+        pools, ranks = self._file.cluster, self._plan.ranks
+        spot, reserved = nodes * pools.spot.gpus_per_node, pools.reserved.nodes * pools.reserved.gpus_per_node
+        both = self._strategy.trainers_roll_out(pools.reserved.rolls_out)
+        if self._strategy.is_all_spot:
+            return (spot if both else spot - ranks), max(0, spot - ranks)
+        steps = self._plan.rollout_steps
+        speed = (
+            self._sample_s(self._rolling_type(nodes), steps) / self._sample_s(pools.reserved.gpu_type, steps)
+            if both
+            else 0.0
+        )
+        return spot + speed * reserved, max(0, spot + reserved - ranks)
+
+    def _rolling_type(self, nodes: int) -> str:
+        return self._file.cluster.spot.gpu_type if nodes else self._file.cluster.reserved.gpu_type
+
+    def _lease(self, gpu: str) -> int:
+        return self._costs.lease_size(gpu, self._file.pixels, 1)
+
+    def _sample_s(self, gpu: str, steps: int) -> float:
+        """GPU-seconds of a sample of so many steps, in a full lease."""
+        lease, pixels = self._lease(gpu), self._file.pixels
+        step_s = self._costs.denoise_step_s(gpu, pixels, lease, 1)
+        return (steps * step_s + self._costs.decode_s(gpu, pixels, lease)) / lease
+
+    @property
+    def _samples(self) -> int:
+        return self._plan.prompts_per_iteration * self._plan.group_size
+
+    @property
+    def _arm(self) -> tuple[int, int]:
+        """Previews per prompt and steps of each, the fewest that a planner may choose; 0: none."""
+        explores = self._plan.exploration
+        if explores is None:
+            return 0, 0
+        seeds, steps = explores.arms(self._plan.group_size, self._plan.rollout_steps)
+        return min(seeds), min(steps)
+
+    @property
+    def _early(self) -> float:
+        """Share of the groups that begin before their iteration."""
+        return self._plan.early_groups / self._plan.prompts_per_iteration
+
+    @property
+    def _learner_nodes(self) -> int:
+        """Spot nodes that the learner is on."""
+        return self._file.spot_nodes(self._strategy) - self._file.cluster.spot.nodes
+
+    @cached_property
+    def _training_s(self) -> float:
+        """All that the learner does in an iteration but publishing."""
+        costs, plan = self._costs, self._plan
+        gpu, samples = self._file.learner_gpu(self._strategy), self._file.samples
+        whole, rest = divmod(samples, plan.micro_batch_size)
+        sizes = [(plan.micro_batch_size, whole), (rest - rest % plan.ranks, 1)]
+        trained = (costs.train_s(gpu, self._file.pixels, size, plan.ranks) * count for size, count in sizes)
+        return (
+            costs.prepare_s(samples, plan.ranks) + sum(trained) + plan.updates_per_batch * costs.optimizer_s()
+        )
+
+    @cached_property
+    def _publish_s(self) -> float:
+        """Until all workers have the new version: one from the store, the others of its node from it."""
+        kind, costs = self._plan.cluster.publishes, self._costs
+        far_s = self._egress.weight_bytes[kind] / self._egress.bytes_s if self._egress else 0.0
+        return costs.publish_s(kind) + max(costs.pull_s(kind, False), far_s) + costs.pull_s(kind, True)
+
+    @cached_property
+    def _starts_s(self) -> float:
+        """Of a worker, with the whole model."""
+        kind, costs = WeightKind.FULL, self._costs
+        far_s = self._egress.weight_bytes[kind] / self._egress.bytes_s if self._egress else 0.0
+        return costs.worker_start_s() + max(costs.pull_s(kind, False), far_s) + costs.pull_s(kind, True) / 2
+
+    @property
+    def _saves_s(self) -> float:
+        """Of an iteration's share of a checkpoint, unless the next one does not wait for it."""
+        behind = self._plan.cluster.learner_moves
+        return 0.0 if behind else self._costs.checkpoint_s() / self._plan.checkpoint_every
+
+    def _evaluated_samples_s(self, gpu: str) -> float:
+        """GPU-seconds of an evaluation."""
+        test = self._file.workload.evaluation
+        return test.prompts * test.images_per_prompt * self._sample_s(gpu, test.steps) if test else 0.0
+
+    def _crossing_usd(self, nodes: int, workers: float) -> float:
+        """A version to every spot node, and their share of the samples and previews back."""
+        crossing, plan = self._egress, self._plan
+        if crossing is None:
+            return 0.0
+        share = nodes * self._file.cluster.spot.gpus_per_node / workers
+        previews = plan.prompts_per_iteration * self._arm[0]
+        sent = share * self._samples * crossing.sample_bytes + previews * crossing.picture_bytes
+        pulled = nodes * crossing.weight_bytes[plan.cluster.publishes]
+        return (pulled * crossing.to_spot_usd_gb + sent * crossing.from_spot_usd_gb) / 1e9
+
+
+@cache
+def chosen_variance(count: int, pool: float) -> float:
+    """Of half the highest and half the lowest of ``pool`` normal samples, over that of any ``count``."""
+    return _variance_by_rank(count, pool) / _variance_by_rank(count, count)
+
+
+def _variance_by_rank(count: int, pool: float) -> float:
+    high, low = count - count // 2, count // 2
+    ranks: list[float] = [*range(1, low + 1), *(pool + 1 - rank for rank in range(1, high + 1))]
+    places = [(rank - 0.375) / (pool + 0.25) for rank in ranks]  # Blom's expected order statistics
+    values = [_NORMAL.inv_cdf(place) for place in places]
+    densities = [_NORMAL.pdf(value) for value in values]
+    around = (
+        place * (1 - place) / ((pool + 2) * density * density)
+        for place, density in zip(places, densities, strict=True)
+    )
+    mean = sum(values) / count
+    between: float = sum((value - mean) * (value - mean) for value in values)
+    return (between + sum(around)) / (count - 1)
