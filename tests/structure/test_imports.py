@@ -315,7 +315,12 @@ def test_a_policy_imports_no_other_policy() -> None:
     for module, names in scheduler_imports().items():
         folder = ".".join(module.split(".")[:4])
         if module.startswith("spotlight.scheduler.policies."):
-            others = (name for name in names if name.startswith("spotlight.scheduler.policies."))
+            # Modules beside the policies' folders are what several of them use.
+            others = (
+                name
+                for name in names
+                if name.startswith("spotlight.scheduler.policies.") and name.count(".") > 3
+            )
             found += [f"{module} imports {name}" for name in others if not name.startswith(f"{folder}.")]
     assert not found, "\n".join(found)
 

@@ -34,8 +34,8 @@ def test_the_points_are_those_of_the_benchmarks_page() -> None:
         point.contrast for point in MEASURED
     ]
     current, stale = MEASURED
-    assert f"| {current.speed} [{current.least}, -] |" in BENCHMARKS
-    assert f"| {stale.speed} [{stale.least}, {stale.most}] |" in BENCHMARKS
+    assert f", {current.speed} [{current.least}, -] |" in BENCHMARKS
+    assert f", {stale.speed} [{stale.least}, {stale.most}] |" in BENCHMARKS
 
 
 def test_the_default_exponent_is_the_fitted_one() -> None:

@@ -29,9 +29,7 @@ def only(found: Scores) -> Scores:
     return [{name: sample[name] for name in WEIGHTS} for sample in found]
 
 
-def part(
-    groups: list[Scores], comparisons: tuple[Comparison, ...] = (), weights: dict[str, float] | None = None
-) -> PrepareBatch:
+def part(groups: list[Scores], comparisons: tuple[Comparison, ...] = ()) -> PrepareBatch:
     named = [
         Group(PromptId("p"), tuple(RolloutId(f"{g}/{i}") for i in range(len(group))))
         for g, group in enumerate(groups)
@@ -41,8 +39,7 @@ def part(
         for group, found in zip(named, groups, strict=True)
         for rollout, sample in zip(group.rollouts, found, strict=True)
     }
-    factors = {RolloutId(name): factor for name, factor in (weights or {}).items()}
-    return PrepareBatch(0, tuple(named), trained, (), factors, partial=True, comparisons=comparisons)
+    return PrepareBatch(0, tuple(named), trained, (), partial=True, comparisons=comparisons)
 
 
 VALUES = st.lists(st.floats(-10, 10), min_size=3, max_size=6).map(scores)
@@ -55,24 +52,17 @@ def test_whole_groups_have_the_advantages_of_the_whole_batch_to_the_bit(groups: 
     assert list(found.values()) == [value for group in whole for value in group]
 
 
-@given(whole=VALUES, arrived=VALUES, seen=VALUES, explored=VALUES, factor=st.floats(0.1, 3))
-def test_baselines_mix_within_a_part_and_weights_multiply(
-    whole: Scores, arrived: Scores, seen: Scores, explored: Scores, factor: float
-) -> None:
+@given(whole=VALUES, arrived=VALUES, seen=VALUES, explored=VALUES)
+def test_baselines_mix_within_a_part(whole: Scores, arrived: Scores, seen: Scores, explored: Scores) -> None:
     comparisons = (
         Comparison(Baseline.GROUP),
         Comparison(Baseline.SLICE, tuple(seen)),
         Comparison(Baseline.EXPLORATION, tuple(explored)),
     )
-    factors = {"0/1": factor, "1/0": factor, "2/2": factor}
-    found = sample_advantages(part([whole, arrived, arrived], comparisons, factors), WEIGHTS, OWN)
-    one = [1.0] * len(whole)
-    one[1] = factor
+    found = sample_advantages(part([whole, arrived, arrived], comparisons), WEIGHTS, OWN)
     in_slice = slice_advantages(only(arrived), only(seen), WEIGHTS, OWN)
     explored_ = exploration_advantages(only(arrived), only(explored), WEIGHTS, OWN)
-    in_slice[0] *= factor
-    explored_[2] *= factor
-    expected = [*advantages([only(whole)], WEIGHTS, OWN, [one])[0], *in_slice, *explored_]
+    expected = [*advantages([only(whole)], WEIGHTS, OWN)[0], *in_slice, *explored_]
     assert list(found.values()) == expected
 
 
