@@ -31,7 +31,7 @@ from typing import Literal
 
 from spotlight.algorithms.diffusion_nft import DiffusionNFT
 from spotlight.config.sections.algorithm import DiffusionNFTConfig
-from spotlight.config.requires import SET, Requires
+from spotlight.config.requires import SET, UNSET, Requires
 from spotlight.config.section import Section
 from spotlight.fleet.notices.notice import Cloud, NoticeReading, PendingNotice
 from spotlight.models.families.qwen_image import QwenImage
@@ -92,7 +92,7 @@ class RepeatedConfig(Section):
 
     step: int = 1
     requires = (
-        Requires("policies.repeated.step", {"exploration": SET}, 0, "It chooses seeds: leave one out."),
+        Requires("policies.repeated", {"exploration": SET}, UNSET, "It chooses seeds: leave one out."),
     )
 
 
@@ -306,11 +306,8 @@ def test_notices_prices_and_rewards_of_another_package_are_found(installed: Path
         ("wrong options", "metrics.sinks.lines is {'path': 'x'}"),
         ("wrong options", "expected file."),
         ("wrong policies", "repeated.stride: Extra inputs are not permitted"),
-        (
-            "another policy",
-            "policies.repeated.step: found 7; expected 0 with exploration. It chooses",
-        ),
-        ("built-in policy", "no 'exploration' here, which has a key of its own"),
+        ("another policy", "policies.repeated: found set; expected nothing with exploration. It chooses"),
+        ("built-in policy", "no 'exploration' here: exploration switches that policy on"),
         ("broken", "the package elsewhere registers as 'elsewhere:NOT_THERE'"),
     ],
 )

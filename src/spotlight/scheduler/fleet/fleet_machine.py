@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from spotlight.config.section import Section
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.cluster import Cluster
 from spotlight.scheduler.effects import AssignRoles, Effect
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WorkerId
 
 if TYPE_CHECKING:
-    from spotlight.config.section import Section
     from spotlight.scheduler.plan import Plan
 
 
@@ -72,7 +72,7 @@ class FleetPolicy:
         watches: it is to be asked after every event, not only after those that :meth:`observe` sees.
     """
 
-    section: ClassVar[type[Section]]
+    section: ClassVar[type[Section]] = Section
     name: ClassVar[str]
     watches: bool = False
 
@@ -96,7 +96,7 @@ class FleetPolicy:
         return None
 
     def roll_back(self, iteration: int) -> None:
-        """The run goes back to the beginning of an iteration."""
+        """The learner was lost, and the run goes back to the beginning of an iteration; machines stay."""
 
     def snapshot(self) -> Mapping[str, object]:
         """JSON-able state between two iterations; empty: none."""
@@ -236,7 +236,7 @@ class Fleet:
     # -- state -----------------------------------------------------------------------------------------
 
     def roll_back(self, iteration: int) -> None:
-        """The run goes back to the beginning of an iteration."""
+        """The learner was lost, and the run goes back to the beginning of an iteration; machines stay."""
         for policy in self.policies:
             policy.roll_back(iteration)
 
