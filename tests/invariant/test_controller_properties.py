@@ -230,7 +230,7 @@ def test_drops_have_the_reason_that_made_them(plan: Plan) -> None:
 
 
 def _takes_every_score(self: Rollouts, rollout: RolloutId) -> bool:
-    return rollout in self.at.rollouts
+    return rollout in self.current.rollouts
 
 
 def _leaves_ranks_uneven(groups: Sequence[Group], ranks: int) -> tuple[list[Group], list[RolloutId]]:

@@ -27,11 +27,11 @@ from spotlight.cluster.nodes.listing import (
     read_node,
     read_view,
     require_usable,
-    split_node,
     typed,
     unlike,
 )
-from spotlight.scheduler.types import NodeKind
+from spotlight.scheduler.fleet.fleet_machine import split_machine
+from spotlight.scheduler.types import Node, NodeId, NodeKind
 from spotlight_rewards.base.errors import ConfigError, Problem
 
 FACTS = NodeFacts("1.0", "3.11.7", "2.13.0+cu128", "host", (), 1 << 30, "boot", 7)
@@ -217,23 +217,21 @@ def test_learner_ranks_fill_few_nodes(slots: list[int], ranks: int) -> None:
     assert len(placed) == fewest
 
 
-@given(st.integers(0, 8), st.integers(0, 8), st.booleans())
-def test_parts_of_a_node_share_its_slots_and_price(slots: int, ranks: int, roll_out: bool) -> None:
-    whole = node("a", slots=slots)
+@given(st.integers(1, 8), st.integers(0, 8), st.booleans())
+def test_parts_of_a_machine_share_its_gpus(slots: int, ranks: int, roll_out: bool) -> None:
+    machine = Node(NodeId("a"), NodeKind.RESERVED, slots, "h100", 2.0 * slots, trains=False, rolls_out=True)
     if ranks > slots:
         with pytest.raises(ValueError, match="learner ranks"):
-            split_node(whole, ranks, 2.0, roll_out)
+            split_machine(machine, ranks, ranks_roll_out=roll_out)
         return
-    parts = split_node(whole, ranks, 2.0, roll_out)
-    assert sum(part.node.gpus for part in parts) == slots
-    assert sum(part.node.price_usd_h for part in parts) == 2.0 * slots
-    assert sum(part.node.gpus for part in parts if part.node.trains) == ranks
-    covered = [slot for part in parts for slot in range(part.first_slot, part.first_slot + part.node.gpus)]
-    assert covered == list(range(slots))
-    assert len({part.node.id for part in parts}) == len(parts)
-    assert all(part.node.rolls_out == (roll_out or not part.node.trains) for part in parts)
+    parts = split_machine(machine, ranks, ranks_roll_out=roll_out)
+    assert sum(part.gpus for part in parts) == slots
+    assert sum(part.price_usd_h for part in parts) == 2.0 * slots
+    assert sum(part.gpus for part in parts if part.trains) == ranks
+    assert len({part.id for part in parts}) == len(parts)
+    assert all(part.rolls_out == (roll_out or not part.trains) for part in parts)
     if len(parts) == 1:
-        assert parts[0].node.id == "a"
+        assert parts[0].id == "a"
 
 
 # -- facts --------------------------------------------------------------------------------------------------

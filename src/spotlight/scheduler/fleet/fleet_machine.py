@@ -266,8 +266,13 @@ def split_machine(machine: Node, ranks: int, *, ranks_roll_out: bool) -> tuple[N
 
     Args:
         ranks_roll_out: the learner's part also rolls out.
+
+    Raises:
+        ValueError: the machine has fewer GPUs.
     """
     free = machine.gpus - ranks
+    if free < 0:
+        raise ValueError(f"{ranks} learner ranks do not fit on the {machine.gpus} GPUs of {machine.id}")
 
     def part(suffix: str, gpus: int, *, trains: bool) -> Node:
         return replace(
