@@ -209,7 +209,8 @@ COMMANDS = {
     "rewards": ("rewards",),
     "wrong options": ("train", *RUN, "metrics.sinks={lines: {path: x}}", "name=wrong", "runs_dir=runs"),
     "wrong keys": ("train", *RUN, "algorithm.faktor=1", "metrics.sinks={nowhere: {}}", "name=wrong"),
-    "wrong policies": ("train", *RUN, "policies={repeated: {stride: 7}}", "name=wrong"),
+    "wrong policies": ("train", *RUN, "policies={repeated: {stride: 7}, limit: {nodes: x}}", "name=wrong"),
+    "unknown policies": ("train", *RUN, "policies={repeatd: {}, foo: {}}", "name=wrong"),
     "another policy": ("train", *RUN, "exploration={}", "name=wrong"),
     "built-in policy": ("train", *RUN, "policies={exploration: {}}", "name=wrong"),
     "broken": ("notices", "--cloud", "broken", "--once"),
@@ -305,9 +306,24 @@ def test_notices_prices_and_rewards_of_another_package_are_found(installed: Path
         ("wrong keys", "'nowhere'"),
         ("wrong options", "metrics.sinks.lines is {'path': 'x'}"),
         ("wrong options", "expected file."),
-        ("wrong policies", "repeated.stride: Extra inputs are not permitted"),
+        (
+            "wrong policies",
+            "policies.repeated.stride: found an unknown key; expected one of step. Did you mean 'step'?",
+        ),
+        ("wrong policies", "policies.limit.nodes: found 'x'; expected a valid integer. "),
+        (
+            "unknown policies",
+            "policies.foo: found an unknown policy; expected 'repeated' or 'limit' (entry points "
+            "spotlight.policies and spotlight.fleet_policies). Install the package that adds 'foo', or "
+            "leave it out.\n",
+        ),
+        ("unknown policies", "spotlight.fleet_policies). Did you mean 'repeated'?\n"),
         ("another policy", "policies.repeated: found set; expected nothing with exploration. It chooses"),
-        ("built-in policy", "no 'exploration' here: exploration switches that policy on"),
+        (
+            "built-in policy",
+            "policies.exploration: found a built-in policy; expected policies of installed packages only. "
+            "Leave it out: exploration switches that policy on.\n",
+        ),
         ("broken", "the package elsewhere registers as 'elsewhere:NOT_THERE'"),
     ],
 )

@@ -17,7 +17,9 @@ from pydantic_core import ErrorDetails
 from spotlight.config.preset import with_preset
 from spotlight.config.removed import without_removed
 from spotlight.config.schema import RUN_NAME, RunConfig
+from spotlight.config.section import STATED
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
+from spotlight.config.sections.policies import policy_section
 from spotlight.registry import ALGORITHMS
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.yaml_tree import merge, parse_override, parse_yaml, read_tree, section_of
@@ -200,6 +202,8 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
             return Problem(key, "an unknown key", "the key of its section", f"Did you mean {meant}?")
         remedy = did_you_mean(parts[-1], known, "Remove it.")
         return Problem(key, "an unknown key", f"one of {', '.join(sorted(known))}", remedy)
+    if detail["type"] == STATED:
+        return Problem(key, **detail["ctx"])
     if detail["type"] == "missing":
         return Problem(key, "nothing", "a value", "Add the key.")
     if detail["type"] in {"union_tag_invalid", "union_tag_not_found"}:
@@ -256,6 +260,8 @@ def _sections_with(key: str, algorithm: type[AlgorithmSection] | None) -> list[s
 def _sections_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> list[type[BaseModel]]:
     """The possible sections at a dotted path, given the chosen algorithm's."""
     current: list[type[BaseModel]] = [RunConfig]
+    if path[:1] == ["policies"] and path[1:] and (section := policy_section(path[1])) is not None:
+        current, path = [section], path[2:]
     for part in path:
         if part.isdigit():
             continue
