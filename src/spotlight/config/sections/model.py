@@ -12,14 +12,13 @@ from spotlight.registry import FAMILIES
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
-    from spotlight.models.family import ModelFamily
 
 Attention = Literal["native", "math", "cudnn", "flash", "flash-varlen", "flash-3", "flash-3-varlen"]
 """Values of ``model.attention``; see :mod:`spotlight.models.kernels.attention`."""
 
 
-def _family(run: RunConfig) -> type[ModelFamily]:
-    return FAMILIES.load(run.model.family)
+def _chooses(run: RunConfig) -> bool:
+    return FAMILIES.load(run.model.family).chooses_kernels
 
 
 _KERNELS = "leave it out, or set one that takes every mask (native, cudnn)."
@@ -74,17 +73,17 @@ class ModelConfig(Section):
 
     requires = (
         *(Requires(key, That("with model.family={model.family}, for which diffusers offers no other",
-                             lambda run: not _family(run).chooses_kernels),
+                             lambda run: not _chooses(run)),
                    default, "There is nothing to choose: leave it out.")
           for key, default in (("model.attention", None), ("model.compile", "none"))),
         Requires("model.attention",
                  That("with model.family={model.family}, which always has a mask",
-                      lambda run: _family(run).chooses_kernels and _family(run).always_masks),
+                      lambda run: _chooses(run) and FAMILIES.load(run.model.family).always_masks),
                  That("another kernel", lambda run: run.model.attention not in ("flash", "flash-3")),
                  f"flash and flash-3 take no mask, and this model always has one: {_KERNELS}"),
         Requires("model.attention",
                  That("with model.family={model.family}, whose padding does not come last",
-                      lambda run: _family(run).chooses_kernels and not _family(run).pads_last),
+                      lambda run: _chooses(run) and not FAMILIES.load(run.model.family).pads_last),
                  That("another kernel",
                       lambda run: run.model.attention not in ("flash-varlen", "flash-3-varlen")),
                  "The varlen kernels take each row's first keys, as if this model's padding came last: "
@@ -96,7 +95,7 @@ class ModelConfig(Section):
               {"fleet.sequence_parallel.degrees": other_than((1,))}, {"exploration.step_cache": SET})),
         # Whatever replaces weights, or does between kernels what a graph does not repeat.
         Requires("model.family", _GRAPHS, That("one whose forward reads no values back",
-                 lambda run: _family(run).captures_graphs), _NO_GRAPHS),
+                 lambda run: FAMILIES.load(run.model.family).captures_graphs), _NO_GRAPHS),
         *(Requires(key, _GRAPHS, wanted, _NO_GRAPHS) for key, wanted in (
             ("device", other_than("cpu")), ("model.dtype", "bfloat16"), ("model.compile", "none"),
             ("learner.mode", "lora"), ("fleet.sequence_parallel.degrees", ((1,),)),
