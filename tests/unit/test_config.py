@@ -371,7 +371,7 @@ def test_a_run_that_used_what_was_removed_is_read_but_not_resumed(
     kept.write_text(yaml.safe_dump(tree))
     read = load_dump(kept)
     assert read.exploration is not None
-    assert read.exploration.draws == (key == "policy")  # proportional chose by chance
+    assert (read.exploration.policy == "random") == (key == "policy")  # both choose by chance
     for look in (check_run_directory, RunDirectory.open):
         with pytest.raises(OtherConfigurationError) as caught:
             look(*resumed)
