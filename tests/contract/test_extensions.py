@@ -176,6 +176,7 @@ other-family = elsewhere:OtherFamily
 halved-nft = elsewhere:HalvedConfig
 [spotlight.rewards]
 redness = elsewhere:redness
+half-written = elsewhere:NOT_THERE
 [spotlight.clouds]
 tinycloud = elsewhere:TINY_CLOUD
 broken = elsewhere:NOT_THERE
@@ -294,7 +295,10 @@ def test_the_dry_run_plans_a_family_of_another_package(installed: Path) -> None:
 def test_notices_prices_and_rewards_of_another_package_are_found(installed: Path) -> None:
     assert "the node ends in 30 s" in ran(installed, "notices")[1]
     assert json.loads(ran(installed, "prices")[1])[0]["instance_type"] == "t1"
-    assert "redness" in ran(installed, "rewards")[1]
+    listed = ran(installed, "rewards")[1]
+    assert "redness" in listed
+    assert "half-written" in listed
+    assert "cannot be loaded" in listed
 
 
 @pytest.mark.parametrize(

@@ -158,15 +158,17 @@ class RegisteredReward:
 
 def registered_rewards() -> Iterator[RegisteredReward]:
     """All rewards: first sentence of documentation, facts, and parameters with their defaults."""
-    import importlib
     import inspect
 
-    from spotlight_rewards.registry import REWARDS
-    from spotlight_rewards.reward_registry import facts_of, params_of, parse
+    from spotlight_rewards.registry import REWARDS, RegistryError
+    from spotlight_rewards.reward_registry import facts_of, params_of
 
     for name in REWARDS:
-        reference, facts = parse(name), facts_of(name)
-        function = getattr(importlib.import_module(reference.module), reference.attribute)
+        try:
+            function, facts = REWARDS.load(name), facts_of(name)
+        except RegistryError as error:  # one package's mistake does not hide the other rewards
+            yield RegisteredReward(name, f"cannot be loaded: {error}", "", "", "", "", "")
+            continue
         weights = () if facts is None else facts.weights
         typical = None if facts is None else facts.typical
         yield RegisteredReward(
