@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 from contextlib import closing
 from importlib.metadata import EntryPoint
@@ -408,3 +409,30 @@ def test_a_name_that_two_packages_register_is_an_error(
         RegistryError, match=r"a\.key is 'thing', which the package (one|two) and .* register"
     ):
         things.load("thing")
+
+
+def test_a_package_whose_commands_cannot_be_loaded_leaves_the_others(tmp_path: Path) -> None:
+    info = tmp_path / "bad-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[spotlight.commands]\nbad = not_there:add_to\nplan = bad:add_to\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        program = "from spotlight.cli.main import app; app()"
+        return subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+
+    version, plan = run("version"), run("plan", "paper-512")
+    assert version.returncode == 0
+    assert len(version.stderr.splitlines()) == 2
+    assert "the package bad registers as 'not_there:add_to'" in version.stderr
+    assert "'plan', which the package" in version.stderr
+    assert plan.returncode == 2
+    assert "pip install 'spotlight-rl[plan]'" in plan.stderr

@@ -300,6 +300,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         (["exploration.rungs=[6]"], "exploration.rungs", "fewer exploration.steps"),
         (["exploration.finishers=12"], "exploration.finishers", "leave it out"),
         (["exploration.fidelity_min=.3"], "exploration.fidelity_min", "more exploration.steps"),
+        (["exploration.policy=proportional"], "exploration.policy", "policy=max_variance"),
         (["exploration.guidance=2"], "exploration.guidance", "cheaper"),
         (["exploration={step_cache: 4, steps: 3}"], "exploration.step_cache", "2 ranks best"),
         (["exploration={step_cache: 7, planner: {}}"], "exploration.step_cache", "lower it"),

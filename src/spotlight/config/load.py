@@ -62,17 +62,22 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 def load_dump(path: Path, *, installed: bool = True) -> RunConfig:
     """Read a run's own ``config.yaml``, whose ``like`` is only a label. Raises :class:`ConfigError`.
 
-    Settings that do not go together are let through: an older version may have trained with them.
+    Settings that do not go together are let through, and removed ones are left out: an older version may
+    have trained with them.
 
     Args:
         installed: names that a package adds must be of one that is installed; not needed to read what a run
             recorded.
     """
-    return _parsed(read_tree(path), str(path), any_name=not installed)
+    tree, _ = without_removed(read_tree(path))
+    return _parsed(tree, str(path), any_name=not installed)
 
 
 def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     """Validate a nested mapping, on top of the defaults. Raises :class:`ConfigError`."""
+    tree, removed = without_removed(tree)
+    if removed:
+        raise ConfigError(source, removed)
     config = _parsed(tree, source)
     if problems := list(config.every_problem()):
         raise ConfigError(source, problems)
@@ -80,9 +85,6 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def _parsed(tree: Mapping[str, Any], source: str, *, any_name: bool = False) -> RunConfig:
-    tree, removed = without_removed(tree)
-    if removed:
-        raise ConfigError(source, removed)
     try:
         # Through JSON: strict mode then accepts lists as tuples and strings as paths, but `steps: "8"` and
         # `steps: yes` are errors, not 8 and 1.
@@ -122,12 +124,22 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 def with_new_keys(text: str) -> str:
     """A dumped configuration, with keys that it lacks because an older version wrote it at their defaults.
 
-    Unchanged if this version refuses it.
+    Removed keys that did nothing are left out. Otherwise unchanged if this version refuses it.
+
+    Raises:
+        ConfigError: the removed keys that did something.
     """
+    source = "the run's configuration"
     try:
-        return dump_config(_parsed(_mapping(text, "the run's configuration"), "the run's configuration"))
+        tree, removed = without_removed(_mapping(text, source))
     except ConfigError:
         return text
+    if removed:
+        raise ConfigError(source, removed)
+    try:
+        return dump_config(_parsed(tree, source))
+    except ConfigError:
+        return yaml.safe_dump(tree, sort_keys=False, width=100)
 
 
 def read_config(text: str, source: str) -> RunConfig:

@@ -112,11 +112,6 @@ class SeedChoiceConfig(Section):
     planner: BanditConfig | None = None
     """Decides how much to explore; default: the same in every iteration."""
 
-    @property
-    def draws(self) -> bool:
-        """Whether ``policy`` selects by chance rather than by rank."""
-        return self.policy == "random"
-
     def arms(self, group_size: int, rollout_steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Possible (previews per prompt, steps per preview), defaults resolved."""
         if self.planner is not None:
