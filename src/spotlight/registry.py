@@ -102,7 +102,7 @@ SINKS: Registry[SinkFactory] = Registry(
 )
 """Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""
 
-COMMANDS: Registry[Callable[[Typer], None]] = Registry("the command line", "spotlight.commands", {})
+COMMANDS: Registry[Callable[[Typer], None]] = Registry("the commands' entry point", "spotlight.commands", {})
 """Commands of other packages: a function that adds them to the command line."""
 
 FLEET_POLICIES: Registry[type[FleetPolicy]] = Registry(

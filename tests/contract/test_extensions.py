@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import subprocess
 import sys
 from contextlib import closing
 from importlib.metadata import EntryPoint
@@ -210,7 +211,8 @@ COMMANDS = {
     "rewards": ("rewards",),
     "wrong options": ("train", *RUN, "metrics.sinks={lines: {path: x}}", "name=wrong", "runs_dir=runs"),
     "wrong keys": ("train", *RUN, "algorithm.faktor=1", "metrics.sinks={nowhere: {}}", "name=wrong"),
-    "wrong policies": ("train", *RUN, "policies={repeated: {stride: 7}}", "name=wrong"),
+    "wrong policies": ("train", *RUN, "policies={repeated: {stride: 7}, limit: {nodes: x}}", "name=wrong"),
+    "unknown policies": ("train", *RUN, "policies={repeatd: {}, foo: {}}", "name=wrong"),
     "another policy": ("train", *RUN, "exploration={}", "name=wrong"),
     "built-in policy": ("train", *RUN, "policies={exploration: {}}", "name=wrong"),
     "broken": ("notices", "--cloud", "broken", "--once"),
@@ -309,9 +311,24 @@ def test_notices_prices_and_rewards_of_another_package_are_found(installed: Path
         ("wrong keys", "'nowhere'"),
         ("wrong options", "metrics.sinks.lines is {'path': 'x'}"),
         ("wrong options", "expected file."),
-        ("wrong policies", "repeated.stride: Extra inputs are not permitted"),
+        (
+            "wrong policies",
+            "policies.repeated.stride: found an unknown key; expected one of step. Did you mean 'step'?",
+        ),
+        ("wrong policies", "policies.limit.nodes: found 'x'; expected a valid integer. "),
+        (
+            "unknown policies",
+            "policies.foo: found an unknown policy; expected 'repeated' or 'limit' (entry points "
+            "spotlight.policies and spotlight.fleet_policies). Install the package that adds 'foo', or "
+            "leave it out.\n",
+        ),
+        ("unknown policies", "spotlight.fleet_policies). Did you mean 'repeated'?\n"),
         ("another policy", "policies.repeated: found set; expected nothing with exploration. It chooses"),
-        ("built-in policy", "no 'exploration' here: exploration switches that policy on"),
+        (
+            "built-in policy",
+            "policies.exploration: found a built-in policy; expected policies of installed packages only. "
+            "Leave it out: exploration switches that policy on.\n",
+        ),
         ("broken", "the package elsewhere registers as 'elsewhere:NOT_THERE'"),
     ],
 )
@@ -392,3 +409,30 @@ def test_a_name_that_two_packages_register_is_an_error(
         RegistryError, match=r"a\.key is 'thing', which the package (one|two) and .* register"
     ):
         things.load("thing")
+
+
+def test_a_package_whose_commands_cannot_be_loaded_leaves_the_others(tmp_path: Path) -> None:
+    info = tmp_path / "bad-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[spotlight.commands]\nbad = not_there:add_to\nplan = bad:add_to\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        program = "from spotlight.cli.main import app; app()"
+        return subprocess.run(
+            [sys.executable, "-c", program, *arguments],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": paths},
+        )
+
+    version, plan = run("version"), run("plan", "paper-512")
+    assert version.returncode == 0
+    assert len(version.stderr.splitlines()) == 2
+    assert "the package bad registers as 'not_there:add_to'" in version.stderr
+    assert "'plan', which the package" in version.stderr
+    assert plan.returncode == 2
+    assert "pip install 'spotlight-rl[plan]'" in plan.stderr

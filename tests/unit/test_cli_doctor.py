@@ -42,6 +42,11 @@ def test_a_package_out_of_range_or_missing_fails(monkeypatch: pytest.MonkeyPatch
     assert "missing" in findings[1].found
 
 
+def test_what_lies_in_the_clone_is_installed_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "requires", lambda _: ["spotlight-rewards==9"])
+    assert "-e packages/rewards" in only(doctor_checks.packages(), "spotlight-rewards").remedy
+
+
 def test_the_installed_packages_are_within_range() -> None:
     assert {finding.verdict for finding in doctor_checks.packages()} == {Verdict.OK}
 

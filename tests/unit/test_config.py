@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, get_origin
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
@@ -22,7 +23,7 @@ from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.learner_section import divisors_near
-from spotlight.store.run_directory import RunDirectory, flatten
+from spotlight.store.run_directory import RunDirectory, check_run_directory, flatten
 from spotlight.store.store_errors import OtherConfigurationError
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.yaml_tree import parse_yaml
@@ -343,3 +344,46 @@ def test_settings_of_an_older_version_that_no_longer_go_together_can_be_read(tmp
     assert with_new_keys(kept.read_text()) == kept.read_text()
     with pytest.raises(ConfigError, match=r"fleet\.publish"):
         load_config(kept, [])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("rungs", [3]),
+        ("finishers", 12),
+        ("undo_selection", True),
+        ("fidelity_min", 0.1),
+        ("policy", "proportional"),
+    ],
+)
+def test_a_run_that_used_what_was_removed_is_read_but_not_resumed(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    now = load_config(None, ["exploration={}", f"runs_dir={tmp_path}"])
+    tree = now.model_dump(mode="json")
+    tree["exploration"] |= {"undo_selection": False, "rungs": None, "finishers": None, "fidelity_min": None}
+    with RunDirectory.open(tmp_path, "old", yaml.safe_dump(tree)) as run:
+        kept = run.config
+    assert load_dump(kept) == now
+    resumed = (tmp_path, "old", dump_config(now), RESUMABLE_KEYS, with_new_keys)
+    check_run_directory(*resumed)  # it used none of them
+    tree["exploration"][key] = value
+    kept.write_text(yaml.safe_dump(tree))
+    read = load_dump(kept)
+    assert read.exploration is not None
+    assert (read.exploration.policy == "random") == (key == "policy")  # both choose by chance
+    for look in (check_run_directory, RunDirectory.open):
+        with pytest.raises(OtherConfigurationError) as caught:
+            look(*resumed)
+        lines = str(caught.value).splitlines()
+        assert "no longer exists" in lines[0]
+        assert lines[1:] == [
+            f"  exploration.{key}: {value!r}",
+            "It can be read, but not resumed: start a run of another name.",
+        ]
+
+
+def test_removed_keys_are_no_difference_where_this_version_refuses_the_rest() -> None:
+    tree = load_config(None, ["exploration={}"]).model_dump(mode="json") | {"iterations": "many"}
+    exploration = tree["exploration"] | {"rungs": None}
+    assert parse_yaml(with_new_keys(yaml.safe_dump(tree | {"exploration": exploration}))) == tree

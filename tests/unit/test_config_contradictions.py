@@ -284,7 +284,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "learner.schedule_samples",
             "set one, or leave it out",
         ),
-        (["exploration.drawn_seeds=17"], "exploration.drawn_seeds", "Two are enough"),
+        (["exploration={drawn_seeds: 17, sampled_prompts: 1}"], "exploration.drawn_seeds", "Two are enough"),
         (["exploration.sampled_prompts=13"], "exploration.sampled_prompts", "Lower it"),
         (
             ["exploration={sampled_prompts: 1, policy: random}"],
@@ -300,6 +300,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         (["exploration.rungs=[6]"], "exploration.rungs", "fewer exploration.steps"),
         (["exploration.finishers=12"], "exploration.finishers", "leave it out"),
         (["exploration.fidelity_min=.3"], "exploration.fidelity_min", "more exploration.steps"),
+        (["exploration.policy=proportional"], "exploration.policy", "policy=max_variance"),
         (["exploration.guidance=2"], "exploration.guidance", "cheaper"),
         (["exploration={step_cache: 4, steps: 3}"], "exploration.step_cache", "2 ranks best"),
         (["exploration={step_cache: 7, planner: {}}"], "exploration.step_cache", "lower it"),
@@ -316,6 +317,88 @@ def test_a_contradiction_is_named_with_its_remedy(overrides: list[str], key: str
     assert remedy in problem.remedy
     assert problem.found
     assert problem.expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "messages"),
+    [
+        (
+            ["fleet.driver=ray", "fleet.spot.nodes=0"],
+            [
+                "fleet.spot.nodes: found 0, with no other slot that rolls out; expected a slot that rolls "
+                "out where the learner's do not (pipeline.trainers_generate=false)."
+            ],
+        ),
+        (
+            ["fleet.target.nodes_min=2"],
+            [
+                "fleet.target: found settings without a goal; expected a deadline_h or a budget_usd beside "
+                "its other keys."
+            ],
+        ),
+        (
+            ["exploration={step_cache: 7, planner: {}}"],
+            ["exploration.step_cache: found 7; expected at most the fewest steps of a preview, 6."],
+        ),
+        (
+            [
+                "learner={decay_iterations: 12, warmup_steps: 24, updates_per_batch: 2}",
+                "learner.micro_batch_size=48",
+                "iterations=12",
+            ],
+            [
+                "learner.warmup_steps: found 24; expected fewer than the 24 optimizer steps of "
+                "learner.decay_iterations=12."
+            ],
+        ),
+        (
+            ["algorithm.name=v-grpo", "evaluation.weights=old"],
+            ["evaluation.weights: found 'old'; expected 'policy' or 'ema' with algorithm.name=v-grpo."],
+        ),
+        (["evaluation.weights=ema"], ["evaluation.weights: found 'ema'; expected 'policy' without"]),
+        (
+            ["model.attention=flash-3-varlen"],
+            [
+                "model.attention: found 'flash-3-varlen'; expected another kernel with "
+                "model.family=qwen-image,"
+            ],
+        ),
+        (
+            ["model.family=sd3", "model.attention=flash-3-varlen"],
+            ["model.attention: found 'flash-3-varlen'; expected nothing with model.family=sd3,"],
+        ),
+        (
+            ["algorithm={name: dgpo, advantage: {std: group}}", "pipeline.axis=generation"],
+            ["pipeline.axis: found 'generation'; expected 'none' with algorithm.name=dgpo,"],
+        ),
+        (
+            ["fleet.publish=bfloat16"],
+            [
+                "fleet.publish: found 'bfloat16'; expected 'auto' with fleet.driver=inline.",
+                "fleet.publish: found 'bfloat16'; expected 'auto' or 'float32' with learner.autocast=none.",
+            ],
+        ),
+        (
+            [
+                "fleet={driver: ray, learner_placement: spot_then_on_demand}",
+                "learner.mode=full",
+                "model.cuda_graphs=true",
+            ],
+            [
+                "model.dtype: found 'float32'; expected 'bfloat16' with model.cuda_graphs=true.",
+                "learner.mode: found 'full'; expected 'lora' with model.cuda_graphs=true.",
+                "learner.mode: found 'full'; expected 'lora' with fleet.learner_placement=spot_then",
+            ],
+        ),
+    ],
+)
+def test_all_contradictions_are_named_with_their_figures(overrides: list[str], messages: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [*BASE, *overrides])
+    found = [str(problem) for problem in caught.value.problems]
+    assert len(found) == len(messages), found
+    for problem, message in zip(found, messages, strict=True):
+        assert problem.startswith(message)
 
 
 def test_whole_groups_are_demanded_of_the_ranks_that_torchrun_starts() -> None:

@@ -348,7 +348,7 @@ def test_a_restored_explorer_refuses_other_prompts() -> None:
     [
         ({"steps": 11}, "steps"),
         ({**PLANNED, "planner": PlannerConfig(seed_counts=(8,), step_counts=(2, 11))}, "planner.step_counts"),
-        ({"drawn_seeds": 7}, "drawn_seeds"),
+        ({"drawn_seeds": 7, "sampled_prompts": 1}, "drawn_seeds"),
         ({"sampled_prompts": 1, "drawn_seeds": 1}, "sampled_prompts"),
         ({"where": "idle", "seeds_per_prompt_max": 15}, "seeds_per_prompt_max"),
         ({"seeds_per_prompt_max": 64}, "seeds_per_prompt_max"),

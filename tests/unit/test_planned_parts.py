@@ -112,8 +112,26 @@ def test_a_simulation_is_taken_to_its_target_as_the_closed_form_says() -> None:
 
 
 def test_a_key_of_the_former_search_names_the_way_out() -> None:
-    with pytest.raises(ConfigError, match=r"candidates_max: found a key that is gone"):
+    with pytest.raises(ConfigError, match=r"candidates_max: found 3; .*no such key.*are ranked without"):
         load_scenario("paper-512", ["plan.candidates_max=3"])
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        ("exploration.rungs=[3]", "fewer exploration.steps"),
+        ("exploration.fidelity_min=.1", "more exploration.steps"),
+        ("exploration.policy=proportional", "exploration.policy=max_variance"),
+    ],
+)
+def test_what_explorations_no_longer_have_names_the_way_out_in_scenarios_too(
+    override: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_scenario("paper-512", [override])
+    (problem,) = caught.value.problems
+    assert (problem.key, remedy in problem.remedy) == (override.partition("=")[0], True)
+    load_scenario("paper-512", ["exploration.rungs=null"])
 
 
 def test_parts_that_exclude_each_other_are_tried_apart() -> None:

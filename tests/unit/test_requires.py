@@ -104,6 +104,17 @@ def test_a_row_names_keys_that_there_are(row: Requirement[RunConfig]) -> None:
             Requires("rewards.*.name", {"rewards.*.weight": 1}, other_than("shapes"), "Do."),
             "rewards[0].name: found 'shapes'; expected other than 'shapes' with rewards[0].weight=1. Do.",
         ),
+        (
+            Requires(
+                "rollout.batch_size",
+                {"rollout.group_size": SET, "fleet.driver": "ray"},
+                at_most("rollout.group_size"),
+                "Do.",
+                found="{rollout.batch_size} samples",
+            ),
+            "rollout.batch_size: found 64 samples; expected at most rollout.group_size = 8 with "
+            "fleet.driver=ray. Do.",
+        ),
         (Requires("exploration.steps", {}, less_than(0), "The section is off."), None),
         (Requires("rollout.batch_size", {"fleet.driver": "inline"}, 1, "Does not apply."), None),
         (Requires("algorithm.train_samples", {}, less_than(0), "Left out."), None),
@@ -124,6 +135,11 @@ def test_messages(row: Requires[RunConfig], message: str | None) -> None:
     assert found == ([] if message is None else [message])
 
 
-def test_of_each_key_the_first_problem_is_named() -> None:
-    rows = [Requires[RunConfig]("fleet.driver", {}, wanted, "Do.") for wanted in ("a", "b")]
-    assert [problem.expected for problem in problems_of(rows, CONFIG)] == ["'a'"]
+def test_all_problems_of_a_key_are_named_each_once() -> None:
+    rows = [Requires[RunConfig]("fleet.driver", {}, wanted, "Do.") for wanted in ("a", "b", "a")]
+    assert [problem.expected for problem in problems_of(rows, CONFIG)] == ["'a'", "'b'"]
+
+
+def test_a_row_without_a_run_does_without_figures() -> None:
+    needs = That[RunConfig]("at most the {trained_timesteps} timesteps of {rollout.steps}, {run_seed}", bool)
+    assert Requires("rollout.steps", {}, needs, "Do.").row()[1] == "at most the timesteps of steps"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -188,6 +190,23 @@ def test_a_missing_dependency_is_not_a_missing_module(own: Path) -> None:
     (own / "needy.py").write_text("import easyocr_of_mars\n")
     assert "its module 'needy' needs the module 'easyocr_of_mars', which is not installed" in failure(
         "needy:f"
+    )
+
+
+@pytest.mark.parametrize("reward", ["clip-score", "geneval"])
+def test_without_torch_a_reward_that_needs_it_says_what_to_install(tmp_path: Path, reward: str) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('no torch here', name='torch')\n")
+    paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    result = subprocess.run(
+        [sys.executable, "-m", "spotlight_rewards", "check", reward],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert result.returncode == 2
+    assert result.stderr.strip() == (
+        f"Error: reward {reward!r} needs torch, which is not installed; "
+        "pip install 'spotlight-rewards[models]'"
     )
 
 

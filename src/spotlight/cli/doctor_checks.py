@@ -14,6 +14,7 @@ from spotlight.cli.doctor import Finding, Verdict
 from spotlight.report.wording import size
 
 _DISTRIBUTION = "spotlight-rl"
+_FROM_CLONE = "pip install -e . -e packages/rewards -e packages/plan -e packages/dashboard (in the clone)"
 _DISK_MIN_BYTES = 2**30
 _MEMORY_MIN_BYTES = 4 * 2**30
 _SHM_MIN_BYTES = 2**30
@@ -37,20 +38,21 @@ def packages() -> Iterator[Finding]:
     try:
         wanted = [Requirement(text) for text in metadata.requires(_DISTRIBUTION) or ()]
     except metadata.PackageNotFoundError:
-        remedy = "pip install -e . (in the checkout)"
-        yield Finding(Verdict.FAIL, _DISTRIBUTION, "not installed as a distribution", remedy)
+        yield Finding(Verdict.FAIL, _DISTRIBUTION, "not installed as a distribution", _FROM_CLONE)
         return
     for requirement in wanted:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         name, needs = requirement.name, f"needs {requirement.specifier}"
+        # The repository's own packages are not on PyPI.
+        remedy = _FROM_CLONE if name.startswith("spotlight-") else f"pip install '{requirement}'"
         try:
             installed = metadata.version(name)
         except metadata.PackageNotFoundError:
-            yield Finding(Verdict.FAIL, name, f"missing, {needs}", f"pip install '{requirement}'")
+            yield Finding(Verdict.FAIL, name, f"missing, {needs}", remedy)
             continue
         if not requirement.specifier.contains(installed, prereleases=True):
-            yield Finding(Verdict.FAIL, name, f"{installed}, {needs}", f"pip install '{requirement}'")
+            yield Finding(Verdict.FAIL, name, f"{installed}, {needs}", remedy)
         elif name in {"torch", "diffusers"}:
             yield Finding(Verdict.OK, name, f"{installed} ({needs})")
 

@@ -19,7 +19,8 @@ from spotlight.cli.runs.train import train
 from spotlight.cli.tiny_command import tiny
 from spotlight.cli.version import version
 from spotlight.registry import COMMANDS
-from spotlight_rewards.commands.exit_codes import failure
+from spotlight_rewards.commands.exit_codes import complain, failure
+from spotlight_rewards.registry import RegistryError
 
 _SPINS = "1000"
 
@@ -71,13 +72,18 @@ for name, command, panel in (
     )(command)
 
 for _package in COMMANDS:
-    COMMANDS.load(_package)(app)
+    try:
+        _add_to = COMMANDS.load(_package)
+    except RegistryError as error:  # the other commands work without that package
+        complain(str(error))
+    else:
+        _add_to(app)
 
 
 def _say_how_to_install(context: typer.Context) -> None:
     extra = _ELSEWHERE[context.info_name or ""]
     raise failure(
-        f"'spotlight {context.info_name}' is found, in a package that is not installed; expected "
+        f"'spotlight {context.info_name}' is found, in a package that is not installed or broken; expected "
         f"spotlight-{extra}. pip install 'spotlight-rl[{extra}]'."
     )
 

@@ -17,7 +17,9 @@ from pydantic_core import ErrorDetails
 from spotlight.config.preset import with_preset
 from spotlight.config.removed import without_removed
 from spotlight.config.schema import RUN_NAME, RunConfig
+from spotlight.config.section import STATED
 from spotlight.config.sections.algorithm import KEYS_OF_GROUPS, AlgorithmSection
+from spotlight.config.sections.policies import policy_section
 from spotlight.registry import ALGORITHMS
 from spotlight_rewards.base.errors import ConfigError, Problem, did_you_mean
 from spotlight_rewards.base.yaml_tree import merge, parse_override, parse_yaml, read_tree, section_of
@@ -60,17 +62,22 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 def load_dump(path: Path, *, installed: bool = True) -> RunConfig:
     """Read a run's own ``config.yaml``, whose ``like`` is only a label. Raises :class:`ConfigError`.
 
-    Settings that do not go together are let through: an older version may have trained with them.
+    Settings that do not go together are let through, and removed ones are left out: an older version may
+    have trained with them.
 
     Args:
         installed: names that a package adds must be of one that is installed; not needed to read what a run
             recorded.
     """
-    return _parsed(read_tree(path), str(path), any_name=not installed)
+    tree, _ = without_removed(read_tree(path))
+    return _parsed(tree, str(path), any_name=not installed)
 
 
 def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
     """Validate a nested mapping, on top of the defaults. Raises :class:`ConfigError`."""
+    tree, removed = without_removed(tree)
+    if removed:
+        raise ConfigError(source, removed)
     config = _parsed(tree, source)
     if problems := list(config.every_problem()):
         raise ConfigError(source, problems)
@@ -78,9 +85,6 @@ def build_config(tree: Mapping[str, Any], source: str) -> RunConfig:
 
 
 def _parsed(tree: Mapping[str, Any], source: str, *, any_name: bool = False) -> RunConfig:
-    tree, removed = without_removed(tree)
-    if removed:
-        raise ConfigError(source, removed)
     try:
         # Through JSON: strict mode then accepts lists as tuples and strings as paths, but `steps: "8"` and
         # `steps: yes` are errors, not 8 and 1.
@@ -120,12 +124,22 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 def with_new_keys(text: str) -> str:
     """A dumped configuration, with keys that it lacks because an older version wrote it at their defaults.
 
-    Unchanged if this version refuses it.
+    Removed keys that did nothing are left out. Otherwise unchanged if this version refuses it.
+
+    Raises:
+        ConfigError: the removed keys that did something.
     """
+    source = "the run's configuration"
     try:
-        return dump_config(_parsed(_mapping(text, "the run's configuration"), "the run's configuration"))
+        tree, removed = without_removed(_mapping(text, source))
     except ConfigError:
         return text
+    if removed:
+        raise ConfigError(source, removed)
+    try:
+        return dump_config(_parsed(tree, source))
+    except ConfigError:
+        return yaml.safe_dump(tree, sort_keys=False, width=100)
 
 
 def read_config(text: str, source: str) -> RunConfig:
@@ -200,6 +214,8 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
             return Problem(key, "an unknown key", "the key of its section", f"Did you mean {meant}?")
         remedy = did_you_mean(parts[-1], known, "Remove it.")
         return Problem(key, "an unknown key", f"one of {', '.join(sorted(known))}", remedy)
+    if detail["type"] == STATED:
+        return Problem(key, **detail["ctx"])
     if detail["type"] == "missing":
         return Problem(key, "nothing", "a value", "Add the key.")
     if detail["type"] in {"union_tag_invalid", "union_tag_not_found"}:
@@ -256,6 +272,8 @@ def _sections_with(key: str, algorithm: type[AlgorithmSection] | None) -> list[s
 def _sections_at(path: Sequence[str], algorithm: type[AlgorithmSection] | None) -> list[type[BaseModel]]:
     """The possible sections at a dotted path, given the chosen algorithm's."""
     current: list[type[BaseModel]] = [RunConfig]
+    if path[:1] == ["policies"] and path[1:] and (section := policy_section(path[1])) is not None:
+        current, path = [section], path[2:]
     for part in path:
         if part.isdigit():
             continue

@@ -1,12 +1,12 @@
 """Keys, and values of keys, that older versions had.
 
 A run of an older version writes every key into its ``config.yaml``, used or not: one that did nothing there
-is left out, so that the run can be resumed and read. Otherwise the error names the way out.
+is left out, so that the run can be resumed. Otherwise the error names the way out. Reading a run needs none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,20 @@ from spotlight_rewards.base.errors import Problem
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A key that is no more.
+    """A key that is no more, or one of its values.
 
     Attributes:
-        off: values with which it did nothing.
+        off: values with which the key did nothing.
         remedy: what to do instead, in sentences.
+        value: the value that is no more; None: the key itself.
+        read_as: the value that stands for ``value`` when an old run is read.
     """
 
     key: str
     off: tuple[object, ...]
     remedy: str
+    value: str | None = None
+    read_as: str | None = None
 
 
 REMOVED = (
@@ -47,14 +51,23 @@ REMOVED = (
         "Previews choose seeds however they rank: leave it out, watch the metric "
         "exploration/fidelity/reward/tau_by_slope, and preview with more exploration.steps where it is low.",
     ),
+    Removed(
+        "exploration.policy",
+        (),
+        "Nothing was measured to gain by it: set exploration.policy=max_variance.",
+        value="proportional",
+        read_as="random",  # both choose by chance
+    ),
 )
-"""All of them, in the order of the configuration."""
+"""Those of runs, and of scenarios, which have the section ``exploration`` too."""
 
 
-def without_removed(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The tree without removed keys, and what is wrong where they did something."""
+def without_removed(
+    tree: Mapping[str, Any], rows: Sequence[Removed] = REMOVED
+) -> tuple[dict[str, Any], list[Problem]]:
+    """The tree as this version reads it, and what is wrong where removed keys did something."""
     found = dict(tree)
-    return found, [problem for each in REMOVED for problem in _taken_out(found, each)]
+    return found, [problem for each in rows for problem in _taken_out(found, each)]
 
 
 def _taken_out(tree: dict[str, Any], removed: Removed) -> Iterator[Problem]:
@@ -66,5 +79,13 @@ def _taken_out(tree: dict[str, Any], removed: Removed) -> Iterator[Problem]:
             return
         node[parent] = child = dict(child)
         node = child
-    if leaf in node and (value := node.pop(leaf)) not in removed.off:
-        yield Problem(removed.key, repr(value), "nothing: this version has no such key", removed.remedy)
+    if leaf not in node:
+        return
+    value = node[leaf]
+    if removed.value is None:
+        del node[leaf]
+        if value not in removed.off:
+            yield Problem(removed.key, repr(value), "nothing: this version has no such key", removed.remedy)
+    elif value == removed.value:
+        node[leaf] = removed.read_as
+        yield Problem(removed.key, repr(value), "a value that this version has", removed.remedy)

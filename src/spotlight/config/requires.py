@@ -28,6 +28,8 @@ Run = TypeVar("Run")
 """What is checked: a run's configuration, or another tree of sections with these keys."""
 
 _HOLE = re.compile(r"\{([\w.]+)\}")
+_FIGURE = re.compile(r"(?:,| ?=) ?\{[\w.]+\}|(?<=\bthe )\{[\w.]+\} ")
+"""A hole that a sentence does without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +106,14 @@ class Requires(Generic[Run]):
         when: keys and values under which this applies, all together; ``{}``: always.
         needs: of the key's value; where the key's section is off, nothing.
         remedy: what to do, in sentences, with ``{key}`` as in :class:`That`; or what computes them.
+        found: what the message quotes, likewise, where the key's value alone would not show the fault.
     """
 
     key: str
     when: Mapping[str, Value] | That[Run]
     needs: Value | That[Run]
     remedy: str | Callable[[Run], str]
+    found: str = ""
 
     def problems(self, run: Run) -> Iterator[Problem]:
         """What contradicts this row: of a list, one for each item."""
@@ -120,7 +124,7 @@ class Requires(Generic[Run]):
                 continue
             if not self._applies(run, here) or self._fits(run, key):
                 continue
-            found = shown(value_at(run, key))
+            found = filled(self.found, run) or shown(value_at(run, key))
             expected = f"{self._wanted(run)} {self.condition(run, here)}".strip()
             remedy = filled(self.remedy, run) if isinstance(self.remedy, str) else self.remedy(run)
             yield Problem(_indexed(key), found, expected, remedy)
@@ -146,6 +150,8 @@ class Requires(Generic[Run]):
         words = {"with": list[str](), "without": list[str]()}
         for key, test in self.when.items():
             found, key = key.replace("*", here), _indexed(key.replace("*", here))
+            if self._quotes(found) and (run is not None or test is SET):
+                continue
             if test is UNSET:
                 words["without"].append(key)
             elif test is SET:
@@ -156,6 +162,12 @@ class Requires(Generic[Run]):
                     f"{key} {value}" if run is None and isinstance(test, Need) else f"{key}={value}"
                 )
         return ", ".join(f"{word} {' and '.join(keys)}" for word, keys in words.items() if keys)
+
+    def _quotes(self, key: str) -> bool:
+        """Whether what is needed already says the value of ``key``."""
+        if isinstance(self.needs, That):
+            return re.search(rf"(?<![\w.]){re.escape(key)} ?= ?{{", self.needs.text) is not None
+        return isinstance(self.needs, Need) and self.needs.other == key
 
     def row(self) -> tuple[str, str, str, str]:
         """(key, what it needs, under which condition, remedy), of any run."""
@@ -182,13 +194,8 @@ Requirement: TypeAlias = Requires[Run] | Computed[Run]
 
 
 def problems_of(rows: Iterable[Requirement[Run]], run: Run) -> Iterator[Problem]:
-    """What contradicts the rows, in their order; of each key the first."""
-    named = set[str]()
-    for row in rows:
-        for problem in row.problems(run):
-            if problem.key not in named:
-                named.add(problem.key)
-                yield problem
+    """What contradicts the rows, in their order, each problem once; of one key there may be several."""
+    yield from dict.fromkeys(problem for row in rows for problem in row.problems(run))
 
 
 def value_at(tree: object, key: str) -> Any:
@@ -220,9 +227,9 @@ def plain(value: object) -> str:
 
 
 def filled(text: str, run: object | None) -> str:
-    """``text`` with the values of the keys in braces; without a run, with the keys' names."""
+    """``text`` with the values of the keys in braces; without a run, with the keys' names, if need be."""
     if run is None:
-        return _HOLE.sub(lambda hole: hole[1].rpartition(".")[2], re.sub(r" ?= ?\{[\w.]+\}", "", text))
+        return _HOLE.sub(lambda hole: hole[1].rpartition(".")[2], _FIGURE.sub("", text))
     return _HOLE.sub(lambda hole: plain(value_at(run, hole[1])), text)
 
 

@@ -117,6 +117,13 @@ class RunConfig(Section):
         return self.learner.decay_iterations * (self.learner.schedule_samples or trained) / trained
 
     @property
+    def preview_steps_min(self) -> int:
+        """The fewest denoising steps of a preview; 0: nothing is previewed."""
+        if self.exploration is None:
+            return 0
+        return min(self.exploration.arms(self.rollout.group_size, self.rollout.steps)[1])
+
+    @property
     def trained_timesteps(self) -> int:
         """Forward/backward passes of the loss per sample, guidance aside."""
         return self.algorithm.train_timesteps or self.rollout.kept_steps

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
+from pydantic_core import PydanticCustomError
+
 from spotlight.config.requires import Requirement
 from spotlight_rewards.base.strict_section import StrictSection
 
@@ -35,3 +37,12 @@ class Section(StrictSection):
     def notes(self, run: RunConfig) -> Iterator[str]:
         """What is valid, but may not be what was meant; nothing unless overridden."""
         yield from ()
+
+
+STATED = "stated"
+"""Type of an error of validation that says all of its message itself."""
+
+
+def stated(found: str, expected: str, remedy: str) -> PydanticCustomError:
+    """What a validator raises, where only it knows what to do."""
+    return PydanticCustomError(STATED, "{expected}", {"found": found, "expected": expected, "remedy": remedy})

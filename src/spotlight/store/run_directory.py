@@ -31,6 +31,7 @@ from typing import Self, TypeAlias
 import yaml
 
 from spotlight.store.store_errors import OtherConfigurationError, RunInUseError
+from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError, storage_error, storage_errors
 from spotlight_rewards.base.files import write_atomically
 
@@ -124,7 +125,8 @@ class RunDirectory(RunPaths):
         Args:
             may_differ: dotted keys, or sections, that may differ from the stored ``config_text``, which is
                 replaced; ``*``: any item of a list.
-            complete: adds keys to the stored text that it lacks because an older version wrote it.
+            complete: adds keys to the stored text that it lacks because an older version wrote it. Raises
+                :class:`ConfigError` with the options that are set in it and no longer exist.
 
         Raises:
             RunInUseError: another process works on it.
@@ -253,6 +255,12 @@ def _require_same_configuration(
     )
     try:
         stored = yaml.safe_load(complete(paths.config.read_text()))
+    except ConfigError as error:
+        retired = "".join(f"  {problem.key}: {problem.found}\n" for problem in error.problems)
+        raise OtherConfigurationError(
+            f"{paths.path}: this run was started with what no longer exists:\n{retired}"
+            "It can be read, but not resumed: start a run of another name."
+        ) from None
     except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
         raise StoreError(f"{paths.config}: cannot be read as YAML ({error}). {remedy}") from error
     if not isinstance(stored, Mapping) or not stored:

@@ -90,14 +90,6 @@ class StrategyRuns:
         least, most = self._ends(lambda one, iterations: iterations)
         return FigureRange(least, middle.p50, middle.p90, most)
 
-    def lasts_as(self, other: StrategyRuns) -> bool:
-        """Whether both reach the target from every start, after the same hours and dollars."""
-        pairs = zip(self.outcomes, other.outcomes, strict=True)
-        return all(
-            math.isfinite(one.target_h) and (one.target_h, one.target_usd) == (two.target_h, two.target_usd)
-            for one, two in pairs
-        )
-
     def _ends(self, of: Callable[[SimulationOutcome, int], float]) -> tuple[float, float]:
         def end(one: SimulationOutcome, number: int) -> float:
             return of(one, one.target.ends[number]) if one.target else math.nan

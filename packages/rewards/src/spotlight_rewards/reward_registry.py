@@ -11,7 +11,8 @@ import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ _RETIRED = {
     "reward http or flow-factory, or serve its model by `spotlight rewards serve`."
 }
 """Names of older versions, and what to do instead."""
+_MODELS = frozenset({"torch", "transformers", "huggingface_hub", "safetensors", "tokenizers"})
+"""Modules that the extra ``models`` installs."""
 _CONTEXT = "context"
 _OLD_KEYWORDS = {"run_directory": "run_directory", "call_deadline_s": "deadline_s"}
 """Of functions and hooks, and what of the context it is now."""
@@ -171,9 +174,26 @@ def tiny_params(name_or_path: str, folder: Path, params: Mapping[str, Any]) -> d
     module, found = _found(name_or_path)
     if isinstance(found, type) and issubclass(found, Reward):
         _require_fitting_params(name_or_path, found, params)
-        return found(**params).tiny(folder)
+        with missing_packages_named(name_or_path):
+            return found(**params).tiny(folder)
     make = getattr(module, "tiny", None)
     return None if make is None else dict(make(folder, **_named_by(make, params)))
+
+
+@contextmanager
+def missing_packages_named(reward: str) -> Iterator[None]:
+    """Raise RewardSetupError where a built-in reward imports an optional package that is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        needed = (error.name or "").partition(".")[0]
+        if reward not in REWARDS.built_in or needed not in {*_MODELS, "scipy"}:
+            raise
+        extra = "[models]" if needed in _MODELS else ""
+        raise RewardSetupError(
+            f"reward {reward!r} needs {needed}, which is not installed; "
+            f"pip install 'spotlight-rewards{extra}'"
+        ) from error
 
 
 def _found(name_or_path: str) -> tuple[ModuleType, Callable[..., Any]]:
@@ -188,7 +208,10 @@ def _import(name_or_path: str, module: str) -> ModuleType:
     if directory not in sys.path:
         sys.path.insert(0, directory)
     try:
-        return importlib.import_module(module)
+        with missing_packages_named(name_or_path):
+            return importlib.import_module(module)
+    except RewardSetupError:
+        raise
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
             raise RewardSetupError(

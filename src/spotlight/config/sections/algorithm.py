@@ -209,7 +209,8 @@ class AlgorithmSection(Section):
                  "Parts of a batch could cut groups: set pipeline.axis=none."),
         Requires("pipeline.axis",
                  That("with algorithm.name={algorithm.name}, which trains a group on the same noise",
-                      lambda run: run.algorithm.shares_draws), ("none", "prompt"),
+                      lambda run: run.algorithm.shares_draws and not run.algorithm.compares_groups),
+                 ("none", "prompt"),
                  "Set pipeline.axis=prompt for whole groups."),
         Computed("learner.micro_batch_size", "whole groups, of all ranks together, where the loss compares "
                  "the samples of a group", _cut_groups),

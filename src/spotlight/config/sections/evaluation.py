@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
 
-from spotlight.config.requires import UNSET, Requires, That, at_most, other_than
+from spotlight.config.requires import UNSET, Requires, That, at_most
 from spotlight.config.section import Section
 from spotlight_rewards.reward_config import REWARD
 
@@ -58,11 +58,12 @@ class EvaluationConfig(Section):
         return self.at_start + between + self.at_end
 
     requires = (
-        Requires("evaluation.weights", {"learner.ema": UNSET}, other_than("ema"),
+        Requires("evaluation.weights", {"learner.ema": UNSET},
+                 That("'policy'", lambda run: run.evaluation.weights != "ema"),
                  "Set learner.ema.cap=0.9 or evaluate the policy."),
         Requires("evaluation.weights",
                  That("with algorithm.name={algorithm.name}", lambda run: not run.algorithm.uses_old_policy),
-                 other_than("old"), "This algorithm keeps no old policy."),
+                 ("policy", "ema"), "This algorithm keeps no old policy."),
         Requires("evaluation.grid_images", {}, at_most("evaluation.images_per_prompt"),
                  "Grids show evaluation images; lower it or evaluate more."),
         # A reward's details are known only after scoring; check the reward's name now.

@@ -112,11 +112,6 @@ class SeedChoiceConfig(Section):
     planner: BanditConfig | None = None
     """Decides how much to explore; default: the same in every iteration."""
 
-    @property
-    def draws(self) -> bool:
-        """Whether ``policy`` selects by chance rather than by rank."""
-        return self.policy == "random"
-
     def arms(self, group_size: int, rollout_steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Possible (previews per prompt, steps per preview), defaults resolved."""
         if self.planner is not None:
@@ -240,8 +235,8 @@ class ExplorationConfig(SeedChoiceConfig):
         Requires("exploration.guidance", {}, at_most("rollout.true_cfg_scale"),
                  "Previews stand for rollouts and may only be cheaper: leave it out, or set 1 for none."),
         Requires("exploration.step_cache", {},
-                 That("at most the fewest steps of a preview", lambda run: run.exploration is None or
-                      (run.exploration.step_cache or 0) <= min(_arms(run, "rollout")[1])),
+                 That("at most the fewest steps of a preview, {preview_steps_min}", lambda run:
+                      run.exploration is None or (run.exploration.step_cache or 0) <= run.preview_steps_min),
                  "Only the first of them would run all blocks: lower it, 2 ranks best."),
         *(Requires("exploration.dtype", {key: "bfloat16"}, UNSET,
                    "Rollouts are of that precision already, and so are their previews: leave it out.")

@@ -131,6 +131,11 @@ class LearnerConfig(Section):
     def pass_memory_bytes(self) -> int | None:
         return None if self.pass_memory_gib is None else int(self.pass_memory_gib * 2**30)
 
+    @property
+    def decay_steps(self) -> int | None:
+        """``decay_iterations`` in optimizer steps."""
+        return None if self.decay_iterations is None else self.decay_iterations * self.updates_per_batch
+
     def scheduled(self, steps: int, batches: int, samples: int) -> tuple[float, float]:
         """How far schedules have advanced, in optimizer steps and in batches.
 
@@ -147,9 +152,9 @@ class LearnerConfig(Section):
         if step < self.warmup_steps:
             # By samples, a step may be a fraction: the last one would exceed the whole.
             return self.learning_rate * min((step + 1) / self.warmup_steps, 1.0)
-        if self.decay_iterations is None:
+        if self.decay_steps is None:
             return self.learning_rate
-        falling = self.decay_iterations * self.updates_per_batch - self.warmup_steps
+        falling = self.decay_steps - self.warmup_steps
         done = min((step - self.warmup_steps) / falling, 1.0)
         return self.learning_rate * (1 + math.cos(math.pi * done)) / 2
 
@@ -175,9 +180,9 @@ class LearnerConfig(Section):
                  "Raise learner.decay_iterations with it (for a new run: it changes every step's learning "
                  "rate)."),
         Requires("learner.warmup_steps", {"learner.decay_iterations": SET},
-                 That("fewer than the optimizer steps of learner.decay_iterations = "
-                      "{learner.decay_iterations}", lambda run: run.learner.warmup_steps
-                      < (run.learner.decay_iterations or math.inf) * run.learner.updates_per_batch),
+                 That("fewer than the {learner.decay_steps} optimizer steps of "
+                      "learner.decay_iterations={learner.decay_iterations}",
+                      lambda run: run.learner.warmup_steps < (run.learner.decay_steps or math.inf)),
                  "Shorten the warm-up, or lengthen the decay."),
         Requires("learner.schedule_samples",
                  That("where nothing is scheduled", lambda run: not _schedules(run)), UNSET,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
@@ -10,8 +10,15 @@ from spotlight.config.requires import SET, UNSET, Requires, That, other_than
 from spotlight.config.section import Section
 from spotlight.registry import FAMILIES
 
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
+
 Attention = Literal["native", "math", "cudnn", "flash", "flash-varlen", "flash-3", "flash-3-varlen"]
 """Values of ``model.attention``; see :mod:`spotlight.models.kernels.attention`."""
+
+
+def _chooses(run: RunConfig) -> bool:
+    return FAMILIES.load(run.model.family).chooses_kernels
 
 
 _KERNELS = "leave it out, or set one that takes every mask (native, cudnn)."
@@ -66,19 +73,21 @@ class ModelConfig(Section):
 
     requires = (
         *(Requires(key, That("with model.family={model.family}, for which diffusers offers no other",
-                             lambda run: not FAMILIES.load(run.model.family).chooses_kernels),
+                             lambda run: not _chooses(run)),
                    default, "There is nothing to choose: leave it out.")
           for key, default in (("model.attention", None), ("model.compile", "none"))),
         Requires("model.attention",
                  That("with model.family={model.family}, which always has a mask",
-                      lambda run: FAMILIES.load(run.model.family).always_masks),
-                 other_than("flash", "flash-3"),
-                 f"It takes no mask, and this model always has one: {_KERNELS}"),
+                      lambda run: _chooses(run) and FAMILIES.load(run.model.family).always_masks),
+                 That("another kernel", lambda run: run.model.attention not in ("flash", "flash-3")),
+                 f"flash and flash-3 take no mask, and this model always has one: {_KERNELS}"),
         Requires("model.attention",
                  That("with model.family={model.family}, whose padding does not come last",
-                      lambda run: not FAMILIES.load(run.model.family).pads_last),
-                 other_than("flash-varlen", "flash-3-varlen"),
-                 f"It takes each row's first keys, as if this model's padding came last: {_KERNELS}"),
+                      lambda run: _chooses(run) and not FAMILIES.load(run.model.family).pads_last),
+                 That("another kernel",
+                      lambda run: run.model.attention not in ("flash-varlen", "flash-3-varlen")),
+                 "The varlen kernels take each row's first keys, as if this model's padding came last: "
+                 f"{_KERNELS}"),
         *(Requires("model.compile", where, "none",
                    "Both change the blocks while they run, which compiled code would not notice: leave one "
                    "of them out.")

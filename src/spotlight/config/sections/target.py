@@ -84,13 +84,15 @@ class TargetConfig(Section):
         return EMULATED if self.provider == "auto" else self.provider
 
     requires = (
-        Requires("fleet.target",
-                 That("without deadline_h and budget_usd", lambda run: not run.fleet.target.is_set),
-                 That("nothing", lambda run: run.fleet.target == TargetConfig()),
-                 "Set one (--deadline-h, --budget-usd), or leave fleet.target out."),
+        Requires("fleet.target", {},
+                 That("a deadline_h or a budget_usd beside its other keys", lambda run:
+                      run.fleet.target.is_set or run.fleet.target == TargetConfig()),
+                 "Set one (--deadline-h, --budget-usd), or leave fleet.target out.",
+                 found="settings without a goal"),
         Requires("fleet.target", {"fleet.driver": other_than("ray")},
                  That("no goal", lambda run: not run.fleet.target.is_set),
-                 "Only a cluster has spot nodes to add: set fleet.driver=ray, or leave fleet.target out."),
+                 "Only a cluster has spot nodes to add: set fleet.driver=ray, or leave fleet.target out.",
+                 found="a goal"),
         Requires("fleet.target.nodes_min", {}, at_most("fleet.target.nodes_max"),
                  "Lower it, or raise that."),
         Requires("fleet.target.nodes_min", That("with a goal", lambda run: _has_goal(run)

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from spotlight.config.load import apply_override, sections_in
+from spotlight.config.removed import REMOVED, Removed, without_removed
 from spotlight.config.requires import Requirement, Requires, at_least, at_most, problems_of
 from spotlight.config.sections.exploration import seeds_require
 from spotlight.config.sections.pipeline import slices_require
@@ -29,10 +30,15 @@ from spotlight_rewards.base.yaml_tree import merge, read_tree
 
 _BASE = "base"
 """Key that names the file to inherit from: a shipped scenario, or a path relative to this file."""
-_RETIRED = {
-    "plan.candidates_max": "All candidates are ranked without simulation: remove it. plan.iterations and "
-    "run.starts say how much is simulated of the best."
-}
+_REMOVED = (
+    *REMOVED,
+    Removed(
+        "plan.candidates_max",
+        (),
+        "All candidates are ranked without simulation: remove it. plan.iterations and run.starts say how "
+        "much is simulated of the best.",
+    ),
+)
 _KIND = "trace.kind"
 _DEPTH_MAX = 8
 
@@ -78,6 +84,9 @@ def load_scenario(
 
 def build_scenario(tree: Mapping[str, Any], where: str) -> ScenarioFile:
     """Validate a nested mapping. Raises :class:`ConfigError`."""
+    tree, removed = without_removed(tree, _REMOVED)
+    if removed:
+        raise ConfigError(where, removed)
     try:
         # JSON strict mode accepts lists for tuples and strings for paths, and nothing looser.
         scenario = ScenarioFile.model_validate_json(json.dumps(tree, default=str), strict=True)
@@ -146,8 +155,6 @@ def _explain(tree: Mapping[str, Any], detail: ErrorDetails) -> Problem:
     if parts[:1] == ["iterations_to_target"]:
         del parts[3:]
     key = ".".join(parts) or "SCENARIO"
-    if key in _RETIRED:
-        return Problem(key, "a key that is gone", "nothing", _RETIRED[key])
     if detail["type"] == "extra_forbidden":
         known = sorted(_fields_at(ScenarioFile, parts[:-1], tree))
         remedy = did_you_mean(parts[-1], known, "Remove it.")

@@ -80,9 +80,12 @@ def convert_geneval(
     """
     silence_loading_bars()
     with errors_without_traceback():
-        from spotlight_rewards.geneval.openmmlab import convert_checkpoint
+        from spotlight_rewards.reward_registry import missing_packages_named
 
-        origin, tensors = convert_checkpoint(checkpoint, out)
+        with missing_packages_named("geneval"):
+            from spotlight_rewards.geneval.openmmlab import convert_checkpoint
+
+            origin, tensors = convert_checkpoint(checkpoint, out)
     console = Console(highlight=False)
     console.print(f"{origin}: {tensors} tensors converted, none missing, none left.", soft_wrap=True)
     console.print(f"Use it: rewards=\\[{{name: geneval, params: {{detector: {out}}}}}]", soft_wrap=True)

@@ -103,7 +103,8 @@ def _who_scores(name_or_path: str, reward: registry.LoadedReward) -> str:
     if reward.scored_by is None:
         return ""
     try:
-        return str(reward.scored_by())
+        with registry.missing_packages_named(name_or_path):
+            return str(reward.scored_by())
     except (RewardInputError, RewardSetupError):
         raise
     except Exception as error:

@@ -10,8 +10,8 @@ slope the gain is
 A fully random group (the control, or from a pool without contrast) has gain 0 by design.
 
 All explored groups count, also with equal chosen previews (negative gain, by the other groups' mean slope;
-never with max_variance and top_and_bottom). For top and proportional the gain is unbiased if prompts share
-their slope, and unknown in an iteration without any line.
+never with max_variance and top_and_bottom). For top the gain is unbiased if prompts share their slope,
+and unknown in an iteration without any line.
 """
 
 from __future__ import annotations

@@ -1,0 +1,39 @@
+"""Every package declares what it imports."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BROUGHT = {"pydantic-core": "pydantic", "starlette": "fastapi", "botocore": "boto3"}
+"""Distributions that are part of another, which pins them."""
+
+
+def canonical(requirement: str) -> str:
+    """A requirement's distribution, without version and extras."""
+    name = re.split(r"[^\w.-]", requirement)[0]
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+@pytest.mark.parametrize("package", [".", "packages/rewards", "packages/plan", "packages/dashboard"])
+def test_a_package_declares_what_it_imports(package: str) -> None:
+    project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
+    needed = [project["dependencies"], *project.get("optional-dependencies", {}).values()]
+    declared = {canonical(project["name"]), *(canonical(each) for some in needed for each in some)}
+    installed, undeclared = packages_distributions(), set()
+    for file in (ROOT / package / "src").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        modules |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+        for top in {module.partition(".")[0] for module in modules} - sys.stdlib_module_names:
+            found = {canonical(name) for name in installed.get(top, [top])}
+            if not {BROUGHT.get(name, name) for name in found} & declared:
+                undeclared.add(f"{file.relative_to(ROOT)} imports {top}")
+    assert not undeclared
