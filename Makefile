@@ -51,7 +51,7 @@ test-long: env ## Run the tests, the long tier included, on newly drawn examples
 check: env ## Lint, formatting, types, and a strict build of the documentation
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy src/spotlight $(wildcard packages/*/src/*/) scripts benchmarks tools tests/simulation
+	$(BIN)/mypy src/spotlight $(patsubst %/__init__.py,%,$(wildcard packages/*/src/*/__init__.py)) scripts benchmarks tools tests/simulation
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 format: env ## Repair what ruff can
