@@ -297,7 +297,7 @@ RAY = {"driver": "ray", "address": "auto", "price_usd_h": 1.0}
 @pytest.mark.parametrize(
     ("fleet", "key", "message"),
     [
-        ({"target": {"nodes_max": 4}}, "fleet.target", "nothing without deadline_h.*--deadline-h"),
+        ({"target": {"nodes_max": 4}}, "fleet.target", "a deadline_h or a budget_usd.*--deadline-h"),
         ({"target": {"deadline_h": 2}}, "fleet.target", "fleet.driver=inline"),
         (RAY | {"target": {"deadline_h": 2}}, "fleet.target.provider", "other than 'auto' or 'emulated'"),
         ({"driver": "ray", "target": {"deadline_h": 2, "provider": "kubernetes"}}, "fleet.target.provider",
