@@ -196,8 +196,8 @@ def test_a_node_on_demand_for_the_learner_is_of_whole_machines() -> None:
     scenario = prepare(load_scenario("paper-512", whole), (name,), NOW)
     offer = scenario_of(scenario, strategy_named(name)).on_demand
     assert offer is not None
-    assert offer.node.gpus == 8
-    assert offer.node.price_usd_h == pytest.approx(55.04)
+    assert offer.gpus == 8
+    assert offer.price_usd_h == pytest.approx(55.04)
 
 
 def test_clouds_that_could_not_be_read_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

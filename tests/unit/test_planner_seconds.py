@@ -60,7 +60,7 @@ class World:
         plan.learn_rest(arm, self.seconds(arm) - (self.window_s(arm) if arm else 0.0))
         gain = self.worth[arm] + self.source.gauss(0, 0.05) if arm else 0.0
         found = Contrast(PROMPTS, 1 + gain, 1.0)
-        plan.learn(ArmOutcome(arm, found if arm else None, None, PROMPTS, PROMPTS))
+        plan.learn(ArmOutcome(arm, found if arm else None, PROMPTS, PROMPTS))
         return arm
 
 
