@@ -27,7 +27,7 @@ class Supply(FleetPolicy):
 
     Attributes:
         wanted: how many; None: nothing is decided yet.
-        provided: how many whoever provides them does, or tries to; None: unknown yet.
+        provided: how many the provider keeps, or tries to; None: unknown yet.
 
     Args:
         move_s: that a learner has to move off a node.

@@ -32,7 +32,7 @@ class NextIteration(Policy):
         work.extra.append(self.early)
 
     def _forget(self) -> Work:
-        """Begin anew; returns what there was."""
+        """Start with no early work; returns what there was."""
         early, self.early, self._lost = self.early, Work(self, recorded=False), {}
         self.work.extra[self.work.extra.index(early)] = self.early
         return early

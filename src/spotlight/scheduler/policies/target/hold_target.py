@@ -85,7 +85,7 @@ class HoldTarget(FleetPolicy):
 
     def _iterated(self, event: ev.IterationBilled, fleet: Fleet) -> None:
         if self.supply.wanted is None:
-            return  # whoever provides nodes has not answered yet
+            return  # the provider has not answered yet
         self._measure(fleet)
         self._billed, self._done = (event, fleet.now), event.iteration + 1
         measured = self.meter.end_iteration(fleet.now, event.work_s)

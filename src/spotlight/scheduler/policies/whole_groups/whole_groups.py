@@ -59,7 +59,7 @@ class WholeGroups(Policy):
         return []
 
     def check(self) -> None:
-        """Whoever waits for scores is held, or its group was sent."""
+        """Every rollout that waits for scores is held, or its group was sent."""
         for name in self._held:
             assert not any(name in work.scores for work in (self.work.current, *self.work.extra)), name
 

@@ -1,4 +1,4 @@
-"""Whoever provides nodes in virtual time: one on demand for a learner that waits, and spot nodes of a market.
+"""The node provider in virtual time: one on demand for a learner that waits, and spot nodes of a market.
 
 The market is the scenario's spot nodes. The run takes as many of them as it wants; one that it takes joins
 after ``delay_s``, and one that the market takes away is replaced by another, if there is one.
