@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spotlight_plan.closed_form import ClosedForm, Pace, chosen_variance
+from spotlight_plan.closed_form import ClosedForm, IterationPace, chosen_variance
 from spotlight_plan.compare import SimulationTask, run_task
 from spotlight_plan.scenarios.prepare import Prepared, prepare
 from spotlight_plan.scenarios.scenario_load import load_scenario
@@ -43,7 +43,7 @@ def form_of(strategy: str, *overrides: str) -> ClosedForm:
     return ClosedForm(prepared(strategy, *overrides), strategy_named(strategy), LIMIT_H)
 
 
-def pace(strategy: str, nodes: int, *overrides: str) -> Pace:
+def pace(strategy: str, nodes: int, *overrides: str) -> IterationPace:
     return form_of(strategy, *overrides).pace(nodes)
 
 

@@ -31,7 +31,11 @@ from spotlight_plan.simulation.virtual_rewards import RewardModel
 
 HORIZON_H = 24.0
 _TAIL = 0.3
-"""Of a lease's time, how long workers wait for the last one where leases divide among them evenly."""
+"""Of a lease's time, how long workers wait for the last one where leases divide among them evenly.
+
+This and the next one are fitted by hand to the pairs of ``benchmarks.plan_ranking``, so that its errors are
+not those on other scenarios.
+"""
 _TAIL_OVERLAPPED = 0.75
 """The same with any number of leases, where training begins before the last."""
 _OVERLAPS = frozenset({PipelinePart.GAP, PipelinePart.SLICES})
@@ -40,7 +44,7 @@ _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class IterationPace:
     """Iterations while the same nodes stay.
 
     Attributes:
@@ -81,7 +85,7 @@ class _Run:
     coverage: float = 0.0
     gained: float = 0.0
 
-    def explored(self, pace: Pace, iterations: float) -> None:
+    def explored(self, pace: IterationPace, iterations: float) -> None:
         self.previews += iterations * pace.previews
         if pace.explored is not None:
             self.coverage += iterations * pace.explored.coverage
@@ -258,11 +262,11 @@ class ClosedForm:
 
     # -- an iteration ----------------------------------------------------------------------------------
 
-    def _pace(self, nodes: int) -> Pace:
+    def _pace(self, nodes: int) -> IterationPace:
         """With so many nodes in the places of spot nodes."""
         workers, apart = self._workers(nodes)
         if workers <= 0 or nodes < self._learner_nodes:
-            return Pace(math.inf, math.inf, previews=0.0)
+            return IterationPace(math.inf, math.inf, previews=0.0)
         costs, gpu = self._costs, self._rolling_type(nodes)
         sample_s, lease = self._sample_s(gpu, self._plan.rollout_steps), self._lease(gpu)
         scored_s, train_s = costs.reward_s(lease), self._training_s
@@ -283,7 +287,7 @@ class ClosedForm:
         previews, explored, wait_s = self._explored(gpu, workers, apart, idle_s)
         seconds += wait_s + self._publish_s + self._saves_s
         judged_s, every = self._evaluated_samples_s(gpu) / workers, self._plan.evaluation.every
-        return Pace(
+        return IterationPace(
             seconds + (judged_s / every if every else 0.0),
             max(self._starts_s, costs.restore_s()) + seconds + judged_s,
             previews,
