@@ -202,7 +202,7 @@ def gradients_on_a_mesh(where: Place, pipe: Connection) -> None:
     family, shape = lab.fresh(lab.scale.few_layers), lab.scale.train_small
     slots = model.adapters(family, lab.scale.rank)
     samples = lab.samples(family, slots, shape, 4)
-    alone = lab.learner(family, slots, shape, gradient_checkpointing=True)
+    alone = lab.learner(family, slots, shape, recompute="blocks")
     model.accumulate(alone, samples)
     expected = {name: grad.clone() for name, grad in _gradients(alone).items()}
     alone.optimizer.zero_grad(set_to_none=True)
@@ -212,7 +212,7 @@ def gradients_on_a_mesh(where: Place, pipe: Connection) -> None:
     dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=index)
     for module in slots.modules().values():
         shard_module(module, family.dtype)
-    sharded = lab.learner(family, slots, shape, gradient_checkpointing=True)
+    sharded = lab.learner(family, slots, shape, recompute="blocks")
     model.accumulate(sharded, samples)
     found = {name: _whole(grad) for name, grad in _gradients(sharded).items()}
     error = sum(float((found[name] - value).double().square().sum()) for name, value in expected.items())

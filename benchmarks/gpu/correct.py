@@ -165,7 +165,7 @@ def learning(
     """A learner on the shared slots; their weights and the module's settings are as before afterwards."""
     before = {name: tensor.clone() for name, tensor in slots.state("policy").items()}
     try:
-        yield lab.learner(family, slots, shape, **{"gradient_checkpointing": True, **settings})
+        yield lab.learner(family, slots, shape, **{"recompute": "blocks", **settings})
     finally:
         family.transformer.disable_gradient_checkpointing()  # type: ignore[operator]
         slots.load_state("policy", before)
@@ -247,7 +247,7 @@ def _planned(lab: Lab, shape: model.Shape, train: model.Shape) -> dict[str, floa
                 },
                 "learner": {
                     "micro_batch_size": one.batch,
-                    "gradient_checkpointing": True,
+                    "recompute": "blocks",
                     "autocast": "bfloat16",
                     "lora": {"rank": lab.scale.rank, "alpha": 2.0 * lab.scale.rank},
                 },

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -32,9 +32,10 @@ from benchmarks.gpu.timing import (
 )
 from spotlight.rollout.serialization import pack_state
 from spotlight.rollout.state import RolloutState
-from spotlight.training.device_memory import measure_peak
+from spotlight.training.device_memory import measure_peak, release
+from spotlight.training.learner import Learner
 from spotlight.training.lora_export import whole_state
-from spotlight.training.recompute import recompute_blocks
+from spotlight.training.recompute import Mode, recompute
 from spotlight.weights.bundle import bind, pack
 from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
 
@@ -168,27 +169,40 @@ def _training(lab: Lab, shape: Shape) -> Outcome:
     return Outcome(value, {**details, **spread(seconds), "shape": dataclasses.asdict(shape)})
 
 
-def checkpoint_every(lab: Lab) -> Outcome:
-    """Time of an update that recomputes every block over the fastest of every 2nd and 4th."""
+RECOMPUTED: Mapping[str, Mode | int] = {
+    "none": "none",
+    "elementwise": "elementwise",
+    "every 1": "blocks",
+    "every 2": 2,
+    "every 4": 4,
+}
+
+
+def recomputed(lab: Lab) -> Outcome:
+    """Time of an update that recomputes whole blocks over one that keeps their products; and of others."""
     family, slots, shape = lab.family(), lab.slots(), lab.scale.train_small
     samples = lab.samples(family, slots, shape, STEPS)
     peaks: dict[str, object] = {}
+    variants: dict[str, Callable[[], object]] = {}
+
+    def update(learner: Learner, setting: Mode | int) -> None:
+        recompute(family.transformer, setting)
+        model.train(learner, samples)
+
     with learning(lab, family, slots, shape) as learner:
-
-        def update(every: int) -> Callable[[], object]:
-            def run() -> None:
-                recompute_blocks(family.transformer, every)
-                model.train(learner, samples)
-
-            return run
-
-        variants = {f"every {n}": update(n) for n in (1, 2, 4)}
+        for name, setting in RECOMPUTED.items():
+            variants[name] = partial(update, learner, setting)
+            try:
+                variants[name]()  # allocates, too, what later updates find
+                peaks[name] = measure_peak(lab.device, variants[name])[1] / 1e9
+            except torch.OutOfMemoryError:
+                del variants[name]
+                peaks[name] = "does not fit"
+                learner = lab.learner(family, slots, shape)
+                release(lab.device)
         seconds = interleaved(lab, variants)
-        if lab.device.type == "cuda":
-            peaks = {name: measure_peak(lab.device, run)[1] / 1e9 for name, run in variants.items()}
     typical = medians(seconds)
-    best = min(typical["every 2"], typical["every 4"])
-    return Outcome(typical["every 1"] / best, {**spread(seconds), "peaks_gb": peaks})
+    return Outcome(typical["every 1"] / typical["elementwise"], {**spread(seconds), "peaks_gb": peaks})
 
 
 # -- compilation -------------------------------------------------------------------------------------------

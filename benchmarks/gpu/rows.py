@@ -75,7 +75,7 @@ ROWS: tuple[Row, ...] = (
     _fast("B", "commit", "fast:commit_share", 0.02, 15, "commit / step"),
     _fast("B", "publish", "fast:publish_and_bind", 1.5, 25, "publish and bind a rank-64 adapter", "s"),
     _fast("B", "vae", "fast:vae", 0.05, 20, "decoding / denoising in 20 steps"),
-    _fast("B", "checkpoint", "fast:checkpoint_every", 1.05, 45, "recompute all / every n-th", least=True),
+    _fast("B", "checkpoint", "fast:recomputed", 1.1, 60, "recompute blocks / elementwise", least=True),
     _fast("B", "compile", "fast:compile_time", 90, 60, "first compiled forward", "s"),
     _fast("B", "train-compiled", "fast:train_compiled", 0.42, 60, "the same, compiled", "MFU", least=True),
     _fast("B", "graphs", "captured:captured_cost", 0.8, 25, "captured forward, 1 x 512 px / eager"),

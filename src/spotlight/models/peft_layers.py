@@ -303,6 +303,12 @@ def base_weights(layers: Mapping[str, LoraLayer]) -> dict[str, nn.Parameter]:
     return {name: layer.get_base_layer().weight for name, layer in layers.items()}
 
 
+def largest_rank(model: nn.Module) -> int:
+    """Of the adapters that :func:`inject` added; 0: none."""
+    halves = (weight for name, weight in model.named_parameters() if ".lora_A." in name)
+    return max((half.shape[0] for half in halves), default=0)
+
+
 def base_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The model's own parameters under their names before adapters were injected."""
     return {
