@@ -110,8 +110,11 @@ class LocalCluster:
         with self._lock:
             return [self.first, *(node for node, _, _ in self._nodes.values())]
 
-    def add_node(self, name: str, kind: NodeKind, slots: int) -> LocalNode:
+    def add_node(self, name: str, kind: NodeKind, slots: int, *, gpus: bool = False) -> LocalNode:
         """Start a node; returns when Ray can use it (about a second).
+
+        Args:
+            gpus: its slots are this machine's first GPUs, which other such nodes have too.
 
         Raises LocalClusterError if the name is taken or the node did not start.
         """
@@ -124,7 +127,7 @@ class LocalCluster:
             number, self._count = self._count, self._count + 1
         mark = f"{self.id}/{number}"
         try:
-            handle = start_node(_request(name, kind, slots, mark), self.address)
+            handle = start_node(_request(name, kind, slots, mark, gpus=gpus), self.address)
         except raised_by_ray() as error:
             guard.end(mark)
             raise self._failed(f"node {name!r} did not start", error) from error
@@ -244,10 +247,18 @@ def _first(id: str, directory: Path, name: str, slots: int) -> LocalCluster:
 
 
 def _request(
-    name: str, kind: NodeKind, slots: int, mark: str, system_config: dict[str, int] | None = None
+    name: str,
+    kind: NodeKind,
+    slots: int,
+    mark: str,
+    system_config: dict[str, int] | None = None,
+    *,
+    gpus: bool = False,
 ) -> NodeRequest:
-    resources = {KIND_RESOURCES[kind]: 1.0} | ({SLOT: float(slots)} if slots else {})
-    return NodeRequest(name, resources, {}, {guard.MARK: mark}, _STORE_BYTES, system_config or {})
+    resources = {KIND_RESOURCES[kind]: 1.0} | ({SLOT: float(slots)} if slots and not gpus else {})
+    return NodeRequest(
+        name, resources, {}, {guard.MARK: mark}, _STORE_BYTES, system_config or {}, slots if gpus else 0
+    )
 
 
 def _base_directory() -> Path:

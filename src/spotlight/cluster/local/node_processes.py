@@ -48,6 +48,7 @@ class NodeRequest:
     environment: Mapping[str, str]
     store_bytes: int
     system_config: Mapping[str, int]
+    gpus: int = 0
 
 
 class NodeProcesses:
@@ -131,7 +132,7 @@ def _start(request: NodeRequest, *, head: bool, **more: object) -> Node:
         node_ip_address=_LOOPBACK,
         node_name=request.name,
         num_cpus=0,
-        num_gpus=0,
+        num_gpus=request.gpus,
         resources=dict(request.resources),
         labels=dict(request.labels),
         env_vars=dict(request.environment),
