@@ -24,6 +24,7 @@ from benchmarks.gpu.timing import peak_tflops
 from benchmarks.gpu.whole_model import family_name, storage, whole_pipeline
 from spotlight.cli.config_command import split_arguments
 from spotlight.cluster.local import guard
+from spotlight.cluster.nodes.listing import SLOT
 from spotlight.config.load import load_config
 from spotlight.dry_run.memory_plan import peak_bytes
 from spotlight.dry_run.run_plan import make_plan
@@ -108,7 +109,7 @@ def _runs(lab: Lab) -> Path:
 
 
 def _tflop_s(rows: list[MetricsRow], unknown: float) -> float:
-    """Over all seconds of these iterations but those of evaluations; ``unknown`` where nothing was counted."""
+    """Over all seconds but those of evaluations; ``unknown``: the rate where none was counted."""
     done = spent = 0.0
     for row in rows:
         seconds = phases(row)
@@ -177,9 +178,10 @@ def _two_nodes(lab: Lab) -> Iterator[LocalCluster]:
     """A cluster on this machine: a reserved and a spot node of one slot each, which is the same GPU."""
     from spotlight.cluster.local.local_cluster import local_cluster
 
+    resource = "GPU" if lab.device.type == "cuda" else SLOT
     with local_cluster(0) as cluster:
         for kind in (NodeKind.RESERVED, NodeKind.SPOT):
-            cluster.add_node(f"{kind.value}-1", kind, 1, gpus=lab.device.type == "cuda")
+            cluster.add_node(f"{kind.value}-1", kind, 1, resource)
         yield cluster
 
 

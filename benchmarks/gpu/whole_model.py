@@ -56,42 +56,43 @@ def family_name(lab: Lab) -> str:
 
 
 def storage(lab: Lab) -> Path:
-    """Directory for weights and runs; in memory, unless the model is tiny."""
-    return lab.home if lab.tiny else IN_MEMORY / lab.home.name
+    """Directory for weights and runs: in memory, or where that has no room beside the suite's other files.
+
+    Raises:
+        Skip: neither has room.
+    """
+    if lab.tiny:
+        return lab.home
+    family = FAMILIES.load(family_name(lab))
+    places = (IN_MEMORY / lab.home.name, lab.home)
+    made = [place for place in places if (place / family.name).exists()]
+    wanted = 2 * family.published[family.tiny_models[0].model].parameters + _RUNS_BYTES
+    free = {place: shutil.disk_usage(place.parent).free for place in places}
+    able = made or [place for place, there in free.items() if there >= wanted]
+    if not able:
+        found = " and ".join(f"{place.parent}: {there / 1e9:.0f}" for place, there in free.items())
+        raise Skip(f"{family.name} and its runs take {wanted / 1e9:.0f} GB; found {found}")
+    return able[0]
 
 
 def whole_pipeline(lab: Lab) -> Path:
-    """The pipeline directory; made once.
-
-    Raises:
-        Skip: there is no room for it.
-    """
+    """The pipeline directory; made once. Raises :class:`Skip`: there is no room for it."""
     lab.drop()
-    family = FAMILIES.load(family_name(lab))
-    directory = storage(lab) / family.name
+    family, where = FAMILIES.load(family_name(lab)), storage(lab)
+    directory, aside = where / family.name, where / f"writing-{family.name}"
     if directory.exists():
         return directory
-    aside = storage(lab) / f"writing-{family.name}"
-    aside.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(aside, ignore_errors=True)  # of a row that was cut off
+    where.mkdir(parents=True, exist_ok=True)
     if lab.tiny:
         family.tiny(aside, SEED)
     else:
-        _require_room(family, aside.parent)
         _write_all_but_transformer(family, aside)
         _write_transformer(family, aside, lab.device)
         gc.collect()
         lab.drop()
     aside.rename(directory)
     return directory
-
-
-def _require_room(family: type[ModelFamily], where: Path) -> None:
-    published = family.published[family.tiny_models[0].model]
-    wanted, free = 2 * published.parameters + _RUNS_BYTES, shutil.disk_usage(where).free
-    if free < wanted:
-        raise Skip(
-            f"{where} has {free / 1e9:.0f} GB free; {family.name} and its runs take {wanted / 1e9:.0f}"
-        )
 
 
 def _write_all_but_transformer(family: type[ModelFamily], directory: Path) -> None:
