@@ -130,6 +130,23 @@ def lora_cost(lab: Lab) -> Outcome:
     return Outcome(typical["lora"] / typical["base"], spread(seconds))
 
 
+def fused_gain(lab: Lab) -> Outcome:
+    """Time of a denoising step with diffusers' and peft's operators over one with fused operators."""
+    family, shape = lab.family(), lab.scale.small
+    lab.budget_s /= 3
+    with lab.slots().use("policy", merged=True) as module:
+
+        def timed(name: str) -> dict[str, list[float]]:
+            return interleaved(lab, {name: lambda: lab.velocity(family, module, shape)})
+
+        seconds = timed("fused")
+        with model.reference(module):
+            seconds |= timed("reference")
+        seconds["fused"] += timed("fused")["fused"]
+    typical = medians(seconds)
+    return Outcome(typical["reference"] / typical["fused"], spread(seconds))
+
+
 # -- training ----------------------------------------------------------------------------------------------
 
 
@@ -348,16 +365,17 @@ def against_pipeline(lab: Lab) -> Outcome:
             return model.all_steps(engine, module, lab.start(family, engine, shape, STEPS))
 
         def theirs() -> Tensor:
-            made: Tensor = pipeline(
-                prompt_embeds=text["embeds"],
-                prompt_embeds_mask=text.mask("embeds"),
-                true_cfg_scale=1.0,
-                height=side,
-                width=side,
-                num_inference_steps=STEPS,
-                latents=noise.to(family.dtype),
-                output_type="latent",
-            ).images
+            with model.reference(module):
+                made: Tensor = pipeline(
+                    prompt_embeds=text["embeds"],
+                    prompt_embeds_mask=text.mask("embeds"),
+                    true_cfg_scale=1.0,
+                    height=side,
+                    width=side,
+                    num_inference_steps=STEPS,
+                    latents=noise.to(family.dtype),
+                    output_type="latent",
+                ).images
             return made
 
         @torch.no_grad()

@@ -15,19 +15,21 @@ import pytest
 
 import spotlight
 import spotlight_dashboard
+import spotlight_kernels
 import spotlight_plan
 import spotlight_rewards
 
 SOURCE = Path(spotlight.__file__).parent
 SOURCES = {
     package.__name__: Path(package.__file__).parent
-    for package in (spotlight, spotlight_rewards, spotlight_plan, spotlight_dashboard)
+    for package in (spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard)
     if package.__file__ is not None
 }
 
 PACKAGES_MAY_IMPORT: dict[str, set[str]] = {
+    "spotlight_kernels": set(),
     "spotlight_rewards": set(),
-    "spotlight": {"spotlight_rewards"},
+    "spotlight": {"spotlight_kernels", "spotlight_rewards"},
     "spotlight_plan": {"spotlight", "spotlight_rewards"},
     "spotlight_dashboard": {"spotlight", "spotlight_rewards"},
 }
@@ -426,5 +428,5 @@ def test_no_folder_is_a_drawer() -> None:
 
 
 def test_the_packages_have_one_version() -> None:
-    packages = spotlight, spotlight_rewards, spotlight_plan, spotlight_dashboard
+    packages = spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard
     assert len({package.__version__ for package in packages}) == 1

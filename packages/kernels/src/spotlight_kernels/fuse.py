@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 BLOCKS: Mapping[str, str] = {
-    "QwenImageTransformerBlock": "qwen_image",
+    "QwenImageTransformerBlock": "qwen_image_blocks",
 }
 """Classes of blocks, and the module of this package that fuses them."""
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest relative difference of outputs and gradients on a device; far above rounding, far below an error."""
+"""Largest relative difference of outputs and gradients on a device; above rounding, below an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,13 @@ class Fused:
     left: Mapping[str, str]
 
 
-def fuse(transformer: nn.Module, device: torch.device) -> Fused:
-    """Fuse all blocks that can be, in place, if a copy with random weights agrees with diffusers' on ``device``.
+def fuse(transformer: nn.Module, device: torch.device, *, compare: bool = True) -> Fused:
+    """Fuse all blocks that can be, in place, if a copy with random weights computes the same on ``device``.
 
-    Layers with adapters are compared as they are: fuse those first.
+    Args:
+        transformer: its weights may be on another device, or without memory; comparing wants one without
+            adapters.
+        compare: or else take for granted that they agree.
     """
     kinds: dict[str, list[nn.Module]] = {}
     for part in transformer.modules():
@@ -46,8 +49,10 @@ def fuse(transformer: nn.Module, device: torch.device) -> Fused:
     for name, blocks in kinds.items():
         module = import_module(f"spotlight_kernels.{BLOCKS[name]}")
         why = next((why for block in blocks if (why := module.trouble(block)) is not None), None)
-        if why is None and (far := distance(blocks[0], module, device)) > TOLERANCE[_dtype(blocks[0])]:
-            why = f"they differ from diffusers' by {far:.1e} on this device"
+        if why is None and compare:
+            far = distance(blocks[0], module, device)
+            if far > TOLERANCE[_dtype(blocks[0])]:
+                why = f"fused, it differs from diffusers' by {far:.1e} on this device"
         if why is not None:
             left[name] = why
             continue
@@ -57,14 +62,32 @@ def fuse(transformer: nn.Module, device: torch.device) -> Fused:
     return Fused(done, left)
 
 
+def restore(transformer: nn.Module) -> None:
+    """Undo :func:`fuse`."""
+    for part in transformer.modules():
+        own = vars(part).get("forward")
+        module = _module_of(part)
+        if module is not None and getattr(own, "__func__", None) is module.forward:
+            del part.forward
+            _exchange(part, *reversed(module.PROCESSORS))
+
+
+def _module_of(block: nn.Module) -> Any:
+    name = next((kind.__name__ for kind in type(block).__mro__ if kind.__name__ in BLOCKS), None)
+    return None if name is None else import_module(f"spotlight_kernels.{BLOCKS[name]}")
+
+
 def _put(block: Any, module: Any) -> None:
     block.forward = MethodType(module.forward, block)
+    _exchange(block, *module.PROCESSORS)
+
+
+def _exchange(block: nn.Module, old: type, new: type) -> None:
+    """Let processors compute as another class does; they keep their attention's implementation and split."""
     for part in block.modules():
-        old = getattr(part, "processor", None)
-        if type(old) is module.PROCESSOR:
-            new = module.Processor()
-            vars(new).update(vars(old))  # the attention's implementation, and how it is split
-            part.set_processor(new)
+        processor = getattr(part, "processor", None)
+        if type(processor) is old:
+            processor.__class__ = new
 
 
 @torch.random.fork_rng(devices=[])

@@ -1,9 +1,9 @@
 """Fused operators of transformer blocks, with their gradients: what a block does between its products.
 
-Kernels are Triton's: on CUDA, or, with ``TRITON_INTERPRET=1`` in the environment before the first import, on a
-CPU, slowly. They are operators of torch (``torch.ops.spotlight_kernels``), so profilers, counters, selective
-recomputation and tensors without memory see them. With and without gradient the same kernels run: results are
-equal to the bit.
+Kernels are Triton's: on CUDA, or, with ``TRITON_INTERPRET=1`` in the environment before the first import, on
+a CPU, slowly. They are operators of torch (``torch.ops.spotlight_kernels``), so profilers, counters,
+selective recomputation and tensors without memory see them. With and without gradient the same kernels run:
+results are equal to the bit.
 
 ``rounded`` everywhere: round after each step to the tensors' type, as the separate operators in diffusers do;
 otherwise compute in float32 and round once.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,12 @@ from spotlight_kernels import triton_heads, triton_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run on CPU tensors."""
-_OPERATORS = torch.library.Library("spotlight_kernels", "DEF")
+_OPERATORS = torch.library.Library("spotlight_kernels", "DEF")  # type: ignore[no-untyped-call]
 ops = torch.ops.spotlight_kernels
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class HeadStream:
     """Queries, keys or values of one stream of tokens, before their norm.
 
     Attributes:
@@ -45,7 +45,7 @@ class Stream:
     angles: tuple[Tensor, Tensor] | None = None
 
 
-def join_heads(streams: Sequence[Stream], size: int, eps: float, *, rounded: bool) -> Tensor:
+def join_heads(streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool) -> Tensor:
     """Normalise and rotate the heads of every stream, and join the streams.
 
     Returns:
@@ -58,18 +58,18 @@ def join_heads(streams: Sequence[Stream], size: int, eps: float, *, rounded: boo
     return joint
 
 
-def join_heads_reference(streams: Sequence[Stream], size: int, eps: float, *, rounded: bool) -> Tensor:
+def join_heads_reference(streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool) -> Tensor:
     """:func:`join_heads` by torch's operators."""
     return torch.cat([_heads_reference(stream, size, eps, rounded) for stream in streams], 1)
 
 
-def _heads_reference(stream: Stream, size: int, eps: float, rounded: bool) -> Tensor:
+def _heads_reference(stream: HeadStream, size: int, eps: float, rounded: bool) -> Tensor:
     x, weight, kind = stream.x, stream.weight, stream.x.dtype
     heads = x.shape[-1] // size
     value = x.float()
     if weight is not None:
         if weight.shape[0] == size:
-            value = value.unflatten(-1, (heads, size))
+            value = value.view(*x.shape[:2], heads, size)
         value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
         if rounded:
             value = value.to(kind).float()
@@ -77,7 +77,7 @@ def _heads_reference(stream: Stream, size: int, eps: float, rounded: bool) -> Te
     value = value.reshape(*x.shape[:2], heads, size)
     if stream.angles is not None:
         cos, sin = (each.float().unsqueeze(-2) for each in stream.angles)
-        a, b = value.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = value.view(*value.shape[:-1], -1, 2).unbind(-1)
         value = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     return value.to(kind)
 
@@ -94,7 +94,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """``r = x + gate * y`` and ``layer_norm(r) * (1 + scale) + shift``, a LayerNorm without weights.
 
-    Use the returned ``r`` from here on instead of ``x``, also without ``y``: its gradient joins in one kernel.
+    Use the returned ``r`` instead of ``x`` from here on, also without ``y``: gradients join in one kernel.
 
     Args:
         x, y: [batch, tokens, width]; without ``y``, r is x.
@@ -104,7 +104,7 @@ def add_norm(
         r and the modulated norm, both of the shape and type of ``x``.
     """
     found: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, gate, scale, shift, eps, rounded)  # type: ignore[no-untyped-call]
-    return found
+    return cast(Tensor, found)
 
 
 def gated_add(x: Tensor, y: Tensor, gate: Tensor | None, *, rounded: bool) -> Tensor:
@@ -145,8 +145,7 @@ class _JoinHeads(torch.autograd.Function):
     def forward(ctx: Any, size: int, eps: float, rounded: bool, *flat: Tensor | None) -> Tensor:
         ctx.save_for_backward(*flat)
         ctx.size, ctx.eps, ctx.rounded = size, eps, rounded
-        joint: Tensor = ops.join_heads(*(list(flat[i::4]) for i in range(4)), size, eps, rounded)
-        return joint
+        return cast(Tensor, ops.join_heads(*(list(flat[i::4]) for i in range(4)), size, eps, rounded))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -170,9 +169,9 @@ def _weight_gradient(ctx: Any, gradient: Tensor, flat: Sequence[Any]) -> Tensor:
     with torch.enable_grad():
         own = weight.detach().requires_grad_()
         angles = None if cos is None else (cos, sin)
-        out = _heads_reference(Stream(x.detach(), own, angles), ctx.size, ctx.eps, ctx.rounded)
+        out = _heads_reference(HeadStream(x.detach(), own, angles), ctx.size, ctx.eps, ctx.rounded)
         (found,) = torch.autograd.grad(out, own, gradient)
-    return found
+    return cast(Tensor, found)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -230,7 +229,7 @@ def _modulation_gradients(
     x, y, *parts = inputs
     with torch.enable_grad():
         own = [None if part is None else part.detach().requires_grad_() for part in parts]
-        outputs = add_norm_reference(x, y, *own, ctx.eps, rounded=ctx.rounded)  # type: ignore[misc]
+        outputs = add_norm_reference(x, y, own[0], own[1], own[2], ctx.eps, rounded=ctx.rounded)
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o is not None and g is not None]
         pairs = [(o, g) for o, g in pairs if o.requires_grad]
         wanted = [each for each in own if each is not None]
@@ -308,9 +307,9 @@ def _join_heads_backward(
     out = x.new_empty(x.shape)
     block, loops = _split(width // size)
     triton_heads.backward[(batch * tokens,)](
-        x, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin, gradient, out,
-        tokens, width // size, eps, *x.stride()[:2], *gradient.stride()[:2], *_angle_strides(cos),
-        SIZE=size, BLOCK=block, LOOPS=loops, NORM=weight is not None,
+        x, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin,
+        gradient, out, tokens, width // size, eps, *x.stride()[:2], *gradient.stride()[:2],
+        *_angle_strides(cos), SIZE=size, BLOCK=block, LOOPS=loops, NORM=weight is not None,
         ACROSS=weight is not None and weight.shape[0] != size, ROTATE=cos is not None,
     )  # fmt: skip
     return out
@@ -422,9 +421,11 @@ for _schema, _kernel, _shape in (
         _empty_rows_backward,
     ),
 ):
-    _OPERATORS.define(_schema)
+    _OPERATORS.define(_schema)  # type: ignore[no-untyped-call]
     _name = _schema.split("(")[0]
-    _OPERATORS.impl(_name, _shape, "Meta")
-    _OPERATORS.impl(_name, _kernel, "CUDA")
-    if INTERPRETED:
-        _OPERATORS.impl(_name, _kernel, "CPU")
+    for _function, _key in (
+        (_shape, "Meta"),
+        (_kernel, "CUDA"),
+        *(((_kernel, "CPU"),) if INTERPRETED else ()),
+    ):
+        _OPERATORS.impl(_name, _function, _key)  # type: ignore[no-untyped-call]

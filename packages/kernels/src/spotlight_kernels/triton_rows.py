@@ -31,7 +31,7 @@ def forward(
     NORM: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """See :func:`spotlight_kernels.operators.add_norm`. ``x``, ``y``, ``residual``, ``out`` are contiguous."""
+    """See :func:`spotlight_kernels.operators.add_norm`; all but the modulation is contiguous."""
     b = tl.program_id(0).to(tl.int64)
     kind = x.dtype.element_ty
     column = tl.arange(0, BLOCK)

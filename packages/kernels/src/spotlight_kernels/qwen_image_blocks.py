@@ -9,9 +9,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from torch import Tensor, nn
 
-from spotlight_kernels.operators import Stream, add_norm, gated_add, join_heads
-
-PROCESSOR = QwenDoubleStreamAttnProcessor2_0
+from spotlight_kernels.operators import HeadStream, add_norm, gated_add, join_heads
 
 
 def trouble(block: Any) -> str | None:
@@ -38,7 +36,7 @@ def example(block: Any, new: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
     }, (0, 1)
 
 
-class Processor(PROCESSOR):  # type: ignore[misc]
+class QwenImageProcessor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
     """Joint attention whose norms, rotations and joins are one operator for queries, keys and values each."""
 
     def __call__(
@@ -61,7 +59,7 @@ class Processor(PROCESSOR):  # type: ignore[misc]
             weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
             angles = (None, None) if norms is None else (turns[1], turns[0])
             values = (of_text(text), of_image(image))
-            streams = [Stream(*each) for each in zip(values, weights, angles, strict=True)]
+            streams = [HeadStream(*each) for each in zip(values, weights, angles, strict=True)]
             return join_heads(streams, size, eps, rounded=True)
 
         attended = dispatch_attention_fn(
@@ -77,6 +75,10 @@ class Processor(PROCESSOR):  # type: ignore[misc]
         parts = attended.flatten(2, 3).to(image.dtype).split([text.shape[1], image.shape[1]], 1)
         out = attn.to_out[0](parts[1].contiguous())
         return attn.to_out[1](out), attn.to_add_out(parts[0].contiguous())
+
+
+PROCESSORS = (QwenDoubleStreamAttnProcessor2_0, QwenImageProcessor)
+"""The class of diffusers, and the one that replaces it."""
 
 
 def _joint_mask(image: Tensor, text: Tensor | None) -> Tensor | None:
@@ -96,7 +98,7 @@ def forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     modulate_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the block's own; ``modulate_index`` is None, as only blocks that :func:`trouble` refuses have one."""
+    """As the block's own; ``modulate_index`` is None: only blocks that :func:`trouble` refuses have one."""
     streams = []
     for x, made in ((hidden_states, self.img_mod(temb)), (encoder_hidden_states, self.txt_mod(temb))):
         shift, scale, *rest = made.chunk(6, dim=-1)
