@@ -104,7 +104,7 @@ def add_norm(
         r and the modulated norm, both of the shape and type of ``x``.
     """
     found: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, gate, scale, shift, eps, rounded)  # type: ignore[no-untyped-call]
-    return cast(Tensor, found)
+    return found
 
 
 def gated_add(x: Tensor, y: Tensor, gate: Tensor | None, *, rounded: bool) -> Tensor:
