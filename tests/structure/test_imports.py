@@ -61,6 +61,8 @@ BASICS = ("spotlight_rewards.base.", "spotlight_rewards.registry", "spotlight_re
 """Of the leaf: what every room may import."""
 USE_REWARDS = {"dry_run", "runtime", "cluster", "cli"}
 """Rooms that may import all of the leaf."""
+USE_KERNELS = {"models"}
+"""Rooms that may import fused operators."""
 FROM_TRAINER: dict[str, set[str]] = {
     "spotlight_plan": {"scheduler", "fleet", "config", "store"},
     "spotlight_dashboard": {"store"},
@@ -231,6 +233,8 @@ def allowed(room: str, module: str) -> bool:
         return True
     if package != own and package not in PACKAGES_MAY_IMPORT[own]:
         return False
+    if package == "spotlight_kernels":
+        return room in USE_KERNELS
     if package != "spotlight":
         return own != "spotlight" or module.startswith(BASICS) or room in USE_REWARDS
     target = rest.split(".")[0]
