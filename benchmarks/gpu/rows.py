@@ -72,7 +72,7 @@ ROWS: tuple[Row, ...] = (
     _fast("B", "lora", "fast:lora_cost", 1.15, 20, "forward with adapters / without"),
     _fast("B", "mask", "fast:mask_cost", 1.10, 20, "forward with a mask / without"),
     _fast("B", "launches", "fast:launches", 173, 15, "kernels a block"),
-    _fast("B", "commit", "fast:commit_share", 0.02, 15, "commit / step"),
+    _fast("B", "commit", "fast:commit_share", 0.005, 15, "commit / step"),
     _fast("B", "publish", "fast:publish_and_bind", 1.5, 25, "publish and bind a rank-64 adapter", "s"),
     _fast("B", "vae", "fast:vae", 0.05, 20, "decoding / denoising in 20 steps"),
     _fast("B", "checkpoint", "fast:checkpoint_every", 1.05, 45, "recompute all / every n-th", least=True),
