@@ -32,6 +32,7 @@ from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.skeleton import filling
 from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
+from spotlight.rollout.serialization import pack_condition, unpack_condition
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
@@ -94,13 +95,14 @@ class Lab:
     Args:
         home: models and sockets; shared by the processes of a row.
         device: with an index if it is a GPU.
+        model: family that part D trains; empty: by the device's memory.
 
     Attributes:
         budget_s: of the row that runs.
     """
 
-    def __init__(self, home: Path, device: torch.device, *, tiny: bool) -> None:
-        self.home, self.device, self.tiny = home, device, tiny
+    def __init__(self, home: Path, device: torch.device, *, tiny: bool, model: str = "") -> None:
+        self.home, self.device, self.tiny, self.model = home, device, tiny, model
         self.scale = TINY if tiny else FULL
         self.budget_s = 30.0
         self._family: QwenImage | None = None
@@ -168,7 +170,8 @@ class Lab:
         """Embeddings of a made-up prompt."""
         generator = torch.Generator().manual_seed(1000 + seed)
         shapes = family.condition_shapes(tokens)
-        return Condition({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
+        made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return unpack_condition(pack_condition(Condition(made)))  # as from the store
 
     def conditions(self, family: QwenImage, shape: Shape, *, prompts: int = 1) -> list[Condition]:
         """One per picture, of equal length; pictures of a prompt follow one another."""
