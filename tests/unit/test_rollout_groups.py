@@ -173,6 +173,7 @@ def test_a_group_of_gpus_whose_peer_is_missing_ends_in_time(monkeypatch: pytest.
         return found[0]
 
     monkeypatch.setattr(communicators, "_opened", opened)
+    monkeypatch.setattr(communicators, "_use", lambda group, device: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     store = dist.HashStore()
@@ -202,6 +203,7 @@ def test_a_worker_that_becomes_a_learner_handles_failed_collectives_as_one(
         monkeypatch.setenv(key, before)
     seen: list[str | None] = []
     monkeypatch.setattr(communicators, "_opened", lambda *_: seen.append(os.environ.get(key)))
+    monkeypatch.setattr(communicators, "_use", lambda group, device: None)
     monkeypatch.setattr(communicators._Opener, "result", lambda opener: opener._connect())
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
