@@ -180,7 +180,7 @@ def shard(
                 shard_module(part, compute_dtype, ranks.per_node if how == "node" else ())
 
 
-def average_gradients(parameters: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = 256 << 20) -> None:
+def average_gradients(parameters: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = 64 << 20) -> None:
     """Average gradients of whole parameters over ranks, in place; no effect on sharded ones.
 
     A parameter without a gradient on this rank takes part if another rank has one.
