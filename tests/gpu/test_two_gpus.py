@@ -28,8 +28,9 @@ LIMIT_S = 20.0
 
 
 @on_two
+@pytest.mark.parametrize("killed", [0, 1], ids=["leader", "follower"])
 def test_two_ranks_compute_what_one_computes_and_a_killed_one_is_noticed(
-    devices: tuple[str, str], tmp_path: Path
+    devices: tuple[str, str], killed: int, tmp_path: Path
 ) -> None:
     import two_devices
     from benchmarks.gpu.children import Child
@@ -46,9 +47,10 @@ def test_two_ranks_compute_what_one_computes_and_a_killed_one_is_noticed(
             for rank, lab in enumerate(labs)
         ]
         assert all(rank.receive() < 1e-5 for rank in ranks)
-        ranks[1].kill()
-        ranks[0].pipe.send("go on")
-        lost_s, same_alone = ranks[0].receive(3 * LIMIT_S)
+        ranks[killed].kill()
+        survivor = ranks[1 - killed]
+        survivor.pipe.send("go on")
+        lost_s, same_alone = survivor.receive(3 * LIMIT_S)
         assert lost_s < 2 * LIMIT_S
         assert same_alone
     del store
