@@ -263,8 +263,8 @@ def publish_and_bind(lab: Lab) -> Outcome:
         turn[0] += 1
         next(iter(state.values())).view(-1)[0] = turn[0]  # another digest: nothing is cached
         marks = [time.perf_counter()]
-        states = {"policy": whole_state(slots, "policy", dtype=rounded)}  # as learner ranks publish
-        manifest, data = pack(turn[0], 0, states, slots.modules_bound)
+        states = {"policy": whole_state(slots, "policy", stay=True)}  # as learner ranks publish
+        manifest, data = pack(turn[0], 0, states, slots.modules_bound, dtype=rounded)
         marks.append(time.perf_counter())
         bundle = cache.get(manifest, lambda: data)
         marks.append(time.perf_counter())

@@ -91,13 +91,14 @@ class Lab:
     Args:
         home: models and sockets; shared by the processes of a row.
         device: with an index if it is a GPU.
+        model: family that part D trains; empty: by the device's memory.
 
     Attributes:
         budget_s: of the row that runs.
     """
 
-    def __init__(self, home: Path, device: torch.device, *, tiny: bool) -> None:
-        self.home, self.device, self.tiny = home, device, tiny
+    def __init__(self, home: Path, device: torch.device, *, tiny: bool, model: str = "") -> None:
+        self.home, self.device, self.tiny, self.model = home, device, tiny, model
         self.scale = TINY if tiny else FULL
         self.budget_s = 30.0
         self._family: QwenImage | None = None

@@ -86,5 +86,10 @@ ROWS: tuple[Row, ...] = (
     _fast("C", "loading", "processes:loading", 2, 60, "a pipeline from disk", "GB/s", least=True),
     _max("C", "two-ranks", "processes:two_ranks_on_one", 2, 75, "two NCCL ranks on a GPU refused", "limits"),
     _fast("C", "two-on-one", "processes:two_on_one", 0.8, 90, "learner and worker together", least=True),
+    _fast("D", "weights", "whole_model:write_weights", 2, 40, "the model written", "GB/s", least=True),
+    _fast("D", "nft", "end_to_end:nft", 0.25, 75, "spotlight train, DiffusionNFT", "MFU", least=True),
+    _fast("D", "grpo", "end_to_end:grpo", 0.25, 65, "spotlight train, Flow-GRPO-Fast", "MFU", least=True),
+    _fast("D", "replaced", "end_to_end:replaced", 60, 110, "SIGKILL to the worker: replaced, at work", "s"),
+    _fast("D", "testbed", "end_to_end:testbed", 120, 75, "the testbed trained to its target", "s"),
 )
 # fmt: on

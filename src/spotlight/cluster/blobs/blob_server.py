@@ -133,10 +133,13 @@ class BlobServer:
             lambda: [self._store.get(kind, name, weights_digest) for name in names]
         )
 
-    async def put(self, kind: str, name: str, data: bytes, weights_digest: str = "", step: int = 0) -> bool:
+    async def put(
+        self, kind: str, name: str, data: bytes | memoryview, weights_digest: str = "", step: int = 0
+    ) -> bool:
         """Store one blob; see :meth:`BlobStore.put`. Raises StoreError."""
         return await asyncio.to_thread(
-            self._store.put, kind, name, data, weights_digest=weights_digest, step=step
+            # Copied: a view's memory belongs to the transport.
+            lambda: self._store.put(kind, name, bytes(data), weights_digest=weights_digest, step=step)
         )
 
     async def drop(self, kind: str, names: Sequence[str]) -> None:

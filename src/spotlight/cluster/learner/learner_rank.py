@@ -123,7 +123,7 @@ class RankStore(Protocol):
     def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
         """Latest step of each named blob; None where missing."""
 
-    def put(self, kind: str, name: str, data: bytes) -> None:
+    def put(self, kind: str, name: str, data: bytes | bytearray) -> None:
         """Store a blob."""
 
 
@@ -362,7 +362,7 @@ class LearnerRank:
         self.store.put(WEIGHTS, manifest.digest, data)
         return manifest
 
-    def packed(self, version: int | None, lineage: int) -> tuple[WeightsManifest, bytes] | None:
+    def packed(self, version: int | None, lineage: int) -> tuple[WeightsManifest, bytearray] | None:
         """Pack the weights that workers need next, gathered from all ranks. Collective.
 
         Args:
@@ -383,14 +383,16 @@ class LearnerRank:
                 "steps: it was restored from another checkpoint than the controller"
             )
         dtype = build.torch_dtype(self.config.fleet.published_dtype(self.config))
+        # A whole model that is gathered from its shards does not fit on one device.
+        stay = self.config.learner.mode == "lora" or self.ranks.world == 1
         with self._in(Phase.WEIGHT_SYNC):
             states: dict[str, dict[str, Tensor]] = {
-                slot: whole_state(learning.slots, slot, keep=self.ranks.is_main, dtype=dtype)
+                slot: whole_state(learning.slots, slot, keep=self.ranks.is_main, stay=stay)
                 for slot in published_slots(self.config, learning.model.algorithm, learning.learner.batches)
             }
             if not self.ranks.is_main:
                 return None
-            return pack(held, lineage, states, learning.slots.modules_bound)
+            return pack(held, lineage, states, learning.slots.modules_bound, dtype=dtype)
 
     def save(self, directory: Path) -> None:
         """Write the learner's state. Collective, with the same shared directory on every rank."""
