@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -150,7 +150,7 @@ class Home:
     def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob]:
         return [StoredBlob(0, self.kept[kind])]
 
-    def deliver(self, report: Report) -> None:
+    def deliver(self, reports: Iterable[Report]) -> None:
         raise NotImplementedError
 
 

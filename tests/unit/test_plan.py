@@ -182,7 +182,7 @@ def test_previews_cost_forwards(exploration: dict[str, object], previews: int) -
 
 def test_recomputed_activations_cost_one_more_forward() -> None:
     plain, again = (
-        count_passes(config(learner={"gradient_checkpointing": flag}), 1) for flag in (False, True)
+        count_passes(config(learner={"recompute": what}), 1) for what in ("elementwise", "blocks")
     )
     assert again.forwards - plain.forwards == again.recomputed == plain.policy
 
@@ -327,7 +327,7 @@ def test_activations_are_those_of_the_timesteps_of_a_pass(
 def test_less_memory_with_recomputed_activations(pipeline: Path) -> None:
     learner = {"lora": {"targets": ["to_q"], "rank": 4}}
     plain = plan_of(pipeline, learner=learner)
-    again = plan_of(pipeline, learner={**learner, "gradient_checkpointing": True})
+    again = plan_of(pipeline, learner={**learner, "recompute": "blocks"})
     assert part(again.memory, "activations").bytes < 0.5 * part(plain.memory, "activations").bytes
 
 

@@ -240,14 +240,16 @@ def _activations(
     per_pass = timesteps_per_pass(config)
     per_layer = learner.micro_batch_size * per_pass * tokens * model.dimensions.width * size * guidance
     kept = costs.lora if learner.mode == "lora" else costs.full
-    if learner.gradient_checkpointing:
-        layers, recomputed = model.dimensions.layers, -(-model.dimensions.layers // learner.recompute_every)
+    layers, every = model.dimensions.layers, learner.recompute
+    if every == "none":
+        values, formula = layers * kept, f"{kept:g} B K n L D b g"
+    else:
+        inputs = costs.elementwise if every == "elementwise" else costs.checkpointed
+        recomputed = -(-layers // every) if isinstance(every, int) else layers
         # While a block is recomputed its own activations are there, too.
         whole = layers - recomputed + 1
-        values = recomputed * costs.checkpointed + whole * kept
-        formula = f"B K n D b g ({costs.checkpointed:g} x {recomputed} + {kept:g} x {whole})"
-    else:
-        values, formula = model.dimensions.layers * kept, f"{kept:g} B K n L D b g"
+        values = recomputed * inputs + whole * kept
+        formula = f"B K n D b g ({inputs:g} x {recomputed} + {kept:g} x {whole})"
     formula += f", K = {per_pass}" + (" or what fits" if learner.timesteps_per_pass == "auto" else "")
     yield Estimate("activations", per_layer * values, formula, "training")
     batch, rollout = config.rollout.batch_size, config.rollout

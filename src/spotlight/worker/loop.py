@@ -66,7 +66,7 @@ from spotlight.worker.interfaces import (
 from spotlight.worker.leases import GroupRole, safe_steps
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.resume import RolloutStarter
-from spotlight.worker.steps import OpenModel, SpeedMeter, by_slot, kind_of
+from spotlight.worker.steps import OpenModel, SpeedMeter, all_finite, by_slot, kind_of
 
 log = logging.getLogger("spotlight.rollout")
 
@@ -445,14 +445,15 @@ class WorkerLoop:
 
     def _commit(self, role: GroupRole, ids: Sequence[LeaseId]) -> None:
         leases, safe = role.leases, []
-        for state in [state for lease in ids for state in leases.of_lease(lease)]:
-            if bool(torch.isfinite(state.latents).all()):
-                self._outbox.keep_progress(state)
+        states = [state for lease in ids for state in leases.of_lease(lease)]
+        for state, finite in zip(states, all_finite(states), strict=True):
+            if finite:
                 safe.append(state)
             else:
                 lease = leases.remove(state.rollout.id)
                 why = f"the latents are not finite at step {state.step} of {state.rollout.steps}"
                 self._fail(role, lease, FailedRollout(state.rollout, why))
+        self._outbox.keep_progress(safe)
         for lease, steps in safe_steps(safe, leases.claims).items():
             if leases.news(lease, steps):
                 self._outbox.send(LeaseProgressed(role.leader, lease, role.epoch, steps))

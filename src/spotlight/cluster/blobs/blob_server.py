@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob, Usage
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
-from spotlight.worker.reports import Report, ReportedValue, RolloutSpeed
+from spotlight.worker.reports import Report, ReportedValue, RolloutSpeed, address
 from spotlight_rewards.base.file_errors import StoreError
 
 if TYPE_CHECKING:
@@ -161,9 +161,8 @@ class BlobServer:
 
     def _keep(self, values: Sequence[ReportedValue], weights_digest: str) -> None:
         for value in values:
-            self._store.put(
-                value.kind, value.name, value.data, weights_digest=weights_digest, step=value.step
-            )
+            digest = address(weights_digest, value.suffix)
+            self._store.put(value.kind, value.name, value.data, weights_digest=digest, step=value.step)
 
 
 class BlobActor(BlobServer):

@@ -1,0 +1,431 @@
+"""Fused operators of transformer blocks, with their gradients: what a block does between its products.
+
+Kernels are Triton's: on CUDA, or, with ``TRITON_INTERPRET=1`` in the environment before the first import, on
+a CPU, slowly. They are operators of torch (``torch.ops.spotlight_kernels``), so profilers, counters,
+selective recomputation and tensors without memory see them. With and without gradient the same kernels run:
+results are equal to the bit.
+
+``rounded`` everywhere: round after each step to the tensors' type, as the separate operators in diffusers do;
+otherwise compute in float32 and round once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from spotlight_kernels import triton_heads, triton_rows
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether kernels run on CPU tensors."""
+_OPERATORS = torch.library.Library("spotlight_kernels", "DEF")  # type: ignore[no-untyped-call]
+ops = torch.ops.spotlight_kernels
+
+
+@dataclass(frozen=True, slots=True)
+class HeadStream:
+    """Queries, keys or values of one stream of tokens, before their norm.
+
+    Attributes:
+        x: [batch, tokens, heads * size], its last dimension contiguous.
+        weight: of the RMSNorm, [size], or [heads * size] for one norm over all heads; None: no norm.
+        angles: cosines and sines, each [tokens, size / 2] or [batch, tokens, size / 2] with equal strides,
+            which rotate the pairs (2 i, 2 i + 1); None: no rotation.
+    """
+
+    x: Tensor
+    weight: Tensor | None = None
+    angles: tuple[Tensor, Tensor] | None = None
+
+
+def join_heads(streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool) -> Tensor:
+    """Normalise and rotate the heads of every stream, and join the streams.
+
+    Returns:
+        [batch, tokens of all streams in their order, heads, size].
+    """
+    flat: list[Any] = []
+    for stream in streams:
+        flat += (stream.x, stream.weight, *(stream.angles or (None, None)))
+    joint: Tensor = _JoinHeads.apply(size, eps, rounded, *flat)  # type: ignore[no-untyped-call]
+    return joint
+
+
+def join_heads_reference(streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool) -> Tensor:
+    """:func:`join_heads` by torch's operators."""
+    return torch.cat([_heads_reference(stream, size, eps, rounded) for stream in streams], 1)
+
+
+def _heads_reference(stream: HeadStream, size: int, eps: float, rounded: bool) -> Tensor:
+    x, weight, kind = stream.x, stream.weight, stream.x.dtype
+    heads = x.shape[-1] // size
+    value = x.float()
+    if weight is not None:
+        if weight.shape[0] == size:
+            value = value.view(*x.shape[:2], heads, size)
+        value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
+        if rounded:
+            value = value.to(kind).float()
+        value = (value * weight.float()).to(kind).float()
+    value = value.reshape(*x.shape[:2], heads, size)
+    if stream.angles is not None:
+        cos, sin = (each.float().unsqueeze(-2) for each in stream.angles)
+        a, b = value.view(*value.shape[:-1], -1, 2).unbind(-1)
+        value = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    return value.to(kind)
+
+
+def add_norm(
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    scale: Tensor,
+    shift: Tensor,
+    eps: float,
+    *,
+    rounded: bool,
+) -> tuple[Tensor, Tensor]:
+    """``r = x + gate * y`` and ``layer_norm(r) * (1 + scale) + shift``, a LayerNorm without weights.
+
+    Use the returned ``r`` instead of ``x`` from here on, also without ``y``: gradients join in one kernel.
+
+    Args:
+        x, y: [batch, tokens, width]; without ``y``, r is x.
+        gate, scale, shift: [batch, width], the last dimension contiguous; without ``gate``, 1.
+
+    Returns:
+        r and the modulated norm, both of the shape and type of ``x``.
+    """
+    found: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, gate, scale, shift, eps, rounded)  # type: ignore[no-untyped-call]
+    return found
+
+
+def gated_add(x: Tensor, y: Tensor, gate: Tensor | None, *, rounded: bool) -> Tensor:
+    """``x + gate * y``; shapes as in :func:`add_norm`."""
+    total, _ = _AddNorm.apply(x, y, gate, None, None, 0.0, rounded)  # type: ignore[no-untyped-call]
+    assert isinstance(total, Tensor)
+    return total
+
+
+def add_norm_reference(
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    *,
+    rounded: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`add_norm` by torch's operators; without ``scale``, :func:`gated_add`."""
+    kind = x.dtype
+    total = x
+    if y is not None:
+        branch = y.float() if gate is None else y.float() * gate.float()[:, None]
+        total = (x.float() + (branch.to(kind).float() if rounded else branch)).to(kind)
+    if scale is None or shift is None:
+        return total, None
+    normal = F.layer_norm(total.float(), total.shape[-1:], eps=eps)
+    factor = 1 + scale.float()[:, None]
+    if rounded:
+        normal, factor = normal.to(kind).float(), factor.to(kind).float()
+        return total, ((normal * factor).to(kind).float() + shift.float()[:, None]).to(kind)
+    return total, (normal * factor + shift.float()[:, None]).to(kind)
+
+
+class _JoinHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, size: int, eps: float, rounded: bool, *flat: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*flat)
+        ctx.size, ctx.eps, ctx.rounded = size, eps, rounded
+        return cast(Tensor, ops.join_heads(*(list(flat[i::4]) for i in range(4)), size, eps, rounded))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        flat, start = ctx.saved_tensors, 0
+        found: list[Any] = [None] * len(flat)
+        gradient = gradient.contiguous()
+        for i in range(0, len(flat), 4):
+            x, weight, cos, sin = flat[i : i + 4]
+            own = gradient.narrow(1, start, x.shape[1])
+            start += x.shape[1]
+            if ctx.needs_input_grad[3 + i]:
+                found[i] = ops.join_heads_backward(own, x, weight, cos, sin, ctx.size, ctx.eps)
+            if weight is not None and ctx.needs_input_grad[4 + i]:
+                found[i + 1] = _weight_gradient(ctx, own, flat[i : i + 4])
+        return None, None, None, *found
+
+
+def _weight_gradient(ctx: Any, gradient: Tensor, flat: Sequence[Any]) -> Tensor:
+    """Of a norm's weights, by torch: only full fine-tuning trains them."""
+    x, weight, cos, sin = flat
+    with torch.enable_grad():
+        own = weight.detach().requires_grad_()
+        angles = None if cos is None else (cos, sin)
+        out = _heads_reference(HeadStream(x.detach(), own, angles), ctx.size, ctx.eps, ctx.rounded)
+        (found,) = torch.autograd.grad(out, own, gradient)
+    return cast(Tensor, found)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        y: Tensor | None,
+        gate: Tensor | None,
+        scale: Tensor | None,
+        shift: Tensor | None,
+        eps: float,
+        rounded: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        x = x.contiguous()
+        y = None if y is None else y.contiguous()
+        total, out = ops.add_norm(x, y, gate, scale, shift, eps, rounded)
+        if y is None:
+            total = x.view_as(x)
+        ctx.eps, ctx.rounded, ctx.adds = eps, rounded, y is not None
+        trained = any(ctx.needs_input_grad[i] for i in (2, 3, 4))
+        ctx.save_for_backward(
+            total if scale is not None else None, gate, scale, *((x, y, shift) if trained else ())
+        )
+        return total, (out if scale is not None else None)
+
+    @staticmethod
+    def backward(ctx: Any, from_total: Tensor | None, from_out: Tensor | None) -> tuple[Any, ...]:
+        total, gate, scale, *inputs = ctx.saved_tensors
+        parts: tuple[Any, ...] = (None, None, None)
+        if inputs:
+            parts = _modulation_gradients(ctx, (*inputs[:2], gate, scale, inputs[2]), (from_total, from_out))
+        if from_total is None and from_out is None:
+            return None, None, *parts, None, None
+        if from_out is None and (gate is None or not ctx.adds):
+            return from_total, (from_total if ctx.adds else None), *parts, None, None
+        to_x, to_y = ops.add_norm_backward(
+            None if from_total is None else from_total.contiguous(),
+            None if from_out is None else from_out.contiguous(),
+            total,
+            gate if ctx.adds else None,
+            scale,
+            ctx.eps,
+        )
+        if gate is None:
+            to_y = to_x
+        return to_x, (to_y if ctx.adds else None), *parts, None, None
+
+
+def _modulation_gradients(
+    ctx: Any, inputs: Sequence[Any], gradients: tuple[Tensor | None, Tensor | None]
+) -> tuple[Any, ...]:
+    """Of gate, scale and shift, by torch: adapters on the layers that make them are rare."""
+    x, y, *parts = inputs
+    with torch.enable_grad():
+        own = [None if part is None else part.detach().requires_grad_() for part in parts]
+        outputs = add_norm_reference(x, y, own[0], own[1], own[2], ctx.eps, rounded=ctx.rounded)
+        pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o is not None and g is not None]
+        pairs = [(o, g) for o, g in pairs if o.requires_grad]
+        wanted = [each for each in own if each is not None]
+        found = iter(
+            torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
+            if pairs
+            else [None] * len(wanted)
+        )
+    return tuple(None if each is None else next(found) for each in own)
+
+
+# -- what the operators launch ---------------------------------------------------------------------------
+
+
+def _split(heads: int) -> tuple[int, int]:
+    """Heads at once, a power of two, and how often: the fewest that are computed for nothing."""
+    block = min((8, 16, 4), key=lambda block: -(-heads // block) * block)
+    return block, -(-heads // block)
+
+
+def _angle_strides(cos: Tensor | None) -> tuple[int, int, int]:
+    if cos is None:
+        return 0, 0, 0
+    return (0, *cos.stride()) if cos.ndim == 2 else cos.stride()  # type: ignore[return-value]
+
+
+def _join_heads(
+    xs: list[Tensor],
+    weights: list[Tensor | None],
+    cosines: list[Tensor | None],
+    sines: list[Tensor | None],
+    size: int,
+    eps: float,
+    rounded: bool,
+) -> Tensor:
+    joint = _empty_joint(xs, weights, cosines, sines, size, eps, rounded)
+    start = 0
+    for x, weight, cos, sin in zip(xs, weights, cosines, sines, strict=True):
+        batch, tokens, width = x.shape
+        out = joint.narrow(1, start, tokens)
+        start += tokens
+        block, loops = _split(width // size)
+        triton_heads.forward[(batch * tokens,)](
+            x, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin, out,
+            tokens, width // size, eps, *x.stride()[:2], *out.stride()[:2], *_angle_strides(cos),
+            SIZE=size, BLOCK=block, LOOPS=loops, NORM=weight is not None,
+            ACROSS=weight is not None and weight.shape[0] != size, ROTATE=cos is not None, ROUNDED=rounded,
+        )  # fmt: skip
+    return joint
+
+
+def _empty_joint(
+    xs: list[Tensor],
+    weights: list[Tensor | None],
+    cosines: list[Tensor | None],
+    sines: list[Tensor | None],
+    size: int,
+    eps: float,
+    rounded: bool,
+) -> Tensor:
+    batch, _, width = xs[0].shape
+    return xs[0].new_empty(batch, sum(x.shape[1] for x in xs), width // size, size)
+
+
+def _join_heads_backward(
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    size: int,
+    eps: float,
+) -> Tensor:
+    batch, tokens, width = x.shape
+    out = x.new_empty(x.shape)
+    block, loops = _split(width // size)
+    triton_heads.backward[(batch * tokens,)](
+        x, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin,
+        gradient, out, tokens, width // size, eps, *x.stride()[:2], *gradient.stride()[:2],
+        *_angle_strides(cos), SIZE=size, BLOCK=block, LOOPS=loops, NORM=weight is not None,
+        ACROSS=weight is not None and weight.shape[0] != size, ROTATE=cos is not None,
+    )  # fmt: skip
+    return out
+
+
+def _rows(x: Tensor, rows: int, wide_warps: int) -> tuple[tuple[int, int], dict[str, Any]]:
+    """The grid of a kernel on rows, and its sizes: the fastest of those tried on an H200 at width 3072."""
+    batch, tokens, width = x.shape
+    rows = rows if tokens >= 64 else 1
+    block = triton.next_power_of_2(width)
+    sizes = {"BLOCK": block, "ROWS": rows, "num_warps": wide_warps if block > 2048 else 4}
+    return (batch, -(-tokens // rows)), sizes
+
+
+def _stride(each: Tensor | None) -> int:
+    return 0 if each is None else each.stride(0)
+
+
+def _add_norm(
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    rounded: bool,
+) -> tuple[Tensor, Tensor]:
+    total, out = _empty_rows(x, y, gate, scale, shift, eps, rounded)
+    # A product and a sum in one instruction would skip the rounding between them.
+    once = {} if INTERPRETED else {"enable_fp_fusion": not rounded}
+    grid, sizes = _rows(x, 4, 8)
+    triton_rows.forward[grid](
+        x, x if y is None else y, x if gate is None else gate, x if scale is None else scale,
+        x if shift is None else shift, total, out, x.shape[1], x.shape[2], eps,
+        _stride(gate), _stride(scale), _stride(shift),
+        ADD=y is not None, GATE=gate is not None, NORM=scale is not None, ROUNDED=rounded, **sizes, **once,
+    )  # fmt: skip
+    return total, out
+
+
+def _empty_rows(
+    x: Tensor,
+    y: Tensor | None,
+    gate: Tensor | None,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    eps: float,
+    rounded: bool,
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0 if y is None else x.shape), x.new_empty(0 if scale is None else x.shape)
+
+
+def _add_norm_backward(
+    from_total: Tensor | None,
+    from_out: Tensor | None,
+    total: Tensor | None,
+    gate: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    to_x, to_y = _empty_rows_backward(from_total, from_out, total, gate, scale, eps)
+    grid, sizes = _rows(to_x, 1, 4)
+    triton_rows.backward[grid](
+        to_x if total is None else total, to_x if gate is None else gate, to_x if scale is None else scale,
+        to_x if from_total is None else from_total, to_x if from_out is None else from_out, to_x, to_y,
+        to_x.shape[1], to_x.shape[2], eps, _stride(gate), _stride(scale),
+        ADD=gate is not None, GATE=gate is not None, NORM=from_out is not None,
+        THROUGH=from_total is not None, **sizes,
+    )  # fmt: skip
+    return to_x, to_y
+
+
+def _empty_rows_backward(
+    from_total: Tensor | None,
+    from_out: Tensor | None,
+    total: Tensor | None,
+    gate: Tensor | None,
+    scale: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    given = from_total if from_out is None else from_out
+    assert given is not None
+    return given.new_empty(given.shape), given.new_empty(0 if gate is None else given.shape)
+
+
+for _schema, _kernel, _shape in (
+    (
+        "join_heads(Tensor[] x, Tensor?[] weight, Tensor?[] cos, Tensor?[] sin, int size, float eps, "
+        "bool rounded) -> Tensor",
+        _join_heads,
+        _empty_joint,
+    ),
+    (
+        "join_heads_backward(Tensor gradient, Tensor x, Tensor? weight, Tensor? cos, Tensor? sin, int size, "
+        "float eps) -> Tensor",
+        _join_heads_backward,
+        lambda gradient, x, *_: x.new_empty(x.shape),
+    ),
+    (
+        "add_norm(Tensor x, Tensor? y, Tensor? gate, Tensor? scale, Tensor? shift, float eps, "
+        "bool rounded) -> (Tensor, Tensor)",
+        _add_norm,
+        _empty_rows,
+    ),
+    (
+        "add_norm_backward(Tensor? from_total, Tensor? from_out, Tensor? total, Tensor? gate, Tensor? scale, "
+        "float eps) -> (Tensor, Tensor)",
+        _add_norm_backward,
+        _empty_rows_backward,
+    ),
+):
+    _OPERATORS.define(_schema)  # type: ignore[no-untyped-call]
+    _name = _schema.split("(")[0]
+    for _function, _key in (
+        (_shape, "Meta"),
+        (_kernel, "CUDA"),
+        *(((_kernel, "CPU"),) if INTERPRETED else ()),
+    ):
+        _OPERATORS.impl(_name, _function, _key)  # type: ignore[no-untyped-call]
