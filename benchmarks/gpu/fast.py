@@ -32,6 +32,7 @@ from benchmarks.gpu.timing import (
     spread,
     wait,
 )
+from spotlight.models.shared.flop_count import Trained, forward_operations
 from spotlight.rollout.state import RolloutState
 from spotlight.scheduler.types import WorkerId
 from spotlight.training.device_memory import measure_peak, release
@@ -88,6 +89,7 @@ def _denoising(lab: Lab, shape: Shape) -> Outcome:
             **spread(seconds),
             "tflop_a_picture": 1e-12 * operations / shape.batch,
             "tokens_a_s": tokens / medians(seconds)["step"],
+            "picture_timesteps_a_s": shape.batch / medians(seconds)["step"],
             "shape": dataclasses.asdict(shape),
         },
     )
@@ -158,7 +160,7 @@ def fused_gain(lab: Lab) -> Outcome:
 
 
 def train_small(lab: Lab) -> Outcome:
-    """MFU of training on small pictures, recomputation counted as work."""
+    """MFU of training on small pictures."""
     return _training(lab, lab.scale.train_small)
 
 
@@ -169,7 +171,7 @@ def train_compiled(lab: Lab) -> Outcome:
 
 
 def train_large(lab: Lab) -> Outcome:
-    """MFU of training on one large picture, recomputation counted as work."""
+    """MFU of training on large pictures."""
     return _training(lab, lab.scale.train_large)
 
 
@@ -184,11 +186,16 @@ def _training(lab: Lab, shape: Shape) -> Outcome:
         first = time.perf_counter() - began
         seconds = interleaved(lab, {"update": lambda: model.train(learner, samples)})
         kept = samples[0].tensors.log_probs if samples[0].tensors is not None else None
-        timesteps = learner.algorithm.timesteps(0 if kept is None else len(kept))
-    # Forward, its repetition, and the gradient of activations; adapters are left out, so it is a lower bound.
-    operations = 3 * timesteps * _forward_flops(lab, shape)
-    value, details = _utilisation(lab, operations, medians(seconds)["update"])
-    details |= {"timesteps": timesteps, "timesteps_a_pass": a_pass, "first_s": first}
+        timesteps = learner.algorithm.timesteps(0 if kept is None else len(kept)) * shape.batch
+        performed = flops(lambda: model.train(learner, samples))  # with what is computed again
+        trained = Trained.of(family.transformer)
+    update_s = medians(seconds)["update"]
+    counted = forward_operations(family, model.size(shape), shape.text, adapters=trained.adapters)
+    assert counted is not None, "Qwen-Image's forward can be counted"
+    value, details = _utilisation(lab, timesteps * counted.training(frozen=trained.frozen), update_s)
+    details |= {"hardware_utilisation": _utilisation(lab, performed, update_s)[0], "update_s": update_s}
+    details |= {"picture_timesteps": timesteps, "picture_timesteps_a_s": timesteps / update_s}
+    details |= {"timesteps_a_pass": a_pass, "first_s": first}
     return Outcome(value, {**details, **spread(seconds), "shape": dataclasses.asdict(shape)})
 
 
