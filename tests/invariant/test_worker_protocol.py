@@ -30,6 +30,7 @@ from worker_world import (
     work_off,
 )
 
+from spotlight.rollout import lost_device
 from spotlight.rollout.commits import Committer, latents_of, restore
 from spotlight.rollout.sequence_parallel.lockstep import Claim, Follower, LockstepOrder
 from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpMembership
@@ -467,6 +468,27 @@ def test_what_an_early_rollout_left_is_not_taken_for_one_of_the_next_weights(
     work_off(second)
     assert home.step_of(early.id, mark_of(0)) == 3
     assert ("sample", early.id, mark_of(0)) not in home.values
+
+
+def test_a_decoder_on_a_lost_gpu_fails_no_rollout(
+    body: Body, home: MemoryHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rollout held would be reported as one that cannot be decoded."""
+
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def ended(why: str) -> None:
+        raise SystemExit(why)
+
+    monkeypatch.setattr(body.family, "decode", lost)
+    monkeypatch.setattr(lost_device, "end_process", ended)
+    worker, _ = loop(body, home)
+    ready(worker, home)
+    worker.commands.put(grant(1, PAIR))
+    with pytest.raises(SystemExit, match="device-side assert"):
+        work_off(worker)
+    assert not home.of(RolloutFailed)
 
 
 class ToldLate(SpMembership):

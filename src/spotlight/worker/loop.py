@@ -34,6 +34,7 @@ from typing import assert_never
 import torch
 from torch import nn
 
+from spotlight.rollout.lost_device import end_if_lost
 from spotlight.rollout.sequence_parallel.lockstep import Follower, Lead
 from spotlight.rollout.sequence_parallel.membership import (
     FormationError,
@@ -439,6 +440,7 @@ class WorkerLoop:
         try:
             return self._dependencies.engine.finish(done) if done else []
         except Exception as error:  # noqa: BLE001 - whatever a decoder raises concerns this rollout alone
+            end_if_lost(error)  # but for that: it would fail every rollout held
             if len(done) == 1:
                 return [FailedRollout(done[0].rollout, f"cannot be decoded: {error}")]
         return [result for state in done for result in self._decoded([state])]
