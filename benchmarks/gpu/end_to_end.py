@@ -109,13 +109,17 @@ def _runs(lab: Lab) -> Path:
 
 
 def _tflop_s(rows: list[MetricsRow], unknown: float) -> float:
-    """Over all seconds but those of evaluations; ``unknown``: the rate where none was counted."""
+    """Over all seconds but those of evaluations and checkpoints, which are rare in a recipe.
+
+    Args:
+        unknown: the rate where none was counted.
+    """
     done = spent = 0.0
     for row in rows:
         seconds = phases(row)
         for rate, phase in (("rollout", "rollout"), ("train", "training")):
             done += row.values.get(f"throughput/{rate}_tflop_s", unknown) * seconds[phase]
-        spent += sum(seconds.values()) - seconds.get("evaluation", 0.0)
+        spent += sum(s for phase, s in seconds.items() if phase not in ("evaluation", "checkpoint"))
     return done / spent
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 from diffusers import QwenImagePipeline
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.gpu import lab as model
 from benchmarks.gpu.correct import compiled, distance, learning
@@ -33,6 +32,7 @@ from benchmarks.gpu.timing import (
     spread,
     wait,
 )
+from spotlight.models.shared.flop_count import Trained, forward_operations
 from spotlight.rollout.state import RolloutState
 from spotlight.scheduler.types import WorkerId
 from spotlight.training.device_memory import measure_peak, release
@@ -89,6 +89,7 @@ def _denoising(lab: Lab, shape: Shape) -> Outcome:
             **spread(seconds),
             "tflop_a_picture": 1e-12 * operations / shape.batch,
             "tokens_a_s": tokens / medians(seconds)["step"],
+            "picture_timesteps_a_s": shape.batch / medians(seconds)["step"],
             "shape": dataclasses.asdict(shape),
         },
     )
@@ -174,16 +175,6 @@ def train_large(lab: Lab) -> Outcome:
     return _training(lab, lab.scale.train_large, recompute="auto")
 
 
-def _update_flops(lab: Lab, shape: Shape) -> int:
-    """What a timestep must compute: products in the forward and for the activations' gradients, attention
-    three times; adapters, and whatever is computed again, are no part of it.
-    """
-    with lab.slots().use("reference") as module, FlopCounterMode(display=False) as counter:
-        lab.velocity(lab.family(), module, shape)
-    counts = counter.get_flop_counts()["Global"]
-    return int(sum((3 if "attention" in str(operator) else 2) * n for operator, n in counts.items()))
-
-
 def _training(lab: Lab, shape: Shape, **settings: object) -> Outcome:
     family, slots = lab.family(), lab.slots()
     samples = lab.samples(family, slots, shape, STEPS)
@@ -196,15 +187,16 @@ def _training(lab: Lab, shape: Shape, **settings: object) -> Outcome:
         first = time.perf_counter() - began
         seconds = interleaved(lab, {"update": lambda: model.train(learner, samples)})
         kept = samples[0].tensors.log_probs if samples[0].tensors is not None else None
-        timesteps = learner.algorithm.timesteps(0 if kept is None else len(kept))
-    operations = timesteps * _update_flops(lab, shape)
-    value, details = _utilisation(lab, operations, medians(seconds)["update"])
-    details |= {
-        "timesteps": timesteps,
-        "timesteps_a_pass": a_pass,
-        "recompute_level": level,
-        "first_s": first,
-    }
+        timesteps = learner.algorithm.timesteps(0 if kept is None else len(kept)) * shape.batch
+        performed = flops(lambda: model.train(learner, samples))  # with what is computed again
+        trained = Trained.of(family.transformer)
+    update_s = medians(seconds)["update"]
+    counted = forward_operations(family, model.size(shape), shape.text, adapters=trained.adapters)
+    assert counted is not None, "Qwen-Image's forward can be counted"
+    value, details = _utilisation(lab, timesteps * counted.training(frozen=trained.frozen), update_s)
+    details |= {"hardware_utilisation": _utilisation(lab, performed, update_s)[0], "update_s": update_s}
+    details |= {"picture_timesteps": timesteps, "picture_timesteps_a_s": timesteps / update_s}
+    details |= {"timesteps_a_pass": a_pass, "recompute_level": level, "first_s": first}
     return Outcome(value, {**details, **spread(seconds), "shape": dataclasses.asdict(shape)})
 
 

@@ -194,7 +194,7 @@ def one_of_two(number: int, root: Path, pipeline: Path, ports: tuple[int, ...]) 
     torch.set_num_threads(1)
     for algorithm, port in zip(ALGORITHMS, ports, strict=True):
         config = config_of(root, pipeline, algorithm, algorithm)
-        rank = rank_of(config, RankPlace(number, 2, timeout_s=60))
+        rank = rank_of(config, RankPlace(number, 2))
         rank.check_storage("the token")
         address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
         rank.join(address)

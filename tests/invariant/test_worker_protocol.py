@@ -49,6 +49,7 @@ from spotlight.scheduler.events import (
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, Rollout, WorkerId
 from spotlight.worker.interfaces import HeadLostError, Leave, LoadError, Patience
 from spotlight.worker.leases import GroupRole
+from spotlight_rewards.base import lost_device
 
 STEPS = 4
 W0 = WorkerId("w0")
@@ -467,6 +468,27 @@ def test_what_an_early_rollout_left_is_not_taken_for_one_of_the_next_weights(
     work_off(second)
     assert home.step_of(early.id, mark_of(0)) == 3
     assert ("sample", early.id, mark_of(0)) not in home.values
+
+
+def test_a_decoder_on_a_lost_gpu_fails_no_rollout(
+    body: Body, home: MemoryHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rollout held would be reported as one that cannot be decoded."""
+
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def ended(why: str) -> None:
+        raise SystemExit(why)
+
+    monkeypatch.setattr(body.family, "decode", lost)
+    monkeypatch.setattr(lost_device, "end_process", ended)
+    worker, _ = loop(body, home)
+    ready(worker, home)
+    worker.commands.put(grant(1, PAIR))
+    with pytest.raises(SystemExit, match="device-side assert"):
+        work_off(worker)
+    assert not home.of(RolloutFailed)
 
 
 class ToldLate(SpMembership):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
 
+    from spotlight_kernels.lora import AdaptedLinear
+
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
@@ -148,26 +150,38 @@ def fuse(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.forward = MethodType(_in_one, module)
+            module.adapted = MethodType(_adapted, module)
 
 
 def restore(model: nn.Module) -> None:
     """Undo :func:`fuse`."""
     for module in model.modules():
         if getattr(vars(module).get("forward"), "__func__", None) is _in_one:
-            del module.forward
+            del module.forward, module.adapted
 
 
 def _in_one(layer: Any, x: Tensor) -> Tensor:
-    from spotlight_kernels.lora import lora_linear
+    from spotlight_kernels.lora import lora_linears
 
-    base = layer.get_base_layer()
     if layer._disable_adapters:
-        return cast(Tensor, base(x))
-    (adapter,) = layer._active_adapter
-    a, b = (_applied(half[adapter]) for half in (layer.lora_A, layer.lora_B))
-    if torch.is_autocast_enabled(x.device.type) or not x.dtype == base.weight.dtype == a.dtype:
+        return cast(Tensor, layer.get_base_layer()(x))
+    if (parts := _adapted(layer, x)) is None:
         return cast(Tensor, type(layer).forward(layer, x))
-    return lora_linear(x, base.weight, base.bias, a, b, layer.scaling[adapter])
+    return lora_linears(x, [parts])[0]
+
+
+def _adapted(layer: Any, x: Tensor) -> AdaptedLinear | None:
+    """What a layer applies to ``x`` at once; None: no adapter, or types that differ."""
+    from spotlight_kernels.lora import AdaptedLinear
+
+    if layer._disable_adapters or torch.is_autocast_enabled(x.device.type):
+        return None
+    (adapter,) = layer._active_adapter
+    base = layer.get_base_layer()
+    a, b = (_applied(half[adapter]) for half in (layer.lora_A, layer.lora_B))
+    if not x.dtype == base.weight.dtype == a.dtype:
+        return None
+    return AdaptedLinear(base.weight, base.bias, a, b, layer.scaling[adapter])
 
 
 def _applied(half: Any) -> Tensor:

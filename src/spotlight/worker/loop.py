@@ -67,6 +67,7 @@ from spotlight.worker.leases import GroupRole, safe_steps
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.resume import RolloutStarter
 from spotlight.worker.steps import OpenModel, SpeedMeter, all_finite, by_slot, kind_of
+from spotlight_rewards.base.lost_device import end_if_lost
 
 log = logging.getLogger("spotlight.rollout")
 
@@ -439,6 +440,7 @@ class WorkerLoop:
         try:
             return self._dependencies.engine.finish(done) if done else []
         except Exception as error:  # noqa: BLE001 - whatever a decoder raises concerns this rollout alone
+            end_if_lost(error)  # but for that: it would fail every rollout held
             if len(done) == 1:
                 return [FailedRollout(done[0].rollout, f"cannot be decoded: {error}")]
         return [result for state in done for result in self._decoded([state])]

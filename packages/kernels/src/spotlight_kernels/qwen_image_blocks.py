@@ -9,6 +9,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from torch import Tensor, nn
 
+from spotlight_kernels.lora import project
 from spotlight_kernels.operators import HeadStream, add_norm, gated_add, join_heads
 
 
@@ -55,17 +56,20 @@ class QwenImageProcessor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc
         if image_rotary_emb is not None:
             turns = [torch.view_as_real(each).unbind(-1) for each in image_rotary_emb]
 
-        def joint(of_text: nn.Module, of_image: nn.Module, norms: tuple[Any, Any] | None) -> Tensor:
+        texts = project(text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+        images = project(image, (attn.to_q, attn.to_k, attn.to_v))
+
+        def joint(of: int, norms: tuple[Any, Any] | None) -> Tensor:
             weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
             angles = (None, None) if norms is None else (turns[1], turns[0])
-            values = (of_text(text), of_image(image))
+            values = (texts[of], images[of])
             streams = [HeadStream(*each) for each in zip(values, weights, angles, strict=True)]
             return join_heads(streams, size, eps, rounded=True)
 
         attended = dispatch_attention_fn(
-            joint(attn.add_q_proj, attn.to_q, (attn.norm_added_q, attn.norm_q)),
-            joint(attn.add_k_proj, attn.to_k, (attn.norm_added_k, attn.norm_k)),
-            joint(attn.add_v_proj, attn.to_v, None),
+            joint(0, (attn.norm_added_q, attn.norm_q)),
+            joint(1, (attn.norm_added_k, attn.norm_k)),
+            joint(2, None),
             attn_mask=_joint_mask(image, encoder_hidden_states_mask),
             dropout_p=0.0,
             is_causal=False,

@@ -82,14 +82,12 @@ class RankPlace:
     """Identity of a rank's process.
 
     Attributes:
-        timeout_s: of one collective.
         gpu: index among its visible GPUs; None: the only one.
         per_node: consecutive ranks on each node; empty: all on one.
     """
 
     rank: int
     world: int
-    timeout_s: float = 1800.0
     gpu: int | None = None
     per_node: tuple[int, ...] = ()
 
@@ -242,8 +240,9 @@ class LearnerRank:
         meeting = None
         if address is not None:
             meeting = Meeting(self._store(address), place.rank, place.world, place.per_node)
-            rendezvous.listen_only_on(hosts[place.rank] if hosts else LOOPBACK)
-        self._ranks = self._stack.enter_context(process_group(self._device, place.timeout_s, meeting))
+            own = hosts[place.rank] if hosts else LOOPBACK
+            self._stack.enter_context(rendezvous.listening_only_on(own))
+        self._ranks = self._stack.enter_context(process_group(self._device, self._collective_s, meeting))
 
     def load_model(self, prompts: Sequence[Prompt]) -> None:
         """Load the model and embed the uncached ones of the run's ``prompts``. Collective.
@@ -442,7 +441,11 @@ class LearnerRank:
 
     @property
     def _meeting_s(self) -> float:
-        return min(_MEETING_S, self.place.timeout_s)
+        return min(_MEETING_S, self._collective_s)
+
+    @property
+    def _collective_s(self) -> float:
+        return self.config.fleet.learner_collective_s
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:
