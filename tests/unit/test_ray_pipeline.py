@@ -75,7 +75,7 @@ def test_rollouts_of_the_next_iteration_outlive_the_sweep_and_count_in_their_own
     # What is being made of the next iteration when a checkpoint is committed stays in the blob store.
     for number, (kind, kept) in enumerate(it.store.swept):
         assert kind in VALUES
-        following = number // 3 + 1
+        following = number // len(VALUES) + 1
         early = {f"t{following:06d}-{slot:03d}-{member:03d}" for slot in range(2) for member in range(6)}
         assert following == 4 or early <= kept
 
