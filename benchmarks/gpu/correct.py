@@ -188,7 +188,7 @@ def compiled(lab: Lab, module: nn.Module) -> Iterator[None]:
 
 
 def fused_against_reference(lab: Lab) -> Outcome:
-    """Fused operators against diffusers' and peft's, a few layers: velocity, or all gradients of an update."""
+    """Fused operators against diffusers' and peft's, few layers: velocity, or all gradients of an update."""
     layers = lab.scale.few_layers
     family, slots, shape = lab.family(layers), lab.slots(layers), lab.scale.small
     samples = lab.samples(family, slots, lab.scale.train_small, 2)
