@@ -30,8 +30,8 @@ from benchmarks.gpu.timing import (
     medians,
     peak_tflops,
     spread,
-    wait,
 )
+from spotlight.models.kernels.device_rates import wait
 from spotlight.rollout.state import RolloutState
 from spotlight.scheduler.types import WorkerId
 from spotlight.training.device_memory import measure_peak, release
