@@ -41,7 +41,7 @@ GUARD = """
 import sys
 from importlib.machinery import PathFinder
 
-OURS = {{"benchmarks", "spotlight", "spotlight_rewards", "cython_runtime"}}
+OURS = {{"benchmarks", "spotlight", "spotlight_kernels", "spotlight_rewards", "cython_runtime"}}
 ALLOWED = set({allowed!r}.split()) | set(sys.stdlib_module_names) | OURS
 
 class OnlyThere(PathFinder):
@@ -122,7 +122,7 @@ def test_the_testbeds_target_is_one_that_cpus_reached() -> None:
 def test_a_part_runs_through_with_nothing_but_what_a_gpu_machine_has(part: str, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(GUARD.format(allowed=f"{THERE} {CARRIED}"))
     found = tmp_path / "found.json"
-    paths = [str(tmp_path), str(ROOT / "src"), str(ROOT / "packages" / "rewards" / "src"), str(ROOT)]
+    paths = [str(tmp_path), str(ROOT / "src"), *map(str, ROOT.glob("packages/*/src")), str(ROOT)]
     done = subprocess.run(
         [sys.executable, *f"-m benchmarks.gpu --part {part} --tiny --minutes 20 --json {found}".split()],
         cwd=ROOT,

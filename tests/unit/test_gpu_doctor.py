@@ -34,7 +34,7 @@ from spotlight.dry_run.fitting_sizes import USABLE
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
-from spotlight.models.shared.flop_count import forward_flops
+from spotlight.models.shared.flop_count import forward_operations
 from spotlight.models.shared.random_blocks import depth_of, random_blocks, with_depth
 from spotlight.registry import FAMILIES
 
@@ -106,10 +106,10 @@ def test_every_family_is_timed_and_its_operations_are_those_of_the_whole_model(
     )
     shapes = model.condition_shapes(8)
     text = shapes["embeds"][0]
-    one = forward_flops(model, work.size, text, kind.reference_tokens)
+    one = forward_operations(model, work.size, text, kind.reference_tokens)
     assert one is not None
     denoising = whole_passes(measured, whole, None)[0]
-    assert denoising.flops == pytest.approx(work.batch * one)
+    assert denoising.flops == pytest.approx(work.batch * one.forward)
 
 
 def test_the_whole_check_runs_on_two_devices(tmp_path: Path) -> None:

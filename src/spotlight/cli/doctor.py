@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -16,6 +16,27 @@ from rich.text import Text
 from spotlight.cli.run_argument import RUNS
 from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback, failure
 from spotlight_rewards.commands.options import silence_loading_bars
+
+_Model: TypeAlias = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="FAMILY|PRESET|CONFIG.yaml",
+        help="With --gpu: whose model is timed (default: qwen-image).",
+        show_default=False,
+    ),
+]
+_Side: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--side",
+        min=16,
+        help="With --gpu: height and width in pixels (default: the configuration's, else 512).",
+        show_default=False,
+    ),
+]
+_Json: TypeAlias = Annotated[
+    Path | None, typer.Option("--json", help="With --gpu: write a report there.", show_default=False)
+]
 
 
 class Verdict(StrEnum):
@@ -38,30 +59,13 @@ class Finding:
 
 
 def doctor(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="FAMILY|PRESET|CONFIG.yaml",
-            help="With --gpu: whose model is timed (default: qwen-image).",
-            show_default=False,
-        ),
-    ] = None,
+    model: _Model = None,
     runs_dir: Annotated[Path, typer.Option("--runs-dir", help="Where runs would go.")] = RUNS,
     gpu: Annotated[
         bool, typer.Option("--gpu", help="Measure this machine's cards instead: about 30 seconds.")
     ] = False,
-    side: Annotated[
-        int | None,
-        typer.Option(
-            "--side",
-            min=16,
-            help="With --gpu: height and width in pixels (default: the configuration's, else 512).",
-            show_default=False,
-        ),
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="With --gpu: write a report there.", show_default=False)
-    ] = None,
+    side: _Side = None,
+    json: _Json = None,
 ) -> None:
     """Check this machine: Python, packages, device, memory, shared memory, disk, Tesseract, model hub.
 

@@ -41,14 +41,19 @@ def modes_of(setting: Mode | int, blocks: int) -> list[Mode]:
     return [setting] * blocks
 
 
-def recompute(module: nn.Module, setting: Mode | int) -> None:
+def recompute(module: nn.Module, setting: Mode | int | Literal["auto"]) -> Recomputation | None:
     """Run every block of a model as :func:`modes_of` says, where there is a gradient.
+
+    Returns what may change that later, for ``auto``, which begins with ``blocks``.
 
     Raises:
         ModelError: the model cannot.
     """
+    if setting == "none":
+        return None
     found = Recomputation(module)
-    found.use(modes_of(setting, found.blocks))
+    found.use(modes_of("blocks" if setting == "auto" else setting, found.blocks))
+    return found if setting == "auto" else None
 
 
 class Recomputation:

@@ -69,8 +69,8 @@ def check_gpus(asked: AskedModel, json_file: Path | None, console: Console) -> N
         report = measure(asked, devices, Effort(), console)
     except torch.OutOfMemoryError as error:
         raise ModelError(
-            f"rollout.batch_size is {asked.config.rollout.batch_size}; with a few blocks such a forward is too "
-            f"large for what is free of {devices[0]} ({error}): name a smaller --side, or end other processes"
+            f"rollout.batch_size is {asked.config.rollout.batch_size}; with few blocks such a forward takes "
+            f"more than is free of {devices[0]} ({error}): name a smaller --side, or end other processes"
         ) from error
     print_report(report, console)
     if json_file is not None:
