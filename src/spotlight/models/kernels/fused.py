@@ -64,6 +64,11 @@ def use_fused(module: nn.Module, device: torch.device, *, asked: bool) -> bool:
     return True
 
 
+def is_fused(block: nn.Module) -> bool:
+    """Whether a block's operators are fused."""
+    return "forward" in vars(block)
+
+
 def use_reference(module: nn.Module) -> None:
     """Undo :func:`use_fused`."""
     from spotlight_kernels.fuse import restore
