@@ -31,8 +31,8 @@ from benchmarks.gpu.timing import (
     medians,
     peak_tflops,
     spread,
-    wait,
 )
+from spotlight.models.kernels.device_rates import wait
 from spotlight.models.shared.flop_count import Trained, forward_operations
 from spotlight.rollout.state import RolloutState
 from spotlight.scheduler.types import WorkerId
