@@ -5,6 +5,8 @@
   again: about half the memory of ``none``, and no product twice.
 - ``blocks``: everything; only a block's inputs are kept.
 
+Fused blocks (``model.kernels``) do by themselves what ``elementwise`` does to others, also with ``none``.
+
 Gradients are equal to the bit: what is kept is what would be computed again.
 """
 
@@ -23,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from spotlight.models.experts import denoisers
+from spotlight.models.kernels.fused import is_fused
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import largest_rank
 
@@ -89,7 +92,7 @@ class Recomputation:
 
     def _run(self, block: nn.Module, *args: Any) -> Any:
         mode = self._modes[block]
-        if mode == "none":
+        if mode == "none" or (mode == "elementwise" and is_fused(block)):
             return block(*args)
         again = partial(checkpoint, block, *args, use_reentrant=False, preserve_rng_state=False)
         if mode == "blocks":
