@@ -65,6 +65,7 @@ ROWS: tuple[Row, ...] = (
     _max("A", "graphs", "captured:captured_against_eager", 1e-3, 15, "CUDA graphs against eager"),
     _max("A", "padded", "correct:velocity_padded", 1e-4, 20, "padded against alone, float32"),
     _max("A", "replay", "correct:rollout_against_replay", 1e-2, 20, "rollout against replay", "clip ranges"),
+    _fast("A", "replay-compiled", "correct:compiled_replay", 1e-2, 90, "the same, compiled", "clip ranges"),
     _max("A", "memory", "correct:memory_against_plan", 0.25, 30, "peaks against --dry-run", tiny=False),
     _max("A", "tests", "correct:gpu_tests", 0, 150, "pytest -m gpu: tests failed", "tests"),
     *_ceilings("B"),
