@@ -59,7 +59,7 @@ ROWS: tuple[Row, ...] = (
     _max("A", "missing-peer", "processes:missing_peer", 2, 45, "a missing peer: time to give up", "limits"),
     _max("A", "open-close", "processes:open_and_close", 64, 45, "20 groups opened, closed: leak", "MiB"),
     _max("A", "fsdp2", "processes:sharded_gradients", 1e-2, 45, "FSDP2 on a mesh of one rank: gradients"),
-    _max("A", "fused", "correct:fused_against_reference", 2e-2, 30, "fused / diffusers'", tiny=False),
+    _max("A", "fused", "correct:fused_against_reference", 1e-2, 20, "fused / diffusers'", tiny=False),
     _max("A", "compiled", "correct:compiled_against_eager", 1e-2, 50, "compiled against eager"),
     _max("A", "copies", "adapter_copies:copies_against_autocast", 1e-2, 10, "bfloat16 copies / autocast"),
     _max("A", "graphs", "captured:captured_against_eager", 1e-3, 15, "CUDA graphs against eager"),

@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.gpu.lab import SEED, Lab, draw
+from benchmarks.gpu.lab import SEED, Lab
 from benchmarks.gpu.suite import IN_MEMORY, Outcome, Skip
 from spotlight.models.family import ModelFamily
 from spotlight.models.family_facts import TinyModel
+from spotlight.models.shared.random_blocks import draw
 from spotlight.models.skeleton import filling
 from spotlight.registry import FAMILIES
 

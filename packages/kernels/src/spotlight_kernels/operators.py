@@ -11,8 +11,9 @@ otherwise compute in float32 and round once.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -22,11 +23,14 @@ import triton
 from torch import Tensor
 
 from spotlight_kernels import triton_heads, triton_rows
+from spotlight_kernels.launch import Kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run on CPU tensors."""
 _OPERATORS = torch.library.Library("spotlight_kernels", "DEF")  # type: ignore[no-untyped-call]
 ops = torch.ops.spotlight_kernels
+_heads_forward, _heads_backward = Kernel(triton_heads.forward), Kernel(triton_heads.backward)
+_rows_forward, _rows_backward = Kernel(triton_rows.forward), Kernel(triton_rows.backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,14 @@ def join_heads(streams: Sequence[HeadStream], size: int, eps: float, *, rounded:
     flat: list[Any] = []
     for stream in streams:
         flat += (stream.x, stream.weight, *(stream.angles or (None, None)))
-    joint: Tensor = _JoinHeads.apply(size, eps, rounded, *flat)  # type: ignore[no-untyped-call]
-    return joint
+    if not torch.is_grad_enabled():
+        return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, rounded))
+    return cast(Tensor, _JoinHeads.apply(size, eps, rounded, *flat))  # type: ignore[no-untyped-call]
+
+
+def _by_kind(flat: Sequence[Any]) -> Iterator[list[Any]]:
+    """Tensors, weights, cosines, sines of all streams."""
+    return (list(flat[i::4]) for i in range(4))
 
 
 def join_heads_reference(streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool) -> Tensor:
@@ -103,15 +113,37 @@ def add_norm(
     Returns:
         r and the modulated norm, both of the shape and type of ``x``.
     """
+    if not torch.is_grad_enabled():
+        x, y = x.contiguous(), None if y is None else y.contiguous()
+        total, out = ops.add_norm(x, y, gate, scale, shift, eps, rounded)
+        return (x if y is None else total), out
     found: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, gate, scale, shift, eps, rounded)  # type: ignore[no-untyped-call]
     return found
 
 
 def gated_add(x: Tensor, y: Tensor, gate: Tensor | None, *, rounded: bool) -> Tensor:
     """``x + gate * y``; shapes as in :func:`add_norm`."""
+    if not torch.is_grad_enabled():
+        return cast(Tensor, ops.add_norm(x.contiguous(), y.contiguous(), gate, None, None, 0.0, rounded)[0])
     total, _ = _AddNorm.apply(x, y, gate, None, None, 0.0, rounded)  # type: ignore[no-untyped-call]
-    assert isinstance(total, Tensor)
-    return total
+    return cast(Tensor, total)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``x`` [batch, tokens, width], or of other dimensions, as [all tokens, width], copied if it must be.
+
+    Of a part of a joint sequence torch's copy takes twice as long as this one.
+    """
+    size = math.gcd(x.shape[-1], 128)
+    quick = x.ndim == 3 and x.stride(-1) == 1 and x.dtype != torch.float64 and (x.is_cuda or INTERPRETED)
+    if quick and not x.is_contiguous() and size > 1:
+        x = ops.join_heads([x], [None], [None], [None], size, 0.0, False).flatten(2)
+    return x.reshape(-1, x.shape[-1])
+
+
+def add_norm_again(total: Tensor, scale: Tensor, shift: Tensor, eps: float, rounded: bool) -> Tensor:
+    """The norm that :func:`add_norm` returned beside ``total``, the same bits once more; without gradient."""
+    return cast(Tensor, ops.add_norm(total, None, None, scale, shift, eps, rounded)[1])
 
 
 def add_norm_reference(
@@ -143,9 +175,12 @@ def add_norm_reference(
 class _JoinHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, size: int, eps: float, rounded: bool, *flat: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*flat)
+        # A stream without a norm is rotated back, or just copied: what it was is not needed for that.
+        needed = [x if i % 4 or flat[i + 1] is not None else None for i, x in enumerate(flat)]
+        ctx.save_for_backward(*needed)
         ctx.size, ctx.eps, ctx.rounded = size, eps, rounded
-        return cast(Tensor, ops.join_heads(*(list(flat[i::4]) for i in range(4)), size, eps, rounded))
+        ctx.lengths = [x.shape[1] for x in flat[::4] if x is not None]
+        return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, rounded))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -154,9 +189,10 @@ class _JoinHeads(torch.autograd.Function):
         gradient = gradient.contiguous()
         for i in range(0, len(flat), 4):
             x, weight, cos, sin = flat[i : i + 4]
-            own = gradient.narrow(1, start, x.shape[1])
-            start += x.shape[1]
+            own = gradient.narrow(1, start, ctx.lengths[i // 4])
+            start += ctx.lengths[i // 4]
             if ctx.needs_input_grad[3 + i]:
+                x = own.flatten(2) if x is None else x
                 found[i] = ops.join_heads_backward(own, x, weight, cos, sin, ctx.size, ctx.eps)
             if weight is not None and ctx.needs_input_grad[4 + i]:
                 found[i + 1] = _weight_gradient(ctx, own, flat[i : i + 4])
@@ -272,12 +308,13 @@ def _join_heads(
         out = joint.narrow(1, start, tokens)
         start += tokens
         block, loops = _split(width // size)
-        triton_heads.forward[(batch * tokens,)](
-            x, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin, out,
-            tokens, width // size, eps, *x.stride()[:2], *out.stride()[:2], *_angle_strides(cos),
-            SIZE=size, BLOCK=block, LOOPS=loops, NORM=weight is not None,
-            ACROSS=weight is not None and weight.shape[0] != size, ROTATE=cos is not None, ROUNDED=rounded,
-        )  # fmt: skip
+        across = weight is not None and weight.shape[0] != size
+        _heads_forward.launch(
+            (batch * tokens,),
+            (x, _or(weight, x), _or(cos, x), _or(sin, x), out),
+            (tokens, width // size, eps, *x.stride()[:2], *out.stride()[:2], *_angle_strides(cos)),
+            (size, block, loops, weight is not None, across, cos is not None, rounded),
+        )
     return joint
 
 
@@ -306,22 +343,27 @@ def _join_heads_backward(
     batch, tokens, width = x.shape
     out = x.new_empty(x.shape)
     block, loops = _split(width // size)
-    triton_heads.backward[(batch * tokens,)](
-        x, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin,
-        gradient, out, tokens, width // size, eps, *x.stride()[:2], *gradient.stride()[:2],
-        *_angle_strides(cos), SIZE=size, BLOCK=block, LOOPS=loops, NORM=weight is not None,
-        ACROSS=weight is not None and weight.shape[0] != size, ROTATE=cos is not None,
-    )  # fmt: skip
+    across = weight is not None and weight.shape[0] != size
+    _heads_backward.launch(
+        (batch * tokens,),
+        (x, _or(weight, x), _or(cos, x), _or(sin, x), gradient, out),
+        (tokens, width // size, eps, *x.stride()[:2], *gradient.stride()[:2], *_angle_strides(cos)),
+        (size, block, loops, weight is not None, across, cos is not None),
+    )
     return out
 
 
-def _rows(x: Tensor, rows: int, wide_warps: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid of a kernel on rows, and its sizes: the fastest of those tried on an H200 at width 3072."""
+def _rows(x: Tensor, rows: int, wide_warps: int) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """Grid, sizes and warps of a kernel on rows: the fastest of those tried on an H200 at width 3072."""
     batch, tokens, width = x.shape
     rows = rows if tokens >= 64 else 1
     block = triton.next_power_of_2(width)
-    sizes = {"BLOCK": block, "ROWS": rows, "num_warps": wide_warps if block > 2048 else 4}
-    return (batch, -(-tokens // rows)), sizes
+    return (batch, -(-tokens // rows)), (block, rows), wide_warps if block > 2048 else 4
+
+
+def _or(each: Tensor | None, other: Tensor) -> Tensor:
+    """Something to point to where there is nothing to read."""
+    return other if each is None else each
 
 
 def _stride(each: Tensor | None) -> int:
@@ -338,15 +380,16 @@ def _add_norm(
     rounded: bool,
 ) -> tuple[Tensor, Tensor]:
     total, out = _empty_rows(x, y, gate, scale, shift, eps, rounded)
-    # A product and a sum in one instruction would skip the rounding between them.
-    once = {} if INTERPRETED else {"enable_fp_fusion": not rounded}
-    grid, sizes = _rows(x, 4, 8)
-    triton_rows.forward[grid](
-        x, x if y is None else y, x if gate is None else gate, x if scale is None else scale,
-        x if shift is None else shift, total, out, x.shape[1], x.shape[2], eps,
-        _stride(gate), _stride(scale), _stride(shift),
-        ADD=y is not None, GATE=gate is not None, NORM=scale is not None, ROUNDED=rounded, **sizes, **once,
-    )  # fmt: skip
+    grid, sizes, warps = _rows(x, 4, 8)
+    _rows_forward.launch(
+        grid,
+        (x, _or(y, x), _or(gate, x), _or(scale, x), _or(shift, x), total, out),
+        (*x.shape[1:], eps, _stride(gate), _stride(scale), _stride(shift)),
+        (*sizes, y is not None, gate is not None, scale is not None, rounded),
+        num_warps=warps,
+        # A product and a sum in one instruction would skip the rounding between them.
+        enable_fp_fusion=not rounded,
+    )
     return total, out
 
 
@@ -371,14 +414,15 @@ def _add_norm_backward(
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     to_x, to_y = _empty_rows_backward(from_total, from_out, total, gate, scale, eps)
-    grid, sizes = _rows(to_x, 1, 4)
-    triton_rows.backward[grid](
-        to_x if total is None else total, to_x if gate is None else gate, to_x if scale is None else scale,
-        to_x if from_total is None else from_total, to_x if from_out is None else from_out, to_x, to_y,
-        to_x.shape[1], to_x.shape[2], eps, _stride(gate), _stride(scale),
-        ADD=gate is not None, GATE=gate is not None, NORM=from_out is not None,
-        THROUGH=from_total is not None, **sizes,
-    )  # fmt: skip
+    grid, sizes, warps = _rows(to_x, 1, 4)
+    pointers = (_or(each, to_x) for each in (total, gate, scale, from_total, from_out))
+    _rows_backward.launch(
+        grid,
+        (*pointers, to_x, to_y),
+        (*to_x.shape[1:], eps, _stride(gate), _stride(scale)),
+        (*sizes, gate is not None, gate is not None, from_out is not None, from_total is not None),
+        num_warps=warps,
+    )
     return to_x, to_y
 
 

@@ -9,14 +9,17 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
 from torch import Tensor, nn
 
-from spotlight_kernels.lora import project
-from spotlight_kernels.operators import HeadStream, add_norm, gated_add, join_heads
+from spotlight_kernels.feed_forward import feed_forward, is_usual
+from spotlight_kernels.lora import Again, project
+from spotlight_kernels.operators import HeadStream, add_norm, add_norm_again, gated_add, join_heads
 
 
 def trouble(block: Any) -> str | None:
     """Why a block cannot be fused; None if it can."""
     if block.zero_cond_t:
         return "its modulation differs by token (zero_cond_t)"
+    if not (is_usual(block.img_mlp) and is_usual(block.txt_mlp)):
+        return "its feed-forward part is not two products around a GELU"
     norms = (block.attn.norm_q, block.attn.norm_k, block.attn.norm_added_q, block.attn.norm_added_k)
     if any(getattr(norm, "weight", None) is None or norm.bias is not None for norm in norms):
         return "its queries and keys have no RMSNorm with weights alone"
@@ -48,16 +51,21 @@ class QwenImageProcessor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc
         encoder_hidden_states_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        again: tuple[Again | None, Again | None] = (None, None),
     ) -> tuple[Tensor, Tensor]:
-        """As :class:`QwenDoubleStreamAttnProcessor2_0`: the image's and the text's outputs."""
+        """As :class:`QwenDoubleStreamAttnProcessor2_0`: the image's and the text's outputs.
+
+        Args:
+            again: how the inputs of image and text are computed once more; None: they are kept.
+        """
         image, text = hidden_states, encoder_hidden_states
         size, eps = attn.inner_dim // attn.heads, attn.norm_q.eps
         turns: list[Any] = [None, None]
         if image_rotary_emb is not None:
             turns = [torch.view_as_real(each).unbind(-1) for each in image_rotary_emb]
 
-        texts = project(text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
-        images = project(image, (attn.to_q, attn.to_k, attn.to_v))
+        images = project(image, (attn.to_q, attn.to_k, attn.to_v), again[0])
+        texts = project(text, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), again[1])
 
         def joint(of: int, norms: tuple[Any, Any] | None) -> Tensor:
             weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
@@ -77,8 +85,8 @@ class QwenImageProcessor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc
             parallel_config=self._parallel_config,
         )
         parts = attended.flatten(2, 3).to(image.dtype).split([text.shape[1], image.shape[1]], 1)
-        out = attn.to_out[0](parts[1].contiguous())
-        return attn.to_out[1](out), attn.to_add_out(parts[0].contiguous())
+        out = project(parts[1], [attn.to_out[0]])[0]
+        return attn.to_out[1](out), project(parts[0], [attn.to_add_out])[0]
 
 
 PROCESSORS = (QwenDoubleStreamAttnProcessor2_0, QwenImageProcessor)
@@ -103,29 +111,37 @@ def forward(
     modulate_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As the block's own; ``modulate_index`` is None: only blocks that :func:`trouble` refuses have one."""
-    streams = []
-    for x, made in ((hidden_states, self.img_mod(temb)), (encoder_hidden_states, self.txt_mod(temb))):
-        shift, scale, *rest = made.chunk(6, dim=-1)
-        streams.append((*add_norm(x, None, None, scale, shift, self.img_norm1.eps, rounded=True), rest))
-    (image, image_in, image_rest), (text, text_in, text_rest) = streams
-    branches = self.attn(
-        hidden_states=image_in,
-        encoder_hidden_states=text_in,
+    eps = self.img_norm1.eps
+    image = _Stream(hidden_states, self.img_mod(temb), eps)
+    text = _Stream(encoder_hidden_states, self.txt_mod(temb), eps)
+    branches = self.attn.processor(
+        self.attn,
+        hidden_states=image.normed,
+        encoder_hidden_states=text.normed,
         encoder_hidden_states_mask=encoder_hidden_states_mask,
         image_rotary_emb=image_rotary_emb,
+        again=(image.again, text.again),
         **(joint_attention_kwargs or {}),
     )
-    image, text = (
-        _feed_forward(x, branch, rest, mlp, self.img_norm2.eps)
-        for x, branch, rest, mlp in (
-            (image, branches[0], image_rest, self.img_mlp),
-            (text, branches[1], text_rest, self.txt_mlp),
-        )
-    )
-    return text, image
+    outputs = [
+        stream.finished(branch, mlp)
+        for stream, branch, mlp in zip((image, text), branches, (self.img_mlp, self.txt_mlp), strict=True)
+    ]
+    return outputs[1], outputs[0]
 
 
-def _feed_forward(x: Tensor, branch: Tensor, rest: list[Tensor], mlp: nn.Module, eps: float) -> Tensor:
-    gate, shift, scale, gate_mlp = rest
-    x, normed = add_norm(x, branch, gate, scale, shift, eps, rounded=True)
-    return gated_add(x, mlp(normed), gate_mlp, rounded=True)
+class _Stream:
+    """Image or text on its way through a block, from its first norm on."""
+
+    def __init__(self, x: Tensor, made: Tensor, eps: float) -> None:
+        shift, scale, *self._rest = made.chunk(6, dim=-1)
+        self._x, self.normed = add_norm(x, None, None, scale, shift, eps, rounded=True)
+        self.again = Again(add_norm_again, (self._x, scale, shift, eps, True))
+        self._eps = eps
+
+    def finished(self, branch: Tensor, mlp: nn.Module) -> Tensor:
+        """The block's output, given that of the attention."""
+        gate, shift, scale, gate_mlp = self._rest
+        x, normed = add_norm(self._x, branch, gate, scale, shift, self._eps, rounded=True)
+        again = Again(add_norm_again, (x, scale, shift, self._eps, True))
+        return gated_add(x, feed_forward(mlp, normed, again), gate_mlp, rounded=True)
