@@ -201,7 +201,7 @@ def _training(lab: Lab, shape: Shape, **settings: object) -> Outcome:
         performed = flops(lambda: model.train(learner, samples))  # with what is computed again
         trained = Trained.of(family.transformer)
     update_s = medians(seconds)["update"]
-    counted = forward_operations(family, model.size(shape), shape.text, adapters=trained.adapters)
+    counted = forward_operations(family, model.size(shape), shape.text, trained=trained)
     assert counted is not None, "Qwen-Image's forward can be counted"
     value, details = _utilisation(lab, timesteps * counted.training(frozen=trained.frozen), update_s)
     details |= {"hardware_utilisation": _utilisation(lab, performed, update_s)[0], "update_s": update_s}
