@@ -7,38 +7,14 @@ from typing import Any
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
-from torch import Tensor, nn
+from torch import Tensor
 
-from spotlight_kernels.operators import Stream, add_norm, gated_add, join_heads
-
-PROCESSOR = QwenDoubleStreamAttnProcessor2_0
-
-
-def trouble(block: Any) -> str | None:
-    """Why a block cannot be fused; None if it can."""
-    if block.zero_cond_t:
-        return "its modulation differs by token (zero_cond_t)"
-    norms = (block.attn.norm_q, block.attn.norm_k, block.attn.norm_added_q, block.attn.norm_added_k)
-    if any(getattr(norm, "weight", None) is None or norm.bias is not None for norm in norms):
-        return "its queries and keys have no RMSNorm with weights alone"
-    return None
+from spotlight_kernels import blocks
+from spotlight_kernels.blocks import New
+from spotlight_kernels.operators import Modulation, add_norm
 
 
-def example(block: Any, new: Any) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """Arguments of a small forward; ``new(*shape)`` draws a tensor. And which outputs to compare."""
-    half, width, (image, text) = block.attention_head_dim // 2, block.dim, (70, 5)
-    angles = [torch.polar(torch.ones(n, half), torch.randn(n, half)) for n in (image, text)]
-    device = new(1).device
-    return {
-        "hidden_states": new(2, image, width),
-        "encoder_hidden_states": new(2, text, width),
-        "encoder_hidden_states_mask": None,
-        "temb": new(2, width),
-        "image_rotary_emb": tuple(each.to(device) for each in angles),
-    }, (0, 1)
-
-
-class Processor(PROCESSOR):  # type: ignore[misc]
+class Processor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
     """Joint attention whose norms, rotations and joins are one operator for queries, keys and values each."""
 
     def __call__(
@@ -50,33 +26,29 @@ class Processor(PROCESSOR):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As :class:`QwenDoubleStreamAttnProcessor2_0`: the image's and the text's outputs."""
-        image, text = hidden_states, encoder_hidden_states
-        size, eps = attn.inner_dim // attn.heads, attn.norm_q.eps
-        turns: list[Any] = [None, None]
-        if image_rotary_emb is not None:
-            turns = [torch.view_as_real(each).unbind(-1) for each in image_rotary_emb]
-
-        def joint(of_text: nn.Module, of_image: nn.Module, norms: tuple[Any, Any] | None) -> Tensor:
-            weights = (None, None) if norms is None else (norms[0].weight, norms[1].weight)
-            angles = (None, None) if norms is None else (turns[1], turns[0])
-            values = (of_text(text), of_image(image))
-            streams = [Stream(*each) for each in zip(values, weights, angles, strict=True)]
-            return join_heads(streams, size, eps, rounded=True)
-
+        """As diffusers' own: the image's and the text's outputs."""
+        image, text, size = hidden_states, encoder_hidden_states, attn.inner_dim // attn.heads
+        of_image, of_text = (blocks.complex_angles(each) for each in image_rotary_emb or (None, None))
         attended = dispatch_attention_fn(
-            joint(attn.add_q_proj, attn.to_q, (attn.norm_added_q, attn.norm_q)),
-            joint(attn.add_k_proj, attn.to_k, (attn.norm_added_k, attn.norm_k)),
-            joint(attn.add_v_proj, attn.to_v, None),
+            blocks.heads(
+                size,
+                (attn.add_q_proj(text), attn.norm_added_q, of_text),
+                (attn.to_q(image), attn.norm_q, of_image),
+            ),
+            blocks.heads(
+                size,
+                (attn.add_k_proj(text), attn.norm_added_k, of_text),
+                (attn.to_k(image), attn.norm_k, of_image),
+            ),
+            blocks.heads(size, (attn.add_v_proj(text), None, None), (attn.to_v(image), None, None)),
             attn_mask=_joint_mask(image, encoder_hidden_states_mask),
             dropout_p=0.0,
             is_causal=False,
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )
-        parts = attended.flatten(2, 3).to(image.dtype).split([text.shape[1], image.shape[1]], 1)
-        out = attn.to_out[0](parts[1].contiguous())
-        return attn.to_out[1](out), attn.to_add_out(parts[0].contiguous())
+        text, image = blocks.outputs(attended, image, text.shape[1], image.shape[1])
+        return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
 
 
 def _joint_mask(image: Tensor, text: Tensor | None) -> Tensor | None:
@@ -86,7 +58,7 @@ def _joint_mask(image: Tensor, text: Tensor | None) -> Tensor | None:
     return torch.cat([text, ones], dim=1)[:, None, None, :]
 
 
-def forward(
+def double(
     self: Any,
     hidden_states: Tensor,
     encoder_hidden_states: Tensor,
@@ -96,12 +68,16 @@ def forward(
     joint_attention_kwargs: dict[str, Any] | None = None,
     modulate_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As the block's own; ``modulate_index`` is None, as only blocks that :func:`trouble` refuses have one."""
+    """As the block's own; ``modulate_index`` is None, as only blocks that cannot be fused have one."""
     streams = []
-    for x, made in ((hidden_states, self.img_mod(temb)), (encoder_hidden_states, self.txt_mod(temb))):
+    for x, made, norm in (
+        (hidden_states, self.img_mod(temb), self.img_norm1),
+        (encoder_hidden_states, self.txt_mod(temb), self.txt_norm1),
+    ):
         shift, scale, *rest = made.chunk(6, dim=-1)
-        streams.append((*add_norm(x, None, None, scale, shift, self.img_norm1.eps, rounded=True), rest))
-    (image, image_in, image_rest), (text, text_in, text_rest) = streams
+        by = Modulation(scale=scale, shift=shift)
+        streams.append((*add_norm(x, None, by, norm.eps, rounded=True), tuple(rest)))
+    (image, image_in, image_parts), (text, text_in, text_parts) = streams
     branches = self.attn(
         hidden_states=image_in,
         encoder_hidden_states=text_in,
@@ -109,17 +85,29 @@ def forward(
         image_rotary_emb=image_rotary_emb,
         **(joint_attention_kwargs or {}),
     )
-    image, text = (
-        _feed_forward(x, branch, rest, mlp, self.img_norm2.eps)
-        for x, branch, rest, mlp in (
-            (image, branches[0], image_rest, self.img_mlp),
-            (text, branches[1], text_rest, self.txt_mlp),
-        )
+    image = blocks.feed_forward(image, branches[0], image_parts, self.img_norm2, self.img_mlp)
+    return blocks.feed_forward(text, branches[1], text_parts, self.txt_norm2, self.txt_mlp), image
+
+
+def _trouble(block: Any) -> str | None:
+    if block.zero_cond_t:
+        return "its modulation differs by token (zero_cond_t)"
+    return blocks.first(
+        blocks.layer_norm_trouble(block.img_norm1, block.img_norm2, block.txt_norm1, block.txt_norm2),
+        blocks.norm_trouble(block.attn, "norm_q", "norm_k", "norm_added_q", "norm_added_k"),
     )
-    return text, image
 
 
-def _feed_forward(x: Tensor, branch: Tensor, rest: list[Tensor], mlp: nn.Module, eps: float) -> Tensor:
-    gate, shift, scale, gate_mlp = rest
-    x, normed = add_norm(x, branch, gate, scale, shift, eps, rounded=True)
-    return gated_add(x, mlp(normed), gate_mlp, rounded=True)
+def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
+    half, width = block.attention_head_dim // 2, block.dim
+    angles = tuple(new(tokens, half).float() for tokens in (image, text))
+    return {
+        "hidden_states": new(2, image, width),
+        "encoder_hidden_states": new(2, text, width),
+        "encoder_hidden_states_mask": None,
+        "temb": new(2, width),
+        "image_rotary_emb": tuple(torch.polar(torch.ones_like(turn), turn) for turn in angles),
+    }
+
+
+DOUBLE = blocks.Kind(double, _trouble, _example, {QwenDoubleStreamAttnProcessor2_0: Processor})

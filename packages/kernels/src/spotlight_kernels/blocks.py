@@ -1,0 +1,141 @@
+"""What the modules that fuse a family's blocks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spotlight_kernels.operators import Modulation, Stream, add_norm, gated_add, join_heads
+
+Angles = tuple[Tensor, Tensor] | None
+New = Callable[..., Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How a class of blocks is fused.
+
+    Attributes:
+        forward: takes the place of the block's own.
+        trouble: why a block cannot be fused; None if it can.
+        example: arguments of a forward of two pictures of so many tokens and texts of so many; ``new(*shape)``
+            draws a tensor of the block's type.
+        processors: diffusers' classes of attention processors, and those that take their place.
+    """
+
+    forward: Callable[..., Any]
+    trouble: Callable[[Any], str | None]
+    example: Callable[[Any, New, int, int], dict[str, Any]]
+    processors: Mapping[type, type]
+
+
+def heads(size: int, *parts: tuple[Tensor, Any, Angles]) -> Tensor:
+    """Queries, keys or values of one sequence, [batch, tokens, heads, size].
+
+    Args:
+        parts: of each stream, in the sequence's order: [batch, tokens, heads * size], the norm or None, angles.
+    """
+    norms = [norm for _, norm, _ in parts if norm is not None]
+    if len(parts) == 1 and not norms and parts[0][2] is None:
+        return parts[0][0].unflatten(-1, (-1, size))
+    streams = [Stream(x, None if norm is None else norm.weight, angles) for x, norm, angles in parts]
+    eps = norms[0].eps if norms else 0.0
+    return join_heads(streams, size, eps, rounded=not (norms and isinstance(norms[0], nn.RMSNorm)))
+
+
+class Turned:
+    """An attention layer of one stream as a processor of diffusers' sees it: its norms of queries and keys
+    rotate, too, in one operator. So the processor gets no angles.
+    """
+
+    def __init__(self, attn: Any, size: int, angles: Angles) -> None:
+        self._attn, self._size, self._angles = attn, size, angles
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attn, name)
+
+    def norm_q(self, x: Tensor) -> Tensor:
+        """Of [batch, tokens, heads, size], or with the last two joined."""
+        return heads(self._size, (x.flatten(2), self._attn.norm_q, self._angles)).view(x.shape)
+
+    def norm_k(self, x: Tensor) -> Tensor:
+        """As :meth:`norm_q`."""
+        return heads(self._size, (x.flatten(2), self._attn.norm_k, self._angles)).view(x.shape)
+
+
+def norm_trouble(attn: Any, *names: str, optional: bool = False) -> str | None:
+    """Why norms of queries and keys are none that :func:`heads` computes."""
+    norms = [getattr(attn, name, None) for name in names]
+    if optional and not any(norms):
+        return None
+    if any(
+        getattr(norm, "weight", None) is None or getattr(norm, "bias", None) is not None for norm in norms
+    ):
+        return "its queries and keys have no RMSNorm with weights alone"
+    if len({(type(norm), norm.eps) for norm in norms}) > 1:
+        return "its queries and keys have norms of several kinds"
+    return None
+
+
+def fused_projections(attn: Any) -> str | None:
+    """Why: diffusers' ``fuse_qkv_projections`` was called."""
+    return "its projections are joined" if getattr(attn, "fused_projections", False) else None
+
+
+def pairs(angles: Angles, start: int = 0, stop: int | None = None) -> Angles:
+    """Of tokens ``start`` to ``stop``, of cosines and sines [tokens, size] that repeat for both of a pair."""
+    return None if angles is None else (angles[0][start:stop, ::2], angles[1][start:stop, ::2])
+
+
+def repeated_angles(new: New, tokens: int, size: int) -> tuple[Tensor, Tensor]:
+    """An example of what :func:`pairs` takes."""
+    turn = new(tokens, size // 2).float().repeat_interleave(2, -1)
+    return turn.cos(), turn.sin()
+
+
+def outputs(attended: Tensor, like: Tensor, *tokens: int) -> list[Tensor]:
+    """Attention's [batch, tokens, heads, size] by stream, heads joined, contiguous, of the type of ``like``."""
+    return [part.contiguous() for part in attended.flatten(2, 3).to(like.dtype).split(tokens, 1)]
+
+
+def modulated(x: Tensor, norm: Any, temb: Tensor, count: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """``norm(x, emb=temb)`` of diffusers' AdaLayerNormZero classes: x to go on with, its norm, the other parts."""
+    shift, scale, *rest = norm.linear(norm.silu(temb)).chunk(count, dim=1)
+    by = Modulation(scale=scale, shift=shift)
+    x, normed = add_norm(x, None, by, norm.norm.eps, rounded=True)
+    return x, normed, tuple(rest)
+
+
+def feed_forward(x: Tensor, branch: Tensor, parts: tuple[Tensor, ...], norm: Any, mlp: nn.Module) -> Tensor:
+    """Attention's ``branch`` and then the MLP, both gated, added to ``x``.
+
+    Args:
+        parts: gate, then shift, scale and gate of the MLP, each [batch, width].
+    """
+    gate, shift, scale, gate_mlp = parts
+    x, normed = add_norm(x, branch, Modulation(gate, scale, shift), norm.eps, rounded=True)
+    return gated_add(x, mlp(normed), gate_mlp, rounded=True)
+
+
+def layer_norm_trouble(*norms: Any) -> str | None:
+    """Why a LayerNorm is none that the operators compute."""
+    if any(type(norm) is not nn.LayerNorm or norm.weight is not None for norm in norms):
+        return "its streams have no LayerNorm without weights"
+    return None
+
+
+def first(*reasons: str | None) -> str | None:
+    """The first that is one."""
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def complex_angles(angles: Tensor | None) -> Angles:
+    """Of unit complex numbers [..., tokens, size / 2]."""
+    if angles is None:
+        return None
+    cos, sin = torch.view_as_real(angles).unbind(-1)
+    return cos, sin

@@ -1,0 +1,124 @@
+"""Blocks of FLUX.1, as diffusers' ``FluxTransformerBlock`` and ``FluxSingleTransformerBlock`` compute them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from torch import Tensor
+
+from spotlight_kernels import blocks
+from spotlight_kernels.blocks import Angles, New, heads, pairs
+from spotlight_kernels.operators import gated_add
+
+
+class Processor(FluxAttnProcessor):  # type: ignore[misc]
+    """Attention whose norms, rotations and joins are one operator for queries, keys and values each."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Angles = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As diffusers' own: the outputs of the image, and of the text if it is a stream of its own."""
+        image, text = hidden_states, encoder_hidden_states
+        if text is None:
+            turned = blocks.Turned(attn, attn.head_dim, pairs(image_rotary_emb))
+            return super().__call__(turned, image, None, attention_mask)  # type: ignore[no-any-return]
+        length = text.shape[1]
+        of_text, of_image = pairs(image_rotary_emb, 0, length), pairs(image_rotary_emb, length)
+
+        def joint(name: str) -> Tensor:
+            norms = [getattr(attn, f"norm_{each}{name}", None) for each in ("added_", "")]
+            turns = (None, None) if name == "v" else (of_text, of_image)
+            made = getattr(attn, f"add_{name}_proj")(text), getattr(attn, f"to_{name}")(image)
+            return heads(attn.head_dim, *zip(made, norms, turns, strict=True))
+
+        attended = dispatch_attention_fn(
+            joint("q"),
+            joint("k"),
+            joint("v"),
+            attn_mask=attention_mask,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+        text, image = blocks.outputs(attended, image, length, image.shape[1])
+        return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
+
+
+def double(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Angles = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``FluxTransformerBlock.forward``: text, image."""
+    image, image_in, image_parts = blocks.modulated(hidden_states, self.norm1, temb, 6)
+    text, text_in, text_parts = blocks.modulated(encoder_hidden_states, self.norm1_context, temb, 6)
+    branches = self.attn(
+        hidden_states=image_in,
+        encoder_hidden_states=text_in,
+        image_rotary_emb=image_rotary_emb,
+        **(joint_attention_kwargs or {}),
+    )
+    image = blocks.feed_forward(image, branches[0], image_parts, self.norm2, self.ff)
+    return blocks.feed_forward(text, branches[1], text_parts, self.norm2_context, self.ff_context), image
+
+
+def single(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Angles = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, ...]:
+    """As ``FluxSingleTransformerBlock.forward``: text, image."""
+    lengths = [encoder_hidden_states.shape[1], hidden_states.shape[1]]
+    x, normed, (gate,) = blocks.modulated(
+        torch.cat([encoder_hidden_states, hidden_states], dim=1), self.norm, temb, 3
+    )
+    inner = self.act_mlp(self.proj_mlp(normed))
+    attended = self.attn(
+        hidden_states=normed, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
+    )
+    x = gated_add(x, self.proj_out(torch.cat([attended, inner], dim=2)), gate, rounded=True)
+    return x.split(lengths, 1)
+
+
+def _double_trouble(block: Any) -> str | None:
+    norms = (block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context)
+    return blocks.first(
+        blocks.layer_norm_trouble(*norms),
+        blocks.norm_trouble(block.attn, "norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+        blocks.fused_projections(block.attn),
+    )
+
+
+def _single_trouble(block: Any) -> str | None:
+    return blocks.first(
+        blocks.layer_norm_trouble(block.norm.norm),
+        blocks.norm_trouble(block.attn, "norm_q", "norm_k"),
+        blocks.fused_projections(block.attn),
+    )
+
+
+def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
+    width = block.attn.query_dim
+    return {
+        "hidden_states": new(2, image, width),
+        "encoder_hidden_states": new(2, text, width),
+        "temb": new(2, width),
+        "image_rotary_emb": blocks.repeated_angles(new, text + image, block.attn.head_dim),
+    }
+
+
+DOUBLE = blocks.Kind(double, _double_trouble, _example, {FluxAttnProcessor: Processor})
+SINGLE = blocks.Kind(single, _single_trouble, _example, {FluxAttnProcessor: Processor})

@@ -1,0 +1,135 @@
+"""Blocks of HunyuanVideo, as diffusers' ``HunyuanVideoTransformerBlock`` and ``..SingleTransformerBlock`` compute
+them; the video comes first, and text is not rotated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from torch import Tensor
+
+from spotlight_kernels import blocks
+from spotlight_kernels.blocks import Angles, New, heads, pairs
+from spotlight_kernels.operators import gated_add
+
+
+class Processor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
+    """Attention whose norms, rotations and joins are one operator for queries, keys and values each."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Angles = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As diffusers' own, of two streams; or, without ``encoder_hidden_states``, of both in one, whose last
+        tokens are not rotated.
+        """
+        video, text = hidden_states, encoder_hidden_states
+        angles = pairs(image_rotary_emb)
+        if angles is not None and text is None:
+            rest = video.shape[1] - angles[0].shape[0]
+            cos, sin = (
+                F.pad(each, (0, 0, 0, rest), value=n) for each, n in zip(angles, (1.0, 0.0), strict=True)
+            )
+            angles = cos, sin
+
+        def joint(name: str) -> Tensor:
+            norms = [getattr(attn, f"norm_{each}{name}", None) for each in ("", "added_")]
+            parts = [(getattr(attn, f"to_{name}")(video), norms[0], None if name == "v" else angles)]
+            if text is not None:
+                parts.append((getattr(attn, f"add_{name}_proj")(text), norms[1], None))
+            return heads(attn.inner_dim // attn.heads, *parts)
+
+        attended = dispatch_attention_fn(
+            joint("q"),
+            joint("k"),
+            joint("v"),
+            attn_mask=attention_mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+        if text is None:
+            return attended.flatten(2, 3).to(video.dtype), None
+        video, text = blocks.outputs(attended, video, video.shape[1], text.shape[1])
+        return attn.to_out[1](attn.to_out[0](video)), attn.to_add_out(text)
+
+
+def double(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    freqs_cis: Angles = None,
+    *args: object,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor]:
+    """As ``HunyuanVideoTransformerBlock.forward``: video, text."""
+    video, video_in, video_parts = blocks.modulated(hidden_states, self.norm1, temb, 6)
+    text, text_in, text_parts = blocks.modulated(encoder_hidden_states, self.norm1_context, temb, 6)
+    branches = self.attn(
+        hidden_states=video_in,
+        encoder_hidden_states=text_in,
+        attention_mask=attention_mask,
+        image_rotary_emb=freqs_cis,
+    )
+    video = blocks.feed_forward(video, branches[0], video_parts, self.norm2, self.ff)
+    return video, blocks.feed_forward(text, branches[1], text_parts, self.norm2_context, self.ff_context)
+
+
+def single(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Angles = None,
+    *args: object,
+    **kwargs: object,
+) -> tuple[Tensor, ...]:
+    """As ``HunyuanVideoSingleTransformerBlock.forward``: video, text."""
+    lengths = [hidden_states.shape[1], encoder_hidden_states.shape[1]]
+    x, normed, (gate,) = blocks.modulated(
+        torch.cat([hidden_states, encoder_hidden_states], dim=1), self.norm, temb, 3
+    )
+    inner = self.act_mlp(self.proj_mlp(normed))
+    attended, _ = self.attn(
+        hidden_states=normed, attention_mask=attention_mask, image_rotary_emb=image_rotary_emb
+    )
+    x = gated_add(x, self.proj_out(torch.cat([attended, inner], dim=2)), gate, rounded=True)
+    return x.split(lengths, 1)
+
+
+def _double_trouble(block: Any) -> str | None:
+    norms = (block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context)
+    names = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+    return blocks.first(blocks.layer_norm_trouble(*norms), blocks.norm_trouble(block.attn, *names))
+
+
+def _single_trouble(block: Any) -> str | None:
+    norms = blocks.norm_trouble(block.attn, "norm_q", "norm_k")
+    return blocks.first(blocks.layer_norm_trouble(block.norm.norm), norms)
+
+
+def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
+    width = block.attn.query_dim
+    name = "freqs_cis" if hasattr(block, "ff") else "image_rotary_emb"
+    return {
+        "hidden_states": new(2, image, width),
+        "encoder_hidden_states": new(2, text, width),
+        "temb": new(2, width),
+        name: blocks.repeated_angles(new, image, block.attn.inner_dim // block.attn.heads),
+    }
+
+
+DOUBLE = blocks.Kind(double, _double_trouble, _example, {HunyuanVideoAttnProcessor2_0: Processor})
+SINGLE = blocks.Kind(single, _single_trouble, _example, {HunyuanVideoAttnProcessor2_0: Processor})
