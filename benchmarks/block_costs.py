@@ -10,6 +10,9 @@ more. Operators are torch's before any compiler, as dispatched for a CPU under i
 are about as many; ``python -m benchmarks.gpu --part B --only launches`` counts those. ``--every`` counts the
 blocks of one model of each family.
 
+Besides, what one block more keeps for the backward under each ``learner.recompute``: storages that are alive
+when the forward has returned, in tensors of [tokens, width].
+
 Timed, on this machine, for Qwen-Image: the host's milliseconds for a forward of 60 layers, most of which is
 Python and dispatch, with a width and pictures so small that arithmetic takes next to nothing. A GPU that
 computes for less than this waits for the host. Variants take turns; medians.
@@ -33,6 +36,7 @@ import typer
 from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
@@ -45,6 +49,7 @@ from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
+from spotlight.training.recompute import Mode, recompute
 
 QWEN = "Qwen/Qwen-Image"
 EVERY = {
@@ -70,6 +75,7 @@ RANK = 64
 NARROW = {"num_attention_heads": 1}
 VARIANTS = ("no adapters", "bfloat16 copies", "float32 adapters, autocast")
 """The second is what a bfloat16 model trains with, the third what a float32 model would."""
+MODES: tuple[Mode, ...] = ("none", "elementwise", "blocks")
 _ALLOCATIONS = ("empty", "detach", "alias", "_unsafe_view", "lift_fresh")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 
@@ -142,6 +148,28 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.bytes += moved
         self.elementwise_bytes += 0 if product else moved
         return output
+
+
+class Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of what operators made and somebody still holds."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        for leaf in [] if func.is_view else tree_leaves(output):  # views of weights are no activations
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()  # type: ignore[no-untyped-call]
+        return output
+
+    @property
+    def bytes(self) -> int:
+        """At this moment."""
+        gone: Callable[[StorageWeakRef], bool] = StorageWeakRef.expired
+        return sum(size for storage, size in self._made.values() if not gone(storage))
 
 
 def _stored(tensor: Tensor) -> int:
@@ -274,12 +302,20 @@ def make_forward(
 
 
 def count(
-    model: str, config: Mapping[str, Any], variant: str, work: Work, *, masked: bool, gradient: bool
+    model: str,
+    config: Mapping[str, Any],
+    variant: str,
+    work: Work,
+    *,
+    masked: bool,
+    gradient: bool,
+    mode: Mode = "none",
 ) -> Cost:
     """Of a whole forward, with its backward if asked for."""
     without = FakeTensorMode(allow_non_fake_inputs=True)
     # Outside the mode: what the forward makes itself, masks and positions, has values that it may read.
     forward = make_forward(model, config, variant, work, masked=masked, memory=without)
+    recompute(forward.slots.modules()["policy"], mode)
     with torch.no_grad():
         forward()  # rotary tables and bfloat16 copies are kept
     counting = FlopCounterMode(display=False, custom_mapping=_UNKNOWN)
@@ -302,13 +338,35 @@ def block(
     gradient: bool = False,
     model: str = QWEN,
     kind: str = "num_layers",
+    mode: Mode = "none",
 ) -> Cost:
     """Of one block: what a third layer adds."""
     two, three = (
-        count(model, _with_layers(model, kind, layers, {}), variant, work, masked=masked, gradient=gradient)
+        count(
+            model, _with_layers(model, kind, layers, {}), variant, work,
+            masked=masked, gradient=gradient, mode=mode,
+        )
         for layers in (2, 3)
-    )
+    )  # fmt: skip
     return three - two
+
+
+def kept(variant: str, work: Work, mode: Mode, *, model: str = QWEN, kind: str = "num_layers") -> float:
+    """Tensors of [tokens, width] in bfloat16 that the forward of one block leaves for its backward."""
+    found = []
+    for layers in (2, 3):
+        without = FakeTensorMode(allow_non_fake_inputs=True)
+        forward = make_forward(model, _with_layers(model, kind, layers, {}), variant, work, memory=without)
+        recompute(forward.slots.modules()["policy"], mode)
+        with torch.no_grad():
+            forward()
+        with Alive() as alive:
+            output = forward()
+        found.append(alive.bytes)
+        del output
+    config = published(model)
+    width = int(config.get("dim") or config["num_attention_heads"] * config["attention_head_dim"])
+    return float(found[1] - found[0]) / (2 * tokens(model, work) * width)
 
 
 def host_seconds(rounds: int, layers: int = LAYERS) -> dict[str, list[float]]:
@@ -354,6 +412,11 @@ def main(
     ]
     console.print(f"{batch} pictures of {side} px (videos: 5 frames), prompts of {text} tokens, rank {RANK}")
     console.print(_table(cases, work))
+    left = Table("kept for the backward, in [tokens, width]", "a block of", *MODES)
+    for model, kind in dict.fromkeys((case[0], case[1]) for case in cases):
+        each = [f"{kept(VARIANTS[1], work, mode, model=model, kind=kind):.1f}" for mode in MODES]
+        left.add_row(model.partition("/")[2], kind, *each)
+    console.print(left)
     seconds = {} if every else host_seconds(rounds)
     if seconds:
         timed = Table(f"the host, {LAYERS} layers", "ms a forward", "over the first")

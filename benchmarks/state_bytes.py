@@ -2,9 +2,8 @@
 
     python -m benchmarks.state_bytes
 
-A state is packed as a worker packs it after a step: its latents, those kept for training (two stochastic
-steps keep three), and the embeddings of a prompt of a hundred tokens; of a family that edits pictures, also
-the negative prompt's and the latents of one reference. Values are zero; nothing is compressed.
+A state is packed as a worker packs it after a step: its latents, and in commits of their own those kept for
+training (two stochastic steps keep three). Embeddings are in the store already. Nothing is compressed.
 """
 
 from __future__ import annotations
@@ -19,20 +18,17 @@ from rich.table import Table
 from benchmarks._measure import wide_console
 from spotlight.diffusion.samplers import FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
-from spotlight.models.condition import EMBEDS, NEGATIVE_EMBEDS, Condition
+from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
 from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
-from spotlight.rollout.serialization import pack_state
+from spotlight.rollout.commits import Committer
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.worker.outbox import REPORT_BYTES
 from spotlight_rewards.base.prompts import PromptId
 
 STEPS, WINDOW = 10, 2
-TEXT_TOKENS, TEXT_WIDTH = 100, 4096
-SEEN_TOKENS = (384 // 28) ** 2
-"""Of a reference, in the text; its latents are the other of ``reference_tokens``."""
 CASES = (
     ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", MediaSize(480, 832, frames=5)),
     ("wan", "Wan-AI/Wan2.1-T2V-14B-Diffusers", MediaSize(480, 832, frames=81)),
@@ -46,7 +42,7 @@ CASES = (
 
 
 def state_bytes(family: str, model: str, size: MediaSize, kept: int) -> int:
-    """Of one state, packed.
+    """Of one state, packed for the first time.
 
     Args:
         kept: latents besides the current ones.
@@ -59,30 +55,30 @@ def state_bytes(family: str, model: str, size: MediaSize, kept: int) -> int:
     latents = torch.zeros(dimensions.channels, dimensions.latent_frames(size), *dimensions.grid(size))
     rollout = Rollout(RolloutId("a"), Purpose.TRAIN, 0, PromptId("a"), 0, 0, STEPS, PolicyVersion(0))
     recipe = Recipe(size, FlowSDE(0.7), RandomWindow(WINDOW, high=STEPS), 1.0, "trajectory")
-    shapes = {EMBEDS: (TEXT_TOKENS, TEXT_WIDTH)}
-    if kind.reference_tokens:
-        text = TEXT_TOKENS + SEEN_TOKENS, TEXT_WIDTH
-        references = kind.reference_tokens - SEEN_TOKENS, dimensions.channels
-        shapes = {EMBEDS: text, NEGATIVE_EMBEDS: text, "references": references}
-    condition = Condition({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()})
     state = RolloutState(
         rollout,
         recipe,
-        condition,
+        Condition({}, "of the prompt"),
         step=WINDOW,
         latents=latents,
         sigmas=torch.zeros(STEPS + 1),
         window=range(WINDOW),
-        kept=(latents,) * kept,
-        log_probs=(torch.zeros(()),) * max(kept - 1, 0),
+        kept=tuple(latents.clone() for _ in range(kept)),
+        log_probs=tuple(torch.zeros(()) for _ in range(kept - 1)),
     )
-    return len(pack_state(state))
+    return sum(len(value.data) for value in Committer().begin([state]))
 
 
 def main() -> None:
     """Print the table."""
     console: Console = wide_console()
-    columns = ("model", "height x width x frames", "a state, MB", "with latents kept, MB", "states a report")
+    columns = (
+        "model",
+        "height x width x frames",
+        "a commit, MB",
+        "all latents kept, MB",
+        "first commits a report",
+    )
     table = Table(*columns)
     for family, model, size in CASES:
         plain, whole = (state_bytes(family, model, size, kept) for kept in (0, WINDOW + 1))

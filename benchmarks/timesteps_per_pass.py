@@ -104,7 +104,7 @@ def main(
     prepare_process(where, deterministic=False)  # as a run does
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
-    with process_group(where) as ranks:
+    with process_group(where, timeout_s=600) as ranks:
         with tempfile.TemporaryDirectory() as cache:
             family = QwenImage.load(pipeline, device=where, dtype=torch.float32, embeddings_cache=Path(cache))
             conditions = family.encode(PROMPTS)

@@ -19,11 +19,16 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "img" / "architecture.svg"
 POLICIES = ("spotlight", "scheduler", "policies")
 """The folder whose folders are policies."""
-ABOVE, BESIDE, BELOW = ("spotlight_plan", "spotlight_dashboard"), ("spotlight",), ("spotlight_rewards",)
+ABOVE, BESIDE, BELOW = (
+    ("spotlight_plan", "spotlight_dashboard"),
+    ("spotlight",),
+    ("spotlight_rewards", "spotlight_kernels"),
+)
 """Packages, row by row."""
 FOR_WHOM = {
     "spotlight": "train",
     "spotlight_rewards": "score pictures and videos, with any trainer",
+    "spotlight_kernels": "fuse operators of blocks",
     "spotlight_plan": "decide what to rent",
     "spotlight_dashboard": "watch runs",
 }
@@ -127,7 +132,9 @@ def rows(rooms: Iterable[str], uses: Graph) -> list[list[str]]:
 
     # Rooms that import each other are equally high, since each counts only what does not reach it.
     heights = {room: height(room) for room in names}
-    return [sorted(r for r in names if heights[r] == h) for h in range(max(heights.values()), -1, -1)]
+    return [
+        sorted(r for r in names if heights[r] == h) for h in range(max(heights.values(), default=-1), -1, -1)
+    ]
 
 
 # -- the picture -------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from benchmarks.gpu.timing import interleaved, kernels, medians, spread
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.slots import LoraSlots
 from spotlight.training.passes import MicroBatchPolicy
-from spotlight.training.recompute import recompute_blocks
+from spotlight.training.recompute import recompute
 
 COPIES, AUTOCAST = "bfloat16 copies", "float32 under autocast"
 
@@ -55,7 +55,7 @@ class Applied:
 
     def gradient(self, lab: Lab, shape: Shape) -> Tensor:
         """Of the mean square of a velocity, with every block recomputed."""
-        recompute_blocks(self.family.transformer, 1)
+        recompute(self.family.transformer, "blocks")
         trained = self.slots.trainable_parameters().values()
         for parameter in trained:
             parameter.grad = None

@@ -22,9 +22,10 @@ from benchmarks.gpu import lab as model
 from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.runner import die_with_parent
 from spotlight.models.skeleton import base_state, modules_of
+from spotlight.rollout.commits import Committer, latents_of, restore
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.communicators import communicator
-from spotlight.rollout.serialization import pack_state, unpack_state
+from spotlight.rollout.state import RolloutState
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import shard_module
 from spotlight.weights.peers import WeightServer
@@ -124,16 +125,23 @@ def roll_out_and_commit(where: Place, pipe: Connection) -> None:
     lab = where.lab()
     family, shape = lab.fresh(lab.scale.few_layers), lab.scale.small
     engine = lab.engine(family, shape)
-    states = lab.start(family, engine, shape, STEPS, stochastic=True)
+    states, committer = lab.start(family, engine, shape, STEPS, stochastic=True), Committer()
     while not all(state.done for state in states):
         states = engine.step(family.transformer, states)
         aside = where.home / "commit.part"
         aside.mkdir()
-        for state in states:
-            (aside / state.rollout.id).write_bytes(pack_state(state))
+        for value in committer.begin(states):
+            folder = where.home if value.latent else aside
+            (folder / f"{value.rollout}{value.latent}").write_bytes(value.data)
         aside.rename(where.home / f"commit{states[0].step}")
         pipe.send(states[0].step)
     pipe.send("done")
+
+
+def _restored(commit: Path, of: RolloutState, device: torch.device) -> RolloutState:
+    data = (commit / of.rollout.id).read_bytes()
+    latents = [(commit.parent / f"{of.rollout.id}{name}").read_bytes() for name in latents_of(data)]
+    return restore(data, latents, of.condition, of.recipe, device)
 
 
 def resume_and_compare(where: Place, pipe: Connection) -> None:
@@ -143,9 +151,7 @@ def resume_and_compare(where: Place, pipe: Connection) -> None:
     engine = lab.engine(family, shape)
     newest = max(where.home.glob("commit[0-9]*"), key=lambda path: int(path.name.removeprefix("commit")))
     fresh = lab.start(family, engine, shape, STEPS, stochastic=True)
-    kept = [
-        unpack_state((newest / state.rollout.id).read_bytes(), state.recipe, lab.device) for state in fresh
-    ]
+    kept = [_restored(newest, state, lab.device) for state in fresh]
     began = {state.step for state in kept}
     resumed = model.all_steps(engine, family.transformer, kept)
     whole = model.all_steps(engine, family.transformer, fresh)
@@ -202,7 +208,7 @@ def gradients_on_a_mesh(where: Place, pipe: Connection) -> None:
     family, shape = lab.fresh(lab.scale.few_layers), lab.scale.train_small
     slots = model.adapters(family, lab.scale.rank)
     samples = lab.samples(family, slots, shape, 4)
-    alone = lab.learner(family, slots, shape, gradient_checkpointing=True)
+    alone = lab.learner(family, slots, shape, recompute="blocks")
     model.accumulate(alone, samples)
     expected = {name: grad.clone() for name, grad in _gradients(alone).items()}
     alone.optimizer.zero_grad(set_to_none=True)
@@ -212,7 +218,7 @@ def gradients_on_a_mesh(where: Place, pipe: Connection) -> None:
     dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=index)
     for module in slots.modules().values():
         shard_module(module, family.dtype)
-    sharded = lab.learner(family, slots, shape, gradient_checkpointing=True)
+    sharded = lab.learner(family, slots, shape, recompute="blocks")
     model.accumulate(sharded, samples)
     found = {name: _whole(grad) for name, grad in _gradients(sharded).items()}
     error = sum(float((found[name] - value).double().square().sum()) for name, value in expected.items())

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu import lab as model
-from benchmarks.gpu.lab import CLIP_RANGE, Lab
+from benchmarks.gpu.lab import CLIP_RANGE, Lab, reference
 from benchmarks.gpu.suite import Outcome
 from benchmarks.gpu.timing import copy_tb_s, kernels, matmul_tflops
 from spotlight.config.load import build_config
@@ -165,7 +165,7 @@ def learning(
     """A learner on the shared slots; their weights and the module's settings are as before afterwards."""
     before = {name: tensor.clone() for name, tensor in slots.state("policy").items()}
     try:
-        yield lab.learner(family, slots, shape, **{"gradient_checkpointing": True, **settings})
+        yield lab.learner(family, slots, shape, **{"recompute": "blocks", **settings})
     finally:
         family.transformer.disable_gradient_checkpointing()  # type: ignore[operator]
         slots.load_state("policy", before)
@@ -177,13 +177,37 @@ def learning(
 def compiled(lab: Lab, module: nn.Module) -> Iterator[None]:
     """The transformer with its blocks compiled, all by the same code; on a CPU without generating any."""
     torch._dynamo.reset()
-    compile_blocks(module, lab.device, "inductor" if lab.device.type == "cuda" else "aot_eager")
-    try:
-        yield
-    finally:
-        for part in module.modules():
-            part._compiled_call_impl = None
-        torch._dynamo.reset()
+    with reference(module):
+        compile_blocks(module, lab.device, "inductor" if lab.device.type == "cuda" else "aot_eager")
+        try:
+            yield
+        finally:
+            for part in module.modules():
+                part._compiled_call_impl = None
+            torch._dynamo.reset()
+
+
+def fused_against_reference(lab: Lab) -> Outcome:
+    """Fused operators against diffusers' and peft's: the whole velocity, or all gradients of an update."""
+    family, slots, shape = lab.family(), lab.slots(), lab.scale.small
+    samples = lab.samples(family, slots, lab.scale.train_small, 2)
+
+    def outcome() -> tuple[Tensor, Tensor]:
+        with slots.use("policy", merged=True) as module:
+            velocity = lab.velocity(family, module, shape)
+        with learning(lab, family, slots, lab.scale.train_small) as learner:
+            model.train(learner, samples, step=False)
+            slopes = [p.grad.flatten() for p in slots.parameters("policy").values() if p.grad is not None]
+            return velocity, torch.cat(slopes)
+
+    found = outcome()
+    with reference(family.transformer):
+        wanted = outcome()
+    values = {
+        name: float((a - b).norm() / b.norm())
+        for name, a, b in zip(("velocity", "gradient"), found, wanted, strict=True)
+    }
+    return Outcome(worst(values.values()), values)
 
 
 def compiled_against_eager(lab: Lab) -> Outcome:
@@ -247,7 +271,7 @@ def _planned(lab: Lab, shape: model.Shape, train: model.Shape) -> dict[str, floa
                 },
                 "learner": {
                     "micro_batch_size": one.batch,
-                    "gradient_checkpointing": True,
+                    "recompute": "blocks",
                     "autocast": "bfloat16",
                     "lora": {"rank": lab.scale.rank, "alpha": 2.0 * lab.scale.rank},
                 },

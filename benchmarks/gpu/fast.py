@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
@@ -30,17 +32,22 @@ from benchmarks.gpu.timing import (
     spread,
     wait,
 )
-from spotlight.rollout.serialization import pack_state
 from spotlight.rollout.state import RolloutState
-from spotlight.training.device_memory import measure_peak
+from spotlight.scheduler.types import WorkerId
+from spotlight.training.device_memory import measure_peak, release
+from spotlight.training.learner import Learner
 from spotlight.training.lora_export import whole_state
-from spotlight.training.recompute import recompute_blocks
+from spotlight.training.recompute import Mode, recompute
 from spotlight.weights.bundle import bind, pack
 from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
+from spotlight.worker.outbox import ReportOutbox
+from spotlight.worker.reports import Report
+from spotlight.worker.steps import all_finite
 
 STEPS = 4
 PICTURE_STEPS = 20
 """Denoising steps of a picture, for shares."""
+COMMITTED_STEP = 10
 
 
 def denoise_small(lab: Lab) -> Outcome:
@@ -130,6 +137,23 @@ def lora_cost(lab: Lab) -> Outcome:
     return Outcome(typical["lora"] / typical["base"], spread(seconds))
 
 
+def fused_gain(lab: Lab) -> Outcome:
+    """Time of a denoising step with diffusers' and peft's operators over one with fused operators."""
+    family, shape = lab.family(), lab.scale.small
+    lab.budget_s /= 3
+    with lab.slots().use("policy", merged=True) as module:
+
+        def timed(name: str) -> dict[str, list[float]]:
+            return interleaved(lab, {name: lambda: lab.velocity(family, module, shape)})
+
+        seconds = timed("fused")
+        with model.reference(module):
+            seconds |= timed("reference")
+        seconds["fused"] += timed("fused")["fused"]
+    typical = medians(seconds)
+    return Outcome(typical["reference"] / typical["fused"], spread(seconds))
+
+
 # -- training ----------------------------------------------------------------------------------------------
 
 
@@ -168,27 +192,40 @@ def _training(lab: Lab, shape: Shape) -> Outcome:
     return Outcome(value, {**details, **spread(seconds), "shape": dataclasses.asdict(shape)})
 
 
-def checkpoint_every(lab: Lab) -> Outcome:
-    """Time of an update that recomputes every block over the fastest of every 2nd and 4th."""
+RECOMPUTED: Mapping[str, Mode | int] = {
+    "none": "none",
+    "elementwise": "elementwise",
+    "every 1": "blocks",
+    "every 2": 2,
+    "every 4": 4,
+}
+
+
+def recomputed(lab: Lab) -> Outcome:
+    """Time of an update that recomputes whole blocks over one that keeps their products; and of others."""
     family, slots, shape = lab.family(), lab.slots(), lab.scale.train_small
     samples = lab.samples(family, slots, shape, STEPS)
     peaks: dict[str, object] = {}
+    variants: dict[str, Callable[[], object]] = {}
+
+    def update(learner: Learner, setting: Mode | int) -> None:
+        recompute(family.transformer, setting)
+        model.train(learner, samples)
+
     with learning(lab, family, slots, shape) as learner:
-
-        def update(every: int) -> Callable[[], object]:
-            def run() -> None:
-                recompute_blocks(family.transformer, every)
-                model.train(learner, samples)
-
-            return run
-
-        variants = {f"every {n}": update(n) for n in (1, 2, 4)}
+        for name, setting in RECOMPUTED.items():
+            variants[name] = partial(update, learner, setting)
+            try:
+                variants[name]()  # allocates, too, what later updates find
+                peaks[name] = measure_peak(lab.device, variants[name])[1] / 1e9
+            except torch.OutOfMemoryError:
+                del variants[name]
+                peaks[name] = "does not fit"
+                learner = lab.learner(family, slots, shape)
+                release(lab.device)
         seconds = interleaved(lab, variants)
-        if lab.device.type == "cuda":
-            peaks = {name: measure_peak(lab.device, run)[1] / 1e9 for name, run in variants.items()}
     typical = medians(seconds)
-    best = min(typical["every 2"], typical["every 4"])
-    return Outcome(typical["every 1"] / best, {**spread(seconds), "peaks_gb": peaks})
+    return Outcome(typical["every 1"] / typical["elementwise"], {**spread(seconds), "peaks_gb": peaks})
 
 
 # -- compilation -------------------------------------------------------------------------------------------
@@ -263,8 +300,8 @@ def publish_and_bind(lab: Lab) -> Outcome:
         turn[0] += 1
         next(iter(state.values())).view(-1)[0] = turn[0]  # another digest: nothing is cached
         marks = [time.perf_counter()]
-        states = {"policy": whole_state(slots, "policy", dtype=rounded)}  # as learner ranks publish
-        manifest, data = pack(turn[0], 0, states, slots.modules_bound)
+        states = {"policy": whole_state(slots, "policy", stay=True)}  # as learner ranks publish
+        manifest, data = pack(turn[0], 0, states, slots.modules_bound, dtype=rounded)
         marks.append(time.perf_counter())
         bundle = cache.get(manifest, lambda: data)
         marks.append(time.perf_counter())
@@ -297,22 +334,99 @@ def _room(lab: Lab, size: int) -> Path:
     return SHARED_MEMORY if free > size else lab.home
 
 
-def commit_share(lab: Lab) -> Outcome:
-    """Packing the progress of all rollouts of a step, as a share of the step."""
-    family, shape = lab.family(), lab.scale.small
-    engine = lab.engine(family, shape)
-    with lab.slots().use("policy", merged=True) as module:
-        states = engine.step(module, lab.start(family, engine, shape, STEPS, stochastic=True))
-        packed = [len(pack_state(state)) for state in states]
-        seconds = interleaved(
-            lab,
-            {
-                "step": lambda: engine.step(module, states),
-                "commit": lambda: [pack_state(state) for state in states],
-            },
+class _Behind:
+    """A head's client that takes reports in the background of the next step, as a worker's does."""
+
+    def __init__(self) -> None:
+        self._carrier = ThreadPoolExecutor(1, "reports")
+        self._under_way: Future[int] | None = None
+        self.bytes = 0
+
+    def deliver(self, reports: Iterable[Report]) -> None:
+        """Begin once the last ones are taken."""
+        self.wait()
+        self._under_way = self._carrier.submit(self._take, reports)
+
+    def wait(self) -> None:
+        """Until all is taken."""
+        if self._under_way is not None:
+            self.bytes = self._under_way.result()
+
+    def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[None]:
+        """Nothing is kept."""
+        return [None for _ in names]
+
+    @staticmethod
+    def _take(reports: Iterable[Report]) -> int:
+        return sum(len(value.data) for report in reports for value in report.values)
+
+
+def _at_step(states: Sequence[RolloutState], step: int) -> list[RolloutState]:
+    """As if the steps before had been taken, with all their latents kept."""
+    return [
+        dataclasses.replace(
+            state,
+            step=step,
+            kept=(*(torch.randn_like(state.latents) for _ in range(step)), state.latents),
+            log_probs=tuple(torch.zeros((), device=state.latents.device) for _ in range(step)),
         )
+        for state in states
+    ]
+
+
+def _again(states: Sequence[RolloutState]) -> list[RolloutState]:
+    """As the last step made them, but not committed yet."""
+    made = []
+    for state in states:
+        latents = state.latents.clone()
+        log_probs = (*state.log_probs[:-1], state.log_probs[-1].clone())
+        kept = (*state.kept[:-1], latents)
+        made.append(dataclasses.replace(state, latents=latents, kept=kept, log_probs=log_probs))
+    return made
+
+
+def commit_share(lab: Lab) -> Outcome:
+    """What a step's thread pays to commit all rollouts at step 10, as a share of the step."""
+    family, shape = lab.family(), lab.scale.small
+    engine, client, taken = lab.engine(family, shape), _Behind(), list[float]()
+    outbox = ReportOutbox(WorkerId("worker"), client)
+
+    def commit(states: Sequence[RolloutState]) -> None:
+        wait(lab.device)
+        began = time.perf_counter()
+        outbox.keep_progress(
+            [state for state, finite in zip(states, all_finite(states), strict=True) if finite]
+        )
+        outbox.deliver("digest")
+        taken.append(time.perf_counter() - began)
+
+    with lab.slots().use("policy", merged=True) as module:
+        started = lab.start(family, engine, shape, PICTURE_STEPS, stochastic=True)
+        states = engine.step(module, _at_step(started, COMMITTED_STEP - 1))
+        commit(states)  # all latents so far
+        client.wait()
+        taken.clear()
+
+        def committed() -> None:
+            commit(_again(states))
+            engine.step(module, states)
+            client.wait()
+
+        seconds = interleaved(lab, {"step": lambda: engine.step(module, states), "committed": committed})
+        began_s = time.process_time()
+        commit(_again(states))
+        client.wait()
+        cpu_s = time.process_time() - began_s
     typical = medians(seconds)
-    return Outcome(typical["commit"] / typical["step"], {**spread(seconds), "bytes": sum(packed)})
+    waited = statistics.median(taken)
+    details = {
+        **spread(seconds),
+        "commit_ms": 1e3 * waited,
+        "slower_step": typical["committed"] / typical["step"] - 1,
+        "cpu_ms": 1e3 * cpu_s,
+        "bytes": client.bytes,
+    }
+    return Outcome(waited / typical["step"], details)
 
 
 # -- against others ----------------------------------------------------------------------------------------
@@ -348,16 +462,17 @@ def against_pipeline(lab: Lab) -> Outcome:
             return model.all_steps(engine, module, lab.start(family, engine, shape, STEPS))
 
         def theirs() -> Tensor:
-            made: Tensor = pipeline(
-                prompt_embeds=text["embeds"],
-                prompt_embeds_mask=text.mask("embeds"),
-                true_cfg_scale=1.0,
-                height=side,
-                width=side,
-                num_inference_steps=STEPS,
-                latents=noise.to(family.dtype),
-                output_type="latent",
-            ).images
+            with model.reference(module):
+                made: Tensor = pipeline(
+                    prompt_embeds=text["embeds"],
+                    prompt_embeds_mask=text.mask("embeds"),
+                    true_cfg_scale=1.0,
+                    height=side,
+                    width=side,
+                    num_inference_steps=STEPS,
+                    latents=noise.to(family.dtype),
+                    output_type="latent",
+                ).images
             return made
 
         @torch.no_grad()

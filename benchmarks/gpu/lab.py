@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,22 @@ from spotlight.config.sections.algorithm import FlowGRPOConfig
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.diffusion.samplers import ODE, FlowSDE
 from spotlight.diffusion.schedule import AllSteps
+from spotlight.models import peft_layers
 from spotlight.models.condition import Condition, ConditionBatch
 from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.kernels.fused import use_fused, use_reference
 from spotlight.models.media import MediaSize
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.skeleton import filling
 from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
+from spotlight.rollout.serialization import pack_condition, unpack_condition
 from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.sharding import Ranks
+from spotlight_kernels.fuse import fuse
 from spotlight_rewards.base.prompts import PromptId
 
 CLIP_RANGE = 1e-5
@@ -91,13 +95,14 @@ class Lab:
     Args:
         home: models and sockets; shared by the processes of a row.
         device: with an index if it is a GPU.
+        model: family that part D trains; empty: by the device's memory.
 
     Attributes:
         budget_s: of the row that runs.
     """
 
-    def __init__(self, home: Path, device: torch.device, *, tiny: bool) -> None:
-        self.home, self.device, self.tiny = home, device, tiny
+    def __init__(self, home: Path, device: torch.device, *, tiny: bool, model: str = "") -> None:
+        self.home, self.device, self.tiny, self.model = home, device, tiny, model
         self.scale = TINY if tiny else FULL
         self.budget_s = 30.0
         self._family: QwenImage | None = None
@@ -135,12 +140,16 @@ class Lab:
         return family
 
     def family(self, layers: int | None = None) -> QwenImage:
-        """The shared family in bfloat16 (default: whole), with adapters in :meth:`slots`."""
+        """The shared family in bfloat16 (default: whole), with adapters in :meth:`slots`; on GPUs fused."""
         wanted = self.scale.layers if layers is None else layers
         if self._family is None or self._layers != wanted:
             self.drop()
             self._family, self._layers = self.fresh(wanted), wanted
+            transformer = self._family.transformer
+            fused = self.device.type == "cuda" and use_fused(transformer, self.device, asked=True)
             self._slots = adapters(self._family, self.scale.rank)
+            if fused:
+                peft_layers.fuse(transformer)
         return self._family
 
     def slots(self, layers: int | None = None) -> LoraSlots:
@@ -161,7 +170,8 @@ class Lab:
         """Embeddings of a made-up prompt."""
         generator = torch.Generator().manual_seed(1000 + seed)
         shapes = family.condition_shapes(tokens)
-        return Condition({name: torch.randn(shape, generator=generator) for name, shape in shapes.items()})
+        made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+        return unpack_condition(pack_condition(Condition(made)))  # as from the store
 
     def conditions(self, family: QwenImage, shape: Shape, *, prompts: int = 1) -> list[Condition]:
         """One per picture, of equal length; pictures of a prompt follow one another."""
@@ -325,6 +335,19 @@ def draw(targets: Mapping[str, Tensor], seed: int) -> None:
             tensor.normal_(0, 0.9 * tensor.shape[1] ** -0.5, generator=generator)
         else:
             tensor.normal_(0, 0.1, generator=generator)
+
+
+@contextmanager
+def reference(module: nn.Module) -> Iterator[None]:
+    """Operators of diffusers and peft within, where fused ones were put."""
+    fused = any("forward" in vars(part) for part in module.modules())
+    use_reference(module)
+    try:
+        yield
+    finally:
+        if fused:
+            fuse(module, next(module.parameters()).device, compare=False)
+            peft_layers.fuse(module)
 
 
 def using(slots: LoraSlots, *, lora: bool) -> AbstractContextManager[nn.Module]:

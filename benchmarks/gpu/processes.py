@@ -55,7 +55,7 @@ def out_of_memory(lab: Lab) -> Outcome:
     def measure(name: str, times: object) -> tuple[Trial, ...]:
         auto = times == "auto"
         # Without recomputation, of which one timestep more hardly needs more memory.
-        settings: dict[str, object] = {"gradient_checkpointing": False, "timesteps_per_pass": times}
+        settings: dict[str, object] = {"recompute": "none", "timesteps_per_pass": times}
         if auto:
             settings["pass_memory_gib"] = 2.0**20  # more than there is: it begins with all timesteps
         with (

@@ -32,9 +32,12 @@ def _fast(
     unit: str = "",
     *,
     least: bool = False,
+    tiny: bool = True,
 ) -> Row:
     """A speed: at most, or with ``least`` at least, the limit."""
-    return Row(part, name, _PACKAGE + function, title, unit, limit, budget_s, at_least=least, speed=True)
+    return Row(
+        part, name, _PACKAGE + function, title, unit, limit, budget_s, at_least=least, speed=True, tiny=tiny
+    )
 
 
 def _ceilings(part: Part) -> tuple[Row, Row]:
@@ -56,6 +59,7 @@ ROWS: tuple[Row, ...] = (
     _max("A", "missing-peer", "processes:missing_peer", 2, 45, "a missing peer: time to give up", "limits"),
     _max("A", "open-close", "processes:open_and_close", 64, 45, "20 groups opened, closed: leak", "MiB"),
     _max("A", "fsdp2", "processes:sharded_gradients", 1e-2, 45, "FSDP2 on a mesh of one rank: gradients"),
+    _max("A", "fused", "correct:fused_against_reference", 2e-2, 30, "fused / diffusers'", tiny=False),
     _max("A", "compiled", "correct:compiled_against_eager", 1e-2, 50, "compiled against eager"),
     _max("A", "copies", "adapter_copies:copies_against_autocast", 1e-2, 10, "bfloat16 copies / autocast"),
     _max("A", "graphs", "captured:captured_against_eager", 1e-3, 15, "CUDA graphs against eager"),
@@ -70,12 +74,13 @@ ROWS: tuple[Row, ...] = (
     _fast("B", "train-large", "fast:train_large", 0.42, 40, "training 1 x 1280 px", "MFU", least=True),
     _fast("B", "pipeline", "fast:against_pipeline", 1.02, 40, "our loop / QwenImagePipeline"),
     _fast("B", "lora", "fast:lora_cost", 1.15, 20, "forward with adapters / without"),
+    _fast("B", "fused", "fast:fused_gain", 1.4, 15, "diffusers' operators / ours", least=True, tiny=False),
     _fast("B", "mask", "fast:mask_cost", 1.10, 20, "forward with a mask / without"),
     _fast("B", "launches", "fast:launches", 173, 15, "kernels a block"),
-    _fast("B", "commit", "fast:commit_share", 0.02, 15, "commit / step"),
+    _fast("B", "commit", "fast:commit_share", 0.005, 15, "commit / step"),
     _fast("B", "publish", "fast:publish_and_bind", 1.5, 25, "publish and bind a rank-64 adapter", "s"),
     _fast("B", "vae", "fast:vae", 0.05, 20, "decoding / denoising in 20 steps"),
-    _fast("B", "checkpoint", "fast:checkpoint_every", 1.05, 45, "recompute all / every n-th", least=True),
+    _fast("B", "checkpoint", "fast:recomputed", 1.1, 60, "recompute blocks / elementwise", least=True),
     _fast("B", "compile", "fast:compile_time", 90, 60, "first compiled forward", "s"),
     _fast("B", "train-compiled", "fast:train_compiled", 0.42, 60, "the same, compiled", "MFU", least=True),
     _fast("B", "graphs", "captured:captured_cost", 0.8, 25, "captured forward, 1 x 512 px / eager"),
@@ -86,5 +91,10 @@ ROWS: tuple[Row, ...] = (
     _fast("C", "loading", "processes:loading", 2, 60, "a pipeline from disk", "GB/s", least=True),
     _max("C", "two-ranks", "processes:two_ranks_on_one", 2, 75, "two NCCL ranks on a GPU refused", "limits"),
     _fast("C", "two-on-one", "processes:two_on_one", 0.8, 90, "learner and worker together", least=True),
+    _fast("D", "weights", "whole_model:write_weights", 2, 40, "the model written", "GB/s", least=True),
+    _fast("D", "nft", "end_to_end:nft", 0.25, 75, "spotlight train, DiffusionNFT", "MFU", least=True),
+    _fast("D", "grpo", "end_to_end:grpo", 0.25, 65, "spotlight train, Flow-GRPO-Fast", "MFU", least=True),
+    _fast("D", "replaced", "end_to_end:replaced", 60, 110, "SIGKILL to the worker: replaced, at work", "s"),
+    _fast("D", "testbed", "end_to_end:testbed", 120, 75, "the testbed trained to its target", "s"),
 )
 # fmt: on

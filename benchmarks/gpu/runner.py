@@ -25,7 +25,7 @@ _PR_SET_PDEATHSIG = 1  # prctl.h
 _LINES = 12
 
 
-def serve(home: Path, device: str, tiny: bool, pipe: Connection) -> None:
+def serve(home: Path, device: str, tiny: bool, model: str, pipe: Connection) -> None:
     """Run every row that the pipe asks for, until it closes."""
     os.setpgid(0, 0)  # one group with its children, so that all can be killed at once
     die_with_parent()
@@ -44,7 +44,7 @@ def serve(home: Path, device: str, tiny: bool, pipe: Connection) -> None:
             "cuda": torch.version.cuda,
         }
     pipe.send({"machine": about})
-    lab = Lab(home, where, tiny=tiny)
+    lab = Lab(home, where, tiny=tiny, model=model)
     while True:
         try:
             row: Row = pipe.recv()

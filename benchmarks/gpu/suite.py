@@ -19,7 +19,9 @@ from typing import Literal
 from rich.console import Console
 from rich.markup import escape
 
-Part = Literal["A", "B", "C"]
+Part = Literal["A", "B", "C", "D"]
+IN_MEMORY = Path("/dev/shm")
+"""Where part D puts a whole model's weights, below the name of the suite's own directory."""
 
 
 class Verdict(StrEnum):

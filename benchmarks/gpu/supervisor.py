@@ -28,10 +28,10 @@ _SMALLEST_S = 5.0
 class RowProcess:
     """A process that runs rows, and everything that it started."""
 
-    def __init__(self, home: Path, device: str, tiny: bool) -> None:
+    def __init__(self, home: Path, device: str, tiny: bool, model: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=_serve, args=(home, device, tiny, theirs))
+        self.process: BaseProcess = context.Process(target=_serve, args=(home, device, tiny, model, theirs))
         self.process.start()
         theirs.close()
 
@@ -61,14 +61,21 @@ class RowProcess:
         self.process.join()
 
 
-def _serve(home: Path, device: str, tiny: bool, pipe: Connection) -> None:
+def _serve(home: Path, device: str, tiny: bool, model: str, pipe: Connection) -> None:
     from benchmarks.gpu import runner
 
-    runner.serve(home, device, tiny, pipe)
+    runner.serve(home, device, tiny, model, pipe)
 
 
 def supervise(
-    rows: Sequence[Row], report: Report, home: Path, *, device: str, tiny: bool, limit_s: float
+    rows: Sequence[Row],
+    report: Report,
+    home: Path,
+    *,
+    device: str,
+    tiny: bool,
+    limit_s: float,
+    model: str = "",
 ) -> None:
     """Run ``rows`` in order; each gets a result in ``report``.
 
@@ -87,7 +94,7 @@ def supervise(
                 report.add(result_of(row, Verdict.SKIP, 0.0, tiny=tiny, note=note))
                 continue
             if process is None and starts:
-                process = RowProcess(home, device, tiny)
+                process = RowProcess(home, device, tiny, model)
                 starts = _begun(process, report)
             if process is None or not starts:
                 note = f"its process does not start on {device!r}: the reason is above"

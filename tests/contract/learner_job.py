@@ -77,7 +77,7 @@ class Blobs:
         found = [self.kept.get((kind, name)) for name in names]
         return [None if data is None else StoredBlob(0, data) for data in found]
 
-    def put(self, kind: str, name: str, data: bytes) -> None:
+    def put(self, kind: str, name: str, data: bytes | bytearray) -> None:
         self.kept[kind, name] = data
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,11 +33,13 @@ def planned_for_two(root: Path, pipeline: Path) -> RunConfig:
 def one_of(number: int, world: int, batch: int, root: Path, pipeline: Path, port: int) -> None:
     """Train a batch from the state before it, and save the state after it."""
     torch.set_num_threads(1)
-    rank = rank_of(planned_for_two(root, pipeline), RankPlace(number, world, timeout_s=60))
+    rank = rank_of(planned_for_two(root, pipeline), RankPlace(number, world))
     address = None
     if world > 1:
         address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
+    environment = dict(os.environ)
     rank.join(address)
+    assert (dict(os.environ) != environment) == (world > 1), "it listens on one interface alone"
     rank.load_model(prompts_of(rank.config))
     rank.build()
     if batch:
@@ -49,6 +52,7 @@ def one_of(number: int, world: int, batch: int, root: Path, pipeline: Path, port
     if packed is not None:
         torch.save((figures, before, after, packed), root / f"after-{batch}.pt")
     rank.close()
+    assert dict(os.environ) == environment, "as the worker's that this process may become"
 
 
 def test_two_ranks_then_one_then_two_train_what_one_trains(random_pipeline: Path, tmp_path: Path) -> None:

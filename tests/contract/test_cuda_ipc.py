@@ -101,10 +101,12 @@ class Peer:
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize(("serves", "takes"), [("cuda", "cuda"), ("cuda", "cpu"), ("cpu", "cuda")])
 def test_weights_come_from_a_peer_with_a_gpu(
-    home: Path, serves: str, takes: str, monkeypatch: pytest.MonkeyPatch
+    home: Path, serves: str, takes: str, expandable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", f"expandable_segments:{expandable}")  # of the peer
     opened = []
     real = cuda_ipc.open_shared
     monkeypatch.setattr(cuda_ipc, "open_shared", lambda *a: opened.append(a) or real(*a))
@@ -117,7 +119,7 @@ def test_weights_come_from_a_peer_with_a_gpu(
             assert all(torch.equal(targets[n], t.to(takes)) for n, t in weights("cpu", 1).items())
     finally:
         peer.kill()
-    assert bool(opened) == (serves == takes == "cuda")
+    assert bool(opened) == (serves == takes == "cuda" and not expandable)
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from benchmarks.block_costs import Alive
 from tests.contract import family_ranks, plain_loop
 from tests.contract.family_cases import (
     CASES,
@@ -43,6 +44,7 @@ from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.learner import TrainingSample
+from spotlight.training.recompute import recompute
 from spotlight_rewards.base.prompts import PromptId
 
 TOLERANCE = 1e-5
@@ -389,7 +391,7 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
     condition, text = family.collate(conditions), conditions[0].tokens
     latents, levels = torch.randn(2, *family.latent_shape(size)), torch.tensor([0.3, 0.6])
     found = {}
-    for mode in ("lora", "full", "checkpointed"):
+    for mode in ("lora", "full", "elementwise", "checkpointed"):
         model = type(family.transformer).from_config({**family.transformer.config, **loaded.case.wide})
         layers = sum(
             type(part).__name__ in model._no_split_modules and "Block" in type(part).__name__
@@ -397,20 +399,19 @@ def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> N
         )
         if mode == "lora":
             LoraSlots(model.requires_grad_(False), LoraSpec(rank=4, alpha=4.0, targets=family.lora_targets))
-        elif mode == "checkpointed":
-            model.enable_gradient_checkpointing()
-        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        kept: dict[int, torch.Tensor] = {}
+        elif mode != "full":
+            recompute(model, "elementwise" if mode == "elementwise" else "blocks")
+        guidance = Guidance(embedded=family.embedded_guidance)
+        saved: list[torch.Tensor] = []  # or a last block's text, which nothing reads, is dropped at once
 
-        def keep(tensor: torch.Tensor, kept: dict[int, torch.Tensor] = kept) -> torch.Tensor:
-            kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so no address is used twice
+        def keep(tensor: torch.Tensor, saved: list[torch.Tensor] = saved) -> torch.Tensor:
+            saved.append(tensor)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            family.velocity(
-                model, latents, levels, condition, Guidance(embedded=family.embedded_guidance), size
-            )
-        stored = sum(t.untyped_storage().nbytes() for pointer, t in kept.items() if pointer not in weights)
+        with Alive() as alive, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = family.velocity(model, latents, levels, condition, guidance, size)
+        stored = alive.bytes
+        del output  # with its graph
         found[mode] = stored / (4 * 2 * (family.dimensions.tokens(size) + text) * 256 * layers)
     expected = {mode: getattr(costs, mode) for mode in found}
     assert found == pytest.approx(expected, rel=0.1)

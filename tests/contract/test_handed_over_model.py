@@ -37,7 +37,7 @@ class Head:
     def __init__(self, config: RunConfig) -> None:
         self.negative = pack_condition(inline_learning(config).negative)
 
-    def deliver(self, report: object) -> None:
+    def deliver(self, reports: object) -> None:
         """Nobody hears it."""
 
     def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[Stored | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -150,7 +150,7 @@ class Home:
     def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob]:
         return [StoredBlob(0, self.kept[kind])]
 
-    def deliver(self, report: Report) -> None:
+    def deliver(self, reports: Iterable[Report]) -> None:
         raise NotImplementedError
 
 
@@ -194,7 +194,7 @@ def one_of_two(number: int, root: Path, pipeline: Path, ports: tuple[int, ...]) 
     torch.set_num_threads(1)
     for algorithm, port in zip(ALGORITHMS, ports, strict=True):
         config = config_of(root, pipeline, algorithm, algorithm)
-        rank = rank_of(config, RankPlace(number, 2, timeout_s=60))
+        rank = rank_of(config, RankPlace(number, 2))
         rank.check_storage("the token")
         address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
         rank.join(address)

@@ -127,7 +127,7 @@ def test_samples_lost_between_parts_leave_the_mean_over_the_rest(
 def one_of_two(number: int, root: Path, pipeline: Path, algorithm: str, port: int) -> None:
     torch.set_num_threads(1)
     config = config_in_parts(root, pipeline, algorithm)
-    rank = rank_of(config, RankPlace(number, 2, timeout_s=60))
+    rank = rank_of(config, RankPlace(number, 2))
     address = rank.open_rendezvous("127.0.0.1", port) if number == 0 else Address("127.0.0.1", port)
     rank.join(address)
     rank.load_model(prompts_of(config))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.block_costs import Alive
 
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
@@ -16,7 +17,7 @@ from spotlight.models.media import MediaSize
 from spotlight.models.slots import WeightSlots
 from spotlight.runtime.assembly import components as build
 from spotlight.testbed import PIPELINE_DIR
-from spotlight.training.recompute import recompute_blocks
+from spotlight.training.recompute import Mode, recompute
 
 STEPS, SAMPLES, TEXT_TOKENS = 5, 8, 8
 
@@ -59,13 +60,14 @@ def test_tokens_and_channels_are_the_familys(random_pipeline: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "per_pass"), [(False, 1), (True, 1), (False, 2), (True, 3), (2, 1)]
+    ("recomputed", "per_pass"),
+    [("none", 1), ("blocks", 1), ("none", 2), ("blocks", 3), (2, 1), ("elementwise", 2)],
 )
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_activations_are_within_a_quarter_of_what_the_backward_pass_keeps(
-    mode: str, checkpointing: bool | int, per_pass: int
+    mode: str, recomputed: Mode | int, per_pass: int
 ) -> None:
-    learner = {"mode": mode, "micro_batch_size": SAMPLES, "gradient_checkpointing": checkpointing}
+    learner = {"mode": mode, "micro_batch_size": SAMPLES, "recompute": recomputed}
     learner |= {"timesteps_per_pass": per_pass}
     rows = SAMPLES * per_pass
     settings = config(PIPELINE_DIR, learner=learner)
@@ -74,27 +76,25 @@ def test_activations_are_within_a_quarter_of_what_the_backward_pass_keeps(
     assert trained is not None
     parts = memory_parts(settings, sizes, family_of(settings), trained, TEXT_TOKENS)
     (activations,) = [part.bytes for part in parts if part.part == "activations"]
-    kept = _bytes_kept(slots(settings), checkpointing, rows)
-    if checkpointing:
+    kept = _bytes_kept(slots(settings), recomputed, rows)
+    if recomputed != "none":
         # While a layer is recomputed its own activations are there too.
         layer = (20.0 if mode == "lora" else 27.0) * rows * (64 + TEXT_TOKENS) * 128 * 4
         activations -= layer
     assert 0.75 < activations / kept < 1.25
 
 
-def _bytes_kept(real: WeightSlots, checkpointing: bool | int, rows: int) -> int:
-    """Bytes of the distinct tensors that autograd saves in one forward, weights apart."""
+def _bytes_kept(real: WeightSlots, recomputed: Mode | int, rows: int) -> int:
+    """Bytes alive after one forward, weights apart."""
     with real.use("policy") as model:
-        if checkpointing:
-            recompute_blocks(model, int(checkpointing))
-        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        saved: dict[int, torch.Tensor] = {}
+        recompute(model, recomputed)
+        saved: list[torch.Tensor] = []  # or the last block's text, which nothing reads, is dropped at once
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
-            saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            saved.append(tensor)
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        with Alive() as alive, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model(
                 hidden_states=torch.randn(rows, 64, 48),
                 timestep=torch.rand(rows),
@@ -103,9 +103,7 @@ def _bytes_kept(real: WeightSlots, checkpointing: bool | int, rows: int) -> int:
                 img_shapes=[[(1, 8, 8)]] * rows,
                 return_dict=False,
             )
-    return sum(
-        tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in weights
-    )
+    return alive.bytes
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,19 @@ def test_private_parts_of_ray_are_what_the_adapters_call(cluster: LocalCluster) 
     assert callable(ray_worker.print_to_stdstream), "connection.py silences a function that Ray no more has"
 
 
+def test_two_nodes_of_a_machine_may_have_the_same_gpu(cluster: LocalCluster) -> None:
+    def gpus() -> list[int]:
+        return list(ray.get_gpu_ids())
+
+    for name in ("one", "other"):
+        node = cluster.add_node(name, NodeKind.SPOT, 1, "GPU")
+        on = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
+        asked = ray.remote(num_gpus=1, num_cpus=0)(gpus).options(scheduling_strategy=on).remote()
+        assert ray.get(asked, timeout=60) == [0]
+    for name in ("one", "other"):
+        cluster.kill(name)
+
+
 def test_constructors_of_threaded_actors_run_in_a_main_thread_that_takes_signals(
     cluster: LocalCluster,
 ) -> None:

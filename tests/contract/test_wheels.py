@@ -14,12 +14,13 @@ from PIL import Image
 
 import spotlight
 import spotlight_dashboard
+import spotlight_kernels
 import spotlight_plan
 import spotlight_rewards
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"spotlight-rl": ".", **{f"spotlight-{name}": f"packages/{name}" for name in
-                                   ("rewards", "plan", "dashboard")}}  # fmt: skip
+                                   ("kernels", "rewards", "plan", "dashboard")}}  # fmt: skip
 HEAVY = {"torch", "ray", "diffusers", "transformers"}
 
 
@@ -57,7 +58,7 @@ def installed(bin_folder: Path) -> set[str]:
 
 
 def test_versions_are_one() -> None:
-    packages = (spotlight, spotlight_rewards, spotlight_plan, spotlight_dashboard)
+    packages = (spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard)
     assert {each.__version__ for each in packages} == {spotlight.__version__}
     for place in FOLDERS.values():
         project = tomllib.loads((ROOT / place / "pyproject.toml").read_text())["project"]

@@ -41,7 +41,7 @@ def test_a_device_out_of_memory_is_reported_by_phase_and_the_same_run_goes_on_wi
         assert part in str(caught.value)
     with queries.open_readonly(RunPaths(job.root / "memory").ledger) as ledger:
         assert queries.last_ending(ledger) == Ending.FAILED
-    less = ("learner.micro_batch_size=3", "rollout.batch_size=2", "learner.gradient_checkpointing=true")
+    less = ("learner.micro_batch_size=3", "rollout.batch_size=2", "learner.recompute=blocks")
     recorded = job.train("memory", *NFT, "iterations=1", *less, "reward_policy.workers=2")
     assert recorded.iterations == [0]
 

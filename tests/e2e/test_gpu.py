@@ -25,7 +25,7 @@ def test_train_resume_and_generate_on_a_gpu(job: Job, algorithm: str, dtype: str
         "device=cuda",
         f"model.dtype={dtype}",
         "learner.autocast=bfloat16",
-        "learner.gradient_checkpointing=true",
+        "learner.recompute=blocks",
     )
     first = job.train(name, *overrides, "iterations=2")
     assert first.iterations == [0, 1]

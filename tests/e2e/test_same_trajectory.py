@@ -12,8 +12,8 @@ ROUNDING = {
     "micro-batches": ("learner.micro_batch_size=1",),
     "rollout batches": ("rollout.batch_size=4",),
     "timesteps in a pass": ("learner.timesteps_per_pass=auto",),
-    "checkpointed activations": ("learner.gradient_checkpointing=true",),
-    "every second block recomputed": ("learner.gradient_checkpointing=2",),
+    "checkpointed activations": ("learner.recompute=blocks",),
+    "every second block recomputed": ("learner.recompute=2",),
     "attention as plain products": ("model.attention=math",),
 }
 TOGETHER = tuple(setting for settings in ROUNDING.values() for setting in settings)

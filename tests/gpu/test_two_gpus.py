@@ -28,8 +28,9 @@ LIMIT_S = 20.0
 
 
 @on_two
+@pytest.mark.parametrize("killed", [0, 1], ids=["leader", "follower"])
 def test_two_ranks_compute_what_one_computes_and_a_killed_one_is_noticed(
-    devices: tuple[str, str], tmp_path: Path
+    devices: tuple[str, str], killed: int, tmp_path: Path
 ) -> None:
     import two_devices
     from benchmarks.gpu.children import Child
@@ -46,9 +47,10 @@ def test_two_ranks_compute_what_one_computes_and_a_killed_one_is_noticed(
             for rank, lab in enumerate(labs)
         ]
         assert all(rank.receive() < 1e-5 for rank in ranks)
-        ranks[1].kill()
-        ranks[0].pipe.send("go on")
-        lost_s, same_alone = ranks[0].receive(3 * LIMIT_S)
+        ranks[killed].kill()
+        survivor = ranks[1 - killed]
+        survivor.pipe.send("go on")
+        lost_s, same_alone = survivor.receive(3 * LIMIT_S)
         assert lost_s < 2 * LIMIT_S
         assert same_alone
     del store
@@ -89,22 +91,29 @@ def test_gradients_of_two_ranks_are_those_of_one_and_rollouts_keep_the_model(
 
 @pytest.mark.gpus2
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
-def test_weights_go_from_one_gpu_to_another(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_weights_go_from_one_gpu_to_another(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from benchmarks.gpu import children
     from benchmarks.gpu.lab import Lab
 
     from spotlight.models.skeleton import base_state, filling, modules_of
+    from spotlight.weights import cuda_ipc
     from spotlight.weights.peers import fetch_from_peer
 
     home = tmp_path_factory.mktemp("gs")
     one, other = (Lab(home, torch.device(device), tiny=True) for device in GPUS)
     layers = one.scale.few_layers
     one.pipeline(layers)
+    reaches = cuda_ipc.gpu_id(one.device) in cuda_ipc.readable(other.device)
+    opened, real = [], cuda_ipc.open_shared
+    monkeypatch.setattr(cuda_ipc, "open_shared", lambda *a: opened.append(a) or real(*a))
     with children.Child(children.serve_weights, one, layers, 2**20) as server:
         server.receive()
         family = other.empty(layers)
         with filling(family.transformer) as targets:
             fetch_from_peer(home / "peers" / "w0.sock", children.DIGEST, targets, modules_of(targets))
+    assert bool(opened) == reaches, "else through the host's memory"
     expected = base_state(one.fresh(layers).transformer)
     found = base_state(family.transformer)
     assert all(torch.equal(found[name].cpu(), tensor.cpu()) for name, tensor in expected.items())

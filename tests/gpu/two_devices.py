@@ -23,7 +23,7 @@ WORKERS = (WorkerId("w0"), WorkerId("w1"))
 def denoise_together(
     where: Place, pipe: Connection, address: rendezvous.Address, rank: int, limit_s: float
 ) -> None:
-    """A forward alone, then one in a group of two; then one more, in which the other may be missing."""
+    """A forward alone, then one in a group of two; then an order and one more, with the other missing."""
     lab = where.lab()
     family, shape = lab.fresh(lab.scale.few_layers, torch.float32), lab.scale.exact
     parallel = SequenceParallel([family.transformer])
@@ -42,6 +42,7 @@ def denoise_together(
     pipe.recv()
     began = time.monotonic()
     try:
+        member.broadcast(b"an order" if member.leads else None)
         with member.exchange():
             lab.velocity(family, family.transformer, shape)
     except GroupLostError:

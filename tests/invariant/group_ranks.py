@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -37,7 +37,7 @@ from spotlight.registry import FAMILIES
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel import ulysses as sequence_parallel
-from spotlight.rollout.sequence_parallel.communicators import Gloo
+from spotlight.rollout.sequence_parallel.communicators import Communicator, Gloo
 from spotlight.rollout.sequence_parallel.lockstep import Follower, Lead
 from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpGroup, SpMembership
 from spotlight.rollout.sequence_parallel.rendezvous import Address
@@ -102,6 +102,8 @@ class Model:
     max_text_tokens: int = 512
     guidance: bool = False
     """Whether halves of a group make one of guidance's passes each."""
+    link: Callable[[float], Communicator] = Gloo
+    """Of the groups, by the time limit of a collective."""
 
 
 @dataclass
@@ -112,7 +114,7 @@ class Worker:
     family: ModelFamily
     membership: SpMembership
     parallel: SequenceParallel
-    communicator: Gloo
+    communicator: Communicator
     engine: Engine
     work: Work = field(default_factory=lambda: Work(()))
     states: dict[RolloutId, RolloutState] = field(default_factory=dict)
@@ -126,6 +128,10 @@ class Worker:
 
     def patience(self, collective_s: float, form_s: float) -> None:
         self.communicator.collective_s, self.membership._form_s = collective_s, form_s
+
+    def link(self, method: str, *arguments: object) -> Any:
+        """Call the communicator."""
+        return getattr(self.communicator, method)(*arguments)
 
     def start(self, work: Work) -> None:
         """The rollouts at pure noise, in the leader; followers get them from it."""
@@ -267,7 +273,7 @@ def serve(name: WorkerId, pipe: Connection, address: Address, model: Model) -> N
         embeddings_cache=model.cache,
         max_text_tokens=model.max_text_tokens,
     )
-    communicator = Gloo(collective_s=60.0)
+    communicator = model.link(60.0)
     parallel = SequenceParallel([family.transformer], guidance=model.guidance)
     membership = SpMembership(name, rendezvous.connect(address), communicator, parallel, form_s=60.0)
     engine = Engine(family, max_batch=16, negative=family.encode([" "])[0])
@@ -288,7 +294,7 @@ class Workers:
 
     def __init__(self, model: Model, count: int) -> None:
         self.store, self.address = rendezvous.serve()
-        self._model = model
+        self.model = model
         self._processes: dict[str, tuple[BaseProcess, Connection]] = {}
         self._epoch = 0
         for i in range(count):
@@ -299,9 +305,7 @@ class Workers:
     def spawn(self, name: str) -> None:
         """A new process under a name whose bearer is dead."""
         ours, theirs = _processes.Pipe()
-        process = _processes.Process(
-            target=serve, args=(name, theirs, self.address, self._model), daemon=True
-        )
+        process = _processes.Process(target=serve, args=(name, theirs, self.address, self.model), daemon=True)
         process.start()
         theirs.close()
         self._processes[name] = (process, ours)

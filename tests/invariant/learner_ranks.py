@@ -21,8 +21,8 @@ UPDATES = 2
 CASES: dict[str, tuple[str, str, dict[str, object], dict[str, object]]] = {
     # name: algorithm, mode, its parameters, settings
     "grpo-lora": ("flow-grpo", "lora", {"kl_weight": 0.04, "train_timesteps": 2}, {"ema_cap": 0.9}),
-    "nft-lora": ("diffusion-nft", "lora", {}, {"gradient_checkpointing": True}),
-    "nft-full": ("diffusion-nft", "full", {"old_policy": {"slope": 0.3}}, {"gradient_checkpointing": True}),
+    "nft-lora": ("diffusion-nft", "lora", {}, {"recompute": "elementwise"}),
+    "nft-full": ("diffusion-nft", "full", {"old_policy": {"slope": 0.3}}, {"recompute": "blocks"}),
     "dgpo-lora-none": ("dgpo", "lora", {}, {"shard": "none"}),
     "grpo-full-node": ("flow-grpo", "full", {"train_timesteps": 2}, {"shard": "node"}),
 }

@@ -18,7 +18,7 @@ HALF = torch.bfloat16
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
 CASES: dict[str, dict[str, Any]] = {
-    "flow-grpo-fast": {"guidance": 3.0, "gradient_checkpointing": True},
+    "flow-grpo-fast": {"guidance": 3.0, "recompute": "elementwise"},
     "diffusion-nft": {"ema_cap": 0.9, "timesteps_per_pass": 2},
 }
 

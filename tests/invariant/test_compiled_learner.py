@@ -78,7 +78,7 @@ def test_where_every_second_block_is_recomputed(
     eager, compiled = (
         trained(
             world,
-            make_learner(world, "lora", Ranks(), compiled=each, gradient_checkpointing=2),
+            make_learner(world, "lora", Ranks(), compiled=each, recompute=2),
             keep=False,
         )
         for each in (False, True)
@@ -105,7 +105,7 @@ def _rank(rank: int, port: int, pipeline: Path, directory: Path, mode: str, keep
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with process_group(CPU, timeout_s=600) as ranks:
         world = World(pipeline, directory / f"cache{rank}", layers=1)
-        settings = {"shard": "all", "gradient_checkpointing": True}
+        settings = {"shard": "all", "recompute": "blocks"}
         learner = make_learner(world, mode, ranks, compiled=True, **settings)
         assert all(isinstance(p, DTensor) for p in learner.slots.trainable_parameters().values())
         found = trained(world, learner, keep)

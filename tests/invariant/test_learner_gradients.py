@@ -50,7 +50,7 @@ def nudge(learner: Learner, slot: Slot, size: float = 0.02) -> None:
     ("size", "settings", "guidance"),
     [
         (6, {}, 1.0),
-        (4, {"gradient_checkpointing": True}, 1.0),
+        (4, {"recompute": "blocks"}, 1.0),
         (1, {}, 1.0),
         (3, {}, 3.0),
         (6, {"autocast": "bfloat16"}, 1.0),
@@ -177,8 +177,8 @@ def test_checkpointed_activations_give_equal_gradients(world: World, name: str, 
     params = {} if name == "diffusion-nft" else {"kl_weight": 0.04}
     found = []
     samples: list[TrainingSample] = []
-    for checkpointing in (False, True, 2):
-        learner = make_learner(world, algorithm(name, **params), mode, gradient_checkpointing=checkpointing)
+    for recomputed in ("none", "blocks", "elementwise", 2):
+        learner = make_learner(world, algorithm(name, **params), mode, recompute=recomputed)
         frozen: Slot = "old" if name == "diffusion-nft" else "policy"
         nudge(learner, frozen)
         samples = samples or roll_out(world, learner)

@@ -177,7 +177,7 @@ def test_missing_slots_and_unsuitable_sizes_are_errors_at_once(world: World) -> 
         Learner(family, slots, algo, settings, size=MediaSize(16, 16))
     with pytest.raises(ModelError, match="height is 17"):
         Learner(family, slots, algorithm("flow-grpo"), settings, size=MediaSize(17, 16))
-    settings, grpo = LearnerConfig(gradient_checkpointing=True), algorithm("flow-grpo")
+    settings, grpo = LearnerConfig(recompute="blocks"), algorithm("flow-grpo")
     family.transformer = torch.nn.Linear(2, 2)
     with pytest.raises(ModelError, match="Linear cannot recompute activations"):
         Learner(family, CopySlots(family.transformer), grpo, settings, size=MediaSize(16, 16))

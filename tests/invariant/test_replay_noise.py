@@ -25,8 +25,8 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "nothing": {},
     "attention": {},
     "captured forwards": {},
-    "every block recomputed": {"gradient_checkpointing": True},
-    "every second block recomputed": {"gradient_checkpointing": 2},
+    "every block recomputed": {"recompute": "blocks"},
+    "every second block recomputed": {"recompute": 2},
     "timesteps of a pass": {"timesteps_per_pass": 4},
 }
 

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -53,13 +53,14 @@ class Line:
     events: queue.SimpleQueue[ev.Event]
     cut: bool = False
 
-    def deliver(self, report: Report) -> None:
-        if self.cut:
-            raise HeadLostError("cut off")
-        self.home.deliver(report)
-        for event in report.events:
-            if not isinstance(event, RolloutSpeed):
-                self.events.put(event)
+    def deliver(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            if self.cut:
+                raise HeadLostError("cut off")
+            self.home.deliver([report])
+            for event in report.events:
+                if not isinstance(event, RolloutSpeed):
+                    self.events.put(event)
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
         if self.cut:

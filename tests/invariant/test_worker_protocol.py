@@ -30,9 +30,12 @@ from worker_world import (
     work_off,
 )
 
+from spotlight.rollout import lost_device
+from spotlight.rollout.commits import Committer, latents_of, restore
 from spotlight.rollout.sequence_parallel.lockstep import Claim, Follower, LockstepOrder
 from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpMembership
-from spotlight.rollout.serialization import pack_state, unpack_state
+from spotlight.rollout.serialization import unpack_condition
+from spotlight.rollout.state import RolloutState
 from spotlight.scheduler.effects import AbandonLease, StopGroup
 from spotlight.scheduler.events import (
     GroupFormed,
@@ -44,7 +47,7 @@ from spotlight.scheduler.events import (
     RolloutFailed,
     WeightsPulled,
 )
-from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, WorkerId
+from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, Rollout, WorkerId
 from spotlight.worker.interfaces import HeadLostError, Leave, LoadError, Patience
 from spotlight.worker.leases import GroupRole
 
@@ -244,6 +247,22 @@ def test_the_controller_never_believes_more_than_is_safe(body: Body, home: Memor
     assert [event.rollouts for event in home.of(LeaseCompleted)] == [(one.id,) for one in pair]
 
 
+def resumed(home: MemoryHome, one: Rollout) -> RolloutState:
+    """The state that is stored of a rollout."""
+    data = home.values["progress", one.id, mark_of(0)].data
+    latents = [home.values["latent", one.id, f"{mark_of(0)}/{name}"].data for name in latents_of(data)]
+    condition = unpack_condition(home.values["condition", one.prompt_id, ""].data)
+    return restore(data, latents, condition, TRAIN)
+
+
+def committed(state: RolloutState, home: MemoryHome) -> bytes:
+    """Its latents go to the store, too."""
+    *latents, last = Committer().begin([state])
+    for one in latents:
+        home.put("latent", one.rollout, one.data, f"{mark_of(0)}/{one.latent}", one.step)
+    return last.data
+
+
 def test_progress_of_another_rollout_or_recipe_is_not_resumed(body: Body, home: MemoryHome) -> None:
     worker, _ = loop(body, home)
     ready(worker, home)
@@ -251,10 +270,10 @@ def test_progress_of_another_rollout_or_recipe_is_not_resumed(body: Body, home: 
     worker.commands.put(grant(1, [one]))
     turns(worker, 2)
     kept = home.values["progress", one.id, mark_of(0)]
-    state = unpack_state(kept.data, TRAIN)
+    state = resumed(home, one)
     home.put("progress", other.id, kept.data, mark_of(0), 2)
     odd = dataclasses.replace(state, recipe=dataclasses.replace(TRAIN, guidance_scale=2.0))
-    home.put("progress", one.id, pack_state(odd), mark_of(0), 2)
+    home.put("progress", one.id, committed(odd, home), mark_of(0), 2)
     worker.commands.put(AbandonLease(W0, 1, LeaseId(1)))
     worker.turn()
     before = body.steps
@@ -270,10 +289,10 @@ def test_a_rollout_kept_at_its_end_is_only_decoded(body: Body, home: MemoryHome)
     worker.commands.put(grant(1, PAIR))
     work_off(worker)
     made = home.sample(PAIR[0].id, mark_of(0))
-    state = unpack_state(home.values["progress", PAIR[0].id, mark_of(0)].data, TRAIN)
+    state = resumed(home, PAIR[0])
     with body.slots.use("policy", merged=True) as model:
         (done,) = body.engine.step(model, [state])
-    home.put("progress", PAIR[0].id, pack_state(done), mark_of(0), STEPS)
+    home.put("progress", PAIR[0].id, committed(done, home), mark_of(0), STEPS)
     steps = body.steps
     worker.commands.put(grant(2, PAIR[:1], **resume_of(PAIR[:1], 3)))
     work_off(worker)
@@ -449,6 +468,27 @@ def test_what_an_early_rollout_left_is_not_taken_for_one_of_the_next_weights(
     work_off(second)
     assert home.step_of(early.id, mark_of(0)) == 3
     assert ("sample", early.id, mark_of(0)) not in home.values
+
+
+def test_a_decoder_on_a_lost_gpu_fails_no_rollout(
+    body: Body, home: MemoryHome, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rollout held would be reported as one that cannot be decoded."""
+
+    def lost(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+    def ended(why: str) -> None:
+        raise SystemExit(why)
+
+    monkeypatch.setattr(body.family, "decode", lost)
+    monkeypatch.setattr(lost_device, "end_process", ended)
+    worker, _ = loop(body, home)
+    ready(worker, home)
+    worker.commands.put(grant(1, PAIR))
+    with pytest.raises(SystemExit, match="device-side assert"):
+        work_off(worker)
+    assert not home.of(RolloutFailed)
 
 
 class ToldLate(SpMembership):

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -82,8 +82,8 @@ class PipeHome:
 
     pipe: Connection
 
-    def deliver(self, report: Report) -> None:
-        self._ask("deliver", report)
+    def deliver(self, reports: Iterable[Report]) -> None:
+        self._ask("deliver", list(reports))
 
     def fetch(self, kind: str, names: Sequence[str], mark: str = "") -> list[Kept | None]:
         return self._ask("fetch", kind, list(names), mark)  # type: ignore[no-any-return]

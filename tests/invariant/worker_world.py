@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,7 +36,7 @@ from spotlight.scheduler.types import (
 )
 from spotlight.worker.interfaces import HeadClient, HeadLostError, LoadError, Patience, WorkerDependencies
 from spotlight.worker.loop import WorkerLoop
-from spotlight.worker.reports import Report, RolloutSpeed
+from spotlight.worker.reports import Report, RolloutSpeed, address
 from spotlight_rewards.base.prompts import PromptId
 
 SIZE = MediaSize(16, 16)
@@ -70,12 +70,16 @@ class MemoryHome:
     lost: bool = False
     _changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
 
-    def deliver(self, report: Report) -> None:
+    def deliver(self, reports: Iterable[Report]) -> None:
         if self.lost:
             raise HeadLostError("the home is gone")
+        for report in reports:
+            self._take(report)
+
+    def _take(self, report: Report) -> None:
         with self._changed:
             for value in report.values:
-                key = (value.kind, value.name, report.weights_digest)
+                key = (value.kind, value.name, address(report.weights_digest, value.suffix))
                 if key not in self.values or self.values[key].step < value.step:
                     self.values[key] = Kept(value.step, value.data)
             self.reports.append(report)

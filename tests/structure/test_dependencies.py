@@ -22,7 +22,9 @@ def canonical(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-@pytest.mark.parametrize("package", [".", "packages/rewards", "packages/plan", "packages/dashboard"])
+@pytest.mark.parametrize(
+    "package", [".", "packages/kernels", "packages/rewards", "packages/plan", "packages/dashboard"]
+)
 def test_a_package_declares_what_it_imports(package: str) -> None:
     project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]
     needed = [project["dependencies"], *project.get("optional-dependencies", {}).values()]

@@ -15,19 +15,21 @@ import pytest
 
 import spotlight
 import spotlight_dashboard
+import spotlight_kernels
 import spotlight_plan
 import spotlight_rewards
 
 SOURCE = Path(spotlight.__file__).parent
 SOURCES = {
     package.__name__: Path(package.__file__).parent
-    for package in (spotlight, spotlight_rewards, spotlight_plan, spotlight_dashboard)
+    for package in (spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard)
     if package.__file__ is not None
 }
 
 PACKAGES_MAY_IMPORT: dict[str, set[str]] = {
+    "spotlight_kernels": set(),
     "spotlight_rewards": set(),
-    "spotlight": {"spotlight_rewards"},
+    "spotlight": {"spotlight_kernels", "spotlight_rewards"},
     "spotlight_plan": {"spotlight", "spotlight_rewards"},
     "spotlight_dashboard": {"spotlight", "spotlight_rewards"},
 }
@@ -59,6 +61,8 @@ BASICS = ("spotlight_rewards.base.", "spotlight_rewards.registry", "spotlight_re
 """Of the leaf: what every room may import."""
 USE_REWARDS = {"dry_run", "runtime", "cluster", "cli"}
 """Rooms that may import all of the leaf."""
+USE_KERNELS = {"models"}
+"""Rooms that may import fused operators."""
 FROM_TRAINER: dict[str, set[str]] = {
     "spotlight_plan": {"scheduler", "fleet", "config", "store"},
     "spotlight_dashboard": {"store"},
@@ -229,6 +233,8 @@ def allowed(room: str, module: str) -> bool:
         return True
     if package != own and package not in PACKAGES_MAY_IMPORT[own]:
         return False
+    if package == "spotlight_kernels":
+        return room in USE_KERNELS
     if package != "spotlight":
         return own != "spotlight" or module.startswith(BASICS) or room in USE_REWARDS
     target = rest.split(".")[0]
@@ -426,5 +432,5 @@ def test_no_folder_is_a_drawer() -> None:
 
 
 def test_the_packages_have_one_version() -> None:
-    packages = spotlight, spotlight_rewards, spotlight_plan, spotlight_dashboard
+    packages = spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard
     assert len({package.__version__ for package in packages}) == 1

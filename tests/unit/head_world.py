@@ -27,7 +27,7 @@ from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_pool import WorkerPool
 from spotlight.config.load import dump_config, load_config
 from spotlight.config.schema import RESUMABLE_KEYS
-from spotlight.rollout.serialization import _pack
+from spotlight.rollout.serialization import pack_tensors
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import Attempt, RunResult, open_attempt
 from spotlight.runtime.observer import Silent
@@ -61,7 +61,7 @@ RESERVED = Node(NodeId("r"), NodeKind.RESERVED, 1, "cpu", 0.05, True, False)
 SPOT = Node(NodeId("s"), NodeKind.SPOT, 1, "cpu", 0.02, False, True)
 BOTH = Node(NodeId("b"), NodeKind.RESERVED, 1, "cpu", 0.05, True, True)
 DEADLINE_S = 120.0
-PICTURE = StoredBlob(0, _pack("image", "any", {"image": torch.zeros(8, 8, 3, dtype=torch.uint8)}))
+PICTURE = StoredBlob(0, pack_tensors("image", "any", {"image": torch.zeros(8, 8, 3, dtype=torch.uint8)}))
 
 
 def pending() -> asyncio.Future[Any]:

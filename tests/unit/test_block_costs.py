@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 from benchmarks.block_costs import (
     EVERY,
+    MODES,
     QWEN,
     RANK,
     VARIANTS,
     Work,
     block,
     host_seconds,
+    kept,
     kinds_of,
     published,
     tokens,
@@ -84,3 +86,37 @@ def test_the_host_is_timed_for_every_variant() -> None:
     seconds = host_seconds(rounds=2, layers=1)
     assert {name: len(taken) for name, taken in seconds.items()} == dict.fromkeys(VARIANTS, 2)
     assert min(map(min, seconds.values())) > 0
+
+
+KEPT = {
+    (QWEN, "num_layers"): (23.2, 11.2),
+    ("Qwen/Qwen-Image-2.1", "num_layers"): (31.2, 13.1),
+    ("black-forest-labs/FLUX.1-dev", "num_layers"): (21.2, 11.1),
+    ("black-forest-labs/FLUX.1-dev", "num_single_layers"): (14.1, 10.1),
+    ("black-forest-labs/FLUX.2-klein-4B", "num_layers"): (25.2, 13.1),
+    ("black-forest-labs/FLUX.2-klein-4B", "num_single_layers"): (21.1, 12.0),
+    ("stabilityai/stable-diffusion-3.5-medium", "num_layers"): (18.3, 11.2),
+    ("stabilityai/stable-diffusion-3.5-medium", "num_layers, dual attention"): (24.7, 14.4),
+    ("Tongyi-MAI/Z-Image", "n_layers"): (34.8, 12.5),
+    ("Wan-AI/Wan2.1-T2V-14B-Diffusers", "num_layers"): (26.7, 12.9),
+    ("hunyuanvideo-community/HunyuanVideo", "num_layers"): (23.2, 11.1),
+    ("hunyuanvideo-community/HunyuanVideo", "num_single_layers"): (16.1, 10.1),
+}
+"""Tensors of [tokens, width] that a block leaves for its backward, all and without elementwise results."""
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [pytest.param(*each, marks=() if each[0] == QWEN else pytest.mark.slow) for each in KEPT],
+)
+def test_a_block_keeps_its_products_alone_and_repeats_none(model: str, kind: str) -> None:
+    work = Work(512, 2, 64)
+    found = {mode: kept(VARIANTS[1], work, mode, model=model, kind=kind) for mode in MODES}
+    assert (found["none"], found["elementwise"]) == pytest.approx(KEPT[model, kind], abs=0.3)
+    assert 1 <= found["blocks"] < 1.1, "its input"
+    flops = {
+        mode: block(VARIANTS[1], WORK, gradient=True, model=model, kind=kind, mode=mode).flops
+        for mode in MODES
+    }
+    assert 1 < flops["elementwise"] / flops["none"] < 1.03, "the halves of adapters that are wide"
+    assert 1.45 < flops["blocks"] / flops["none"] < 1.55

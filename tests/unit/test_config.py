@@ -383,6 +383,20 @@ def test_a_run_that_used_what_was_removed_is_read_but_not_resumed(
         ]
 
 
+@pytest.mark.parametrize(("old", "new"), [(True, "blocks"), (False, "none"), (4, 4)])
+def test_a_run_with_a_key_of_another_name_is_read_and_resumed(
+    tmp_path: Path, old: object, new: object
+) -> None:
+    now = load_config(None, [f"runs_dir={tmp_path}", f"learner.recompute={new}"])
+    tree = now.model_dump(mode="json")
+    del tree["learner"]["recompute"]
+    tree["learner"]["gradient_checkpointing"] = old
+    with RunDirectory.open(tmp_path, "old", yaml.safe_dump(tree)) as run:
+        kept = run.config
+    assert load_dump(kept) == now
+    check_run_directory(tmp_path, "old", dump_config(now), RESUMABLE_KEYS, with_new_keys)
+
+
 def test_removed_keys_are_no_difference_where_this_version_refuses_the_rest() -> None:
     tree = load_config(None, ["exploration={}"]).model_dump(mode="json") | {"iterations": "many"}
     exploration = tree["exploration"] | {"rungs": None}

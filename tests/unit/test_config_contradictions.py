@@ -297,6 +297,8 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "drawn_seeds=2",
         ),
         (["exploration.undo_selection=true"], "exploration.undo_selection", "policy=random"),
+        (["learner.gradient_checkpointing=true"], "learner.gradient_checkpointing", "blocks for true"),
+        (["learner.recompute=elementwise", "model.compile=regional"], "model.compile", "recompute=blocks"),
         (["exploration.rungs=[6]"], "exploration.rungs", "fewer exploration.steps"),
         (["exploration.finishers=12"], "exploration.finishers", "leave it out"),
         (["exploration.fidelity_min=.3"], "exploration.fidelity_min", "more exploration.steps"),

@@ -22,7 +22,7 @@ def row(name: str, budget_s: float = 10.0, *, speed: bool = False, tiny: bool = 
     return Row("A", name, "nowhere:nothing", "a title", "s", 1.0, budget_s, speed=speed, tiny=tiny)
 
 
-def serve(home: Path, device: str, tiny: bool, pipe: Connection) -> None:
+def serve(home: Path, device: str, tiny: bool, model: str, pipe: Connection) -> None:
     """Rows that misbehave as their names say."""
     os.setpgid(0, 0)
     pipe.send({"machine": {"cpu": "made up"}})
@@ -113,7 +113,7 @@ def test_a_row_that_no_longer_fits_is_skipped_and_the_report_is_whole_after_each
     assert "it takes 500 s" in report.results[1].note
 
 
-def serve_nothing(home: Path, device: str, tiny: bool, pipe: Connection) -> None:
+def serve_nothing(home: Path, device: str, tiny: bool, model: str, pipe: Connection) -> None:
     raise SystemExit("no torch")
 
 
@@ -147,7 +147,7 @@ def test_every_row_is_explained() -> None:
 
 
 def test_rows_have_names_of_their_own_and_a_part_fits_its_minutes() -> None:
-    for part in ("A", "B", "C"):
+    for part in ("A", "B", "C", "D"):
         rows = chosen(ROWS, part, [])
         assert len({one.name for one in rows}) == len(rows)
         # Budgets are upper bounds; with the start of the process they must not be far beyond the limit.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,10 @@ class Store:
             lambda kind, names, mark: answered([self.blobs.get((kind, name, mark)) for name in names])
         )
 
-    def deliver(self, report: Report) -> None:
-        for each in report.values:
-            self.blobs[each.kind, each.name, report.weights_digest] = StoredBlob(each.step, each.data)
+    def deliver(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            for each in report.values:
+                self.blobs[each.kind, each.name, report.weights_digest] = StoredBlob(each.step, each.data)
 
 
 class Reports(Store):
@@ -57,8 +58,8 @@ class Reports(Store):
         super().__init__()
         self.reports: list[Report] = []
 
-    def deliver(self, report: Report) -> None:
-        self.reports.append(report)
+    def deliver(self, reports: Iterable[Report]) -> None:
+        self.reports.extend(reports)
 
 
 def test_a_picture_is_serialised_twice_for_three_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,11 +146,13 @@ def test_a_group_is_scored_together(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("parts", [1, 3, 8])
 def test_large_reports_travel_in_parts_and_their_events_with_the_last(parts: int) -> None:
-    sizes = ReportOutbox(WorkerId("w"), Store())
+    whole_head = Reports()
+    sizes = ReportOutbox(WorkerId("w"), whole_head)
     made = [finished(seed, name=f"r{seed}") for seed in range(4)]
     for each in made:
         sizes.keep_finished(each)
-    values = list(sizes._values)
+    sizes.deliver(DIGEST)
+    values = [value for report in whole_head.reports for value in report.values]
     whole = sum(len(value.data) for value in values)
     limit = {1: whole, 3: -(-whole // 2), 8: 1}[parts]
     head = Reports()

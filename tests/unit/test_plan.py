@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from spotlight.dry_run.memory_plan import (
     Estimate,
     peak_bytes,
     published_parts,
+    shared_parts,
     weight_copies,
     worker_parts,
 )
@@ -182,7 +184,7 @@ def test_previews_cost_forwards(exploration: dict[str, object], previews: int) -
 
 def test_recomputed_activations_cost_one_more_forward() -> None:
     plain, again = (
-        count_passes(config(learner={"gradient_checkpointing": flag}), 1) for flag in (False, True)
+        count_passes(config(learner={"recompute": what}), 1) for what in ("elementwise", "blocks")
     )
     assert again.forwards - plain.forwards == again.recomputed == plain.policy
 
@@ -282,6 +284,27 @@ def test_a_worker_holds_every_slot_whole_and_its_rollouts(pipeline: Path, learne
     assert peak_bytes(worker_parts(beside.memory)) == pytest.approx(peak_bytes(worker_parts(plan.memory)))
 
 
+def test_gpus_that_exchange_hold_buffers_for_it(pipeline: Path) -> None:
+    def buffers(**sections: Any) -> list[tuple[float, str]]:
+        found = plan_of(pipeline, **sections)
+        return [(e.bytes / 2**20, e.when) for e in found.memory if e.part == "NCCL buffers"]
+
+    ring = pytest.approx(32 * (4 + 0.5 + 4.69), rel=1e-3)
+    degrees = {"degrees": [1, 2]}
+    assert buffers() == buffers(device="cpu", fleet={"driver": "ray", "sequence_parallel": degrees}) == []
+    (found,) = buffers(device="cuda", fleet={"driver": "ray", "sequence_parallel": degrees})
+    assert (found[0] / 2, found[1]) == (ring, "rollout")
+    whole = {
+        "learner": {"lora": {"targets": ["to_q"]}, "shard": "none"},
+        "fleet": {"driver": "ray", "learner_ranks": 2},
+    }
+    assert buffers(device="cuda", **whole) == [(ring, "training")]
+    plan = plan_of(pipeline)
+    assert isinstance(plan.model, ModelSizes)
+    shared = shared_parts(config(device="cuda"), plan.model, plan.memory, 2)
+    assert [e.bytes / 2**20 for e in shared if e.part == "NCCL buffers"] == [ring]
+
+
 def test_full_fine_tuning_trains_everything_and_keeps_copies(pipeline: Path) -> None:
     plan = plan_of(pipeline, learner={"mode": "full", "ema": {"cap": 0.9}})
     assert isinstance(plan.model, ModelSizes)
@@ -327,7 +350,7 @@ def test_activations_are_those_of_the_timesteps_of_a_pass(
 def test_less_memory_with_recomputed_activations(pipeline: Path) -> None:
     learner = {"lora": {"targets": ["to_q"], "rank": 4}}
     plain = plan_of(pipeline, learner=learner)
-    again = plan_of(pipeline, learner={**learner, "gradient_checkpointing": True})
+    again = plan_of(pipeline, learner={**learner, "recompute": "blocks"})
     assert part(again.memory, "activations").bytes < 0.5 * part(plain.memory, "activations").bytes
 
 

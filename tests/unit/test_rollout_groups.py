@@ -173,6 +173,7 @@ def test_a_group_of_gpus_whose_peer_is_missing_ends_in_time(monkeypatch: pytest.
         return found[0]
 
     monkeypatch.setattr(communicators, "_opened", opened)
+    monkeypatch.setattr(communicators, "_use", lambda group, device: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     store = dist.HashStore()
@@ -202,6 +203,7 @@ def test_a_worker_that_becomes_a_learner_handles_failed_collectives_as_one(
         monkeypatch.setenv(key, before)
     seen: list[str | None] = []
     monkeypatch.setattr(communicators, "_opened", lambda *_: seen.append(os.environ.get(key)))
+    monkeypatch.setattr(communicators, "_use", lambda group, device: None)
     monkeypatch.setattr(communicators._Opener, "result", lambda opener: opener._connect())
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -257,6 +259,16 @@ def test_gloo_binds_to_the_loopback_unless_told(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     with communicators._on_loopback():
         assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
+
+
+def test_interfaces_are_those_of_the_host_only_while_the_group_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    with rendezvous.listening_only_on("127.0.0.1"):
+        assert os.environ["GLOO_SOCKET_IFNAME"].startswith("lo")
+        assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7", "the user's"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth7"
 
 
 def test_what_cannot_be_is_refused() -> None:

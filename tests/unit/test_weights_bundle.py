@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
-from spotlight.weights.bundle import Bindable, WeightsManifest, bind, pack, read
+from spotlight.weights import bundle, staging
+from spotlight.weights.bundle import Bindable, WeightsManifest, bind, content_digest, pack, read
 from spotlight.weights.weight_errors import WeightsError
 
 SLOTS = ("policy", "old")
@@ -43,7 +45,7 @@ def contents(slots: WeightSlots) -> dict[str, dict[str, Tensor]]:
     return {slot: {n: t.clone() for n, t in slots.state(slot).items()} for slot in SLOTS}  # type: ignore[arg-type]
 
 
-def published(slots: WeightSlots, version: int = 3) -> tuple[WeightsManifest, bytes]:
+def published(slots: WeightSlots, version: int = 3) -> tuple[WeightsManifest, bytearray]:
     return pack(version, 0, contents(slots), slots.modules_bound)
 
 
@@ -55,7 +57,9 @@ def same(one: Mapping[str, Mapping[str, Tensor]], two: Mapping[str, Mapping[str,
     )
 
 
-def refused(manifest: WeightsManifest, data: bytes, target: WeightSlots, needs: tuple[str, ...] = ()) -> str:
+def refused(
+    manifest: WeightsManifest, data: bytes | bytearray, target: WeightSlots, needs: tuple[str, ...] = ()
+) -> str:
     """What binding says; nothing may have been written."""
     before = contents(target)
     with pytest.raises(WeightsError) as caught:
@@ -132,7 +136,33 @@ def test_no_cut_bundle_is_ever_bound(cut: int) -> None:
     said = refused(manifest, whole[: cut % len(whole)], make())
     assert f"expected {len(whole)}" in said
     shorter = dataclasses.replace(manifest, bytes=cut % len(whole))
-    assert "no safetensors" in refused(shorter, whole[: cut % len(whole)], make())
+    assert "found digest" in refused(shorter, whole[: cut % len(whole)], make())
+
+
+@pytest.mark.parametrize(
+    "forged", [b"", b"\1", b"[]", b"{}", b'{"policy/w": {"dtype": "F32", "shape": [2]}}']
+)
+def test_a_header_that_does_not_describe_its_bytes_is_refused(forged: bytes) -> None:
+    data = len(forged).to_bytes(8, "little") + forged + bytes(4)
+    manifest = WeightsManifest(3, 0, content_digest(data), 2, ("policy",), len(data))
+    assert "are no bundle" in refused(manifest, data, make())
+
+
+def test_what_is_staged_in_parts_is_whole_and_safetensors_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a few tensors, and tensors above a part; and rounding while packing."""
+    state = contents(learnt())
+    for staged, chunk in ((1, 7), (100, 64), (10**6, 10**6)):
+        monkeypatch.setattr(staging, "STAGED_BYTES", staged)
+        monkeypatch.setattr(bundle, "_CHUNK_BYTES", chunk)
+        manifest, data = pack(3, 0, state, 2, dtype=torch.bfloat16)
+        found = read(manifest, data).tensors
+        rounded = {slot: {n: t.bfloat16() for n, t in tensors.items()} for slot, tensors in state.items()}
+        assert same(found, rounded)
+        assert same({"policy": safetensors.torch.load(bytes(data))}, {"policy": _flat(rounded)})
+
+
+def _flat(state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {f"{slot}/{name}": tensor for slot, tensors in state.items() for name, tensor in tensors.items()}
 
 
 def test_another_versions_content_is_refused() -> None:

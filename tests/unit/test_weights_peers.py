@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spotlight.weights import peers
-from spotlight.weights.peers import FetchedWeights, WeightServer, fetch_from_peer
+from spotlight.weights import cuda_ipc, peers
+from spotlight.weights.peers import PROTOCOL, FetchedWeights, WeightServer, fetch_from_peer
 from spotlight.weights.served_weights import ServedWeights
 from spotlight.weights.weight_errors import PeerLostError, WeightsError
 
@@ -63,6 +63,31 @@ def test_everything_arrives_bit_by_bit(server: WeightServer) -> None:
         assert same(targets, weights(1))
         assert found == FetchedWeights(5, 3, sum(t.nbytes for t in targets.values()))
     assert server.path.parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize(
+    ("readable", "why"),
+    [(["GPU-1"], "GPU GPU-1 cannot read GPU GPU-0"), (["GPU-1", "GPU-0"], "expandable_segments")],
+)
+def test_gpu_memory_that_cannot_be_mapped_goes_through_the_host(
+    server: WeightServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    readable: list[str],
+    why: str,
+) -> None:
+    def share(bucket: Tensor) -> dict[str, object]:
+        raise RuntimeError("expandable_segments")
+
+    monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: "GPU-0")
+    monkeypatch.setattr(cuda_ipc, "readable", lambda device: readable)
+    monkeypatch.setattr(cuda_ipc, "share", share)
+    monkeypatch.setattr(server, "_gpu_buckets", [torch.empty(1)])
+    monkeypatch.setattr(server._served, "device", torch.device("cuda:0"))
+    targets = weights(2)
+    fetch_from_peer(server.path, "base", targets, 3)
+    assert same(targets, weights(1))
+    assert why in caplog.text
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -201,7 +226,7 @@ def test_a_new_worker_that_hangs_or_babbles_does_not_keep_the_next_from_being_se
     with WeightServer(
         home, "w0", ServedWeights(weights(1), 3, "base"), bucket_bytes=4096, stall_s=0.15
     ) as server:
-        asked = json.dumps({"protocol": 1, "digest": "base", "device": "cpu"}).encode()
+        asked = json.dumps({"protocol": PROTOCOL, "digest": "base", "gpus": []}).encode()
         for words in (
             b"",
             b"\xff\xff\xff\xff",
@@ -223,7 +248,9 @@ def test_the_lender_says_which_protocol_it_speaks(
         real(self, {**message, "protocol": 0} if "protocol" in message else message)
 
     monkeypatch.setattr(peers.Channel, "send", send)
-    with pytest.raises(PeerLostError, match="protocol 0, expected 1: run the same version of the package"):
+    with pytest.raises(
+        PeerLostError, match=f"protocol 0, expected {PROTOCOL}: run the same version of the package"
+    ):
         fetch_from_peer(server.path, "base", weights(2), 3)
 
 

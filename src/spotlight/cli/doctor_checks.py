@@ -73,14 +73,18 @@ def device() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """Attention implementations (``model.attention``) and what compiling needs (``model.compile``)."""
+    """Attention implementations, and what fused and compiled operators need."""
     import torch
 
-    from spotlight.models.kernels import attention, regional
+    from spotlight.models.kernels import attention, fused, regional
 
     target = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     there = [name for name in attention.BACKENDS if attention.missing(name, target) is None]
     yield Finding(Verdict.OK, "attention", f"{', '.join(there)} (model.attention)")
+    if (why := fused.missing(target)) is None:
+        yield Finding(Verdict.OK, "fused operators", "work (model.kernels)")
+    else:
+        yield _ok_unless(target.type == "cuda", "fused operators", why, "Without them steps take longer.")
     if (why := regional.missing(target)) is not None:
         yield Finding(Verdict.WARN, "compile", why, "Only for model.compile=regional.")
     else:

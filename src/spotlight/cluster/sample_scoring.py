@@ -18,7 +18,7 @@ from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.waiting import SampleGroup
 from spotlight_rewards.results import SampleResult, ScoredSample
 
-VALUES = ("sample", "image", "progress")
+VALUES = ("sample", "image", "progress", "latent")
 """Kinds of blobs that belong to a rollout."""
 
 

@@ -131,7 +131,7 @@ def with_new_keys(text: str) -> str:
     """
     source = "the run's configuration"
     try:
-        tree, removed = without_removed(_mapping(text, source))
+        tree, removed = without_removed(_mapping(text, source), renamed=True)
     except ConfigError:
         return text
     if removed:

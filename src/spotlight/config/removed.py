@@ -22,6 +22,7 @@ class Removed:
         remedy: what to do instead, in sentences.
         value: the value that is no more; None: the key itself.
         read_as: the value that stands for ``value`` when an old run is read.
+        now: the key that has taken its place, whose value is that of this one, or what ``values`` say.
     """
 
     key: str
@@ -29,6 +30,12 @@ class Removed:
     remedy: str
     value: str | None = None
     read_as: str | None = None
+    now: str | None = None
+    values: tuple[tuple[object, object], ...] = ()
+
+    def renamed(self, value: object) -> object:
+        """For the key ``now``."""
+        return next((new for old, new in self.values if old is value), value)
 
 
 REMOVED = (
@@ -58,16 +65,29 @@ REMOVED = (
         value="proportional",
         read_as="random",  # both choose by chance
     ),
+    Removed(
+        "learner.gradient_checkpointing",
+        (),
+        "Set learner.recompute: blocks for true, none for false, a number as it was; elementwise keeps "
+        "matrix products, and is faster than blocks.",
+        now="learner.recompute",
+        values=((True, "blocks"), (False, "none")),
+    ),
 )
 """Those of runs, and of scenarios, which have the section ``exploration`` too."""
 
 
 def without_removed(
-    tree: Mapping[str, Any], rows: Sequence[Removed] = REMOVED
+    tree: Mapping[str, Any], rows: Sequence[Removed] = REMOVED, *, renamed: bool = False
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """The tree as this version reads it, and what is wrong where removed keys did something."""
+    """The tree as this version reads it, and what is wrong where removed keys did something.
+
+    Args:
+        renamed: a key that has another name now is not wrong.
+    """
     found = dict(tree)
-    return found, [problem for each in rows for problem in _taken_out(found, each)]
+    problems = [(each, problem) for each in rows for problem in _taken_out(found, each)]
+    return found, [problem for each, problem in problems if not (renamed and each.now)]
 
 
 def _taken_out(tree: dict[str, Any], removed: Removed) -> Iterator[Problem]:
@@ -84,6 +104,8 @@ def _taken_out(tree: dict[str, Any], removed: Removed) -> Iterator[Problem]:
     value = node[leaf]
     if removed.value is None:
         del node[leaf]
+        if removed.now is not None:
+            node[removed.now.rpartition(".")[2]] = removed.renamed(value)
         if value not in removed.off:
             yield Problem(removed.key, repr(value), "nothing: this version has no such key", removed.remedy)
     elif value == removed.value:

@@ -133,7 +133,7 @@ RESUMABLE_KEYS = frozenset(
     {"iterations", "evaluation.every", "evaluation.at_start", "evaluation.at_end",
      "evaluation.grid_images", "checkpoint.every", "checkpoint.keep", "fleet", "runs_dir",
      "cache_dir", "metrics.tensorboard", "metrics.wandb", "metrics.sinks", "device", "rollout.batch_size",
-     "learner.micro_batch_size", "learner.shard", "learner.gradient_checkpointing",
+     "learner.micro_batch_size", "learner.shard", "learner.recompute",
      "learner.keep_gathered", "model.cuda_graphs", "learner.timesteps_per_pass", "learner.pass_memory_gib",
      "pipeline.trainers_generate", "pipeline.switch_s", "reward_policy.workers",
      "reward_policy.start_deadline_s", "rewards.*.device", "rewards.*.replicas", "rewards.*.batch_size"}

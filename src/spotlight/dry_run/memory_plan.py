@@ -29,6 +29,11 @@ _ADAM, _OF_WORKER = "Adam", " (worker)"
 _APPLIED = "bfloat16 adapters"
 """Sharded weights are not merged, and adapters gathered in bfloat16."""
 _PNG_SHARE = 0.6  # of the raw bytes for photographs; images with few colours compress better
+_NCCL_CHANNELS = 32
+"""Default of ``maxCTAs`` in NCCL's API reference (``ncclConfig_t``); it may use fewer."""
+_NCCL_CHANNEL_MIB = 4 + 0.5 + 4.69
+"""Of a channel to one peer: the defaults of NCCL_BUFFSIZE (documented), NCCL_LL_BUFFSIZE and
+NCCL_LL128_BUFFSIZE (NCCL's ``init.cc``: 8 x 512 x 8 x 16 B, and 120 x 640 x 8 x 8 B)."""
 EMBEDDINGS_BYTES = 4 << 30
 """Kept in memory on a node, divided over its ranks; others are read from the disk cache when they are used.
 
@@ -67,6 +72,7 @@ def memory_parts(
         *_optimizer(config, trained),
         *_activations(config, model, family, tokens),
         *_samples(config, model),
+        *_groups(config),
     )
     return _with_worker(parts, weights) if config.pipeline.trainers_generate else parts
 
@@ -154,6 +160,7 @@ def shared_parts(
     return (
         *(replace(p, bytes=max(0.0, p.bytes - later)) if p.when == "set-up" else p for p in mine),
         gathered,
+        *_nccl(config, 1, "always"),
         *((kept_gathered(config, model, parts),) if config.learner.keep_gathered is True else ()),
     )
 
@@ -240,14 +247,16 @@ def _activations(
     per_pass = timesteps_per_pass(config)
     per_layer = learner.micro_batch_size * per_pass * tokens * model.dimensions.width * size * guidance
     kept = costs.lora if learner.mode == "lora" else costs.full
-    if learner.gradient_checkpointing:
-        layers, recomputed = model.dimensions.layers, -(-model.dimensions.layers // learner.recompute_every)
+    layers, every = model.dimensions.layers, learner.recompute
+    if every == "none":
+        values, formula = layers * kept, f"{kept:g} B K n L D b g"
+    else:
+        inputs = costs.elementwise if every == "elementwise" else costs.checkpointed
+        recomputed = -(-layers // every) if isinstance(every, int) else layers
         # While a block is recomputed its own activations are there, too.
         whole = layers - recomputed + 1
-        values = recomputed * costs.checkpointed + whole * kept
-        formula = f"B K n D b g ({costs.checkpointed:g} x {recomputed} + {kept:g} x {whole})"
-    else:
-        values, formula = model.dimensions.layers * kept, f"{kept:g} B K n L D b g"
+        values = recomputed * inputs + whole * kept
+        formula = f"B K n D b g ({inputs:g} x {recomputed} + {kept:g} x {whole})"
     formula += f", K = {per_pass}" + (" or what fits" if learner.timesteps_per_pass == "auto" else "")
     yield Estimate("activations", per_layer * values, formula, "training")
     batch, rollout = config.rollout.batch_size, config.rollout
@@ -277,6 +286,22 @@ def _samples(config: RunConfig, model: ModelSizes) -> Iterator[Estimate]:
         "host",
     )
     yield Estimate("pictures to score", samples * media_size(rollout).pixels * 3, "3 B x N x pixels", "host")
+
+
+def _groups(config: RunConfig) -> Iterator[Estimate]:
+    """What GPUs need to exchange, where the configuration knows that they do."""
+    parallel = config.fleet.sequence_parallel
+    if parallel.degrees[-1] > 1:  # all-to-all has connections of its own, and a half a group
+        yield from _nccl(config, 4 if parallel.guidance else 2, "rollout")
+    if config.fleet.learner_ranks > 1 and config.learner.shard == "none":
+        yield from _nccl(config, 1, "training")
+
+
+def _nccl(config: RunConfig, connections: int, when: When) -> Iterator[Estimate]:
+    if config.device != "cpu":
+        size = connections * _NCCL_CHANNELS * _NCCL_CHANNEL_MIB * 2**20
+        formula = f"{_NCCL_CHANNEL_MIB:.1f} MiB x {_NCCL_CHANNELS} channels x {connections}, NCCL's defaults"
+        yield Estimate("NCCL buffers", size, formula, when)
 
 
 def checkpoint_parts(config: RunConfig, trained: int | None) -> list[Estimate]:

@@ -38,7 +38,7 @@ class Passes:
         previews: upper bound without spare prompts; those with ``exploration.step_cache`` count in full.
         policy: forwards of the trained weights, with a graph.
         backward: each costs about two forwards.
-        recomputed: forwards repeated by ``learner.gradient_checkpointing``.
+        recomputed: forwards repeated by ``learner.recompute``.
         old: of the old policy (GRPO-Guard: after a batch's first update).
         reference: forwards of the starting model.
         old_log_probs: for the ratio's denominator after a batch's first update.
@@ -178,12 +178,17 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
         previews=_preview_passes(config),
         policy=trained,
         backward=trained,
-        recomputed=trained // config.learner.recompute_every if config.learner.gradient_checkpointing else 0,
+        recomputed=_recomputed(config, trained),
         old=(later if algorithm.old_policy_starts_batch else trained) if algorithm.uses_old_policy else 0,
         reference=trained if algorithm.uses_reference else 0,
         old_log_probs=later if algorithm.recomputes_log_probs else 0,
         evaluation=evaluation_images * config.evaluation.steps * guidance,
     )
+
+
+def _recomputed(config: RunConfig, trained: int) -> int:
+    every = config.learner.recompute
+    return trained // every if isinstance(every, int) else trained * (every == "blocks")
 
 
 def _trained_samples(config: RunConfig) -> int:

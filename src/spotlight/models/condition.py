@@ -50,9 +50,11 @@ class Condition:
     Attributes:
         tensors: by the family's names: sequences [tokens, width], or vectors [width] (pooled embeddings).
             Sequences of integers are no tokens (positions).
+        checksum: of the stored value that they are; None: they are not stored.
     """
 
     tensors: Mapping[str, Tensor]
+    checksum: str | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -73,7 +75,7 @@ class Condition:
         return None if embeds is None else Condition({**self.tensors, EMBEDS: embeds})
 
     def to(self, device: torch.device | str) -> Condition:
-        return Condition({name: tensor.to(device) for name, tensor in self.tensors.items()})
+        return Condition({name: tensor.to(device) for name, tensor in self.tensors.items()}, self.checksum)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -92,13 +92,15 @@ class ActivationCosts:
     Attributes:
         lora: for the backward pass when training adapters only.
         full: the same when training all weights.
-        checkpointed: the same with gradient checkpointing (the layer's inputs).
+        elementwise: for either with ``learner.recompute: elementwise`` (products and attention).
+        checkpointed: for either with ``learner.recompute: blocks`` (the layer's inputs).
         forward: peak of a forward without gradient.
         decode: peak of decoding, per pixel decoded at once and unit of the VAE's base width.
     """
 
     lora: float
     full: float
+    elementwise: float
     checkpointed: float
     forward: float
     decode: float

@@ -15,7 +15,8 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,8 @@ from spotlight.models.family import ModelError
 if TYPE_CHECKING:
     from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
+
+    from spotlight_kernels.lora import AdaptedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,53 @@ def eject(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), child, layer.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config
+
+
+def fuse(model: nn.Module) -> None:
+    """Let all adapted layers add their adapter within their product (``model.kernels: fused``)."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.forward = MethodType(_in_one, module)
+            module.adapted = MethodType(_adapted, module)
+
+
+def restore(model: nn.Module) -> None:
+    """Undo :func:`fuse`."""
+    for module in model.modules():
+        if getattr(vars(module).get("forward"), "__func__", None) is _in_one:
+            del module.forward, module.adapted
+
+
+def _in_one(layer: Any, x: Tensor) -> Tensor:
+    from spotlight_kernels.lora import lora_linears
+
+    if layer._disable_adapters:
+        return cast(Tensor, layer.get_base_layer()(x))
+    if (parts := _adapted(layer, x)) is None:
+        return cast(Tensor, type(layer).forward(layer, x))
+    return lora_linears(x, [parts])[0]
+
+
+def _adapted(layer: Any, x: Tensor) -> AdaptedLinear | None:
+    """What a layer applies to ``x`` at once; None: no adapter, or types that differ."""
+    from spotlight_kernels.lora import AdaptedLinear
+
+    if layer._disable_adapters or torch.is_autocast_enabled(x.device.type):
+        return None
+    (adapter,) = layer._active_adapter
+    base = layer.get_base_layer()
+    a, b = (_applied(half[adapter]) for half in (layer.lora_A, layer.lora_B))
+    if not x.dtype == base.weight.dtype == a.dtype:
+        return None
+    return AdaptedLinear(base.weight, base.bias, a, b, layer.scaling[adapter])
+
+
+def _applied(half: Any) -> Tensor:
+    applied: Tensor | None = getattr(half, "applied", None)
+    weight: Tensor = half.weight
+    return weight if applied is None else applied
 
 
 def _prepare_copies(layers: Mapping[str, LoraLayer], adapters: Sequence[str]) -> None:
@@ -301,6 +351,12 @@ class AdapterCopies:
 def base_weights(layers: Mapping[str, LoraLayer]) -> dict[str, nn.Parameter]:
     """The weights that adapters add to, by module name."""
     return {name: layer.get_base_layer().weight for name, layer in layers.items()}
+
+
+def largest_rank(model: nn.Module) -> int:
+    """Of the adapters that :func:`inject` added; 0: none."""
+    halves = (weight for name, weight in model.named_parameters() if ".lora_A." in name)
+    return max((half.shape[0] for half in halves), default=0)
 
 
 def base_parameters(model: nn.Module) -> dict[str, Tensor]:

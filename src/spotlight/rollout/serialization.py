@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from spotlight.models.condition import Condition
-from spotlight.rollout.state import FinishedRollout, Recipe, RolloutState, SampleTensors, from_tensors
+from spotlight.rollout.state import FinishedRollout, SampleTensors
 
 _FORMAT = 2
 
@@ -28,33 +28,16 @@ class SerializationError(ValueError):
     """The bytes are damaged or of another kind; names both and the remedy."""
 
 
-def pack_state(state: RolloutState) -> bytes:
-    """Everything needed to continue a rollout elsewhere."""
-    header, tensors = state.to_tensors()
-    return _pack("state", state.rollout.id, tensors, header)
-
-
-def unpack_state(data: bytes, recipe: Recipe, device: torch.device | str = "cpu") -> RolloutState:
-    """Read :func:`pack_state`'s bytes onto ``device``.
-
-    Raises:
-        SerializationError: the bytes are damaged or of another kind.
-        ValueError: the rollout began with another recipe.
-    """
-    header, tensors = _unpack("state", data)
-    return from_tensors(header, tensors, recipe, device)
-
-
 def pack_sample(finished: FinishedRollout) -> bytes:
     """The tensors that training needs."""
     fields = {name: getattr(finished.tensors, name) for name in SampleTensors.__slots__}
     tensors = {name: tensor for name, tensor in fields.items() if tensor is not None}
-    return _pack("sample", finished.rollout.id, tensors)
+    return pack_tensors("sample", finished.rollout.id, tensors)
 
 
 def unpack_sample(data: bytes) -> SampleTensors:
     """Read :func:`pack_sample`'s bytes. Raises SerializationError."""
-    _, tensors = _unpack("sample", data)
+    _, tensors = unpack_tensors("sample", data)
     try:
         return SampleTensors(**tensors)
     except TypeError as error:
@@ -63,30 +46,39 @@ def unpack_sample(data: bytes) -> SampleTensors:
 
 def pack_image(finished: FinishedRollout) -> bytes:
     """The image that rewards need."""
-    return _pack("image", finished.rollout.id, {"image": torch.from_numpy(finished.image)})
+    return pack_tensors("image", finished.rollout.id, {"image": torch.from_numpy(finished.image)})
 
 
 def unpack_image(data: bytes) -> NDArray[np.uint8]:
     """[height, width, 3] uint8, or [frames, height, width, 3] of a video. Raises SerializationError."""
-    _, tensors = _unpack("image", data)
+    _, tensors = unpack_tensors("image", data)
     image: NDArray[np.uint8] = tensors["image"].numpy()
     return image
 
 
 def pack_condition(condition: Condition) -> bytes:
     """A prompt's embeddings."""
-    return _pack("condition", "", condition.tensors)
+    return pack_tensors("condition", "", condition.tensors)
 
 
 def unpack_condition(data: bytes) -> Condition:
     """Read :func:`pack_condition`'s bytes onto the CPU. Raises SerializationError."""
-    _, tensors = _unpack("condition", data)
-    return Condition(tensors)
+    _, tensors = unpack_tensors("condition", data)
+    return Condition(tensors, checksum_of(data))
 
 
-def _pack(
+def checksum_of(data: bytes) -> str:
+    """That of packed tensors. Raises SerializationError."""
+    try:
+        return str(_header(data)["checksum"])
+    except (ValueError, LookupError, TypeError) as error:
+        _refuse("value", data, f"it cannot be read ({type(error).__name__}: {error})")
+
+
+def pack_tensors(
     kind: str, name: str, tensors: Mapping[str, Tensor], content: Mapping[str, object] | None = None
 ) -> bytes:
+    """Tensors and ``content`` (of JSON types) under a checksum."""
     about = {"format": _FORMAT, "kind": kind, "name": name, "content": content or {}}
     plain = {key: _plain(tensor) for key, tensor in tensors.items()}
     # One metadata entry: safetensors orders several arbitrarily, and equal rollouts must give equal bytes.
@@ -94,7 +86,8 @@ def _pack(
     return safetensors.torch.save(plain, {"header": header})
 
 
-def _unpack(kind: str, data: bytes) -> tuple[Mapping[str, object], dict[str, Tensor]]:
+def unpack_tensors(kind: str, data: bytes) -> tuple[Mapping[str, object], dict[str, Tensor]]:
+    """Content and tensors of :func:`pack_tensors`' bytes. Raises SerializationError."""
     try:
         tensors = safetensors.torch.load(data)
         about = _header(data)

@@ -24,8 +24,9 @@ from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import PromptId
 
-_FORMAT = 5
-_CONDITION = "condition."
+_FORMAT = 6
+CONDITION = "condition."
+"""Begins the names of a condition's tensors among those of a state."""
 
 Added: TypeAlias = Mapping[str, Tensor]
 """What the blocks after the first added to one rollout's image tokens, [tokens, width], by guidance pass."""
@@ -176,23 +177,27 @@ class RolloutState:
         """Whether the next step is stochastic."""
         return self.step in self.window
 
-    def to_tensors(self) -> tuple[dict[str, object], dict[str, Tensor]]:
-        """(header of JSON types, tensors copied to the CPU)."""
-        header: dict[str, object] = {
+    def header(self) -> dict[str, object]:
+        """All but the tensors, of JSON types."""
+        return {
             "format": _FORMAT,
             "rollout": dataclasses.asdict(self.rollout),
             "recipe": self.recipe.describe(),
             "step": self.step,
             "window": [self.window.start, self.window.stop],
+            "embeddings": self.condition.checksum,
         }
+
+    def to_tensors(self) -> tuple[dict[str, object], dict[str, Tensor]]:
+        """(header, tensors copied to the CPU)."""
         tensors = {
             "latents": self.latents,
             "sigmas": self.sigmas,
             "kept": torch.stack(self.kept) if self.kept else self.latents.new_empty(0, *self.latents.shape),
             "log_probs": torch.stack(self.log_probs) if self.log_probs else self.latents.new_empty(0),
         }
-        tensors |= {_CONDITION + name: tensor for name, tensor in self.condition.tensors.items()}
-        return header, {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        tensors |= {CONDITION + name: tensor for name, tensor in self.condition.tensors.items()}
+        return self.header(), {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
 def from_tensors(
@@ -223,10 +228,11 @@ def from_tensors(
         recipe=recipe,
         condition=Condition(
             {
-                name.removeprefix(_CONDITION): tensor
+                name.removeprefix(CONDITION): tensor
                 for name, tensor in moved.items()
-                if name.startswith(_CONDITION)
-            }
+                if name.startswith(CONDITION)
+            },
+            None if header["embeddings"] is None else str(header["embeddings"]),
         ),
         step=step,
         latents=moved["latents"],

@@ -72,7 +72,7 @@ class TrainedRun:
     ) -> Self:
         """Load a run's newest intact checkpoint; ``weights`` default to ``evaluation.weights``.
 
-        ``model.attention``, ``compile`` and ``cuda_graphs`` have their defaults, whatever the run has.
+        ``model.attention``, ``kernels``, ``compile`` and ``cuda_graphs`` have their defaults.
 
         Raises:
             StoreError: not a run directory, or no checkpoint yet.
@@ -296,7 +296,8 @@ class TrainedRun:
 
 def _on_any_machine(config: RunConfig, device: Literal["auto", "cpu", "cuda"]) -> RunConfig:
     """With the kernels that every machine has: this one may lack those that the run was trained with."""
-    plain = {name: ModelConfig.model_fields[name].default for name in ("attention", "compile", "cuda_graphs")}
+    names = ("attention", "kernels", "compile", "cuda_graphs")
+    plain = {name: ModelConfig.model_fields[name].default for name in names}
     return config.model_copy(update={"device": device, "model": config.model.model_copy(update=plain)})
 
 

@@ -62,7 +62,7 @@ _HELPS = {
     Phase.EVALUATION: _DENOISING,
     Phase.TRAINING: (
         "Lower learner.micro_batch_size or learner.timesteps_per_pass, "
-        "or set learner.gradient_checkpointing=true"
+        "or set learner.recompute=elementwise or blocks"
     ),
 }
 

@@ -78,7 +78,7 @@ def train(
     device = build.pick_device(config)
     prepare_process(device, config.deterministic, config.model.tf32)
     with ExitStack() as stack, explain_out_of_memory(clock):
-        ranks = stack.enter_context(process_group(device))
+        ranks = stack.enter_context(process_group(device, config.fleet.learner_collective_s))
         materials = _gather(config, device, ranks, stack)
         if profiled_steps and ranks.is_main:
             folder = RunPaths(config.runs_dir / config.name).profile

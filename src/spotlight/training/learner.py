@@ -54,7 +54,7 @@ from spotlight.training.batching.batch import (
     stack,
 )
 from spotlight.training.passes import Bound, MicroBatchPolicy, TrainingPasses
-from spotlight.training.recompute import recompute_blocks
+from spotlight.training.recompute import recompute
 from spotlight.training.settings import (
     TrainingError,
     TrainingGuidance,
@@ -130,8 +130,8 @@ class Learner:
         self.autocast = autocast_type(config, family.dtype)
         self.ranks = Ranks() if ranks is None else ranks
         self._size, self._guidance, self._forwards = size, guidance, ForwardLog()
-        if config.gradient_checkpointing:
-            recompute_blocks(slots.modules()["policy"], config.recompute_every)
+        if config.recompute != "none":
+            recompute(slots.modules()["policy"], config.recompute)
         shard(slots, self.ranks, compute_type(config), config.shard)
         if family.deferred:
             family.read_weights(list(slots.modules().values()))

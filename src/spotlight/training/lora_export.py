@@ -30,13 +30,13 @@ def lora_state(slots: WeightSlots, slot: Slot) -> dict[str, Tensor]:
 
 
 def whole_state(
-    slots: WeightSlots, slot: Slot, *, keep: bool = True, dtype: torch.dtype | None = None
+    slots: WeightSlots, slot: Slot, *, keep: bool = True, stay: bool = False
 ) -> dict[str, Tensor]:
     """A slot's own parameters, whole and on the CPU; every rank must call this.
 
     Args:
         keep: False on ranks that only take part in gathering; they get an empty dictionary.
-        dtype: to round to, before they leave the device; default: theirs.
+        stay: leave them on their device, and those that are not sharded where they are, uncopied.
 
     Raises:
         ModelError: the slot has no parameters of its own (``reference`` of an adapter).
@@ -45,7 +45,7 @@ def whole_state(
     for name, tensor in slots.state(slot).items():
         whole = _gathered(tensor)
         if keep:
-            kept[name] = whole.to("cpu", whole.dtype if dtype is None else dtype, copy=True)
+            kept[name] = whole if stay else whole.to("cpu", copy=True)
     return kept
 
 

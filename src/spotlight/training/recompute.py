@@ -1,17 +1,31 @@
-"""Recomputation of activations in the backward pass (``learner.gradient_checkpointing``)."""
+"""What of a block is computed again in the backward pass (``learner.recompute``).
+
+- ``none``: nothing; whatever the backward needs is kept.
+- ``elementwise``: results of wide matrix products and of attention are kept, everything else is computed
+  again: about half the memory of ``none``, and no product twice.
+- ``blocks``: everything; only a block's inputs are kept.
+
+Gradients are equal to the bit: what is kept is what would be computed again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any, Literal, Protocol, cast, runtime_checkable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
+from spotlight.models.peft_layers import largest_rank
 
+Mode = Literal["none", "elementwise", "blocks"]
 RunBlock = Callable[..., Any]
 
 
@@ -20,23 +34,148 @@ class _Checkpointable(Protocol):
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: RunBlock) -> None: ...
 
 
-def recompute_blocks(module: nn.Module, every: int = 1) -> None:
-    """Recompute the activations of every n-th transformer block; the others keep theirs.
+def modes_of(setting: Mode | int, blocks: int) -> list[Mode]:
+    """Of each block; a number n: every n-th is computed again, the others are not."""
+    if isinstance(setting, int):
+        return ["none" if i % setting else "blocks" for i in range(blocks)]
+    return [setting] * blocks
+
+
+def recompute(module: nn.Module, setting: Mode | int) -> None:
+    """Run every block of a model as :func:`modes_of` says, where there is a gradient.
 
     Raises:
         ModelError: the model cannot.
     """
-    for part in denoisers(module).values():
-        if not isinstance(part, _Checkpointable):
-            raise ModelError(
-                f"{type(part).__name__} cannot recompute activations (no enable_gradient_checkpointing): "
-                "set gradient_checkpointing to false"
+    found = Recomputation(module)
+    found.use(modes_of(setting, found.blocks))
+
+
+class Recomputation:
+    """Runs the blocks of a model that is differentiated; without gradient nothing changes.
+
+    Raises:
+        ModelError: the model does not let its blocks be run otherwise.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = list(denoisers(module).values())
+        self._blocks = [[block for list_ in _lists(part) for block in list_] for part in parts]
+        self._modes: dict[nn.Module, Mode] = {}
+        self._narrow = largest_rank(module)
+        for part in parts:
+            if not isinstance(part, _Checkpointable):
+                raise ModelError(
+                    f"{type(part).__name__} cannot recompute activations (no enable_gradient_checkpointing): "
+                    "set learner.recompute to none"
+                )
+            part.enable_gradient_checkpointing(cast(RunBlock, self._run))
+
+    @property
+    def blocks(self) -> int:
+        """Of the largest denoiser."""
+        return max(map(len, self._blocks))
+
+    def use(self, modes: Sequence[Mode]) -> None:
+        """From the next forward on: the mode of each block, in order."""
+        for blocks in self._blocks:
+            self._modes |= zip(blocks, modes, strict=False)
+
+    def _run(self, block: nn.Module, *args: Any) -> Any:
+        mode = self._modes[block]
+        if mode == "none":
+            return block(*args)
+        again = partial(checkpoint, block, *args, use_reentrant=False, preserve_rng_state=False)
+        if mode == "blocks":
+            return again()
+        return again(context_fn=partial(_keep_products, self._narrow))
+
+
+def _lists(part: nn.Module) -> list[nn.ModuleList]:
+    return [child for child in part.children() if isinstance(child, nn.ModuleList)]
+
+
+# -- products that are kept --------------------------------------------------------------------------------
+
+
+def is_saved(operator: Any, args: Sequence[Any], narrow: int) -> bool:
+    """Whether ``elementwise`` keeps what an operator returns.
+
+    Args:
+        narrow: products whose inner dimension is at most this, an adapter's rank, are as cheap as elementwise
+            work.
+    """
+    if (kind := _kind(operator)) in ("other", "attention"):
+        return kind == "attention"
+    a, b = [each for each in args if isinstance(each, Tensor)][-2:]
+    if kind == "batched" and b.shape[-1] > a.shape[-1]:
+        return False  # scores of an attention that is written out: tokens x tokens
+    return a.shape[-1] > narrow
+
+
+@cache
+def _kind(operator: Any) -> Literal["product", "batched", "attention", "other"]:
+    name = operator.overloadpacket.__name__.removesuffix("_")
+    if name in ("mm", "addmm"):
+        return "product"
+    if name in ("bmm", "baddbmm"):
+        return "batched"
+    return "attention" if "attention" in name or "attn" in name else "other"
+
+
+def _keep_products(narrow: int) -> tuple[_Keep, _Take]:
+    saved: deque[_Saved] = deque()
+    return _Keep(narrow, saved), _Take(narrow, saved)
+
+
+_Saved = tuple[Any, Any, list[int]]
+"""Operator, its result, and how often each tensor of that had been written."""
+
+
+# torch's own create_selective_checkpoint_contexts gives a caller of addmm_, which looks at the tensor that it
+# wrote to and not at what is returned, that tensor without the product.
+class _OfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Of one block, in its forward or its recomputation, which call the same operators in the same order."""
+
+    def __init__(self, narrow: int, saved: deque[_Saved]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._narrow, self._saved = narrow, saved
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_saved(func, args, self._narrow):
+            return self._product(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _product(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Keep(_OfProducts):  # type: ignore[no-untyped-call]
+    def _product(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        alias = tree_map_only(Tensor, _alias, result)
+        later = int(func._schema.is_mutable)  # its own writing is counted when it has returned
+        self._saved.append((func, alias, [count + later for count in _written(alias)]))
+        return result
+
+
+class _Take(_OfProducts):  # type: ignore[no-untyped-call]
+    def _product(self, func: Any, args: Any, kwargs: Any) -> Any:
+        operator, result, written = self._saved.popleft()
+        if operator is not func or written != _written(result):
+            raise RuntimeError(
+                f"a product of a block was {operator} and is {func} when it is computed again, or its result "
+                "was written to in place: set learner.recompute to blocks"
             )
-        lists = (child for child in part.children() if isinstance(child, nn.ModuleList))
-        blocks = (block for child in lists for block in child)
-        kept = {id(block) for i, block in enumerate(blocks) if i % every}
-        part.enable_gradient_checkpointing(cast(RunBlock, partial(_run, kept)))
+        return kwargs.get("out", args[0]).copy_(result) if func._schema.is_mutable else result
 
 
-def _run(kept: set[int], block: nn.Module, *args: Any) -> Any:
-    return block(*args) if id(block) in kept else checkpoint(block, *args, use_reentrant=False)
+def _alias(result: Tensor) -> Tensor:
+    # Beneath autograd, where modes are, a detached tensor else has a count of writes of its own.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return result.detach()
+
+
+def _written(result: Any) -> list[int]:
+    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

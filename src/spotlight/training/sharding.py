@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
+from torch._utils import _take_tensors
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -91,7 +92,7 @@ class Ranks:
         """``values`` of rank ``source``; shape and type must be equal on all ranks."""
         if self.world == 1:
             return values
-        shared = values.to("cuda" if dist.get_backend() == "nccl" else "cpu")
+        shared = values.to("cuda" if dist.get_backend() == "nccl" else "cpu").contiguous()
         dist.broadcast(shared, source)
         return shared.to(values.device)
 
@@ -112,14 +113,13 @@ class Meeting:
 
 
 @contextmanager
-def process_group(
-    device: torch.device, timeout_s: float = 1800.0, meeting: Meeting | None = None
-) -> Iterator[Ranks]:
+def process_group(device: torch.device, timeout_s: float, meeting: Meeting | None = None) -> Iterator[Ranks]:
     """Context with the ranks of torchrun (WORLD_SIZE, RANK, ...), or of ``meeting``.
 
     Args:
         device: ``cuda`` uses NCCL (and LOCAL_RANK's GPU), anything else gloo.
-        timeout_s: of one collective.
+        timeout_s: of one collective (``fleet.learner_collective_s``). A rank that waits longer for another
+            raises, or with NCCL ends.
         meeting: replaces the environment; ``device`` is then this rank's GPU.
     """
     world = int(os.environ.get("WORLD_SIZE", "1")) if meeting is None else meeting.world
@@ -180,24 +180,30 @@ def shard(
                 shard_module(part, compute_dtype, ranks.per_node if how == "node" else ())
 
 
-def average_gradients(parameters: Sequence[Tensor], ranks: Ranks) -> None:
+def average_gradients(parameters: Sequence[Tensor], ranks: Ranks, bucket_bytes: int = 64 << 20) -> None:
     """Average gradients of whole parameters over ranks, in place; no effect on sharded ones.
 
     A parameter without a gradient on this rank takes part if another rank has one.
+
+    Args:
+        bucket_bytes: gradients are exchanged in buffers of about this size, one at a time.
     """
     whole = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
     if ranks.world == 1 or not whole:
         return
     has = torch.tensor([p.grad is not None for p in whole], dtype=torch.int32, device=whole[0].device)
     somewhere = ranks.all_reduce(has, dist.ReduceOp.MAX).tolist()
-    waiting = []
+    gradients = []
     for parameter in (p for p, found in zip(whole, somewhere, strict=True) if found):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad.div_(ranks.world)
-        waiting.append(dist.all_reduce(parameter.grad, async_op=True))
-    for work in waiting:
-        work.wait()
+        gradients.append(parameter.grad)
+    # An exchange of a small tensor takes about as long as one of a megabyte, and adapters are thousands.
+    for bucket in _take_tensors(gradients, bucket_bytes):  # type: ignore[no-untyped-call]
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(ranks.world)
+        ranks.all_reduce(flat)
+        for gradient, mean in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
+            gradient.copy_(mean.view_as(gradient))
 
 
 def shard_module(

@@ -1,7 +1,7 @@
 """A published policy version as bytes, and loading it into weight slots.
 
-The bytes are a safetensors file with tensors named ``slot/name``. The digest covers names, types, shapes and
-values, but neither version nor lineage, so equal content has an equal digest.
+The bytes are a safetensors file with tensors named ``slot/name``, in one order. The digest is of the bytes;
+they hold neither version nor lineage, so equal content has an equal digest.
 
 Invariant: :func:`bind` writes nothing until digest, slots, names, shapes, types, and the number of bound
 modules on both sides are checked.
@@ -12,16 +12,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save
 from torch import Tensor
 
+from spotlight.weights.staging import ON_DEVICE_BYTES, Kind, carve, gather, nbytes, on_device
 from spotlight.weights.weight_errors import WeightsError
 
 _NAMES = {
@@ -37,7 +39,10 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 """Dtypes that a bundle may hold, by their safetensors names."""
-_HASHED_AT_ONCE = 64 * 2**20
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_CHUNK_BYTES, _THREADS = 4 * 2**20, 8
+_DIGEST = b"spotlight weights 2\0"
+"""Begins what the digest is made of: another way to compute it takes another number."""
 _FETCH_AGAIN = "fetch it again; if that fails too, the publisher's copy is damaged: publish the version again"
 
 
@@ -48,7 +53,7 @@ class WeightsManifest:
     Attributes:
         version: optimizer steps applied.
         lineage: how often the learner had been restored.
-        digest: hexadecimal SHA-256 of the content.
+        digest: hexadecimal, of the bytes: see :func:`content_digest`.
         modules_bound: modules whose weights the tensors replace; > 0 and equal on both sides.
         bytes: length of the bundle.
     """
@@ -91,11 +96,28 @@ class Bundle:
     """A bundle checked against its manifest.
 
     Attributes:
-        tensors: slot -> name -> tensor. Read-only.
+        flat: all tensors, [bytes] uint8.
+        names: of the tensors in ``flat``, one after another.
     """
 
     manifest: WeightsManifest
-    tensors: Mapping[str, Mapping[str, Tensor]] = field(repr=False)
+    flat: Tensor = field(repr=False)
+    names: Sequence[tuple[str, str]] = field(repr=False)
+    kinds: Sequence[Kind] = field(repr=False)
+
+    @property
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """slot -> name -> view of ``flat``. Read-only."""
+        return self.on(torch.device("cpu"))
+
+    def on(self, device: torch.device) -> dict[str, dict[str, Tensor]]:
+        """As ``tensors``, but moved to ``device`` in one transfer, unless they are too many."""
+        small = self.flat.numel() <= ON_DEVICE_BYTES
+        flat = on_device(self.flat, device) if small and device.type != "cpu" else self.flat
+        tensors: dict[str, dict[str, Tensor]] = {slot: {} for slot in self.manifest.slots}
+        for (slot, name), tensor in zip(self.names, carve(flat, self.kinds), strict=True):
+            tensors[slot][name] = tensor
+        return tensors
 
 
 class Bindable(Protocol):
@@ -118,13 +140,19 @@ class Bindable(Protocol):
 
 
 def pack(
-    version: int, lineage: int, slots: Mapping[str, Mapping[str, Tensor]], modules_bound: int
-) -> tuple[WeightsManifest, bytes]:
+    version: int,
+    lineage: int,
+    slots: Mapping[str, Mapping[str, Tensor]],
+    modules_bound: int,
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[WeightsManifest, bytearray]:
     """Serialize the weights of some slots.
 
     Args:
-        slots: slot -> name -> whole (unsharded) tensor, on any device.
+        slots: slot -> name -> whole (unsharded) tensor, all on one device.
         modules_bound: ``WeightSlots.modules_bound`` of their source.
+        dtype: to round to; default: theirs.
 
     Raises:
         WeightsError: no modules, no tensors, or an unsupported dtype.
@@ -134,8 +162,7 @@ def pack(
             f"weights of version {version} are bound to {modules_bound} modules; expected at least 1: no "
             "target of the adapter matches the model (learner.lora.targets)"
         )
-    flat: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    flat: dict[str, tuple[Tensor, Kind]] = {}
     for slot, tensors in slots.items():
         if not tensors or "/" in slot:
             raise WeightsError(
@@ -143,46 +170,56 @@ def pack(
                 "and a slot's name without '/'"
             )
         for name, tensor in tensors.items():
-            if tensor.dtype not in _NAMES:
+            kind = dtype or tensor.dtype, tuple(tensor.shape)
+            if kind[0] not in _NAMES:
                 raise WeightsError(
-                    f"{slot}/{name} of version {version} is {tensor.dtype}; expected one of "
+                    f"{slot}/{name} of version {version} is {kind[0]}; expected one of "
                     f"{', '.join(map(str, _NAMES))}"
                 )
-            # Copied only if on a GPU, not contiguous, or sharing memory with another tensor,
-            # which safetensors refuses to write.
-            value = tensor.detach().to("cpu").contiguous()
-            memory = value.untyped_storage().data_ptr()
-            flat[f"{slot}/{name}"] = value.clone() if memory in seen else value
-            seen.add(memory)
-    data = save(flat)
-    digest = content_digest(flat)
-    return WeightsManifest(version, lineage, digest, modules_bound, tuple(slots), len(data)), data
+            flat[f"{slot}/{name}"] = tensor.detach(), kind
+    # As safetensors orders them: every tensor then begins at a multiple of its type's size.
+    names = sorted(flat, key=lambda name: (-flat[name][1][0].itemsize, name))
+    kinds = [flat[name][1] for name in names]
+    head = _header(names, kinds)
+    data = bytearray(len(head) + sum(map(nbytes, kinds)))
+    data[: len(head)] = head
+    values = [flat[name][0] for name in names]
+    gather(values, kinds, torch.frombuffer(data, dtype=torch.uint8)[len(head) :])
+    return WeightsManifest(
+        version, lineage, content_digest(data), modules_bound, tuple(slots), len(data)
+    ), data
 
 
-def content_digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and values, in the order of the names.
-
-    Args:
-        tensors: contiguous, on the CPU.
-    """
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
-        shape = ",".join(map(str, tensor.shape))
-        digest.update(f"{name}\0{_NAMES[tensor.dtype]}\0{shape}\0".encode())
-        flat = tensor.reshape(-1).view(torch.uint8)
-        for start in range(0, flat.numel(), _HASHED_AT_ONCE):
-            digest.update(flat[start : start + _HASHED_AT_ONCE].numpy().data)
-    return digest.hexdigest()
+def _header(names: Sequence[str], kinds: Sequence[Kind]) -> bytes:
+    ends = list(accumulate(map(nbytes, kinds), initial=0))
+    fields = {
+        name: {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        for name, (dtype, shape), (start, end) in zip(names, kinds, pairwise(ends), strict=True)
+    }
+    text = json.dumps(fields).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
-def read(manifest: WeightsManifest, data: bytes) -> Bundle:
-    """Check that ``data`` matches ``manifest`` exactly.
+def content_digest(data: bytes | bytearray | memoryview) -> str:
+    """SHA-256 over the SHA-256 of every chunk, which are computed on several threads."""
+    view = memoryview(data)
+    chunks = [view[start : start + _CHUNK_BYTES] for start in range(0, len(view), _CHUNK_BYTES)]
+    with ThreadPoolExecutor(_THREADS, "digest") as threads:
+        leaves = threads.map(lambda chunk: hashlib.sha256(chunk).digest(), chunks)
+        return hashlib.sha256(_DIGEST + b"".join(leaves)).hexdigest()
+
+
+def read(manifest: WeightsManifest, data: bytes | bytearray) -> Bundle:
+    """Check that ``data`` matches ``manifest`` exactly. It must not change from then on.
 
     Raises:
         WeightsError: truncated, damaged, or different content.
     """
-    return _checked(manifest, len(data), lambda: load(data))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # and nothing here writes
+        flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    return _checked(manifest, flat)
 
 
 def open_bundle(manifest: WeightsManifest, path: Path, *, hashed: bool = False) -> Bundle:
@@ -197,45 +234,49 @@ def open_bundle(manifest: WeightsManifest, path: Path, *, hashed: bool = False) 
         WeightsError: see :func:`read`.
     """
 
-    def mapped() -> dict[str, Tensor]:
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-
-    return _checked(manifest, path.stat().st_size, mapped, hashed=hashed)
+    size = path.stat().st_size
+    flat = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    return _checked(manifest, flat, hashed=hashed)
 
 
-def _checked(
-    manifest: WeightsManifest, size: int, content: Callable[[], dict[str, Tensor]], *, hashed: bool = False
-) -> Bundle:
-    if size != manifest.bytes:
+def _checked(manifest: WeightsManifest, data: Tensor, *, hashed: bool = False) -> Bundle:
+    if data.numel() != manifest.bytes:
         raise WeightsError(
-            f"weights of {manifest}: found {size} bytes, expected {manifest.bytes}: they were cut; "
+            f"weights of {manifest}: found {data.numel()} bytes, expected {manifest.bytes}: they were cut; "
             + _FETCH_AGAIN
         )
-    try:
-        flat = content()
-        found = manifest.digest if hashed else content_digest(flat)
-    except (SafetensorError, KeyError) as error:  # KeyError: a type that no bundle holds
-        raise WeightsError(f"weights of {manifest} are no safetensors: {error}; {_FETCH_AGAIN}") from error
+    found = manifest.digest if hashed else content_digest(data.numpy().data)
     if found != manifest.digest:
         raise WeightsError(
             f"weights of {manifest}: found digest {found}, expected {manifest.digest}; {_FETCH_AGAIN}"
         )
-    tensors: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in flat.items():
-        slot, _, name = key.partition("/")
-        tensors.setdefault(slot, {})[name] = tensor
-    if set(tensors) != set(manifest.slots):
+    try:
+        names, kinds, flat = _parsed(data)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise WeightsError(f"weights of {manifest} are no bundle: {error!r}; {_FETCH_AGAIN}") from error
+    slots = {slot for slot, _ in names}
+    if slots != set(manifest.slots):
         raise WeightsError(
-            f"weights of {manifest}: found slots {_listed(tensors)}, expected {_listed(manifest.slots)}: the "
+            f"weights of {manifest}: found slots {_listed(slots)}, expected {_listed(manifest.slots)}: the "
             "manifest is of another bundle; publish the version again"
         )
-    return Bundle(manifest, tensors)
+    return Bundle(manifest, flat, names, kinds)
+
+
+def _parsed(data: Tensor) -> tuple[list[tuple[str, str]], list[Kind], Tensor]:
+    """Names and kinds of a bundle's tensors, and their bytes. ValueError if it is none of :func:`pack`."""
+    raw = data[: 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")].numpy().tobytes()
+    fields = json.loads(raw[8:])
+    kinds: list[Kind] = [(_DTYPES[field["dtype"]], tuple(field["shape"])) for field in fields.values()]
+    if raw != _header(list(fields), kinds) or len(raw) + sum(map(nbytes, kinds)) != data.numel():
+        raise ValueError("its header does not describe its bytes")
+    names = [(slot, rest) for slot, _, rest in (name.partition("/") for name in fields)]
+    return names, kinds, data[len(raw) :]
 
 
 def bind(
     manifest: WeightsManifest,
-    data: bytes | Bundle,
+    data: bytes | bytearray | Bundle,
     target: Bindable,
     *,
     needs: Collection[str] = (),
@@ -263,19 +304,22 @@ def bind(
             f"{target.modules_bound} are bound here; expected the same number, at least 1: give learner and "
             "workers the same model, learner.mode and learner.lora.targets"
         )
-    absent = [slot for slot in bundle.tensors if slot not in target.slots]
-    lacking = [slot for slot in needs if slot not in bundle.tensors]
+    tensors = bundle.tensors
+    absent = [slot for slot in tensors if slot not in target.slots]
+    lacking = [slot for slot in needs if slot not in tensors]
     if absent or lacking:
         raise WeightsError(
-            f"weights of {manifest}: found slots {_listed(bundle.tensors)}, expected slots among "
+            f"weights of {manifest}: found slots {_listed(tensors)}, expected slots among "
             f"{_listed(target.slots)}"
             + (f" with {_listed(needs)}" if needs else "")
             + ": give learner and workers the same configuration"
         )
-    for slot, tensors in bundle.tensors.items():
-        check_same(f"weights of {manifest}, slot {slot}", tensors, target.state(slot), dtype)
-    for slot, tensors in bundle.tensors.items():
-        target.load_state(slot, tensors)
+    states = {slot: target.state(slot) for slot in tensors}
+    for slot, state in states.items():
+        check_same(f"weights of {manifest}, slot {slot}", tensors[slot], state, dtype)
+    (device,) = {tensor.device for state in states.values() for tensor in state.values()}
+    for slot, moved in bundle.on(device).items():
+        target.load_state(slot, moved)
 
 
 def check_same(

@@ -72,7 +72,7 @@ class NodeCache:
         _remove_dead(parent, _prefix(), but=self.directory)
         self._alive = _enter(self.directory)
 
-    def get(self, manifest: WeightsManifest, fetch: Callable[[], bytes]) -> Bundle:
+    def get(self, manifest: WeightsManifest, fetch: Callable[[], bytes | bytearray]) -> Bundle:
         """The bundle of a version, fetched by at most one process per node.
 
         Args:
@@ -134,7 +134,7 @@ class NodeCache:
             for mark in self.directory.glob(f"{path.stem}{_HASHED}*"):  # also one that was never renamed
                 mark.unlink(missing_ok=True)
 
-    def _write(self, manifest: WeightsManifest, data: bytes) -> Bundle:
+    def _write(self, manifest: WeightsManifest, data: bytes | bytearray) -> Bundle:
         part = self.directory / f"{manifest.digest}.part"
         try:
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

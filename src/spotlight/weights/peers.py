@@ -4,7 +4,7 @@ They connect over a Unix socket in a directory private to this user. Bytes pass 
 memory (host, or the server's GPU); messages are JSON::
 
     new worker                                  server
-      wanted digest, own device      ──────────►
+      wanted digest, GPUs it can read──────────►
                                      ◄──────────  names, types, shapes, modules, buckets; or a refusal
       go                             ──────────►
                                      ◄──────────  bucket 0: pieces and their checksums
@@ -43,7 +43,7 @@ from spotlight.weights.served_weights import ServedWeights
 from spotlight.weights.weight_errors import PeerLostError, WeightsError
 from spotlight.weights.wire import Channel, Message, check_address
 
-PROTOCOL = 1
+PROTOCOL = 2
 BUCKET_BYTES = 64 * 2**20
 _SAME_PACKAGE = "run the same version of the package in all processes of a node"
 _log = logging.getLogger(__name__)
@@ -126,9 +126,9 @@ class WeightServer:
         if asked.get("protocol") != PROTOCOL:
             raise WeightsError(f"protocol {asked.get('protocol')}, expected {PROTOCOL}: {_SAME_PACKAGE}")
         self._served.check(str(asked["digest"]))
-        if self._served.device.type == "cuda" and asked["device"] == "cuda":
-            buckets = self._own_gpu_buckets()
-            self._offer(channel, [cuda_ipc.share(bucket) for bucket in buckets])
+        if handles := self._handles(_list(asked["gpus"])):
+            buckets = self._gpu_buckets
+            self._offer(channel, handles)
         else:
             with host_buckets(self._bucket_bytes) as (buckets, descriptors):
                 self._offer(channel, [])
@@ -157,6 +157,20 @@ class WeightServer:
         for _ in range(min(count, COUNT)):
             channel.receive()
         channel.send({"end": count})
+
+    def _handles(self, readable: Sequence[str]) -> list[dict[str, object]]:
+        """Of the GPU buckets, for a process that reads these GPUs; none: the host's memory must do."""
+        device = self._served.device
+        if device.type != "cuda" or not readable:
+            return []
+        if (own := cuda_ipc.gpu_id(device)) not in readable:
+            _log.warning("weights go through the host's memory: GPU %s cannot read GPU %s", readable[0], own)
+            return []
+        try:
+            return [cuda_ipc.share(bucket) for bucket in self._own_gpu_buckets()]
+        except RuntimeError as error:
+            _log.warning("weights go through the host's memory: %s", error)
+            return []
 
     def _own_gpu_buckets(self) -> list[Tensor]:
         """GPU buckets, reused for every client: CUDA IPC memory cannot be freed at will."""
@@ -202,7 +216,7 @@ def fetch_from_peer(
     """
     (device,) = {tensor.device for tensor in targets.values()}
     with _connected(path, stall_s, time.monotonic() + deadline_s) as channel:
-        channel.send({"protocol": PROTOCOL, "digest": digest, "device": device.type})
+        channel.send({"protocol": PROTOCOL, "digest": digest, "gpus": cuda_ipc.readable(device)})
         offer = _receive(channel, patient=True)
         with _as_agreed(channel):
             size, handles = int(str(offer["bucket_bytes"])), _list(offer["handles"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -43,8 +43,11 @@ class StoredValue(Protocol):
 class HeadClient(Protocol):
     """Stores values and forwards events; both outlive the worker."""
 
-    def deliver(self, report: Report) -> None:
-        """Return once the values are durable and the events sent. Raises HeadLostError."""
+    def deliver(self, reports: Iterable[Report]) -> None:
+        """Make each report's values durable and send its events, before the next one is taken.
+
+        Raises HeadLostError, or with a client that delivers in the background the next call does.
+        """
 
     def fetch(
         self, kind: str, names: Sequence[str], weights_digest: str = ""

@@ -34,6 +34,7 @@ from typing import assert_never
 import torch
 from torch import nn
 
+from spotlight.rollout.lost_device import end_if_lost
 from spotlight.rollout.sequence_parallel.lockstep import Follower, Lead
 from spotlight.rollout.sequence_parallel.membership import (
     FormationError,
@@ -66,7 +67,7 @@ from spotlight.worker.interfaces import (
 from spotlight.worker.leases import GroupRole, safe_steps
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.resume import RolloutStarter
-from spotlight.worker.steps import OpenModel, SpeedMeter, by_slot, kind_of
+from spotlight.worker.steps import OpenModel, SpeedMeter, all_finite, by_slot, kind_of
 
 log = logging.getLogger("spotlight.rollout")
 
@@ -439,20 +440,22 @@ class WorkerLoop:
         try:
             return self._dependencies.engine.finish(done) if done else []
         except Exception as error:  # noqa: BLE001 - whatever a decoder raises concerns this rollout alone
+            end_if_lost(error)  # but for that: it would fail every rollout held
             if len(done) == 1:
                 return [FailedRollout(done[0].rollout, f"cannot be decoded: {error}")]
         return [result for state in done for result in self._decoded([state])]
 
     def _commit(self, role: GroupRole, ids: Sequence[LeaseId]) -> None:
         leases, safe = role.leases, []
-        for state in [state for lease in ids for state in leases.of_lease(lease)]:
-            if bool(torch.isfinite(state.latents).all()):
-                self._outbox.keep_progress(state)
+        states = [state for lease in ids for state in leases.of_lease(lease)]
+        for state, finite in zip(states, all_finite(states), strict=True):
+            if finite:
                 safe.append(state)
             else:
                 lease = leases.remove(state.rollout.id)
                 why = f"the latents are not finite at step {state.step} of {state.rollout.steps}"
                 self._fail(role, lease, FailedRollout(state.rollout, why))
+        self._outbox.keep_progress(safe)
         for lease, steps in safe_steps(safe, leases.claims).items():
             if leases.news(lease, steps):
                 self._outbox.send(LeaseProgressed(role.leader, lease, role.epoch, steps))

@@ -1,12 +1,17 @@
-"""Values and events for the next delivery; values go first, so events refer to stored values only."""
+"""Values and events for the next delivery; values go first, so events refer to stored values only.
+
+Values are packed as they are delivered: behind the next step, where the head's client does that.
+"""
 
 from __future__ import annotations
 
 import heapq
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
-from spotlight.rollout.serialization import pack_image, pack_sample, pack_state
+from spotlight.rollout.commits import Committer
+from spotlight.rollout.serialization import pack_image, pack_sample
 from spotlight.rollout.state import FinishedRollout, RolloutState
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
@@ -27,7 +32,8 @@ class ReportOutbox:
 
     def __init__(self, worker: WorkerId, head: HeadClient, report_bytes: int = REPORT_BYTES) -> None:
         self._worker, self._head, self._report_bytes = worker, head, report_bytes
-        self._values: list[ReportedValue] = []
+        self._committer = Committer()
+        self._values: list[Iterable[ReportedValue]] = []
         self._events: list[Event | RolloutSpeed] = []
         self._later: list[tuple[float, int, Event]] = []
         self._count = 0
@@ -41,15 +47,22 @@ class ReportOutbox:
         self._count += 1
         heapq.heappush(self._later, (time.monotonic() + seconds, self._count, event))
 
-    def keep_progress(self, state: RolloutState) -> None:
-        """Add a state to resume from."""
-        self._values.append(ReportedValue("progress", state.rollout.id, pack_state(state), state.step))
+    def keep_progress(self, states: Sequence[RolloutState]) -> None:
+        """Add states to resume from."""
+        if states:
+            packed = self._committer.begin(states)
+            self._values.append(
+                ReportedValue(
+                    "latent" if one.latent else "progress", one.rollout, one.data, one.step, one.latent
+                )
+                for one in packed
+            )
 
     def keep_finished(self, finished: FinishedRollout) -> None:
         """Add the image for rewards and the sample for the learner."""
         name, step = finished.rollout.id, finished.rollout.steps
-        self._values.append(ReportedValue("image", name, pack_image(finished), step))
-        self._values.append(ReportedValue("sample", name, pack_sample(finished), step))
+        packers = ("image", pack_image), ("sample", pack_sample)
+        self._values.append(ReportedValue(kind, name, pack(finished), step) for kind, pack in packers)
 
     @property
     def due_s(self) -> float | None:
@@ -65,21 +78,20 @@ class ReportOutbox:
         while self._later and self._later[0][0] <= time.monotonic():
             self._events.append(heapq.heappop(self._later)[2])
         if self._values or self._events:
-            *before, last = _parts(self._values, self._report_bytes)
-            events, self._values, self._events = tuple(self._events), [], []
-            for values in before:  # each has arrived before the next is sent
-                self._head.deliver(Report(self._worker, weights_digest, values, ()))
-            self._head.deliver(Report(self._worker, weights_digest, last, events))
+            values, events = chain(*self._values), tuple(self._events)
+            self._values, self._events = [], []
+            self._head.deliver(self._reports(values, events, weights_digest))
 
-
-def _parts(values: Sequence[ReportedValue], most_bytes: int) -> list[tuple[ReportedValue, ...]]:
-    """In order, each of at most ``most_bytes`` or one value; at least one part."""
-    parts: list[list[ReportedValue]] = [[]]
-    size = 0
-    for value in values:
-        if parts[-1] and size + len(value.data) > most_bytes:
-            parts.append([])
-            size = 0
-        parts[-1].append(value)
-        size += len(value.data)
-    return [tuple(part) for part in parts]
+    def _reports(
+        self, values: Iterable[ReportedValue], events: tuple[Event | RolloutSpeed, ...], weights_digest: str
+    ) -> Iterator[Report]:
+        """Values in order, each report with at most ``report_bytes`` or one; the last has the events."""
+        together: list[ReportedValue] = []
+        size = 0
+        for value in values:
+            if together and size + len(value.data) > self._report_bytes:
+                yield Report(self._worker, weights_digest, tuple(together), ())
+                together, size = [], 0
+            together.append(value)
+            size += len(value.data)
+        yield Report(self._worker, weights_digest, tuple(together), events)

@@ -14,28 +14,36 @@ from spotlight.scheduler.types import WorkerId
 
 @dataclass(frozen=True, slots=True)
 class ReportedValue:
-    """Bytes to store under (kind, name) and the weights digest; the latest step wins.
+    """Bytes to store under (kind, name) and :func:`address`; the latest step wins.
 
     Attributes:
-        kind: ``progress``, ``sample``, ``image``, ``condition`` or ``weights``.
+        kind: ``progress``, ``latent``, ``sample``, ``image``, ``condition`` or ``weights``.
         name: of the rollout, prompt or weights.
+        suffix: names one of several values of a name.
     """
 
     kind: str
     name: str
     data: bytes
     step: int = 0
+    suffix: str = ""
 
     def __reduce_ex__(
         self, protocol: SupportsIndex
     ) -> tuple[Callable[..., ReportedValue], tuple[object, ...]]:
         # Out-of-band pickling lets the transport move the bytes without a copy, in half the time.
         data = PickleBuffer(self.data) if index(protocol) >= 5 else self.data
-        return _value, (self.kind, self.name, data, self.step)
+        return _value, (self.kind, self.name, data, self.step, self.suffix)
 
 
-def _value(kind: str, name: str, data: bytes | memoryview, step: int) -> ReportedValue:
-    return ReportedValue(kind, name, bytes(data), step)  # copied: the view's memory belongs to the transport
+def address(weights_digest: str, suffix: str) -> str:
+    """The third part of a value's key."""
+    return f"{weights_digest}/{suffix}" if suffix else weights_digest
+
+
+def _value(kind: str, name: str, data: bytes | memoryview, step: int, suffix: str) -> ReportedValue:
+    # Copied: the view's memory belongs to the transport.
+    return ReportedValue(kind, name, bytes(data), step, suffix)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from spotlight.models.condition import Condition
+from spotlight.rollout.commits import latents_of, restore
 from spotlight.rollout.engine import Engine
-from spotlight.rollout.serialization import SerializationError, unpack_condition, unpack_state
+from spotlight.rollout.serialization import SerializationError, unpack_condition
 from spotlight.rollout.state import FailedRollout, Recipe, RolloutState
 from spotlight.scheduler.types import Purpose, Rollout, RolloutId
 from spotlight.worker.interfaces import HeadClient
+from spotlight.worker.reports import address
 from spotlight_rewards.base.prompts import PromptId
 
 
@@ -66,17 +68,28 @@ class RolloutStarter:
         if not rollouts:
             return {}
         kept = self._head.fetch("progress", [rollout.id for rollout in rollouts], weights_digest)
+        conditions = self._conditions_of({rollout.prompt_id: None for rollout in rollouts})
         states: dict[RolloutId, RolloutState] = {}
         for rollout, value in zip(rollouts, kept, strict=True):
             if value is None:
                 continue
             try:
-                state = unpack_state(value.data, self._recipes[rollout.purpose], self._engine.device)
+                latents = self._latents_of(rollout, value.data, weights_digest)
+                condition, recipe = conditions.get(rollout.prompt_id), self._recipes[rollout.purpose]
+                state = restore(value.data, latents, condition, recipe, self._engine.device)
             except ValueError:
                 continue  # damaged, or of another configuration: start over
             if _same(state.rollout, rollout):
                 states[rollout.id] = dataclasses.replace(state, rollout=rollout)
         return states
+
+    def _latents_of(self, rollout: Rollout, state: bytes, weights_digest: str) -> list[bytes]:
+        """Those that are found; of one that is not, the checksum is missed."""
+        values = [
+            self._head.fetch("latent", [rollout.id], address(weights_digest, name))[0]
+            for name in latents_of(state)
+        ]
+        return [value.data for value in values if value is not None]
 
     def _begun(
         self, rollouts: Sequence[Rollout], conditions: Mapping[PromptId, Condition]

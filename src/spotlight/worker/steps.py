@@ -1,7 +1,7 @@
 """What a step takes: which states share a forward, with which weights, and how fast rollouts are made.
 
-Measured are the steps of training rollouts that a worker takes alone or leads, from denoising to the packing
-of what is stored: all that a GPU still computes is waited for in there.
+Measured are the steps of training rollouts that a worker takes alone or leads, from denoising to copying
+what is to be stored: all that a GPU still computes is waited for in there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from spotlight.models.shared.flop_count import Compute
@@ -97,3 +98,11 @@ class SpeedMeter:
             work, peak_flop_s = self._work, self._engine.peak_flop_s
             self._report(RolloutSpeed(work.tokens, work.flops, self._seconds, peak_flop_s))
             self._work, self._seconds = Compute(0.0, 0.0), 0.0
+
+
+def all_finite(states: Sequence[RolloutState]) -> list[bool]:
+    """Whether each state's latents are finite, after one wait for the device."""
+    if not states:
+        return []
+    found: list[bool] = torch.stack([torch.isfinite(state.latents).all() for state in states]).tolist()
+    return found

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight_kernels.operators import Modulation, Stream, add_norm, gated_add, join_heads
+from spotlight_kernels.lora import project
+from spotlight_kernels.operators import HeadStream, Modulation, add_norm, gated_add, join_heads
 
 Angles = tuple[Tensor, Tensor] | None
 New = Callable[..., Tensor]
@@ -22,8 +23,8 @@ class Kind:
     Attributes:
         forward: takes the place of the block's own.
         trouble: why a block cannot be fused; None if it can.
-        example: arguments of a forward of two pictures of so many tokens and texts of so many; ``new(*shape)``
-            draws a tensor of the block's type.
+        example: arguments of a forward of two pictures of so many tokens and texts of so many;
+            ``new(*shape)`` draws a tensor of the block's type.
         processors: diffusers' classes of attention processors, and those that take their place.
     """
 
@@ -37,23 +38,56 @@ def heads(size: int, *parts: tuple[Tensor, Any, Angles]) -> Tensor:
     """Queries, keys or values of one sequence, [batch, tokens, heads, size].
 
     Args:
-        parts: of each stream, in the sequence's order: [batch, tokens, heads * size], the norm or None, angles.
+        parts: of each stream in order: [batch, tokens, heads * size], the norm or None, angles.
     """
     norms = [norm for _, norm, _ in parts if norm is not None]
     if len(parts) == 1 and not norms and parts[0][2] is None:
-        return parts[0][0].unflatten(-1, (-1, size))
-    streams = [Stream(x, None if norm is None else norm.weight, angles) for x, norm, angles in parts]
+        return parts[0][0].view(*parts[0][0].shape[:2], -1, size)
+    streams = [HeadStream(x, None if norm is None else norm.weight, angles) for x, norm, angles in parts]
     eps = norms[0].eps if norms else 0.0
     return join_heads(streams, size, eps, rounded=not (norms and isinstance(norms[0], nn.RMSNorm)))
 
 
+def joint(
+    attn: Any,
+    size: int,
+    text: tuple[Tensor, Angles] | None,
+    image: tuple[Tensor, Angles],
+    *,
+    text_first: bool,
+) -> list[Tensor]:
+    """Queries, keys and values of image and text, one sequence.
+
+    Args:
+        text, image: [batch, tokens, width] before the projections, and angles.
+    """
+    x, angles = image
+    parts = [(project(x, (attn.to_q, attn.to_k, attn.to_v)), (attn.norm_q, attn.norm_k), angles)]
+    if text is not None:
+        x, angles = text
+        made = project(x, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+        parts.insert(0 if text_first else 1, (made, (attn.norm_added_q, attn.norm_added_k), angles))
+    turned = [heads(size, *((made[i], norms[i], angles) for made, norms, angles in parts)) for i in range(2)]
+    return [*turned, heads(size, *((made[2], None, None) for made, _, _ in parts))]
+
+
 class Turned:
-    """An attention layer of one stream as a processor of diffusers' sees it: its norms of queries and keys
-    rotate, too, in one operator. So the processor gets no angles.
+    """An attention layer of one stream as a processor of diffusers' sees it: norms of queries and keys
+    rotate, too, in one operator, so that the processor gets no angles; and projections are made at once.
+
+    Args:
+        x: [batch, tokens, width] before the projections; None: they are no concern of this.
+        source: of keys and values, if it is another.
     """
 
-    def __init__(self, attn: Any, size: int, angles: Angles) -> None:
+    def __init__(
+        self, attn: Any, size: int, angles: Angles, x: Tensor | None = None, source: Tensor | None = None
+    ) -> None:
         self._attn, self._size, self._angles = attn, size, angles
+        if x is not None:
+            layers = (attn.to_q, attn.to_k, attn.to_v)
+            made = project(x, layers) if source is None else [attn.to_q(x), *project(source, layers[1:])]
+            self.to_q, self.to_k, self.to_v = (lambda _, each=each: each for each in made)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attn, name)
@@ -69,7 +103,7 @@ class Turned:
 
 def norm_trouble(attn: Any, *names: str, optional: bool = False) -> str | None:
     """Why norms of queries and keys are none that :func:`heads` computes."""
-    norms = [getattr(attn, name, None) for name in names]
+    norms: list[Any] = [getattr(attn, name, None) for name in names]
     if optional and not any(norms):
         return None
     if any(
@@ -98,12 +132,18 @@ def repeated_angles(new: New, tokens: int, size: int) -> tuple[Tensor, Tensor]:
 
 
 def outputs(attended: Tensor, like: Tensor, *tokens: int) -> list[Tensor]:
-    """Attention's [batch, tokens, heads, size] by stream, heads joined, contiguous, of the type of ``like``."""
-    return [part.contiguous() for part in attended.flatten(2, 3).to(like.dtype).split(tokens, 1)]
+    """Attention's [batch, tokens, heads, size] by stream, contiguous, heads joined, typed as ``like``."""
+    return [part.contiguous() for part in split(attended.flatten(2, 3).to(like.dtype), *tokens)]
+
+
+def split(x: Tensor, *tokens: int) -> tuple[Tensor, ...]:
+    """Streams of so many tokens; their gradients are joined at once."""
+    parts: tuple[Tensor, ...] = x.split(tokens, 1)  # type: ignore[no-untyped-call]
+    return parts
 
 
 def modulated(x: Tensor, norm: Any, temb: Tensor, count: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """``norm(x, emb=temb)`` of diffusers' AdaLayerNormZero classes: x to go on with, its norm, the other parts."""
+    """``norm(x, emb=temb)`` of diffusers' AdaLayerNormZero: x to go on with, its norm, other parts."""
     shift, scale, *rest = norm.linear(norm.silu(temb)).chunk(count, dim=1)
     by = Modulation(scale=scale, shift=shift)
     x, normed = add_norm(x, None, by, norm.norm.eps, rounded=True)

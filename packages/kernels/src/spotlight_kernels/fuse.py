@@ -15,23 +15,23 @@ from torch import Tensor, nn
 from spotlight_kernels.blocks import Kind, first
 
 BLOCKS: Mapping[str, str] = {
-    "Flux2SingleTransformerBlock": "flux2.SINGLE",
-    "Flux2TransformerBlock": "flux2.DOUBLE",
-    "FluxSingleTransformerBlock": "flux.SINGLE",
-    "FluxTransformerBlock": "flux.DOUBLE",
-    "HunyuanVideoSingleTransformerBlock": "hunyuan_video.SINGLE",
-    "HunyuanVideoTransformerBlock": "hunyuan_video.DOUBLE",
-    "JointTransformerBlock": "sd3.JOINT",
-    "QwenImage21TransformerBlock": "qwen_image_21.JOINT",
-    "QwenImageTransformerBlock": "qwen_image.DOUBLE",
-    "WanTransformerBlock": "wan.CROSS",
-    "ZImageTransformerBlock": "z_image.JOINT",
+    "Flux2SingleTransformerBlock": "flux2_blocks.SINGLE",
+    "Flux2TransformerBlock": "flux2_blocks.DOUBLE",
+    "FluxSingleTransformerBlock": "flux_blocks.SINGLE",
+    "FluxTransformerBlock": "flux_blocks.DOUBLE",
+    "HunyuanVideoSingleTransformerBlock": "hunyuan_video_blocks.SINGLE",
+    "HunyuanVideoTransformerBlock": "hunyuan_video_blocks.DOUBLE",
+    "JointTransformerBlock": "sd3_blocks.JOINT",
+    "QwenImage21TransformerBlock": "qwen_image_21_blocks.JOINT",
+    "QwenImageTransformerBlock": "qwen_image_blocks.DOUBLE",
+    "WanTransformerBlock": "wan_blocks.CROSS",
+    "ZImageTransformerBlock": "z_image_blocks.JOINT",
 }
 """Classes of blocks, and where this package says how to fuse them: a module, and a :class:`Kind` in it."""
 STREAMS = ("hidden_states", "encoder_hidden_states", "x")
 """Arguments of blocks whose gradients are compared."""
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
-"""Largest relative difference of outputs and gradients on a device; far above rounding, far below an error."""
+"""Largest relative difference of outputs and gradients on a device; above rounding, below an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Fused:
 
 
 def fuse(transformer: nn.Module, device: torch.device, *, compare: bool = True) -> Fused:
-    """Fuse all blocks that can be, in place, if a copy with random weights agrees with diffusers' on ``device``.
+    """Fuse all blocks that can be, in place, if a copy with random weights computes the same on ``device``.
 
     Args:
         transformer: its weights may be on another device, or without memory; comparing wants one without

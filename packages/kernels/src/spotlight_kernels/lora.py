@@ -1,53 +1,109 @@
-"""A linear layer with a low-rank adapter as one function: what peft computes, in fewer passes over memory."""
+"""Linear layers with low-rank adapters as one function: what peft computes, in fewer passes over memory."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
-def lora_linear(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float) -> Tensor:
+class AdaptedLinear(NamedTuple):
     """``x W' + bias + scale * (x A') B'``, all of one type.
 
-    The adapter's product is written first and the wide product adds to it in place: its kernel reads what it
-    adds to while it computes, where an addition afterwards would be two passes of their own.
+    Attributes:
+        weight: [outputs, inputs].
+        bias: [outputs].
+        a: [rank, inputs].
+        b: [outputs, rank].
+        scale: of the adapter.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+def project(x: Tensor, layers: Sequence[nn.Module]) -> Sequence[Tensor]:
+    """Outputs of layers on the same input.
 
     Args:
-        x: [..., inputs].
-        weight: [outputs, inputs]; bias: [outputs]. Gradients of both are computed if they want them.
-        a: [rank, inputs]; b: [outputs, rank].
-
-    Returns:
-        [..., outputs].
+        layers: where all have a method ``adapted(x)`` that returns their :class:`AdaptedLinear`, they are
+            applied together; where it is missing or returns None, one by one.
     """
-    y: Tensor = _LoraLinear.apply(x, weight, bias, a, b, scale)  # type: ignore[no-untyped-call]
-    return y
+    parts = [layer.adapted(x) if hasattr(layer, "adapted") else None for layer in layers]
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return [layer(x) for layer in layers]
+    return lora_linears(x, known)
 
 
-class _LoraLinear(torch.autograd.Function):
+def lora_linears(x: Tensor, layers: Sequence[AdaptedLinear]) -> Sequence[Tensor]:
+    """Outputs [..., outputs] of adapted layers on ``x`` [..., inputs].
+
+    Each adapter's product is written first and the wide product adds to it in place: its kernel reads what it
+    adds to while it computes, where an addition afterwards would be two passes of its own. Together, layers
+    read ``x`` once for all adapters, and its gradient is summed up in place as well.
+    """
+    flat = [tensor for layer in layers for tensor in layer[:4]]
+    outputs: tuple[Tensor, ...] = _LoraLinears.apply(x, [layer.scale for layer in layers], *flat)  # type: ignore[no-untyped-call]
+    return outputs
+
+
+class _LoraLinears(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scales: list[float], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        weights, biases, downs, ups = (tensors[i::4] for i in range(4))
         flat = x.reshape(-1, x.shape[-1])
-        low = flat @ a.t()
-        y = scale * (low @ b.t()) if bias is None else torch.addmm(bias, low, b.t(), alpha=scale)
-        y = y.addmm_(flat, weight.t())
-        ctx.save_for_backward(flat, weight, a, b, low)
-        ctx.scale, ctx.shape = scale, x.shape
-        return y.view(*x.shape[:-1], -1)
+        low = flat @ _joined(downs).t()
+        outputs = []
+        for weight, bias, own, up, scale in zip(
+            weights, biases, _parts(low, downs), ups, scales, strict=True
+        ):
+            y = (own @ up.t()).mul_(scale) if bias is None else torch.addmm(bias, own, up.t(), alpha=scale)
+            outputs.append(y.addmm_(flat, weight.t()).view(*x.shape[:-1], -1))
+        ctx.save_for_backward(flat, low, *weights, *downs, *ups)
+        ctx.scales, ctx.shape = scales, x.shape
+        return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        flat, weight, a, b, low = ctx.saved_tensors
-        slope = gradient.reshape(-1, gradient.shape[-1])
-        to_low = (slope @ b).mul_(ctx.scale)
-        needs = ctx.needs_input_grad
-        to_x = (to_low @ a).addmm_(slope, weight).view(ctx.shape) if needs[0] else None
-        to_weight = slope.t() @ flat if needs[1] else None
-        to_bias = slope.sum(0) if needs[2] else None
-        to_a = to_low.t() @ flat if needs[3] else None
-        to_b = (slope.t() @ low).mul_(ctx.scale) if needs[4] else None
-        return to_x, to_weight, to_bias, to_a, to_b, None
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        flat, low, *rest = ctx.saved_tensors
+        count = len(gradients)
+        weights, downs, ups = (rest[i * count : (i + 1) * count] for i in range(3))
+        slopes = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
+        to_low = torch.zeros_like(low) if None in gradients else torch.empty_like(low)
+        for slope, own, up, scale in zip(slopes, _parts(to_low, downs), ups, ctx.scales, strict=True):
+            if slope is not None:
+                torch.mm(slope, up, out=own).mul_(scale)
+        to_x = None
+        if ctx.needs_input_grad[0]:
+            to_x = to_low @ _joined(downs)
+            for slope, weight in zip(slopes, weights, strict=True):
+                to_x = to_x if slope is None else to_x.addmm_(slope, weight)
+            to_x = to_x.view(ctx.shape)
+        found: list[Tensor | None] = []
+        to_downs = _parts((to_low.t() @ flat).t(), downs)
+        for i, (slope, to_down, own) in enumerate(zip(slopes, to_downs, _parts(low, downs), strict=True)):
+            needs = ctx.needs_input_grad[2 + 4 * i : 6 + 4 * i]
+            found += (
+                slope.t() @ flat if needs[0] and slope is not None else None,
+                slope.sum(0) if needs[1] and slope is not None else None,
+                to_down.t() if needs[2] and slope is not None else None,
+                (slope.t() @ own).mul_(ctx.scales[i]) if needs[3] and slope is not None else None,
+            )
+        return to_x, None, *found
+
+
+def _joined(downs: Sequence[Tensor]) -> Tensor:
+    return downs[0] if len(downs) == 1 else torch.cat(list(downs))
+
+
+def _parts(joined: Tensor, downs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Of the last dimension, each adapter's."""
+    parts: Sequence[Tensor] = joined.split([down.shape[0] for down in downs], -1)  # type: ignore[no-untyped-call]
+    return parts

@@ -1,9 +1,9 @@
 """Fused operators of transformer blocks, with their gradients: what a block does between its products.
 
-Kernels are Triton's: on CUDA, or, with ``TRITON_INTERPRET=1`` in the environment before the first import, on a
-CPU, slowly. They are operators of torch (``torch.ops.spotlight_kernels``), so profilers, counters, selective
-recomputation and tensors without memory see them. With and without gradient the same kernels run: results are
-equal to the bit.
+Kernels are Triton's: on CUDA, or, with ``TRITON_INTERPRET=1`` in the environment before the first import, on
+a CPU, slowly. They are operators of torch (``torch.ops.spotlight_kernels``), so profilers, counters,
+selective recomputation and tensors without memory see them. With and without gradient the same kernels run:
+results are equal to the bit.
 
 ``rounded`` everywhere: round after each step to the tensors' type, as the separate operators in diffusers do;
 otherwise compute in float32 and round once.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,12 @@ from spotlight_kernels import triton_heads, triton_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run on CPU tensors."""
-_OPERATORS = torch.library.Library("spotlight_kernels", "DEF")
+_OPERATORS = torch.library.Library("spotlight_kernels", "DEF")  # type: ignore[no-untyped-call]
 ops = torch.ops.spotlight_kernels
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class HeadStream:
     """Queries, keys or values of one stream of tokens, before their norm.
 
     Attributes:
@@ -45,7 +45,7 @@ class Stream:
     angles: tuple[Tensor, Tensor] | None = None
 
 
-def join_heads(streams: Sequence[Stream], size: int, eps: float, *, rounded: bool) -> Tensor:
+def join_heads(streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool) -> Tensor:
     """Normalise and rotate the heads of every stream, and join the streams.
 
     Returns:
@@ -58,18 +58,18 @@ def join_heads(streams: Sequence[Stream], size: int, eps: float, *, rounded: boo
     return joint
 
 
-def join_heads_reference(streams: Sequence[Stream], size: int, eps: float, *, rounded: bool) -> Tensor:
+def join_heads_reference(streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool) -> Tensor:
     """:func:`join_heads` by torch's operators."""
     return torch.cat([_heads_reference(stream, size, eps, rounded) for stream in streams], 1)
 
 
-def _heads_reference(stream: Stream, size: int, eps: float, rounded: bool) -> Tensor:
+def _heads_reference(stream: HeadStream, size: int, eps: float, rounded: bool) -> Tensor:
     x, weight, kind = stream.x, stream.weight, stream.x.dtype
     heads = x.shape[-1] // size
     value = x.float()
     if weight is not None:
         if weight.shape[0] == size:
-            value = value.unflatten(-1, (heads, size))
+            value = value.view(*x.shape[:2], heads, size)
         value = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
         if rounded:
             value = value.to(kind).float()
@@ -77,7 +77,7 @@ def _heads_reference(stream: Stream, size: int, eps: float, rounded: bool) -> Te
     value = value.reshape(*x.shape[:2], heads, size)
     if stream.angles is not None:
         cos, sin = (each.float().unsqueeze(-2) for each in stream.angles)
-        a, b = value.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = value.view(*value.shape[:-1], -1, 2).unbind(-1)
         value = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     return value.to(kind)
 
@@ -90,8 +90,8 @@ class Modulation:
         gate, scale, shift: [batch, width], the last dimension contiguous; each may be missing.
         weight: [width] of an RMSNorm; None: a LayerNorm without weights.
         branch_weight: [width] of an RMSNorm that the branch passes before it is gated; None: it passes none.
-        chosen: [tokens] of bool. Gate and scale are [batch + 1, width] then, and the last row is for tokens that
-            are False here, of all pictures.
+        chosen: [tokens] of bool. Gate and scale are [batch + 1, width] then, and the last row is for tokens
+            that are False here, of all pictures.
     """
 
     gate: Tensor | None = None
@@ -107,7 +107,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """``r = x + gate * y`` and ``norm(r) * (1 + scale) + shift``.
 
-    Use the returned ``r`` from here on instead of ``x``, also without ``y``: its gradient joins in one kernel.
+    Use the returned ``r`` instead of ``x`` from here on, also without ``y``: gradients join in one kernel.
 
     Args:
         x, y: [batch, tokens, width]; without ``y``, r is x.
@@ -136,8 +136,7 @@ def gated_add(
     total, _ = _AddNorm.apply(  # type: ignore[no-untyped-call]
         x, y, gate, None, None, None, branch_weight, chosen, eps, rounded, False
     )
-    assert isinstance(total, Tensor)
-    return total
+    return cast(Tensor, total)
 
 
 def add_norm_reference(
@@ -181,8 +180,7 @@ class _JoinHeads(torch.autograd.Function):
     def forward(ctx: Any, size: int, eps: float, rounded: bool, *flat: Tensor | None) -> Tensor:
         ctx.save_for_backward(*flat)
         ctx.size, ctx.eps, ctx.rounded = size, eps, rounded
-        joint: Tensor = ops.join_heads(*(list(flat[i::4]) for i in range(4)), size, eps, rounded)
-        return joint
+        return cast(Tensor, ops.join_heads(*(list(flat[i::4]) for i in range(4)), size, eps, rounded))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -206,9 +204,9 @@ def _weight_gradient(ctx: Any, gradient: Tensor, flat: Sequence[Any]) -> Tensor:
     with torch.enable_grad():
         own = weight.detach().requires_grad_()
         angles = None if cos is None else (cos, sin)
-        out = _heads_reference(Stream(x.detach(), own, angles), ctx.size, ctx.eps, ctx.rounded)
+        out = _heads_reference(HeadStream(x.detach(), own, angles), ctx.size, ctx.eps, ctx.rounded)
         (found,) = torch.autograd.grad(out, own, gradient)
-    return found
+    return cast(Tensor, found)
 
 
 class _AddNorm(torch.autograd.Function):
@@ -365,21 +363,25 @@ def _join_heads_backward(
     out = x.new_empty(x.shape)
     block, loops = _split(width // size)
     triton_heads.backward[(batch * tokens,)](
-        x, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin, gradient, out,
-        tokens, width // size, eps, *x.stride()[:2], *gradient.stride()[:2], *_angle_strides(cos),
-        SIZE=size, BLOCK=block, LOOPS=loops, NORM=weight is not None,
+        x, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin,
+        gradient, out, tokens, width // size, eps, *x.stride()[:2], *gradient.stride()[:2],
+        *_angle_strides(cos), SIZE=size, BLOCK=block, LOOPS=loops, NORM=weight is not None,
         ACROSS=weight is not None and weight.shape[0] != size, ROTATE=cos is not None,
     )  # fmt: skip
     return out
 
 
 def _rows(x: Tensor, rows: int, wide_warps: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid of a kernel on rows, and its sizes: the fastest of those tried on an H200 at width 3072."""
+    """The grid of a kernel on rows, and its sizes: the fastest of those tried on an H200 at width 3072.
+
+    Up to width 8192 no kernel spills registers. Tokens come first: a grid's second side is below 65,536.
+    """
     batch, tokens, width = x.shape
     rows = rows if tokens >= 64 else 1
     block = triton.next_power_of_2(width)
-    sizes = {"BLOCK": block, "ROWS": rows, "num_warps": wide_warps if block > 2048 else 4}
-    return (-(-tokens // rows), batch), sizes  # a grid's second side is below 65,536
+    warps = 4 if block <= 2048 else wide_warps if block <= 4096 else 2 * wide_warps
+    sizes = {"BLOCK": block, "ROWS": rows, "num_warps": warps}
+    return (-(-tokens // rows), batch), sizes
 
 
 def _stride(each: Tensor | None) -> int:
@@ -410,10 +412,11 @@ def _add_norm(
     grid, sizes = _rows(x, 4, 8)
     triton_rows.forward[grid](
         x, _or(y, x), _or(gate, x), _or(scale, x), _or(shift, x), _or(weight, x), _or(branch_weight, x),
-        _or(chosen, x), total, out, x.shape[1], x.shape[2], eps, _stride(gate), _stride(scale), _stride(shift),
+        _or(chosen, x), total, out, x.shape[1], x.shape[2], eps,
+        _stride(gate), _stride(scale), _stride(shift),
         ADD=y is not None, GATE=gate is not None, BRANCH=branch_weight is not None, NORM=norm,
-        WEIGHT=weight is not None, SCALE=scale is not None, SHIFT=shift is not None, CHOOSE=chosen is not None,
-        ROUNDED=rounded, **sizes, **once,
+        WEIGHT=weight is not None, SCALE=scale is not None, SHIFT=shift is not None,
+        CHOOSE=chosen is not None, ROUNDED=rounded, **sizes, **once,
     )  # fmt: skip
     return total, out
 
@@ -488,14 +491,17 @@ for _schema, _kernel, _shape in (
     ),
     (
         "add_norm_backward(Tensor? from_total, Tensor? from_out, Tensor? total, Tensor? y, Tensor? gate, "
-        "Tensor? scale, Tensor? weight, Tensor? branch_weight, Tensor? chosen, float eps) -> (Tensor, Tensor)",
+        "Tensor? scale, Tensor? weight, Tensor? branch_weight, Tensor? chosen, float eps) "
+        "-> (Tensor, Tensor)",
         _add_norm_backward,
         _empty_rows_backward,
     ),
 ):
-    _OPERATORS.define(_schema)
+    _OPERATORS.define(_schema)  # type: ignore[no-untyped-call]
     _name = _schema.split("(")[0]
-    _OPERATORS.impl(_name, _shape, "Meta")
-    _OPERATORS.impl(_name, _kernel, "CUDA")
-    if INTERPRETED:
-        _OPERATORS.impl(_name, _kernel, "CPU")
+    for _function, _key in (
+        (_shape, "Meta"),
+        (_kernel, "CUDA"),
+        *(((_kernel, "CPU"),) if INTERPRETED else ()),
+    ):
+        _OPERATORS.impl(_name, _function, _key)  # type: ignore[no-untyped-call]

@@ -62,7 +62,7 @@ def forward(
     CHOOSE: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """See :func:`spotlight_kernels.operators.add_norm`. ``x``, ``y``, ``residual``, ``out`` are contiguous."""
+    """See :func:`spotlight_kernels.operators.add_norm`; all but the modulation is contiguous."""
     b = tl.program_id(1).to(tl.int64)
     kind = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
@@ -140,8 +140,8 @@ def backward(
     CHOOSE: tl.constexpr,
     THROUGH: tl.constexpr,
 ):
-    """Gradients of ``x``, and of ``y`` if it is another (GATE or BRANCH), of those of the residual (if THROUGH)
-    and of the output (if NORM).
+    """Gradients of ``x``, and of ``y`` if it has its own (GATE or BRANCH), of those of the residual (if
+    THROUGH) and of the output (if NORM).
     """
     b = tl.program_id(1).to(tl.int64)
     kind = to_x.dtype.element_ty

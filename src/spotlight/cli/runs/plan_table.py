@@ -99,7 +99,7 @@ def _passes(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
         ("rollout forwards", passes.rollout, "the denoising steps"),
         ("policy forwards", passes.policy, timesteps),
         ("backwards", passes.backward, "about two forwards each"),
-        ("recomputed forwards", passes.recomputed, "learner.gradient_checkpointing"),
+        ("recomputed forwards", passes.recomputed, "learner.recompute"),
         ("old-policy forwards", passes.old, timesteps),
         ("reference forwards", passes.reference, timesteps),
         ("old log-prob forwards", passes.old_log_probs, timesteps),

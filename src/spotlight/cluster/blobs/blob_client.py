@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Collection, Sequence
 from dataclasses import dataclass
+from pickle import PickleBuffer
 from typing import Any
 
 from spotlight.cluster.blobs.blob_server import Delivered
@@ -88,9 +89,9 @@ class BlockingBlobClient:
         )
         return stored
 
-    def put(self, kind: str, name: str, data: bytes) -> None:
+    def put(self, kind: str, name: str, data: bytes | bytearray) -> None:
         """Store a blob."""
-        self._get(self.actor.put.remote(kind, name, data))
+        self._get(self.actor.put.remote(kind, name, PickleBuffer(data)))  # the transport's only copy
 
     def _get(self, reference: Any) -> Any:
         import ray

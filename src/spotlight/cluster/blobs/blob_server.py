@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 from spotlight.cluster.blobs.blob_store import BlobStore, StoredBlob, Usage
 from spotlight.scheduler.events import Event
 from spotlight.scheduler.types import WorkerId
-from spotlight.worker.reports import Report, ReportedValue, RolloutSpeed
+from spotlight.worker.reports import Report, ReportedValue, RolloutSpeed, address
 from spotlight_rewards.base.file_errors import StoreError
 
 if TYPE_CHECKING:
@@ -133,10 +133,13 @@ class BlobServer:
             lambda: [self._store.get(kind, name, weights_digest) for name in names]
         )
 
-    async def put(self, kind: str, name: str, data: bytes, weights_digest: str = "", step: int = 0) -> bool:
+    async def put(
+        self, kind: str, name: str, data: bytes | memoryview, weights_digest: str = "", step: int = 0
+    ) -> bool:
         """Store one blob; see :meth:`BlobStore.put`. Raises StoreError."""
         return await asyncio.to_thread(
-            self._store.put, kind, name, data, weights_digest=weights_digest, step=step
+            # Copied: a view's memory belongs to the transport.
+            lambda: self._store.put(kind, name, bytes(data), weights_digest=weights_digest, step=step)
         )
 
     async def drop(self, kind: str, names: Sequence[str]) -> None:
@@ -158,9 +161,8 @@ class BlobServer:
 
     def _keep(self, values: Sequence[ReportedValue], weights_digest: str) -> None:
         for value in values:
-            self._store.put(
-                value.kind, value.name, value.data, weights_digest=weights_digest, step=value.step
-            )
+            digest = address(weights_digest, value.suffix)
+            self._store.put(value.kind, value.name, value.data, weights_digest=digest, step=value.step)
 
 
 class BlobActor(BlobServer):

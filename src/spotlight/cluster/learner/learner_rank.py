@@ -82,14 +82,12 @@ class RankPlace:
     """Identity of a rank's process.
 
     Attributes:
-        timeout_s: of one collective.
         gpu: index among its visible GPUs; None: the only one.
         per_node: consecutive ranks on each node; empty: all on one.
     """
 
     rank: int
     world: int
-    timeout_s: float = 1800.0
     gpu: int | None = None
     per_node: tuple[int, ...] = ()
 
@@ -125,7 +123,7 @@ class RankStore(Protocol):
     def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
         """Latest step of each named blob; None where missing."""
 
-    def put(self, kind: str, name: str, data: bytes) -> None:
+    def put(self, kind: str, name: str, data: bytes | bytearray) -> None:
         """Store a blob."""
 
 
@@ -242,8 +240,9 @@ class LearnerRank:
         meeting = None
         if address is not None:
             meeting = Meeting(self._store(address), place.rank, place.world, place.per_node)
-            rendezvous.listen_only_on(hosts[place.rank] if hosts else LOOPBACK)
-        self._ranks = self._stack.enter_context(process_group(self._device, place.timeout_s, meeting))
+            own = hosts[place.rank] if hosts else LOOPBACK
+            self._stack.enter_context(rendezvous.listening_only_on(own))
+        self._ranks = self._stack.enter_context(process_group(self._device, self._collective_s, meeting))
 
     def load_model(self, prompts: Sequence[Prompt]) -> None:
         """Load the model and embed the uncached ones of the run's ``prompts``. Collective.
@@ -363,7 +362,7 @@ class LearnerRank:
         self.store.put(WEIGHTS, manifest.digest, data)
         return manifest
 
-    def packed(self, version: int | None, lineage: int) -> tuple[WeightsManifest, bytes] | None:
+    def packed(self, version: int | None, lineage: int) -> tuple[WeightsManifest, bytearray] | None:
         """Pack the weights that workers need next, gathered from all ranks. Collective.
 
         Args:
@@ -384,14 +383,16 @@ class LearnerRank:
                 "steps: it was restored from another checkpoint than the controller"
             )
         dtype = build.torch_dtype(self.config.fleet.published_dtype(self.config))
+        # A whole model that is gathered from its shards does not fit on one device.
+        stay = self.config.learner.mode == "lora" or self.ranks.world == 1
         with self._in(Phase.WEIGHT_SYNC):
             states: dict[str, dict[str, Tensor]] = {
-                slot: whole_state(learning.slots, slot, keep=self.ranks.is_main, dtype=dtype)
+                slot: whole_state(learning.slots, slot, keep=self.ranks.is_main, stay=stay)
                 for slot in published_slots(self.config, learning.model.algorithm, learning.learner.batches)
             }
             if not self.ranks.is_main:
                 return None
-            return pack(held, lineage, states, learning.slots.modules_bound)
+            return pack(held, lineage, states, learning.slots.modules_bound, dtype=dtype)
 
     def save(self, directory: Path) -> None:
         """Write the learner's state. Collective, with the same shared directory on every rank."""
@@ -440,7 +441,11 @@ class LearnerRank:
 
     @property
     def _meeting_s(self) -> float:
-        return min(_MEETING_S, self.place.timeout_s)
+        return min(_MEETING_S, self._collective_s)
+
+    @property
+    def _collective_s(self) -> float:
+        return self.config.fleet.learner_collective_s
 
     @contextmanager
     def _in(self, phase: Phase) -> Iterator[None]:

@@ -80,7 +80,6 @@ class RayLauncher:
         yield_s: within which a worker has ended its step.
         token: what :func:`~spotlight.cluster.learner.learner_rank.write_token` wrote.
         logs: directory for the ranks' output, on shared storage.
-        exchange_s: timeout of a collective.
         store_s: timeout of a blob store call.
         profiled_steps: micro-batches that rank 0 traces.
     """
@@ -93,7 +92,6 @@ class RayLauncher:
         token: str,
         logs: Path,
         *,
-        exchange_s: float = 600.0,
         store_s: float = 300.0,
         room: Callable[[], Awaitable[None]] | None = None,
         spares: SpareWorkers | None = None,
@@ -105,7 +103,7 @@ class RayLauncher:
         self._at: dict[int, Mapping[str, int]] = {}
         self._config, self._placements, self._token = config, placements, token
         self._blobs = BlockingBlobClient(store, store_s)
-        self._logs, self._exchange_s = logs.absolute(), exchange_s
+        self._logs = logs.absolute()
         self._thread = ThreadPoolExecutor(1, "learner-launcher")
 
     async def start(self, life: int, beside: int | None = None) -> Sequence[RankHandle]:
@@ -158,7 +156,7 @@ class RayLauncher:
         per_node = tuple(len([*ranks]) for _, ranks in groupby(placements, lambda placement: placement.node))
         self._at[life] = Counter(placement.node for placement in placements)
         places = [
-            RankPlace(rank, len(placements), self._exchange_s, placement.gpu, per_node)
+            RankPlace(rank, len(placements), placement.gpu, per_node)
             for rank, placement in enumerate(placements)
         ]
         orders = [self._order(life, *each) for each in zip(places, placements, strict=True)]

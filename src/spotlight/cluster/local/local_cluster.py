@@ -110,8 +110,12 @@ class LocalCluster:
         with self._lock:
             return [self.first, *(node for node, _, _ in self._nodes.values())]
 
-    def add_node(self, name: str, kind: NodeKind, slots: int) -> LocalNode:
+    def add_node(self, name: str, kind: NodeKind, slots: int, resource: str = SLOT) -> LocalNode:
         """Start a node; returns when Ray can use it (about a second).
+
+        Args:
+            resource: what Ray calls its slots; ``GPU``: this machine's first ones, which other nodes may have
+                too.
 
         Raises LocalClusterError if the name is taken or the node did not start.
         """
@@ -124,7 +128,7 @@ class LocalCluster:
             number, self._count = self._count, self._count + 1
         mark = f"{self.id}/{number}"
         try:
-            handle = start_node(_request(name, kind, slots, mark), self.address)
+            handle = start_node(_request(name, kind, slots, mark, resource), self.address)
         except raised_by_ray() as error:
             guard.end(mark)
             raise self._failed(f"node {name!r} did not start", error) from error
@@ -230,7 +234,7 @@ def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster
 
 
 def _first(id: str, directory: Path, name: str, slots: int) -> LocalCluster:
-    request = _request(name, NodeKind.RESERVED, slots, f"{id}/0", _SYSTEM)
+    request = _request(name, NodeKind.RESERVED, slots, f"{id}/0", SLOT, _SYSTEM)
     try:
         head = start_head(request, directory)
     except raised_by_ray() as error:
@@ -244,9 +248,9 @@ def _first(id: str, directory: Path, name: str, slots: int) -> LocalCluster:
 
 
 def _request(
-    name: str, kind: NodeKind, slots: int, mark: str, system_config: dict[str, int] | None = None
+    name: str, kind: NodeKind, slots: int, mark: str, slot: str, system_config: dict[str, int] | None = None
 ) -> NodeRequest:
-    resources = {KIND_RESOURCES[kind]: 1.0} | ({SLOT: float(slots)} if slots else {})
+    resources = {KIND_RESOURCES[kind]: 1.0} | ({slot: float(slots)} if slots else {})
     return NodeRequest(name, resources, {}, {guard.MARK: mark}, _STORE_BYTES, system_config or {})
 
 

@@ -127,12 +127,13 @@ class _OfItsOwnSession(services.ConsolePopen):  # type: ignore[misc]
 
 
 def _start(request: NodeRequest, *, head: bool, **more: object) -> Node:
+    resources = dict(request.resources)
     parameters = RayParams(
         node_ip_address=_LOOPBACK,
         node_name=request.name,
         num_cpus=0,
-        num_gpus=0,
-        resources=dict(request.resources),
+        num_gpus=resources.pop("GPU", 0),  # Ray wants it apart
+        resources=resources,
         labels=dict(request.labels),
         env_vars=dict(request.environment),
         object_store_memory=request.store_bytes,

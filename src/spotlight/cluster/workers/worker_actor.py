@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,8 +40,8 @@ _GROUPS = {"tell": 1, "watch": 1}
 class WorkerBlobClient:
     """A worker's client of the blob store, whose errors it turns into :class:`HeadLostError`.
 
-    A report is delivered in the background of the next step, and must have arrived before the next report is
-    sent. So at most one finished step is unsaved.
+    Reports are packed and delivered in the background of the next step, and must have arrived before the next
+    ones are sent. So at most one finished step is unsaved.
     """
 
     def __init__(self, store: BlockingBlobClient) -> None:
@@ -49,11 +49,15 @@ class WorkerBlobClient:
         self._carrier = ThreadPoolExecutor(1, "reports")
         self._under_way: Future[Any] | None = None
 
-    def deliver(self, report: Report) -> None:
+    def deliver(self, reports: Iterable[Report]) -> None:
         """See :class:`spotlight.worker.interfaces.HeadClient`. The next call raises if this one failed."""
         if self._under_way is not None:
             self._under_way.result()
-        self._under_way = self._carrier.submit(_answered, self._store.deliver, report)
+        self._under_way = self._carrier.submit(self._carry, reports)
+
+    def _carry(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            _answered(self._store.deliver, report)
 
     def fetch(self, kind: str, names: Sequence[str], weights_digest: str = "") -> list[StoredBlob | None]:
         """See :class:`spotlight.worker.interfaces.HeadClient`."""

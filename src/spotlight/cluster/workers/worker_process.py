@@ -147,7 +147,7 @@ class WorkerProcess:
         """Decline this time; the controller asks again at once and may name another source."""
         time.sleep(_PAUSE_S)
         failed = PullFailed(self._place.worker, self._place.epoch, pull.version, pull.lineage)
-        self._home.deliver(Report(self._place.worker, "", (), (failed,)))
+        self._home.deliver([Report(self._place.worker, "", (), (failed,))])
 
     def _family(self, pull: PullWeights) -> ModelFamily:
         """Load the model: its transformer from the peer the controller names, or everything from disk.
@@ -229,7 +229,7 @@ class WorkerProcess:
     def _send_trace(self, path: Path) -> None:
         trace = ReportedValue(TRACE, Phase.ROLLOUT, path.read_bytes())
         try:
-            self._home.deliver(Report(self._place.worker, "", (trace,), ()))
+            self._home.deliver([Report(self._place.worker, "", (trace,), ())])
         except HeadLostError as error:  # the loop's next report ends it, where that is the cause
             log.warning("the trace is not delivered: %s", error)
 

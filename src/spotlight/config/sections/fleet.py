@@ -197,6 +197,11 @@ class FleetConfig(Section):
     """
     learner_s: PositiveFloat = 3600.0
     """Limit for one call of the learner (a micro-batch, a checkpoint) before it counts as lost."""
+    learner_collective_s: PositiveFloat = 600.0
+    """A rank of the learner that keeps the others waiting in a collective for this long is given up: the
+    learner ends, and on Ray starts again. Under torchrun ranks also wait for each other's rewards and for
+    rank 0's files.
+    """
     drain_margin_s: Annotated[float, Field(ge=0)] = 25.0
     """A node about to be preempted stops working this long before; at once if its notice is shorter."""
     store_gb: PositiveFloat = 4.0

@@ -106,9 +106,10 @@ class LearnerConfig(Section):
     in every forward. ``auto``: where they fit into each GPU beside a denoising forward, as the first rollouts
     measure it; never on CPUs.
     """
-    gradient_checkpointing: bool | Annotated[int, Field(ge=2)] = False
-    """Recompute activations in the backward pass: less memory, about a third more time. A number n: of every
-    n-th block alone.
+    recompute: Literal["none", "elementwise", "blocks"] | Annotated[int, Field(ge=2)] = "none"
+    """What the backward pass computes again instead of keeping it. ``elementwise``: all but matrix products
+    and attention, about half the memory for little time; ``blocks``: everything, the least memory for about a
+    third more time; a number n: all of every n-th block, nothing of the others. Gradients are equal.
     """
     timesteps_per_pass: PositiveInt | Literal["auto"] = 1
     """Maximum number of training timesteps of a micro-batch per forward and backward. Activations grow in
@@ -121,11 +122,6 @@ class LearnerConfig(Section):
     """Precision of the DiT's matrix products; sampler maths and losses stay float32. With ``model.dtype:
     bfloat16`` adapters are applied as bfloat16 copies, without autocast; their weights stay float32.
     """
-
-    @property
-    def recompute_every(self) -> int:
-        """Every n-th block is recomputed; meaningless without ``gradient_checkpointing``."""
-        return max(1, int(self.gradient_checkpointing))
 
     @property
     def pass_memory_bytes(self) -> int | None:
@@ -191,6 +187,9 @@ class LearnerConfig(Section):
         *(Requires("learner.keep_gathered", where, ("auto", False),
                    "Only ranks that share the model and roll out themselves gather it. Leave it out.")
           for where in ({"learner.shard": "none"}, {"fleet.driver": "ray"})),
+        Requires("model.compile", {"learner.recompute": "elementwise"}, "none",
+                 "Compiled code hides its products: set learner.recompute=blocks, or leave model.compile "
+                 "out."),
         Requires("learner.pass_memory_gib", {"learner.timesteps_per_pass": other_than("auto")}, UNSET,
                  "Only learner.timesteps_per_pass=auto looks at memory: set that, or leave the budget out."),
     )  # fmt: skip

@@ -57,6 +57,12 @@ class ModelConfig(Section):
     kernels take no mask, which prompts of unequal length in a batch need; those with ``varlen`` do where the
     model's padding comes last (not in Qwen-Image).
     """
+    kernels: Literal["fused", "reference"] | None = None
+    """What runs between matrix products: ``fused`` operators, or diffusers' slower ones (``reference``).
+    Results differ by rounding. Default: fused on NVIDIA GPUs, except with ``learner.mode: full`` and with
+    ``model.compile``. Blocks that have none, or whose outputs differ from diffusers' on this GPU, keep the
+    others, as the log says.
+    """
     compile: Literal["none", "regional"] = "none"
     """``regional``: compile the transformer's repeated blocks (torch.compile); faster after the half minute
     or more that the first forwards take. Results change by rounding.
@@ -93,6 +99,12 @@ class ModelConfig(Section):
                    "of them out.")
           for where in (
               {"fleet.sequence_parallel.degrees": other_than((1,))}, {"exploration.step_cache": SET})),
+        *(Requires("model.kernels", where, (None, "reference"), f"{why}: leave it out.")
+          for where, why in (
+              ({"model.compile": "regional"}, "Compiled blocks are fused by the compiler"),
+              ({"learner.mode": "full"}, "Fused operators are for adapters"),
+              ({"model.dtype": "float32", "learner.autocast": "bfloat16"},
+               "Under autocast types change between operators"))),
         # Whatever replaces weights, or does between kernels what a graph does not repeat.
         Requires("model.family", _GRAPHS, That("one whose forward reads no values back",
                  lambda run: FAMILIES.load(run.model.family).captures_graphs), _NO_GRAPHS),

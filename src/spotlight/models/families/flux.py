@@ -37,7 +37,9 @@ class Flux(ModelFamily):
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     )
-    activations = ActivationCosts(lora=14.5, full=23.0, checkpointed=1.5, forward=15.5, decode=6.5)
+    activations = ActivationCosts(
+        lora=14.5, full=23.0, elementwise=11.8, checkpointed=1.5, forward=15.5, decode=6.5
+    )
     embedded_guidance = 3.5
     packed = True
     pads_last = pads_prompts = True  # the model attends to padding, without a mask

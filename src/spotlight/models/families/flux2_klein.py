@@ -44,7 +44,9 @@ class Flux2Klein(ModelFamily):
         *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
         "to_qkv_mlp_proj",  # not the single blocks' to_out: as a suffix it matches other modules, too
     )
-    activations = ActivationCosts(lora=18.4, full=26.5, checkpointed=1.6, forward=21.5, decode=6.5)
+    activations = ActivationCosts(
+        lora=18.4, full=26.5, elementwise=12.5, checkpointed=1.6, forward=21.5, decode=6.5
+    )
     packed = True
     pads_last = pads_prompts = True  # the model attends to padding, without a mask
     guidance_argument = "guidance_scale"

@@ -49,7 +49,9 @@ class HunyuanVideo(ModelFamily):
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     )
-    activations = ActivationCosts(lora=14.5, full=23.5, checkpointed=1.15, forward=16.0, decode=10.5)
+    activations = ActivationCosts(
+        lora=14.5, full=23.5, elementwise=9.7, checkpointed=1.15, forward=16.0, decode=10.5
+    )
     video = True
     usual_frames_per_latent = 4
     splits_sequence = True

@@ -56,7 +56,9 @@ class QwenImage(ModelFamily):
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
     )
-    activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.5, forward=15.0, decode=21.0)
+    activations = ActivationCosts(
+        lora=20.0, full=27.0, elementwise=11.2, checkpointed=1.5, forward=15.0, decode=21.0
+    )
     packed = True
     reuses_blocks = True
     splits_sequence = True

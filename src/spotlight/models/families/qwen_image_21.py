@@ -68,7 +68,9 @@ class QwenImage21(ModelFamily):
         *("to_q", "to_k", "to_v", "to_out.0"),
         *("img_mlp.proj", "img_mlp.out", "img_mlp.gate_layer"),
     )
-    activations = ActivationCosts(lora=27.3, full=33.4, checkpointed=1.2, forward=15.0, decode=21.0)
+    activations = ActivationCosts(
+        lora=27.3, full=33.4, elementwise=13.1, checkpointed=1.2, forward=15.0, decode=21.0
+    )
     packed = True
     always_masks = True  # text is causal
     captures_graphs = False

@@ -80,7 +80,9 @@ class QwenImageEdit(QwenImage):
         **QwenImage.components,
         "processor": PipelineComponent(("Qwen2VLProcessor",), weights=False, load=PictureProcessor),
     }
-    activations = ActivationCosts(lora=20.0, full=27.0, checkpointed=1.2, forward=15.0, decode=21.0)
+    activations = ActivationCosts(
+        lora=20.0, full=27.0, elementwise=11.2, checkpointed=1.2, forward=15.0, decode=21.0
+    )
     reuses_blocks = False  # rows with references of other shapes take forwards of their own
     cuts_prompts = False
     reference_tokens = (_REFERENCE_PX // _PATCH_PX) ** 2 + (_SEEN_PX // _VISION_PATCH_PX) ** 2

@@ -49,7 +49,9 @@ class StableDiffusion3(ModelFamily):
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
-    activations = ActivationCosts(lora=14.5, full=27.0, checkpointed=1.5, forward=9.5, decode=6.5)
+    activations = ActivationCosts(
+        lora=14.5, full=27.0, elementwise=11.9, checkpointed=1.5, forward=9.5, decode=6.5
+    )
     guidance_argument = "guidance_scale"
     text_tokens_max = 512
     published, tiny_models = read_models(__file__)

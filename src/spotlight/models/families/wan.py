@@ -40,7 +40,9 @@ class Wan(ModelFamily):
         "text_encoder": PipelineComponent(("UMT5EncoderModel",), weights=True, lazy=True),
     }
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
-    activations = ActivationCosts(lora=23.5, full=31.5, checkpointed=1.15, forward=12.5, decode=14.0)
+    activations = ActivationCosts(
+        lora=23.5, full=31.5, elementwise=13.0, checkpointed=1.15, forward=12.5, decode=14.0
+    )
     video = True
     usual_frames_per_latent = 4
     reuses_blocks = True

@@ -43,7 +43,9 @@ class ZImage(ModelFamily):
         *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
         *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
     )
-    activations = ActivationCosts(lora=21.5, full=30.9, checkpointed=1.16, forward=16.0, decode=6.5)
+    activations = ActivationCosts(
+        lora=21.5, full=30.9, elementwise=12.5, checkpointed=1.16, forward=16.0, decode=6.5
+    )
     pads_last = True
     published, tiny_models = read_models(__file__)
 

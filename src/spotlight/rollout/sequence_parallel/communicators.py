@@ -6,7 +6,8 @@ A communicator is opened and closed many times per process. If a member dies or 
 - gloo blocks the thread. A dead peer's closed socket ends the collective in milliseconds, a stopped peer runs
   into gloo's timeout. torch raises a plain RuntimeError for both, recognized by its text.
 - NCCL runs kernels and does not report a dead peer. A timer aborts the communicator, the kernels return, and
-  ``bounded`` raises. While it opens there is nothing to abort: a process whose peer is missing then cannot be
+  ``bounded`` raises, whatever else the abort makes of what was being exchanged. An abort that does not return
+  ends the process. While it opens there is nothing to abort: a process whose peer is missing then cannot be
   freed, and :class:`CommunicatorStuckError` ends it.
 
 Both serve one node: gloo binds to the loopback interface.
@@ -26,6 +27,8 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _abort_process_group, _set_pg_timeout, _world
+
+from spotlight.rollout.lost_device import end_if_lost, end_process
 
 _HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _GLOO = re.compile(r"gloo|Connection closed by peer|Connection reset by peer|Timed out waiting \d+ms")
@@ -111,15 +114,15 @@ class Gloo:
             yield
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or _GLOO.search(str(error)):
-                raise SpPeerLostError(str(error).splitlines()[0]) from error
+                raise SpPeerLostError(_first_line(error)) from error
             raise
 
 
 class Nccl:
     """See :class:`Communicator`.
 
-    Not tested: that needs two GPUs, since NCCL refuses two ranks on one. Follows torch's and NCCL's
-    documentation.
+    Never run between two GPUs, and NCCL refuses two ranks on one: tests run it over gloo, made to answer as
+    late as NCCL does. Follows torch's and NCCL's documentation.
 
     Args:
         device: this process's GPU, with an index.
@@ -137,61 +140,77 @@ class Nccl:
         # Otherwise torch's watchdog kills the process when a collective fails; this one must survive.
         os.environ[_HANDLING] = "0"
         torch.cuda.set_device(self.device)
-        # In a thread, since NCCL waits for a missing peer without end, and there is nothing to abort yet.
-        opener = _Opener(lambda: self._connect(store, rank, degree), self.collective_s)
-        return opener.result()
+        return self._connected(
+            lambda: _opened("nccl", store, rank, degree, self.collective_s, self.device), self.collective_s
+        )
 
     def half(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
         """See :meth:`Communicator.half`."""
-
-        def connect() -> dist.ProcessGroup:
-            torch.cuda.set_device(self.device)  # of this thread
-            try:
-                return _half(group, self.collective_s)
-            except dist.DistError as error:
-                raise SpPeerLostError(str(error).splitlines()[0]) from error
-
-        return _Opener(connect, self.collective_s / 2).result()
+        return self._connected(lambda: _half(group, self.collective_s), self.collective_s / 2)
 
     def close(self) -> None:
         """See :meth:`Communicator.close`. Aborts, because an orderly shutdown waits for dead peers."""
         if dist.is_initialized():
-            _abort_process_group()
+            with self._ending("aborting a group of GPUs"):
+                _abort_process_group()
         # The process may become a learner rank, which a failed collective is to end.
         if self._handling is None:
             os.environ.pop(_HANDLING, None)
         else:
             os.environ[_HANDLING] = self._handling
 
-    def _connect(self, store: Store, rank: int, degree: int) -> dist.ProcessGroup:
-        torch.cuda.set_device(self.device)  # of this thread
+    def _connected(self, opened: Callable[[], dist.ProcessGroup], limit_s: float) -> dist.ProcessGroup:
+        def connect() -> dist.ProcessGroup:
+            torch.cuda.set_device(self.device)  # of this thread
+            try:
+                group = opened()
+                _use(group, self.device)
+                torch.cuda.synchronize(self.device)
+            except dist.DistError as error:
+                end_if_lost(error)
+                raise SpPeerLostError(_first_line(error)) from error
+            return group
+
+        # In a thread, since NCCL waits for a missing peer without end, and there is nothing to abort yet.
+        return _Opener(connect, limit_s).result()
+
+    @contextmanager
+    def _ending(self, what: str) -> Iterator[None]:
+        """Ends the process if the block takes longer than a collective may."""
+        why = f"{what} has not returned after {self.collective_s:g} s"
+        timer = threading.Timer(self.collective_s, end_process, [why])
+        timer.daemon = True
+        timer.start()
         try:
-            group = _opened("nccl", store, rank, degree, self.collective_s, self.device)
-            torch.cuda.synchronize(self.device)
-        except dist.DistError as error:
-            raise SpPeerLostError(str(error).splitlines()[0]) from error
-        return group
+            yield
+        finally:
+            timer.cancel()
 
     @contextmanager
     def bounded(self, limit_s: float | None = None) -> Iterator[None]:
         """See :meth:`Communicator.bounded`."""
         limit_s = self.collective_s if limit_s is None else limit_s
-        expired = threading.Event()
+        expired, over = threading.Event(), threading.Event()
 
         def expire() -> None:
             expired.set()
             self.close()
+            with self._ending("an exchange of GPUs that was aborted"):  # kernels may outlast their abort
+                over.wait()
 
         timer = threading.Timer(limit_s, expire)
         timer.start()
         try:
             yield
             torch.cuda.synchronize(self.device)
-        except RuntimeError as error:
+        except Exception as error:
+            end_if_lost(error)
+            # An abort shows in many ways: a length that never came, a group that is none any more.
             if expired.is_set() or isinstance(error, dist.DistError):
-                raise SpPeerLostError(str(error).splitlines()[0]) from error
+                raise SpPeerLostError(_first_line(error)) from error
             raise
         finally:
+            over.set()
             timer.cancel()
             timer.join()  # wait for an abort in progress
         if expired.is_set():
@@ -261,12 +280,25 @@ def _opened(
     return group
 
 
+def _use(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make every kind of collective that a group makes: NCCL connects two GPUs when one first needs it."""
+    ones = torch.ones(group.size(), device=device)
+    dist.all_reduce(ones, group=group)
+    dist.broadcast(ones, group=group, group_src=0)
+    dist.all_gather([torch.empty_like(ones) for _ in range(group.size())], ones, group=group)
+    dist.all_to_all_single(torch.empty_like(ones), ones, group=group)
+
+
 def _half(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
     middle, timeout = group.size() // 2, timedelta(seconds=timeout_s)
     halves = [range(middle), range(middle, group.size())]
     made = [dist.new_group(list(ranks), timeout=timeout) for ranks in halves]
     own: dist.ProcessGroup = made[group.rank() >= middle]
     return own
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 @contextmanager

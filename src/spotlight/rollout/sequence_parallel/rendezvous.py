@@ -11,6 +11,8 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +73,21 @@ def connect(address: Address, timeout_s: float = 30.0) -> Store:
         ) from error
 
 
-def listen_only_on(host: str) -> None:
-    """Bind gloo and NCCL to the interface of ``host``: gloo's default is often the loopback.
+@contextmanager
+def listening_only_on(host: str) -> Iterator[None]:
+    """Binds gloo and NCCL to the interface of ``host``, for groups made within: gloo's default is often the
+    loopback.
 
     Interfaces set by the user are respected.
     """
-    if (interface := _interface_of(host)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    interface = _interface_of(host)
+    ours = [] if interface is None else [name for name in _INTERFACES if name not in os.environ]
+    os.environ |= {name: str(interface) for name in ours}
+    try:
+        yield
+    finally:
+        for name in ours:
+            del os.environ[name]
 
 
 def _interface_of(host: str) -> str | None:

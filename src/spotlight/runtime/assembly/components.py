@@ -28,9 +28,10 @@ from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.attention import use_attention
 from spotlight.models.kernels.cuda_graphs import capture_forwards
+from spotlight.models.kernels.fused import use_fused
 from spotlight.models.kernels.regional import compile_blocks
 from spotlight.models.model_errors import ModelError
-from spotlight.models.peft_layers import LoraSpec, check_targets
+from spotlight.models.peft_layers import LoraSpec, check_targets, fuse
 from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.registry import FAMILIES
@@ -146,13 +147,27 @@ def make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> 
     if config.model.attention is not None:
         splits = config.fleet.sequence_parallel.degrees != (1,)
         use_attention(family.transformer, config.model.attention, family.device, splits_sequence=splits)
+    fused = fuses(config, family.device) and use_fused(
+        family.transformer, family.device, asked=config.model.kernels == "fused"
+    )
     slots = _make_slots(config, family, algorithm)
+    if fused:
+        fuse(family.transformer)
     if config.model.compile == "regional":
         for module in slots.modules().values():
             compile_blocks(module, family.device)
     if config.model.cuda_graphs:
         capture_forwards(slots, family.device)
     return slots
+
+
+def fuses(config: RunConfig, device: torch.device) -> bool:
+    """Whether fused operators are to run, by ``model.kernels`` or its default."""
+    model, learner = config.model, config.learner
+    if model.kernels is not None:
+        return model.kernels == "fused"
+    mixed = model.dtype == "float32" and learner.autocast == "bfloat16"
+    return device.type == "cuda" and model.compile == "none" and learner.mode == "lora" and not mixed
 
 
 def _make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) -> WeightSlots:

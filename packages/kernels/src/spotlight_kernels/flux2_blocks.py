@@ -1,4 +1,4 @@
-"""Blocks of FLUX.2, as diffusers' ``Flux2TransformerBlock`` and ``Flux2SingleTransformerBlock`` compute them."""
+"""Blocks of FLUX.2, as ``Flux2TransformerBlock`` and ``Flux2SingleTransformerBlock`` compute them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from diffusers.models.transformers.transformer_flux2 import (
 )
 from torch import Tensor
 
-from spotlight_kernels import blocks, flux
+from spotlight_kernels import blocks, flux_blocks
 from spotlight_kernels.blocks import Angles, New, pairs
 from spotlight_kernels.operators import Modulation, add_norm, gated_add
 
 
-class Processor(Flux2AttnProcessor):  # type: ignore[misc]
+class Flux2Processor(Flux2AttnProcessor):  # type: ignore[misc]
     """Attention whose norms, rotations and joins are one operator for queries, keys and values each."""
 
-    __call__ = flux.Processor.__call__
+    __call__ = flux_blocks.FluxProcessor.__call__
 
 
-class ParallelProcessor(Flux2ParallelSelfAttnProcessor):  # type: ignore[misc]
+class Flux2ParallelProcessor(Flux2ParallelSelfAttnProcessor):  # type: ignore[misc]
     """Attention and MLP in one, whose norms and rotations are one operator for queries and keys each."""
 
     def __call__(
@@ -101,7 +101,10 @@ def single(
     x = gated_add(
         x, self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb, **options), gate, rounded=True
     )
-    return x.tensor_split([text_seq_len], 1) if split_hidden_states else x
+    if not split_hidden_states:
+        return x
+    text = text_seq_len or 0
+    return blocks.split(x, text, x.shape[1] - text)
 
 
 def _double_trouble(block: Any) -> str | None:
@@ -133,11 +136,11 @@ DOUBLE = blocks.Kind(
     double,
     _double_trouble,
     partial(_example, single=False),
-    {Flux2AttnProcessor: Processor},
+    {Flux2AttnProcessor: Flux2Processor},
 )
 SINGLE = blocks.Kind(
     single,
     _single_trouble,
     partial(_example, single=True),
-    {Flux2ParallelSelfAttnProcessor: ParallelProcessor},
+    {Flux2ParallelSelfAttnProcessor: Flux2ParallelProcessor},
 )

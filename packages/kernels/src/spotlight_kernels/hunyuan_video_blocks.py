@@ -1,6 +1,4 @@
-"""Blocks of HunyuanVideo, as diffusers' ``HunyuanVideoTransformerBlock`` and ``..SingleTransformerBlock`` compute
-them; the video comes first, and text is not rotated.
-"""
+"""Blocks of HunyuanVideo, double and single; the video comes first, and text is not rotated."""
 
 from __future__ import annotations
 
@@ -13,11 +11,11 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import Tensor
 
 from spotlight_kernels import blocks
-from spotlight_kernels.blocks import Angles, New, heads, pairs
+from spotlight_kernels.blocks import Angles, New, pairs
 from spotlight_kernels.operators import gated_add
 
 
-class Processor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
+class HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
     """Attention whose norms, rotations and joins are one operator for queries, keys and values each."""
 
     def __call__(
@@ -28,29 +26,15 @@ class Processor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As diffusers' own, of two streams; or, without ``encoder_hidden_states``, of both in one, whose last
-        tokens are not rotated.
-        """
+        """As diffusers' own, of two streams; or of both in one, whose last tokens are not rotated."""
         video, text = hidden_states, encoder_hidden_states
-        angles = pairs(image_rotary_emb)
+        size, angles = attn.inner_dim // attn.heads, pairs(image_rotary_emb)
         if angles is not None and text is None:
-            rest = video.shape[1] - angles[0].shape[0]
-            cos, sin = (
-                F.pad(each, (0, 0, 0, rest), value=n) for each, n in zip(angles, (1.0, 0.0), strict=True)
-            )
-            angles = cos, sin
-
-        def joint(name: str) -> Tensor:
-            norms = [getattr(attn, f"norm_{each}{name}", None) for each in ("", "added_")]
-            parts = [(getattr(attn, f"to_{name}")(video), norms[0], None if name == "v" else angles)]
-            if text is not None:
-                parts.append((getattr(attn, f"add_{name}_proj")(text), norms[1], None))
-            return heads(attn.inner_dim // attn.heads, *parts)
-
+            after = (0, 0, 0, video.shape[1] - len(angles[0]))
+            angles = F.pad(angles[0], after, value=1.0), F.pad(angles[1], after)
+        of_text = None if text is None else (text, None)
         attended = dispatch_attention_fn(
-            joint("q"),
-            joint("k"),
-            joint("v"),
+            *blocks.joint(attn, size, of_text, (video, angles), text_first=False),
             attn_mask=attention_mask,
             dropout_p=0.0,
             is_causal=False,
@@ -106,7 +90,7 @@ def single(
         hidden_states=normed, attention_mask=attention_mask, image_rotary_emb=image_rotary_emb
     )
     x = gated_add(x, self.proj_out(torch.cat([attended, inner], dim=2)), gate, rounded=True)
-    return x.split(lengths, 1)
+    return blocks.split(x, *lengths)
 
 
 def _double_trouble(block: Any) -> str | None:
@@ -131,5 +115,5 @@ def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
     }
 
 
-DOUBLE = blocks.Kind(double, _double_trouble, _example, {HunyuanVideoAttnProcessor2_0: Processor})
-SINGLE = blocks.Kind(single, _single_trouble, _example, {HunyuanVideoAttnProcessor2_0: Processor})
+DOUBLE = blocks.Kind(double, _double_trouble, _example, {HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor})
+SINGLE = blocks.Kind(single, _single_trouble, _example, {HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor})

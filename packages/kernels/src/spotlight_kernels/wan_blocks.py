@@ -14,7 +14,7 @@ from spotlight_kernels.blocks import Angles, New
 from spotlight_kernels.operators import Modulation, add_norm, gated_add
 
 
-class Processor(WanAttnProcessor):  # type: ignore[misc]
+class WanProcessor(WanAttnProcessor):  # type: ignore[misc]
     """Attention whose norm over all heads and rotation are one operator for queries and keys each."""
 
     def __call__(
@@ -30,7 +30,12 @@ class Processor(WanAttnProcessor):  # type: ignore[misc]
         if rotary_emb is not None:
             cos, sin = rotary_emb  # [1, tokens, 1, size]
             angles = cos[0, :, 0, 0::2], sin[0, :, 0, 1::2]
-        turned = blocks.Turned(attn, attn.inner_dim // attn.heads, angles)
+        text = encoder_hidden_states
+        if (
+            text is not None and attn.add_k_proj is not None
+        ):  # the last 512 tokens are text, others an image's
+            text = text[:, -512:]
+        turned = blocks.Turned(attn, attn.inner_dim // attn.heads, angles, hidden_states, text)
         return super().__call__(turned, hidden_states, encoder_hidden_states, attention_mask)  # type: ignore[no-any-return]
 
 
@@ -77,4 +82,4 @@ def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
     }
 
 
-CROSS = blocks.Kind(forward, _trouble, _example, {WanAttnProcessor: Processor})
+CROSS = blocks.Kind(forward, _trouble, _example, {WanAttnProcessor: WanProcessor})

@@ -13,7 +13,7 @@ from spotlight_kernels.blocks import New
 from spotlight_kernels.operators import Modulation, add_norm, gated_add
 
 
-class Processor(QwenImage21AttnProcessor):  # type: ignore[misc]
+class QwenImage21Processor(QwenImage21AttnProcessor):  # type: ignore[misc]
     """Attention whose norm and rotation are one operator for queries and keys each."""
 
     def __call__(
@@ -25,7 +25,9 @@ class Processor(QwenImage21AttnProcessor):  # type: ignore[misc]
         **options: Any,
     ) -> Tensor:
         """As diffusers' own."""
-        turned = blocks.Turned(attn, attn.inner_dim // attn.heads, blocks.complex_angles(rotary_emb))
+        turned = blocks.Turned(
+            attn, attn.inner_dim // attn.heads, blocks.complex_angles(rotary_emb), hidden_states
+        )
         return super().__call__(turned, hidden_states, attention_mask, **options)  # type: ignore[no-any-return]
 
 
@@ -81,4 +83,4 @@ def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
     }
 
 
-JOINT = blocks.Kind(forward, _trouble, _example, {QwenImage21AttnProcessor: Processor})
+JOINT = blocks.Kind(forward, _trouble, _example, {QwenImage21AttnProcessor: QwenImage21Processor})

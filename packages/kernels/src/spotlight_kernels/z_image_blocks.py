@@ -14,7 +14,7 @@ from spotlight_kernels.blocks import New
 from spotlight_kernels.operators import Modulation, add_norm, gated_add
 
 
-class Processor(ZSingleStreamAttnProcessor):  # type: ignore[misc]
+class ZImageProcessor(ZSingleStreamAttnProcessor):  # type: ignore[misc]
     """Attention whose norm and rotation are one operator for queries and keys each."""
 
     def __call__(
@@ -26,7 +26,9 @@ class Processor(ZSingleStreamAttnProcessor):  # type: ignore[misc]
         freqs_cis: Tensor | None = None,
     ) -> Tensor:
         """As diffusers' own."""
-        turned = blocks.Turned(attn, attn.inner_dim // attn.heads, blocks.complex_angles(freqs_cis))
+        turned = blocks.Turned(
+            attn, attn.inner_dim // attn.heads, blocks.complex_angles(freqs_cis), hidden_states
+        )
         return super().__call__(turned, hidden_states, encoder_hidden_states, attention_mask)  # type: ignore[no-any-return]
 
 
@@ -79,4 +81,4 @@ def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
     return given
 
 
-JOINT = blocks.Kind(forward, _trouble, _example, {ZSingleStreamAttnProcessor: Processor})
+JOINT = blocks.Kind(forward, _trouble, _example, {ZSingleStreamAttnProcessor: ZImageProcessor})

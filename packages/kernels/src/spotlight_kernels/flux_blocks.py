@@ -1,4 +1,4 @@
-"""Blocks of FLUX.1, as diffusers' ``FluxTransformerBlock`` and ``FluxSingleTransformerBlock`` compute them."""
+"""Blocks of FLUX.1, as ``FluxTransformerBlock`` and ``FluxSingleTransformerBlock`` compute them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor
 
 from spotlight_kernels import blocks
-from spotlight_kernels.blocks import Angles, New, heads, pairs
+from spotlight_kernels.blocks import Angles, New, pairs
 from spotlight_kernels.operators import gated_add
 
 
-class Processor(FluxAttnProcessor):  # type: ignore[misc]
+class FluxProcessor(FluxAttnProcessor):  # type: ignore[misc]
     """Attention whose norms, rotations and joins are one operator for queries, keys and values each."""
 
     def __call__(
@@ -28,21 +28,12 @@ class Processor(FluxAttnProcessor):  # type: ignore[misc]
         """As diffusers' own: the outputs of the image, and of the text if it is a stream of its own."""
         image, text = hidden_states, encoder_hidden_states
         if text is None:
-            turned = blocks.Turned(attn, attn.head_dim, pairs(image_rotary_emb))
+            turned = blocks.Turned(attn, attn.head_dim, pairs(image_rotary_emb), image)
             return super().__call__(turned, image, None, attention_mask)  # type: ignore[no-any-return]
         length = text.shape[1]
         of_text, of_image = pairs(image_rotary_emb, 0, length), pairs(image_rotary_emb, length)
-
-        def joint(name: str) -> Tensor:
-            norms = [getattr(attn, f"norm_{each}{name}", None) for each in ("added_", "")]
-            turns = (None, None) if name == "v" else (of_text, of_image)
-            made = getattr(attn, f"add_{name}_proj")(text), getattr(attn, f"to_{name}")(image)
-            return heads(attn.head_dim, *zip(made, norms, turns, strict=True))
-
         attended = dispatch_attention_fn(
-            joint("q"),
-            joint("k"),
-            joint("v"),
+            *blocks.joint(attn, attn.head_dim, (text, of_text), (image, of_image), text_first=True),
             attn_mask=attention_mask,
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
@@ -90,7 +81,7 @@ def single(
         hidden_states=normed, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
     )
     x = gated_add(x, self.proj_out(torch.cat([attended, inner], dim=2)), gate, rounded=True)
-    return x.split(lengths, 1)
+    return blocks.split(x, *lengths)
 
 
 def _double_trouble(block: Any) -> str | None:
@@ -120,5 +111,5 @@ def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
     }
 
 
-DOUBLE = blocks.Kind(double, _double_trouble, _example, {FluxAttnProcessor: Processor})
-SINGLE = blocks.Kind(single, _single_trouble, _example, {FluxAttnProcessor: Processor})
+DOUBLE = blocks.Kind(double, _double_trouble, _example, {FluxAttnProcessor: FluxProcessor})
+SINGLE = blocks.Kind(single, _single_trouble, _example, {FluxAttnProcessor: FluxProcessor})

@@ -14,7 +14,7 @@ from spotlight_kernels.blocks import New
 from spotlight_kernels.operators import Modulation, add_norm
 
 
-class Processor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
+class QwenImageProcessor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
     """Joint attention whose norms, rotations and joins are one operator for queries, keys and values each."""
 
     def __call__(
@@ -30,17 +30,7 @@ class Processor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
         image, text, size = hidden_states, encoder_hidden_states, attn.inner_dim // attn.heads
         of_image, of_text = (blocks.complex_angles(each) for each in image_rotary_emb or (None, None))
         attended = dispatch_attention_fn(
-            blocks.heads(
-                size,
-                (attn.add_q_proj(text), attn.norm_added_q, of_text),
-                (attn.to_q(image), attn.norm_q, of_image),
-            ),
-            blocks.heads(
-                size,
-                (attn.add_k_proj(text), attn.norm_added_k, of_text),
-                (attn.to_k(image), attn.norm_k, of_image),
-            ),
-            blocks.heads(size, (attn.add_v_proj(text), None, None), (attn.to_v(image), None, None)),
+            *blocks.joint(attn, size, (text, of_text), (image, of_image), text_first=True),
             attn_mask=_joint_mask(image, encoder_hidden_states_mask),
             dropout_p=0.0,
             is_causal=False,
@@ -110,4 +100,4 @@ def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
     }
 
 
-DOUBLE = blocks.Kind(double, _trouble, _example, {QwenDoubleStreamAttnProcessor2_0: Processor})
+DOUBLE = blocks.Kind(double, _trouble, _example, {QwenDoubleStreamAttnProcessor2_0: QwenImageProcessor})

@@ -13,7 +13,7 @@ from spotlight_kernels.blocks import New
 from spotlight_kernels.operators import Modulation, add_norm, gated_add
 
 
-class Processor(JointAttnProcessor2_0):  # type: ignore[misc]
+class SD3Processor(JointAttnProcessor2_0):  # type: ignore[misc]
     """Attention whose norms and joins are one operator for queries, keys and values each."""
 
     def __call__(
@@ -25,17 +25,12 @@ class Processor(JointAttnProcessor2_0):  # type: ignore[misc]
         *args: object,
         **kwargs: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """As diffusers' own, which reads no mask either: the image's output, and the text's if there is one."""
+        """As diffusers' own, which reads no mask either: outputs of the image, and of the text if given."""
         image, text = hidden_states, encoder_hidden_states
-
-        def joint(name: str) -> Tensor:
-            norms = [getattr(attn, f"norm_{each}{name}", None) for each in ("", "added_")]
-            parts = [(getattr(attn, f"to_{name}")(image), norms[0], None)]
-            if text is not None:
-                parts.append((getattr(attn, f"add_{name}_proj")(text), norms[1], None))
-            return blocks.heads(attn.inner_dim // attn.heads, *parts).transpose(1, 2)
-
-        attended = F.scaled_dot_product_attention(joint("q"), joint("k"), joint("v")).transpose(1, 2)
+        of_text, size = None if text is None else (text, None), attn.inner_dim // attn.heads
+        parts = blocks.joint(attn, size, of_text, (image, None), text_first=False)
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         if text is None:
             return attn.to_out[1](attn.to_out[0](attended.flatten(2, 3).to(image.dtype)))  # type: ignore[no-any-return]
         image, text = blocks.outputs(attended, image, image.shape[1], text.shape[1])
@@ -97,4 +92,4 @@ def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
     }
 
 
-JOINT = blocks.Kind(forward, _trouble, _example, {JointAttnProcessor2_0: Processor})
+JOINT = blocks.Kind(forward, _trouble, _example, {JointAttnProcessor2_0: SD3Processor})

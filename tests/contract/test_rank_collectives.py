@@ -1,0 +1,208 @@
+"""What ranks exchange: how often, whether NCCL would take it, and how long they wait for a stopped one."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from spotlight.rollout.sequence_parallel import rendezvous
+from spotlight.rollout.sequence_parallel.communicators import Gloo, _half
+from spotlight.rollout.sequence_parallel.membership import SpGroup, SpMembership
+from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
+from spotlight.scheduler.types import WorkerId
+from spotlight.training.sharding import Meeting, Ranks, average_gradients, process_group
+
+_processes = multiprocessing.get_context("forkserver")
+BUCKET_BYTES = 2**16
+
+
+def gradients(rank: int) -> list[torch.nn.Parameter]:
+    """As of many small adapters in two types; one rank or both lack some."""
+    generator = torch.Generator().manual_seed(rank)
+    parameters = []
+    for i in range(300):
+        parameter = torch.nn.Parameter(torch.zeros(3, i, dtype=(torch.float32, torch.bfloat16)[i % 5 == 0]))
+        gradient = torch.randn(i, 3, generator=generator).T  # not contiguous
+        if i % 7 and (i % 11 or rank):
+            parameter.grad = gradient.to(parameter.dtype)
+        parameters.append(parameter)
+    return parameters
+
+
+def exchange(rank: int, address: rendezvous.Address, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    meeting = Meeting(rendezvous.connect(address), rank, 2)
+    with process_group(torch.device("cpu"), 5.0, meeting) as ranks:
+        one_by_one, together = gradients(rank), gradients(rank)
+        for parameter in one_by_one:
+            found = ranks.share(parameter.grad is not None)
+            if any(found):
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+                parameter.grad = ranks.all_reduce(grad.div_(2))
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+            average_gradients(together, ranks, BUCKET_BYTES)
+        count = sum(event.count for event in profiler.key_averages() if event.key == "c10d::allreduce_")
+        pairs = [(a.grad, b.grad) for a, b in zip(one_by_one, together, strict=True)]
+        equal = all(torch.equal(a, b) if a is not None and b is not None else a is b for a, b in pairs)
+        pipe.send((count, equal, sum(b.nbytes for _, b in pairs if b is not None)))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            ranks.barrier()
+        except RuntimeError as error:
+            pipe.send(str(error))
+
+
+def test_gradients_go_in_a_few_buffers_and_a_stopped_rank_is_given_up_in_time() -> None:
+    store, address = rendezvous.serve()
+    pipes, ranks = [], []
+    for rank in range(2):
+        ours, theirs = _processes.Pipe()
+        ranks.append(_processes.Process(target=exchange, args=(rank, address, theirs), daemon=True))
+        ranks[-1].start()
+        pipes.append(ours)
+    try:
+        for pipe in pipes:
+            assert pipe.poll(120)
+            count, equal, total = pipe.recv()
+            assert equal, "to the bit what they are one by one"
+            assert count <= 1 + 2 * (1 + total / BUCKET_BYTES) < 20
+        assert pipes[0].poll(120), "it waits for the other without end"
+        assert "Timed out waiting 5000ms" in pipes[0].recv()
+    finally:
+        for process in ranks:
+            process.kill()
+    del store
+
+
+class OnlyWhatNcclTakes(TorchDispatchMode):
+    """Fails where a tensor that NCCL would refuse is handed to a collective.
+
+    Attributes:
+        seen: collectives so far, by name.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self._device = device
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.seen[func.name().partition("::")[2]] += 1
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    assert tensor.device.type == self._device, f"{func.name()} of one on {tensor.device}"
+                    assert tensor.is_contiguous(), f"{func.name()} of strides {tensor.stride()}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+            ],
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Of the first of eight ranks, whose collectives do nothing; as under NCCL, if it is a GPU."""
+    if request.param == "cpu":
+        return torch.device("cpu")
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "nccl")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.fixture
+def first_of_eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    # It moves what it exchanges to the backend's device itself.
+    monkeypatch.setattr(dist, "all_gather_object", lambda values, value: None)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shard", ["none", "node", "all"])
+def test_a_learner_of_eight_ranks_hands_over_only_what_nccl_takes(
+    shard: str, device: torch.device, first_of_eight: None, tmp_path: Path
+) -> None:
+    from benchmarks.gpu import lab as model
+
+    lab = model.Lab(tmp_path, device, tiny=True)
+    family, shape = lab.fresh(lab.scale.few_layers), replace(lab.scale.train_small, batch=8)
+    slots = model.adapters(family, lab.scale.rank)
+    samples = lab.samples(family, slots, shape, 3)
+    ranks = Ranks(0, 8, (4, 4) if shard == "node" else ())
+    with OnlyWhatNcclTakes(device.type) as collectives:
+        learner = lab.learner(family, slots, shape, ranks=ranks, shard=shard)
+        model.accumulate(learner, model.dealt(samples, 0, 8))
+        learner.step(1)  # nobody else's are added
+        learner.finish_batch()
+        ranks.broadcast(torch.ones(2, 2).T, 0)
+    assert collectives.seen["allreduce_"]
+    assert collectives.seen["broadcast_"]
+    assert (collectives.seen["_allgather_base_"] > 0) == (shard != "none")
+
+
+class Opened(Gloo):
+    """The group that there is already."""
+
+    def open(self, store: object, rank: int, degree: int) -> dist.ProcessGroup:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+    def half(self, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        return _half(group, 60.0)
+
+    def bounded(self, limit_s: float | None = None) -> Any:
+        return nullcontext()
+
+    def close(self) -> None:
+        """It stays open."""
+
+
+def test_a_group_of_eight_workers_hands_over_only_what_nccl_takes(
+    device: torch.device, first_of_eight: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from benchmarks.gpu.lab import Lab
+
+    lab = Lab(tmp_path, device, tiny=True)
+    family, shape = lab.fresh(lab.scale.few_layers), lab.scale.small
+    members = tuple(WorkerId(f"w{i}") for i in range(8))
+    store, link = dist.HashStore(), Opened(60.0)
+    link.device = device
+    for member in members:
+        dist.PrefixStore(f"sp/1/{'+'.join(members)}", store).set(member, "here")
+    parallel = SequenceParallel([family.transformer], guidance=True)
+    member = SpMembership(members[0], store, link, parallel, form_s=60.0)
+    monkeypatch.setattr(member, "_verify", lambda group, rank, batch: batch)  # nobody answers
+    with OnlyWhatNcclTakes(device.type) as collectives:
+        member.form(SpGroup(1, members))
+        member.broadcast(b"an order")
+        with member.exchange(1.0):
+            both = member.passes(*[lambda: lab.velocity(family, family.transformer, shape)] * 2)
+    assert both[0].shape == both[1].shape
+    assert {"broadcast_", "all_to_all_single", "allgather_"} <= collectives.seen.keys()
+    member.part()

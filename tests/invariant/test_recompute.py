@@ -1,0 +1,168 @@
+"""What is computed again in a backward changes neither gradients nor, with ``elementwise``, products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from learner_world import World, algorithm, gradients, make_learner, roll_out
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spotlight.training.recompute import Recomputation, is_saved, modes_of, recompute
+from spotlight.training.sharding import shard_module
+
+pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+
+
+@pytest.fixture(scope="module")
+def world(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return World(random_pipeline, tmp_path_factory.mktemp("cache"))
+
+
+class Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts products with an inner dimension above ``narrow``, and attention."""
+
+    def __init__(self, narrow: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.narrow, self.count = narrow, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += is_saved(func, args, self.narrow)
+        return func(*args, **(kwargs or {}))
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "copies in bfloat16": {"dtype": torch.bfloat16, "autocast": "bfloat16"},
+    "autocast": {"autocast": "bfloat16"},
+    "several timesteps a pass": {"timesteps_per_pass": 2},
+    "all weights": {"mode": "full"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_gradients_are_equal_to_the_bit_and_wide_products_are_not_repeated(
+    world: World, settings: str
+) -> None:
+    found: dict[str | int, dict[str, Tensor]] = {}
+    counts: dict[str | int, int] = {}
+    samples: list[Any] = []
+    for setting in ("none", "elementwise", "blocks", 2):
+        learner = make_learner(world, algorithm("diffusion-nft"), **SETTINGS[settings], recompute=setting)
+        samples = samples or roll_out(world, learner, autocast=learner.autocast)
+        with Wide(narrow=4) as wide:
+            found[setting] = gradients(learner, samples, 3)
+        counts[setting] = wide.count
+    for other in found.values():
+        assert other.keys() == found["none"].keys()
+        for name, gradient in found["none"].items():
+            assert torch.equal(gradient, other[name]), name
+    assert counts["elementwise"] == counts["none"] < counts[2] < counts["blocks"]
+
+
+class Adapted(torch.autograd.Function):
+    """A linear layer with an adapter whose wide product is added to the narrow one, as fused layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, in_place: bool) -> Tensor:
+        low = x @ a.T
+        y = low @ b.T
+        y = y.addmm_(x, weight.T) if in_place else torch.addmm(y, x, weight.T)
+        ctx.save_for_backward(x, weight, a, b, low)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, a, b, low = ctx.saved_tensors
+        (dy,) = gradients
+        dlow = dy @ b
+        return dy @ weight + dlow @ a, None, dlow.T @ x, dy.T @ low, None
+
+
+class Block(nn.Module):
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+        draw = torch.Generator().manual_seed(0)
+        shapes = {"weight": (8, 8), "lora_A": (2, 8), "lora_B": (8, 2)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=draw)))
+        self.weight.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = Adapted.apply(x, self.weight, self.lora_A, self.lora_B, self.in_place)  # type: ignore[no-untyped-call]
+        z = Adapted.apply(y.sin(), self.weight, self.lora_A, self.lora_B, self.in_place)  # type: ignore[no-untyped-call]
+        result: Tensor = x + z.tanh()
+        return result
+
+
+class Model(nn.Module):
+    """What diffusers' models do with their blocks."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(in_place) for _ in range(3))
+        self.run: Any = lambda block, x: block(x)
+
+    def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any) -> None:
+        self.run = gradient_checkpointing_func
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.run(block, x)
+        return x
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_adapters_as_one_function_keep_their_wide_product(in_place: bool) -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    found = []
+    for setting in ("none", "elementwise"):
+        model = Model(in_place)
+        again = Recomputation(model)
+        again._narrow = 2
+        again.use(modes_of(setting, again.blocks))  # type: ignore[arg-type]
+        with Wide(narrow=2) as wide:
+            model(x).square().sum().backward()
+        found.append((wide.count, [p.grad for p in model.parameters() if p.grad is not None]))
+    (count, plain), (counted, kept) = found
+    # In place a cached product is copied in, so that the tensor written to holds it.
+    assert counted == count
+    assert len(plain) == 6
+    assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
+
+
+def test_a_kept_product_that_is_written_to_is_an_error() -> None:
+    class Overwrites(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.mm(x, self.get_parameter("weight").T).sin_().cos()
+
+    model = Model(in_place=False)
+    model.blocks = nn.ModuleList([Overwrites(in_place=False)])
+    recompute(model, "elementwise")
+    with pytest.raises(RuntimeError, match=r"learner\.recompute to blocks"):
+        model(torch.ones(5, 8, requires_grad=True)).sum().backward()
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_gradients_of_a_sharded_model_are_equal(world: World, one_rank: None) -> None:
+    found = []
+    for setting in ("none", "elementwise"):
+        learner = make_learner(world, algorithm("diffusion-nft"), recompute=setting)
+        samples = roll_out(world, learner)
+        shard_module(learner.slots.modules()["policy"], None)
+        learner.optimizer.param_groups[0]["params"] = list(learner.slots.trainable_parameters().values())
+        found.append({name: each.full_tensor() for name, each in gradients(learner, samples, 3).items()})  # type: ignore[attr-defined]
+    assert found[0]
+    assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())

@@ -1,0 +1,102 @@
+"""Commits: each latent goes to the store once, and what is restored is what was committed, or refused."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from test_serialization import SIZE, bits
+
+from spotlight.diffusion.samplers import FlowSDE
+from spotlight.diffusion.schedule import RandomWindow
+from spotlight.models.condition import Condition
+from spotlight.rollout.commits import Committer, Packed, latents_of, restore
+from spotlight.rollout.serialization import SerializationError, pack_condition, unpack_condition
+from spotlight.rollout.state import Recipe, RolloutState
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight_rewards.base.prompts import PromptId
+
+STEPS, WINDOW = 6, range(1, 4)
+RECIPE = Recipe(SIZE, FlowSDE(0.7), RandomWindow(3, high=STEPS), 1.0, "trajectory")
+EMBEDDINGS = unpack_condition(pack_condition(Condition({"embeds": torch.randn(50, 64)})))
+
+
+def states(name: str, condition: Condition = EMBEDDINGS) -> list[RolloutState]:
+    """Before every step and at the end, as the engine makes one from another."""
+    rollout = Rollout(RolloutId(name), Purpose.TRAIN, 0, PromptId("p"), 0, 0, STEPS, PolicyVersion(0))
+    state = RolloutState(
+        rollout, RECIPE, condition, 0, torch.randn(8, 4), torch.linspace(1, 0, STEPS + 1), WINDOW
+    )
+    made = [state]
+    for step in range(STEPS):
+        latents, kept, log_probs = torch.randn(8, 4), state.kept, state.log_probs
+        if state.stochastic:
+            kept, log_probs = (*(kept or (state.latents,)), latents), (*log_probs, torch.randn(()))
+        state = dataclasses.replace(state, step=step + 1, latents=latents, kept=kept, log_probs=log_probs)
+        made.append(state)
+    return made
+
+
+def found(values: dict[tuple[str, str], Packed], name: str) -> RolloutState:
+    data = values[name, ""].data
+    return restore(data, [values[name, one].data for one in latents_of(data)], EMBEDDINGS, RECIPE)
+
+
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_what_was_committed_is_restored_bit_by_bit_and_each_latent_was_written_once(every: int) -> None:
+    committer, values = Committer(), dict[tuple[str, str], Packed]()
+    both = list(zip(states("a"), states("b"), strict=True))
+    for pair in both[::every]:
+        for value in committer.begin(pair):
+            assert (value.rollout, value.latent) not in values or not value.latent
+            values[value.rollout, value.latent] = value
+        for state in pair:
+            back = found(values, state.rollout.id)
+            assert (back.rollout, back.step, back.window) == (state.rollout, state.step, state.window)
+            for ours, theirs in (
+                ([state.latents, state.sigmas], [back.latents, back.sigmas]),
+                (state.kept, back.kept),
+                (state.log_probs, back.log_probs),
+                ([state.condition["embeds"]], [back.condition["embeds"]]),
+            ):
+                assert [bits(one) for one in ours] == [bits(one) for one in theirs]
+            assert back.condition.checksum == EMBEDDINGS.checksum
+    assert sum(bool(latent) for _, latent in values) == 2 * (len(WINDOW) + 1)
+
+
+def test_a_worker_that_resumes_writes_the_latents_under_the_same_names() -> None:
+    """The store then has them already."""
+    values = {value.latent: value for value in Committer().begin([states("a")[-1]])}
+    back = found({("a", name): value for name, value in values.items()}, "a")
+    assert {value.latent: value for value in Committer().begin([back])}.keys() == values.keys()
+
+
+def test_a_state_comes_after_its_latents_and_holds_neither_them_nor_embeddings() -> None:
+    *latents, state = Committer().begin([states("a")[WINDOW.stop]])
+    assert [value.latent.partition(".")[0] for value in latents] == ["0", "1", "2", "3"]
+    assert not state.latent
+    assert len(state.data) < 2000 < EMBEDDINGS["embeds"].nbytes
+    *_, whole = Committer().begin([states("a", Condition(EMBEDDINGS.tensors))[0]])
+    assert bits(restore(whole.data, [], None, RECIPE).condition["embeds"]) == bits(EMBEDDINGS["embeds"])
+
+
+def test_what_is_absent_altered_or_of_another_state_is_refused() -> None:
+    *latents, state = [value.data for value in Committer().begin([states("a")[-1]])]
+    altered = bytearray(latents[1])
+    altered[-1] ^= 1
+    other = unpack_condition(pack_condition(Condition({"embeds": torch.randn(50, 64)})))
+    for wrong, says in (
+        (latents[1:], "found latents"),
+        ([latents[1], latents[0], *latents[2:]], "found latents"),
+        ([latents[0], bytes(altered), *latents[2:]], "its checksum is"),
+        ([b"", *latents[1:]], "cannot be read"),
+        ([state, *latents[1:]], "found latents"),
+    ):
+        with pytest.raises(SerializationError, match=says):
+            restore(state, wrong, EMBEDDINGS, RECIPE)
+    for condition in (None, other, Condition(EMBEDDINGS.tensors)):
+        with pytest.raises(SerializationError, match="found embeddings"):
+            restore(state, latents, condition, RECIPE)
+    with pytest.raises(SerializationError, match="it is a 'latent'"):
+        latents_of(latents[0])
