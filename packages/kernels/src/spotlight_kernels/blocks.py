@@ -102,7 +102,10 @@ class Turned:
 
 
 def norm_trouble(attn: Any, *names: str, optional: bool = False) -> str | None:
-    """Why norms of queries and keys are none that :func:`heads` computes."""
+    """Why heads or norms of queries and keys are none that :func:`heads` computes."""
+    size = attn.inner_dim // attn.heads
+    if size & (size - 1):
+        return f"its heads are {size} wide, no power of two"
     norms: list[Any] = [getattr(attn, name, None) for name in names]
     if optional and not any(norms):
         return None
