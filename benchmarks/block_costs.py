@@ -46,6 +46,7 @@ from spotlight.models.condition import Condition
 from spotlight.models.experts import denoisers
 from spotlight.models.family import MediaSize, ModelFamily
 from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.shared.random_blocks import depth_of, in_pipeline, with_depth
 from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
@@ -63,13 +64,6 @@ EVERY = {
     "hunyuanvideo-community/HunyuanVideo": "hunyuan-video",
 }
 """A model of each family with blocks of its own (Qwen-Image-Edit has Qwen-Image's), and the family."""
-KINDS = ("num_layers", "num_single_layers", "n_layers")
-"""Keys of configurations that count blocks of a kind."""
-OF_THE_PIPELINE = {
-    *("in_channels", "out_channels", "patch_size", "guidance_embeds", "joint_attention_dim", "text_dim"),
-    *("text_embed_dim", "cap_feat_dim", "pooled_projection_dim", "context_in_dim"),
-}
-"""What a transformer takes from the tiny pipeline around it: no block sees it."""
 LAYERS = 60
 RANK = 64
 NARROW = {"num_attention_heads": 1}
@@ -194,25 +188,15 @@ def published(model: str) -> dict[str, Any]:
     return dict(FAMILIES.load(EVERY[model]).published[model].configs["transformer"])
 
 
-def kinds_of(model: str) -> dict[str, dict[str, Any]]:
-    """Blocks by kind, as the configuration of one: what counts them, and whether SD3.5 doubles attention."""
-    config = published(model)
-    found: dict[str, dict[str, Any]] = {key: {key: 1} for key in KINDS if key in config}
-    if config.get("dual_attention_layers"):
-        found["num_layers, dual attention"] = {"num_layers": 1, "dual_attention_layers": True}
-    return found
+def kinds_of(model: str) -> list[str]:
+    """Kinds of the transformer's blocks."""
+    return list(depth_of(published(model)))
 
 
 def _with_layers(model: str, kind: str, layers: int, extra: Mapping[str, Any]) -> dict[str, Any]:
     """Published, but with so many blocks of the kind, and one of each other."""
-    config = published(model)
-    few: dict[str, Any] = {
-        key: layers if key in kinds_of(model)[kind] else 1 for key in KINDS if key in config
-    }
-    if "dual_attention_layers" in config:
-        dual = "dual_attention_layers" in kinds_of(model)[kind]
-        few["dual_attention_layers"] = list(range(layers)) if dual else []
-    return {**config, **few, **extra}
+    depth = {each: layers if each == kind else 1 for each in kinds_of(model)}
+    return {**with_depth(published(model), depth), **extra}
 
 
 def make_slots(
@@ -223,11 +207,8 @@ def make_slots(
 
     family = family_of(model)
     tiny: Any = denoisers(family.transformer)["transformer"]
-    own = {key: value for key, value in tiny.config.items() if key in OF_THE_PIPELINE}
     with init_empty_weights():
-        module = type(tiny).from_config(
-            {**{key: value for key, value in config.items() if key not in OF_THE_PIPELINE}, **own}
-        )
+        module = type(tiny).from_config(in_pipeline(config, tiny.config))
     for name, parameter in module.named_parameters():
         if not keeps_float32(type(module), name):
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -20,6 +20,7 @@ from benchmarks.gpu.lab import Lab, Shape
 from benchmarks.gpu.suite import Outcome
 from benchmarks.gpu.timing import interleaved, kernels, medians, spread
 from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.shared.random_blocks import random_adapters
 from spotlight.models.slots import LoraSlots
 from spotlight.training.passes import MicroBatchPolicy
 from spotlight.training.recompute import recompute
@@ -71,8 +72,8 @@ def both(lab: Lab, layers: int) -> dict[str, Applied]:
     shared = {id(t): t for t in chain(family.transformer.parameters(), family.transformer.buffers())}
     twin.transformer = copy.deepcopy(family.transformer, shared)
     return {
-        COPIES: Applied(family, model.adapters(family, lab.scale.rank), None),
-        AUTOCAST: Applied(twin, model.adapters(twin, lab.scale.rank, copies=False), torch.bfloat16),
+        COPIES: Applied(family, random_adapters(family, lab.scale.rank), None),
+        AUTOCAST: Applied(twin, random_adapters(twin, lab.scale.rank, copies=False), torch.bfloat16),
     }
 
 

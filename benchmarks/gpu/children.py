@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.gpu import lab as model
 from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.runner import die_with_parent
+from spotlight.models.shared.random_blocks import random_adapters
 from spotlight.models.skeleton import base_state, modules_of
 from spotlight.rollout.commits import Committer, latents_of, restore
 from spotlight.rollout.sequence_parallel import rendezvous
@@ -206,7 +207,7 @@ def gradients_on_a_mesh(where: Place, pipe: Connection) -> None:
     """Gradients before and after sharding over a mesh of one rank: their distance; whether it sharded."""
     lab = where.lab()
     family, shape = lab.fresh(lab.scale.few_layers), lab.scale.train_small
-    slots = model.adapters(family, lab.scale.rank)
+    slots = random_adapters(family, lab.scale.rank)
     samples = lab.samples(family, slots, shape, 4)
     alone = lab.learner(family, slots, shape, recompute="blocks")
     model.accumulate(alone, samples)

@@ -188,8 +188,9 @@ def compiled(lab: Lab, module: nn.Module) -> Iterator[None]:
 
 
 def fused_against_reference(lab: Lab) -> Outcome:
-    """Fused operators against diffusers' and peft's: the whole velocity, or all gradients of an update."""
-    family, slots, shape = lab.family(), lab.slots(), lab.scale.small
+    """Fused operators against diffusers' and peft's, few layers: velocity, or all gradients of an update."""
+    layers = lab.scale.few_layers
+    family, slots, shape = lab.family(layers), lab.slots(layers), lab.scale.small
     samples = lab.samples(family, slots, lab.scale.train_small, 2)
 
     def outcome() -> tuple[Tensor, Tensor]:

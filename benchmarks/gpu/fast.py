@@ -30,14 +30,15 @@ from benchmarks.gpu.timing import (
     medians,
     peak_tflops,
     spread,
-    wait,
 )
+from spotlight.models.kernels.device_rates import wait
+from spotlight.models.shared.flop_count import Trained, forward_operations
 from spotlight.rollout.state import RolloutState
 from spotlight.scheduler.types import WorkerId
 from spotlight.training.device_memory import measure_peak, release
 from spotlight.training.learner import Learner
 from spotlight.training.lora_export import whole_state
-from spotlight.training.recompute import Mode, recompute
+from spotlight.training.recompute import Mode, Recomputation, modes_of
 from spotlight.weights.bundle import bind, pack
 from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
 from spotlight.worker.outbox import ReportOutbox
@@ -88,6 +89,7 @@ def _denoising(lab: Lab, shape: Shape) -> Outcome:
             **spread(seconds),
             "tflop_a_picture": 1e-12 * operations / shape.batch,
             "tokens_a_s": tokens / medians(seconds)["step"],
+            "picture_timesteps_a_s": shape.batch / medians(seconds)["step"],
             "shape": dataclasses.asdict(shape),
         },
     )
@@ -158,8 +160,8 @@ def fused_gain(lab: Lab) -> Outcome:
 
 
 def train_small(lab: Lab) -> Outcome:
-    """MFU of training on small pictures, recomputation counted as work."""
-    return _training(lab, lab.scale.train_small)
+    """MFU of training on small pictures, with as little recomputation as fits."""
+    return _training(lab, lab.scale.train_small, recompute="auto")
 
 
 def train_compiled(lab: Lab) -> Outcome:
@@ -169,26 +171,32 @@ def train_compiled(lab: Lab) -> Outcome:
 
 
 def train_large(lab: Lab) -> Outcome:
-    """MFU of training on one large picture, recomputation counted as work."""
-    return _training(lab, lab.scale.train_large)
+    """MFU of training on one large picture, three timesteps a pass, with as little recomputation as fits."""
+    return _training(lab, lab.scale.train_large, recompute="auto")
 
 
-def _training(lab: Lab, shape: Shape) -> Outcome:
+def _training(lab: Lab, shape: Shape, **settings: object) -> Outcome:
     family, slots = lab.family(), lab.slots()
     samples = lab.samples(family, slots, shape, STEPS)
     # All timesteps in one pass: with smaller passes the GPU waits for the host.
-    with learning(lab, family, slots, shape, timesteps_per_pass=STEPS) as learner:
+    with learning(lab, family, slots, shape, timesteps_per_pass=STEPS, **settings) as learner:
         began = time.perf_counter()
-        a_pass = model.train(learner, samples)["train/timesteps_per_pass"]
+        report = model.train(learner, samples)
+        a_pass, level = report["train/timesteps_per_pass"], report.get("train/recompute_level")
         wait(lab.device)
         first = time.perf_counter() - began
         seconds = interleaved(lab, {"update": lambda: model.train(learner, samples)})
         kept = samples[0].tensors.log_probs if samples[0].tensors is not None else None
-        timesteps = learner.algorithm.timesteps(0 if kept is None else len(kept))
-    # Forward, its repetition, and the gradient of activations; adapters are left out, so it is a lower bound.
-    operations = 3 * timesteps * _forward_flops(lab, shape)
-    value, details = _utilisation(lab, operations, medians(seconds)["update"])
-    details |= {"timesteps": timesteps, "timesteps_a_pass": a_pass, "first_s": first}
+        timesteps = learner.algorithm.timesteps(0 if kept is None else len(kept)) * shape.batch
+        performed = flops(lambda: model.train(learner, samples))  # with what is computed again
+        trained = Trained.of(family.transformer)
+    update_s = medians(seconds)["update"]
+    counted = forward_operations(family, model.size(shape), shape.text, adapters=trained.adapters)
+    assert counted is not None, "Qwen-Image's forward can be counted"
+    value, details = _utilisation(lab, timesteps * counted.training(frozen=trained.frozen), update_s)
+    details |= {"hardware_utilisation": _utilisation(lab, performed, update_s)[0], "update_s": update_s}
+    details |= {"picture_timesteps": timesteps, "picture_timesteps_a_s": timesteps / update_s}
+    details |= {"timesteps_a_pass": a_pass, "recompute_level": level, "first_s": first}
     return Outcome(value, {**details, **spread(seconds), "shape": dataclasses.asdict(shape)})
 
 
@@ -209,10 +217,11 @@ def recomputed(lab: Lab) -> Outcome:
     variants: dict[str, Callable[[], object]] = {}
 
     def update(learner: Learner, setting: Mode | int) -> None:
-        recompute(family.transformer, setting)
+        again.use(modes_of(setting, again.blocks))
         model.train(learner, samples)
 
     with learning(lab, family, slots, shape) as learner:
+        again = Recomputation(family.transformer)
         for name, setting in RECOMPUTED.items():
             variants[name] = partial(update, learner, setting)
             try:
@@ -221,7 +230,7 @@ def recomputed(lab: Lab) -> Outcome:
             except torch.OutOfMemoryError:
                 del variants[name]
                 peaks[name] = "does not fit"
-                learner = lab.learner(family, slots, shape)
+                learner = lab.learner(family, slots, shape, recompute="none")
                 release(lab.device)
         seconds = interleaved(lab, variants)
     typical = medians(seconds)

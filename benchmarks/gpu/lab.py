@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from spotlight.models.condition import Condition, ConditionBatch
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.kernels.fused import use_fused, use_reference
 from spotlight.models.media import MediaSize
-from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.shared.random_blocks import draw, random_adapters
 from spotlight.models.skeleton import filling
 from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
@@ -147,7 +147,7 @@ class Lab:
             self._family, self._layers = self.fresh(wanted), wanted
             transformer = self._family.transformer
             fused = self.device.type == "cuda" and use_fused(transformer, self.device, asked=True)
-            self._slots = adapters(self._family, self.scale.rank)
+            self._slots = random_adapters(self._family, self.scale.rank)
             if fused:
                 peft_layers.fuse(transformer)
         return self._family
@@ -304,37 +304,6 @@ def accumulate(learner: Learner, samples: Sequence[TrainingSample]) -> None:
 def dealt(samples: Sequence[TrainingSample], rank: int, world: int) -> list[TrainingSample]:
     """Every sample, those of other ranks without tensors."""
     return [s if i % world == rank else replace(s, tensors=None) for i, s in enumerate(samples)]
-
-
-def adapters(family: QwenImage, rank: int, *, copies: bool = True) -> LoraSlots:
-    """Adapters that already do something: with B = 0 the gradient of A would be 0.
-
-    Args:
-        copies: of a bfloat16 model, apply copies in its dtype, as the configuration has it.
-    """
-    spec = LoraSpec(rank, 2.0 * rank, family.lora_targets, seed=3)
-    compute = family.dtype if copies and family.dtype != torch.float32 else None
-    slots = LoraSlots(family.transformer, spec, compute=compute)
-    generator = torch.Generator(family.device).manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in slots.parameters("policy").items():
-            if ".lora_B." in name:
-                parameter.normal_(0, 0.02, generator=generator)
-    return slots
-
-
-@torch.no_grad()
-def draw(targets: Mapping[str, Tensor], seed: int) -> None:
-    """Fill every tensor in place: matrices keep their inputs' scale, norms are 1, the rest is small."""
-    device = next(iter(targets.values())).device
-    generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in targets.items():
-        if tensor.ndim == 1 and "norm" in name and name.endswith("weight"):
-            tensor.fill_(1.0)
-        elif tensor.ndim == 2:
-            tensor.normal_(0, 0.9 * tensor.shape[1] ** -0.5, generator=generator)
-        else:
-            tensor.normal_(0, 0.1, generator=generator)
 
 
 @contextmanager

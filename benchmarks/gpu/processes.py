@@ -16,8 +16,9 @@ from benchmarks.gpu.children import DIGEST, Child
 from benchmarks.gpu.correct import distance, learning
 from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.suite import Outcome, Skip
-from benchmarks.gpu.timing import interleaved, medians, wait
+from benchmarks.gpu.timing import interleaved, medians
 from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.kernels.device_rates import wait
 from spotlight.models.skeleton import filling, modules_of
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.training.device_memory import measure_peak

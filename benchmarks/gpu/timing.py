@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks._measure import Clock, take_turns
 from benchmarks.gpu.lab import Lab
+from spotlight.models.kernels.device_rates import copy_bytes_s, product_flop_s, timed_s
 from spotlight.models.kernels.peak_rates import bfloat16_flop_s
 
 _ROUNDS_MAX = 7
@@ -28,7 +28,7 @@ def interleaved(lab: Lab, variants: Mapping[str, Callable[[], object]]) -> dict[
     once = 0.0
     for run in variants.values():  # compiles, allocates, and tells how long a round takes
         run()
-        once += _timed(run, lab.device)
+        once += timed_s(lab.device, run)
     rounds = int(min(_ROUNDS_MAX, max(2, 0.7 * lab.budget_s / max(once, 1e-9) - 1)))
     if lab.tiny:
         rounds = 2
@@ -51,20 +51,6 @@ def spread(seconds: Mapping[str, list[float]]) -> dict[str, object]:
         }
         for name, taken in seconds.items()
     }
-
-
-def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _timed(run: Callable[[], object], device: torch.device) -> float:
-    wait(device)
-    began = time.perf_counter()
-    run()
-    wait(device)
-    return time.perf_counter() - began
 
 
 def flops(run: Callable[[], object]) -> int:
@@ -104,36 +90,12 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def matmul_tflops(lab: Lab) -> float:
     """TFLOP/s of a large bfloat16 product of random matrices."""
-    n = 256 if lab.tiny else 8192
-    a, b = (torch.randn(n, n, device=lab.device, dtype=torch.bfloat16) for _ in range(2))
-    return 2e-12 * n**3 / _repeated_s(lab, lambda: a @ b)
+    return 1e-12 * product_flop_s(lab.device, 256 if lab.tiny else 8192)
 
 
 def copy_tb_s(lab: Lab) -> float:
     """TB/s of a large copy on the device, bytes read and written counted."""
-    count = 2**16 if lab.tiny else 2**32
-    source = torch.ones(count, device=lab.device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2e-12 * count / _repeated_s(lab, lambda: target.copy_(source))
-
-
-def _repeated_s(lab: Lab, run: Callable[[], object], times: int = 20) -> float:
-    """Median seconds of single runs between device events."""
-    for _ in range(3):
-        run()
-    if lab.device.type != "cuda":
-        return statistics.median(_timed(run, lab.device) for _ in range(times))
-    marks: list[tuple[Any, Any]] = [(_mark(), _mark()) for _ in range(times)]
-    for before, after in marks:
-        before.record()
-        run()
-        after.record()
-    torch.cuda.synchronize(lab.device)
-    return 1e-3 * statistics.median(float(before.elapsed_time(after)) for before, after in marks)
-
-
-def _mark() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return 1e-12 * copy_bytes_s(lab.device, 2**16 if lab.tiny else 2**32)
 
 
 def peak_tflops(lab: Lab) -> tuple[float, str]:

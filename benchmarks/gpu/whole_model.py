@@ -18,10 +18,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from benchmarks.gpu.lab import SEED, Lab, draw
+from benchmarks.gpu.lab import SEED, Lab
 from benchmarks.gpu.suite import IN_MEMORY, Outcome, Skip
 from spotlight.models.family import ModelFamily
 from spotlight.models.family_facts import TinyModel
+from spotlight.models.shared.random_blocks import draw
 from spotlight.models.skeleton import filling
 from spotlight.registry import FAMILIES
 
@@ -29,8 +30,8 @@ FAMILY_BY_MEMORY = ((100, "qwen-image"), (0, "z-image"))
 """The first whose GiB of GPU memory are there: a learner and a worker hold the model once each."""
 _RUNS_BYTES = 12e9
 """Checkpoints and exports beside the weights."""
-_SHARD_BYTES = 700e6
-_THREADS = 8
+_SHARD_BYTES = 300e6
+_THREADS = 12
 _TEXT_WIDTH = {"qwen-image": "joint_attention_dim", "z-image": "cap_feat_dim"}
 """Key of the transformer's configuration that the text encoder's width follows."""
 
@@ -139,8 +140,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: float
     files = [f"{stem}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
     def write(file: str, shard: Mapping[str, Tensor]) -> None:
-        here = {name: tensor.to("cpu").contiguous() for name, tensor in shard.items()}
-        save_file(here, folder / file, {"format": "pt"})
+        save_file({name: _on_host(tensor) for name, tensor in shard.items()}, folder / file, {"format": "pt"})
 
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(write, files, shards))
@@ -149,3 +149,9 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: float
         "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
     }
     (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    # Pinned memory is used again for the next file; other memory would be mapped and zeroed anew.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor)

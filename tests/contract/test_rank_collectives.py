@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from spotlight.models.shared.random_blocks import random_adapters
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.communicators import Gloo, _half
 from spotlight.rollout.sequence_parallel.membership import SpGroup, SpMembership
@@ -152,7 +153,7 @@ def test_a_learner_of_eight_ranks_hands_over_only_what_nccl_takes(
 
     lab = model.Lab(tmp_path, device, tiny=True)
     family, shape = lab.fresh(lab.scale.few_layers), replace(lab.scale.train_small, batch=8)
-    slots = model.adapters(family, lab.scale.rank)
+    slots = random_adapters(family, lab.scale.rank)
     samples = lab.samples(family, slots, shape, 3)
     ranks = Ranks(0, 8, (4, 4) if shard == "node" else ())
     with OnlyWhatNcclTakes(device.type) as collectives:

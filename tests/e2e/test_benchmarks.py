@@ -196,13 +196,13 @@ def test_a_commits_cost_is_reported_as_a_share_of_steps(
     assert (testbed["state"], made["state"]) == ("testbed", "0.1 MB")
     assert 0.1e6 < made["packed_bytes"] < 0.103e6
     for row in (testbed, made):
-        assert {part: len(taken) for part, taken in row["seconds"].items()} == {"pack": 2, "deliver": 2}
-        pack_ms, deliver_ms = row["pack_ms"]["median"], row["deliver_ms"]["median"]
-        assert 0 < pack_ms < row["commit_ms"]["median"]
+        assert {part: len(taken) for part, taken in row["seconds"].items()} == {"begin": 2, "deliver": 2}
+        begin_ms, deliver_ms = row["begin_ms"]["median"], row["deliver_ms"]["median"]
+        assert 0 < begin_ms < row["commit_ms"]["median"]
         step_ms = row["testbed_step_ms"]["median"]
-        waits_ms = pack_ms + max(0.0, deliver_ms - step_ms)
+        waits_ms = begin_ms + max(0.0, deliver_ms - step_ms)
         assert row["share_of_testbed_step"] == pytest.approx(waits_ms / step_ms)
-        assert row["share_of_published_step"]["512x512"] == pytest.approx(pack_ms / (2 * 155))
+        assert row["share_of_published_step"]["512x512"] == pytest.approx(begin_ms / (2 * 155))
 
 
 @pytest.mark.slow  # every round starts three processes

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spotlight.rollout import lost_device
-from spotlight.rollout.lost_device import EXIT_STATUS, end_if_lost
+from spotlight_rewards.base import lost_device
+from spotlight_rewards.base.lost_device import EXIT_STATUS, end_if_lost
 
 ABORT = "c._abort_process_group = hang; "
 ILLEGAL = "CUDA error: an illegal memory access was encountered\\nCUDA kernel errors might be"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from learner_world import World, algorithm, gradients, make_learner, roll_out
+from learner_world import World, algorithm, gathered, gradients, make_learner, roll_out
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -166,3 +166,55 @@ def test_gradients_of_a_sharded_model_are_equal(world: World, one_rank: None) ->
         found.append({name: each.full_tensor() for name, each in gradients(learner, samples, 3).items()})  # type: ignore[attr-defined]
     assert found[0]
     assert all(torch.equal(each, found[1][name]) for name, each in found[0].items())
+
+
+def peak_of(world: World, samples: list[Any], setting: str) -> int:
+    """Bytes of a pass of one timestep."""
+    learner = make_learner(world, algorithm("diffusion-nft"), recompute=setting)
+    learner.prepare(samples, [keys := [sample.key for sample in samples]])
+    return learner.passes._measured(learner._bind(learner._mine(keys), keys), 1) or 0
+
+
+def test_auto_recomputes_no_more_than_memory_asks_for(world: World) -> None:
+    samples: list[Any] = roll_out(world, make_learner(world, algorithm("diffusion-nft")))
+    blocks, elementwise, none = (peak_of(world, samples, each) for each in ("blocks", "elementwise", "none"))
+    assert blocks < elementwise < none
+    found = []
+    for budget in (1, elementwise - 1, 4 * none):
+        learner = make_learner(
+            world,
+            algorithm("diffusion-nft"),
+            recompute="auto",
+            timesteps_per_pass="auto",
+            pass_memory_bytes=budget,
+        )
+        found.append((gradients(learner, samples, 6), learner.step()))
+    levels = [report.recompute_level for _, report in found]
+    assert levels == [0, 0, 2], "two blocks: half of them would need a pass's memory more to be tried"
+    assert [report.timesteps_per_pass for _, report in found] == [1, 1, 2]
+    first = found[0][0]
+    for other, _ in found[1:2]:
+        assert all(torch.equal(each, other[name]) for name, each in first.items())
+    assert "train/recompute_level" in found[0][1].flat()
+
+
+def test_auto_recomputes_more_after_running_out_of_memory(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = make_learner(world, algorithm("diffusion-nft"))
+    samples: list[Any] = roll_out(world, plain)
+    learner = make_learner(world, algorithm("diffusion-nft"), recompute="auto", pass_memory_bytes=2**40)
+    keys = [sample.key for sample in samples]
+    learner.prepare(samples, [keys])
+    learner.passes.per_pass(learner._bind(learner._mine(keys), keys))
+
+    def fail(*_: Any) -> None:
+        handle.remove()
+        raise torch.OutOfMemoryError("another program took it")
+
+    handle = learner.slots.modules()["policy"].register_forward_hook(fail)
+    learner.accumulate(keys, len(keys))
+    assert "out of memory in training: from now on 2 blocks recompute elementwise" in caplog.text
+    found, expected = gathered(learner), gradients(plain, samples, 6)
+    assert all(torch.equal(each, found[name]) for name, each in expected.items())
+    assert learner.step().recompute_level == 1

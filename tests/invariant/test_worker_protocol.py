@@ -30,7 +30,6 @@ from worker_world import (
     work_off,
 )
 
-from spotlight.rollout import lost_device
 from spotlight.rollout.commits import Committer, latents_of, restore
 from spotlight.rollout.sequence_parallel.lockstep import Claim, Follower, LockstepOrder
 from spotlight.rollout.sequence_parallel.membership import GroupLostError, SpMembership
@@ -50,6 +49,7 @@ from spotlight.scheduler.events import (
 from spotlight.scheduler.types import LeaseId, PolicyVersion, Purpose, Rollout, WorkerId
 from spotlight.worker.interfaces import HeadLostError, Leave, LoadError, Patience
 from spotlight.worker.leases import GroupRole
+from spotlight_rewards.base import lost_device
 
 STEPS = 4
 W0 = WorkerId("w0")

@@ -22,6 +22,7 @@ import ctypes, os, subprocess, sys, threading, time
 from spotlight_rewards.reward import RewardInputError
 
 calls = 0
+gpu_is_lost = False
 
 def gray(images, prompts, metadata):
     """The picture's first byte."""
@@ -36,6 +37,10 @@ def detailed(images, prompts, metadata, *, factor=2.0):
 
 def faces(images, prompts, metadata):
     """Does to each sample what its prompt says; the metadata's number is the score."""
+    global gpu_is_lost
+    gpu_is_lost |= "lose the GPU" in prompts
+    if gpu_is_lost:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
     for prompt in prompts:
         if prompt == "raise":
             raise ValueError("no face in the picture")

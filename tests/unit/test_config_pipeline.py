@@ -72,7 +72,7 @@ GUARD = ("algorithm={name: grpo-guard, advantage: {std: group}}", "rollout.sampl
         (
             [RAY, "pipeline.trainers_generate=true", "learner.timesteps_per_pass=auto"],
             "learner.pass_memory_gib",
-            "to a number",
+            "to another value",
         ),
         (["pipeline.switch_s=1.5"], "pipeline.switch_s", "trainers_generate=true"),
         (["pipeline.next_share=0.5"], "pipeline.next_share", "fleet.driver=ray"),

@@ -11,6 +11,7 @@ import pytest
 from head_world import BOTH, RESERVED, SPOT, World, world
 from test_ray_exploration import lose_at_second_step
 
+from spotlight.cluster.sample_scoring import VALUES
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.metrics import read_metrics
@@ -73,8 +74,8 @@ def test_rollouts_of_the_next_iteration_outlive_the_sweep_and_count_in_their_own
     assert [row["pipeline/early_samples"] for row in rows] == [0, 12, 12, 12]
     # What is being made of the next iteration when a checkpoint is committed stays in the blob store.
     for number, (kind, kept) in enumerate(it.store.swept):
-        assert kind in ("sample", "image", "progress")
-        following = number // 3 + 1
+        assert kind in VALUES
+        following = number // len(VALUES) + 1
         early = {f"t{following:06d}-{slot:03d}-{member:03d}" for slot in range(2) for member in range(6)}
         assert following == 4 or early <= kept
 

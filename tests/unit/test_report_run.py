@@ -117,6 +117,7 @@ def run(tmp_path: Path) -> RunRecord:
                     row = {"train/loss": 0.1, "rollout/reward": 0.4, "seconds/rollout": 60.0}
                     row |= {"throughput/rollout_tokens_s": 1500.0, "throughput/rollout_tflop_s": 400.0}
                     row |= {"throughput/rollout_mfu": 0.4, "throughput/train_tokens_s": 700.0}
+                    row |= {"throughput/train_timesteps_s": 2.5}
                     metrics.write(MetricsRow(iteration, 3 * iteration, 60.0 * iteration + 50, row))
                 tile = Tile(np.full((32, 32, 3), 40 * iteration, np.uint8), PROMPT.text, strict)
                 write_grid(directory, iteration, [tile], columns=1, title="a grid")
@@ -155,7 +156,7 @@ def test_the_final_screen_says_what_was_gained_and_what_it_cost(run: RunRecord) 
         "rollout 120.0 s 67%",
         "180.0 worker seconds at $0.05 an hour: $0.0025",
         "Rollouts: 1,500 tokens/s, 400 TFLOP/s, MFU 40% on each device",
-        "Training: 700 tokens/s on each device",
+        "Training: 700 tokens/s, 2.5 picture-timesteps/s on each device",
         "Idle time filled by training beside rollouts 20.0 s, next iteration's rollouts 4.5 s",
         "Samples 8 issued = 6 trained + 2 dropped (reward_timeout)",
         "Survived 1 interruption in 2 attempts",

@@ -40,6 +40,11 @@ class TestFailures:
                 "error",
                 "reward 'faces': its process was ended by SIGSEGV; its last words:\nFatal Python",
             ),
+            (
+                "lose the GPU",
+                "error",
+                "reward 'faces': its process ended with exit code 70; its last words:\nprocess ",
+            ),
             ("nan", "not_finite", "reward 'faces' returned nan as 'score'; expected a finite number"),
             ("no input", "error", "the prompt has no face to look for"),
             ("sleep", "timeout", "reward 'faces': no answer within 0.5 s; it was at:\n"),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -14,6 +14,29 @@ from rich.table import Table
 from rich.text import Text
 
 from spotlight.cli.run_argument import RUNS
+from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback, failure
+from spotlight_rewards.commands.options import silence_loading_bars
+
+_Model: TypeAlias = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="FAMILY|PRESET|CONFIG.yaml",
+        help="With --gpu: whose model is timed (default: qwen-image).",
+        show_default=False,
+    ),
+]
+_Side: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--side",
+        min=16,
+        help="With --gpu: height and width in pixels (default: the configuration's, else 512).",
+        show_default=False,
+    ),
+]
+_Json: TypeAlias = Annotated[
+    Path | None, typer.Option("--json", help="With --gpu: write a report there.", show_default=False)
+]
 
 
 class Verdict(StrEnum):
@@ -36,18 +59,47 @@ class Finding:
 
 
 def doctor(
+    model: _Model = None,
     runs_dir: Annotated[Path, typer.Option("--runs-dir", help="Where runs would go.")] = RUNS,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Measure this machine's cards instead: about 30 seconds.")
+    ] = False,
+    side: _Side = None,
+    json: _Json = None,
 ) -> None:
     """Check this machine: Python, packages, device, memory, shared memory, disk, Tesseract, model hub.
 
-    Exit status: 1 if a problem would prevent a run from working.
+    With --gpu: rates of products and copies; a denoising forward and updates of a model with random
+    weights, with their utilisation (MFU) and kernels; what fits; how fast several cards talk. Nothing is
+    downloaded.
+
+    Exit status: 1 if a problem would prevent a run from working, or if there is no GPU to measure.
 
     [bold]Examples[/bold]
 
       spotlight doctor
 
       spotlight doctor --runs-dir /mnt/big/runs
+
+      spotlight doctor --gpu
+
+      spotlight doctor --gpu flux --side 1024 --json report.json
+
+      spotlight doctor --gpu examples/qwen-image-ocr-lora.yaml
     """
+    if gpu:
+        _check_gpus(model or "qwen-image", side, json)
+        return
+    given = {"FAMILY|PRESET|CONFIG.yaml": model, "--side": side, "--json": json}
+    for name, value in given.items():
+        if value is not None:
+            raise failure(
+                f"{name} is {str(value)!r} without --gpu; expected both: add --gpu, or leave it out."
+            )
+    _check_machine(runs_dir)
+
+
+def _check_machine(runs_dir: Path) -> None:
     from spotlight.cli import doctor_checks
 
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
@@ -75,3 +127,14 @@ def doctor(
     console.print(table)
     if failed:
         raise typer.Exit(1)
+
+
+def _check_gpus(model: str, side_px: int | None, json: Path | None) -> None:
+    silence_loading_bars()
+    from spotlight.cli.gpu.asked_model import find_model
+    from spotlight.cli.gpu.gpu_check import check_gpus, missing_gpu
+
+    if (why := missing_gpu()) is not None:
+        raise failure(f"no GPU to measure: {why}.", EXIT_STOPPED_BY_ERROR)
+    with errors_without_traceback():
+        check_gpus(find_model(model, side_px), json, Console(highlight=False))

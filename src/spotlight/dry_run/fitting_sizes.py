@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GPU_GIB = (24, 48, 80, 141, 192)
 RANKS = 8
 SHORTER_PX = (256, 320, 384, 448, 480, 512, 576, 640, 704, 720, 768, 896, 1024, 1280, 1536, 2048)
-_USABLE = 0.9
+USABLE = 0.9
 """Of a GPU's memory: CUDA's context and fragmentation take the rest."""
 
 
@@ -54,7 +54,7 @@ def fitting_sizes(
 
 
 def _largest(peaks: list[tuple[MediaSize, float]], gib: int) -> MediaSize | None:
-    fitting = [size for size, peak in peaks if peak <= _USABLE * gib * 2**30]
+    fitting = [size for size, peak in peaks if peak <= USABLE * gib * 2**30]
     return fitting[-1] if fitting else None
 
 

@@ -228,10 +228,11 @@ def timesteps_per_pass(config: RunConfig) -> int:
 
 def _optimizer(config: RunConfig, trained: int) -> Iterator[Estimate]:
     yield Estimate("gradients", trained * 4, "4 B x P", "training", divided=True)
-    if config.learner.timesteps_per_pass == "auto" and config.trained_timesteps > 1:
+    several = config.learner.timesteps_per_pass == "auto" and config.trained_timesteps > 1
+    if several or config.learner.recompute == "auto":
         # Accumulated gradients are stored separately, so that a pass that runs out of memory can be
         # discarded.
-        formula = "4 B x P (timesteps_per_pass auto)"
+        formula = f"4 B x P ({'timesteps_per_pass' if several else 'recompute'} auto)"
         yield Estimate("gradients of a pass", trained * 4, formula, "training", divided=True)
     yield Estimate(_ADAM, trained * 8, "2 x 4 B x P", divided=True)
 
@@ -257,7 +258,9 @@ def _activations(
         whole = layers - recomputed + 1
         values = recomputed * inputs + whole * kept
         formula = f"B K n D b g ({inputs:g} x {recomputed} + {kept:g} x {whole})"
-    formula += f", K = {per_pass}" + (" or what fits" if learner.timesteps_per_pass == "auto" else "")
+    formula += f", K = {per_pass}" + (
+        " or what fits" if "auto" in (learner.timesteps_per_pass, learner.recompute) else ""
+    )
     yield Estimate("activations", per_layer * values, formula, "training")
     batch, rollout = config.rollout.batch_size, config.rollout
     decoded = decode_batch(media_size(rollout), batch)

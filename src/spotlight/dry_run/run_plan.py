@@ -38,7 +38,7 @@ class Passes:
         previews: upper bound without spare prompts; those with ``exploration.step_cache`` count in full.
         policy: forwards of the trained weights, with a graph.
         backward: each costs about two forwards.
-        recomputed: forwards repeated by ``learner.recompute``.
+        recomputed: forwards repeated by ``learner.recompute``; with ``auto`` at most.
         old: of the old policy (GRPO-Guard: after a batch's first update).
         reference: forwards of the starting model.
         old_log_probs: for the ratio's denominator after a batch's first update.
@@ -188,7 +188,7 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
 
 def _recomputed(config: RunConfig, trained: int) -> int:
     every = config.learner.recompute
-    return trained // every if isinstance(every, int) else trained * (every == "blocks")
+    return trained // every if isinstance(every, int) else trained * (every in ("blocks", "auto"))
 
 
 def _trained_samples(config: RunConfig) -> int:

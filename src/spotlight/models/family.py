@@ -350,6 +350,8 @@ class ModelFamily(FamilyTraits, ABC):
         guidance = guidance or Guidance()
         embedded, avoided = self._embedded(guidance), guidance.negative if guidance.scale > 1 else None
         sigma = sigma.to(self.device)
+        if log is not None:
+            log.begin(len(latents))
 
         def run(part: nn.Module, rows: Tensor | slice) -> Tensor:
             inputs = latents[rows].to(self.device, self.dtype), sigma[rows]

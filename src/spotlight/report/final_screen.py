@@ -126,12 +126,14 @@ def throughput(run: RunRecord) -> list[str]:
     """How fast a device rolled out and trained, in the median iteration; empty if it was not measured."""
     lines = []
     for what, name in (("rollout", "Rollouts"), ("train", "Training")):
-        tokens, tflop_s, mfu = (
-            _median(run, f"throughput/{what}_{unit}") for unit in ("tokens_s", "tflop_s", "mfu")
+        tokens, timesteps, tflop_s, mfu = (
+            _median(run, f"throughput/{what}_{unit}")
+            for unit in ("tokens_s", "timesteps_s", "tflop_s", "mfu")
         )
         if tokens is None:
             continue
         parts = [f"{tokens:,.0f} tokens/s"]
+        parts += [] if timesteps is None else [f"{timesteps:,.3g} picture-timesteps/s"]
         parts += [] if tflop_s is None else [f"{tflop_s:,.3g} TFLOP/s"]
         parts += [] if mfu is None else [f"MFU {mfu:.0%}"]
         lines.append(f"{name}: {', '.join(parts)} on each device")

@@ -1,7 +1,6 @@
 """Free memory of the training device, and the peak memory of a piece of work.
 
-CUDA uses the allocator's statistics. The CPU uses torch's profiler, which is reproducible but misses gathered
-weights that FSDP2 frees: sharded on CPUs it overestimates by one copy of the weights per pass.
+CUDA uses the allocator's statistics, the CPU what torch's profiler records of every allocation.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -31,8 +30,9 @@ def free_bytes(device: torch.device) -> int:
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if not _MEMINFO.exists():
         raise RuntimeError(
-            f"learner.timesteps_per_pass is auto, but {os.uname().sysname} does not tell how much memory is "
-            "free: set learner.pass_memory_gib, or a number of timesteps"
+            "learner.timesteps_per_pass or learner.recompute is auto, but "
+            f"{os.uname().sysname} does not tell how much memory is free: set learner.pass_memory_gib, or "
+            "other values"
         )
     rows = (line.split() for line in _MEMINFO.read_text().splitlines())
     available = next(1024 * int(row[1]) for row in rows if row[0] == "MemAvailable:")
@@ -66,10 +66,15 @@ def measure_peak(device: torch.device, work: Callable[[], T]) -> tuple[T, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         result = work()
     held = peak = 0
-    for event in sorted(profiler.events(), key=lambda event: event.time_range.end):
-        held += event.self_cpu_memory_usage
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in _recorded(profiler) if e.name() == "[memory]"):
+        held += size
         peak = max(peak, held)
     return result, peak
+
+
+def _recorded(profiler: profile) -> Any:
+    # Not profiler.events(), which has what operators allocate, but not all that is freed between them.
+    return profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:

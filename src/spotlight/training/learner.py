@@ -130,8 +130,7 @@ class Learner:
         self.autocast = autocast_type(config, family.dtype)
         self.ranks = Ranks() if ranks is None else ranks
         self._size, self._guidance, self._forwards = size, guidance, ForwardLog()
-        if config.recompute != "none":
-            recompute(slots.modules()["policy"], config.recompute)
+        recomputation = recompute(slots.modules()["policy"], config.recompute)
         shard(slots, self.ranks, compute_type(config), config.shard)
         if family.deferred:
             family.read_weights(list(slots.modules().values()))
@@ -144,6 +143,7 @@ class Learner:
             budget_bytes=config.pass_memory_bytes,
             parameters=self._trainable,
             reserve=self._bytes_to_come,
+            recomputation=recomputation,
         )
         self.steps = 0
         """Optimizer steps applied: the policy version."""
@@ -288,6 +288,7 @@ class Learner:
             learning_rate=learning_rate,
             seconds=seconds,
             timesteps_per_pass=self._update.largest_pass,
+            recompute_level=self.passes.recompute_level,
             work=self._forwards.take(self.family, operations=self.family.device.type != "cpu"),
             peak_flop_s=peak_of(self.family.device, self.autocast or self.family.dtype),
         )

@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,10 +29,14 @@ from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.slots import WeightSlots
 from spotlight.training.device_memory import free_bytes, is_out_of_memory, measure_peak, release
+from spotlight.training.recompute import Recomputation
+from spotlight.training.recompute_level import Climb, modes_at
 from spotlight.training.settings import TrainingError, TrainingGuidance
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import UpdateMeter
 from spotlight.training.timesteps import MARGIN, PassMemory, Shape, Trial, cut_timesteps, largest_pass
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,11 @@ class Bound:
         return len(self.batch.seeds)
 
     @property
+    def key(self) -> tuple[Shape, int]:
+        """What settings are found for."""
+        return self.shape, self.timesteps
+
+    @property
     def shape(self) -> Shape:
         """What memory use depends on."""
         return Shape(self.samples, self.tokens)
@@ -80,6 +90,8 @@ class TrainingPasses:
         budget_bytes: for a pass with ``auto``; None: the free memory.
         parameters: those with gradients.
         reserve: bytes to be allocated and held during a pass (with ``auto``).
+        recomputation: whose level is to be found for each new shape; None: it is given. Of ``auto``
+            timesteps, several share a pass only where nothing is computed again.
     """
 
     def __init__(
@@ -92,19 +104,26 @@ class TrainingPasses:
         budget_bytes: int | None,
         parameters: Callable[[], Sequence[Tensor]],
         reserve: Callable[[], int],
+        recomputation: Recomputation | None = None,
     ) -> None:
         self._algorithm, self._ranks, self._device = algorithm, ranks, device
         self._setting, self._budget_bytes = per_pass, budget_bytes
         self._parameters, self._reserve = parameters, reserve
+        self._recomputation = recomputation
+        self._levels: dict[tuple[Shape, int], int] = {}
+        self._level = 0
         self.memory = PassMemory()
         """Measured memory use of passes."""
         self._settled: dict[tuple[Shape, int], int] = {}
 
     def per_pass(self, bound: Bound) -> int:
         """Timesteps per pass, the same on every rank. May run trial passes, without side effects."""
-        if self._setting != "auto":
-            return min(self._setting, bound.timesteps)
-        key = bound.shape, bound.timesteps
+        key = bound.key
+        least = 1 if self._setting == "auto" else min(self._setting, bound.timesteps)
+        if self._recomputation is not None and key not in self._levels:
+            self._climb(bound, least, self._recomputation.blocks)
+        if self._setting != "auto" or self._levels.get(key, self._top) < self._top:
+            return least
         while True:
             known = self._settled.get(key)
             wanted = self._least(self._largest(key) if known is None else min(known, self.limit(bound)))
@@ -130,7 +149,7 @@ class TrainingPasses:
             try:
                 return self._old_log_probs(bound, per_pass), per_pass
             except RuntimeError as error:
-                if not self._recovers(error, per_pass):
+                if not (is_out_of_memory(error) and self._shrinks(bound, per_pass)):
                     raise
             per_pass = self._halved(bound, per_pass)
 
@@ -153,6 +172,11 @@ class TrainingPasses:
             pending = cut_timesteps(range(timesteps.start, bound.timesteps), smaller)
         return largest
 
+    @property
+    def recompute_level(self) -> float | None:
+        """Level of the last pass over the number of blocks; None: it is given."""
+        return None if self._recomputation is None else self._level / self._recomputation.blocks
+
     # -- one pass --------------------------------------------------------------------------------------
 
     def _old_log_probs(self, bound: Bound, per_pass: int) -> Tensor | None:
@@ -165,7 +189,14 @@ class TrainingPasses:
             columns.append(old.view(len(timesteps), bound.samples))
         return torch.cat(columns).T
 
+    @property
+    def _top(self) -> int:
+        return 0 if self._recomputation is None else 2 * self._recomputation.blocks
+
     def _backward(self, bound: Bound, timesteps: range, scale: float) -> LossTerms:
+        if self._recomputation is not None:
+            self._level = self._levels.get(bound.key, 0)
+            self._recomputation.use(modes_at(self._level, self._recomputation.blocks))
         terms = self._algorithm.loss(*bound.rows(timesteps))
         _require_fitting(terms, bound.samples * len(timesteps), self._algorithm.name)
         (terms.per_sample.sum() * scale).backward()  # type: ignore[no-untyped-call]
@@ -173,14 +204,14 @@ class TrainingPasses:
 
     def _recoverably(self, bound: Bound, timesteps: range, scale: float) -> LossTerms | None:
         """None if the pass did not fit; then nothing changed."""
-        if self._setting != "auto" or len(timesteps) == 1 or self._ranks.world > 1:
+        if not self._shrinks(bound, len(timesteps)):
             return self._backward(bound, timesteps, scale)
         terms = None
         with self._gradients_aside() as before:
             try:
                 terms = self._backward(bound, timesteps, scale)
             except RuntimeError as error:
-                if not self._recovers(error, len(timesteps)):
+                if not is_out_of_memory(error):
                     raise
             else:
                 before[:] = [
@@ -189,14 +220,20 @@ class TrainingPasses:
                 ]
         return terms
 
-    def _recovers(self, error: RuntimeError, per_pass: int) -> bool:
-        alone = self._ranks.world == 1
-        return self._setting == "auto" and alone and per_pass > 1 and is_out_of_memory(error)
+    def _shrinks(self, bound: Bound, per_pass: int) -> bool:
+        """Whether less memory will do if a pass runs out of it, which only one rank may."""
+        smaller = (self._setting == "auto" and per_pass > 1) or self._levels.get(bound.key, 0) > 0
+        return smaller and self._ranks.world == 1
 
     def _halved(self, bound: Bound, per_pass: int) -> int:
         """Remembers the failure, too. The failed pass's tensors must be released before."""
         release(self._device)
-        self._settled[bound.shape, bound.timesteps] = per_pass // 2
+        key = bound.key
+        if self._setting != "auto" or per_pass == 1:
+            self._levels[key] //= 2
+            _log.warning("out of memory in training: from now on %s", self._said(self._levels[key]))
+            return per_pass
+        self._settled[key] = per_pass // 2
         self.memory = self.memory.after(Trial(bound.tokens, bound.samples * per_pass, None))
         return per_pass // 2
 
@@ -215,25 +252,45 @@ class TrainingPasses:
 
     # -- what fits -------------------------------------------------------------------------------------
 
+    def _climb(self, bound: Bound, per_pass: int, blocks: int) -> None:
+        key, climb = bound.key, Climb(blocks, self._top)
+        while (level := self._least(climb.next(self._budget()))) != climb.level:
+            self._levels[key] = level
+            climb = climb.after(level, self._measured(bound, per_pass))
+        self._levels[key] = level
+        _log.info("passes of %d rows: %s", bound.samples * per_pass, self._said(level))
+
+    def _said(self, level: int) -> str:
+        modes = modes_at(level, self._top // 2)
+        return ", ".join(f"{modes.count(mode)} blocks recompute {mode}" for mode in sorted({*modes}))
+
     def _try(self, bound: Bound, per_pass: int) -> None:
+        needed = self._measured(bound, per_pass)
+        self.memory = self.memory.after(Trial(bound.tokens, bound.samples * per_pass, needed))
+
+    def _measured(self, bound: Bound, per_pass: int) -> int | None:
+        """Peak bytes of a pass that changes nothing; None: it did not fit."""
         needed = None
         with self._gradients_aside():
             try:
                 _, needed = measure_peak(self._device, lambda: self._trial(bound, per_pass))
             except RuntimeError as error:
-                if not self._recovers(error, per_pass):
+                if not (is_out_of_memory(error) and self._shrinks(bound, per_pass)):
                     raise
         if needed is None:
             release(self._device)
-        self.memory = self.memory.after(Trial(bound.tokens, bound.samples * per_pass, needed))
+        return needed
 
     def _trial(self, bound: Bound, per_pass: int) -> None:
         self._backward(bound, max(cut_timesteps(range(bound.timesteps), per_pass), key=len), 0.0)
 
     def _largest(self, key: tuple[Shape, int]) -> int:
+        return self.memory.most(*key, self._budget())
+
+    def _budget(self) -> float:
         if self._budget_bytes is not None:
-            return self.memory.most(*key, self._budget_bytes)
-        return self.memory.most(*key, MARGIN * free_bytes(self._device) - self._reserve())
+            return self._budget_bytes
+        return MARGIN * free_bytes(self._device) - self._reserve()
 
     def _least(self, value: int) -> int:
         """Minimum over all ranks."""

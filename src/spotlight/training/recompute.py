@@ -5,6 +5,8 @@
   again: about half the memory of ``none``, and no product twice.
 - ``blocks``: everything; only a block's inputs are kept.
 
+Fused blocks (``model.kernels``) do by themselves what ``elementwise`` does to others, also with ``none``.
+
 Gradients are equal to the bit: what is kept is what would be computed again.
 """
 
@@ -22,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from spotlight.models.experts import denoisers
+from spotlight.models.kernels.fused import is_fused
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import largest_rank
 
@@ -41,14 +44,19 @@ def modes_of(setting: Mode | int, blocks: int) -> list[Mode]:
     return [setting] * blocks
 
 
-def recompute(module: nn.Module, setting: Mode | int) -> None:
+def recompute(module: nn.Module, setting: Mode | int | Literal["auto"]) -> Recomputation | None:
     """Run every block of a model as :func:`modes_of` says, where there is a gradient.
+
+    Returns what may change that later, for ``auto``, which begins with ``blocks``.
 
     Raises:
         ModelError: the model cannot.
     """
+    if setting == "none":
+        return None
     found = Recomputation(module)
-    found.use(modes_of(setting, found.blocks))
+    found.use(modes_of("blocks" if setting == "auto" else setting, found.blocks))
+    return found if setting == "auto" else None
 
 
 class Recomputation:
@@ -83,7 +91,7 @@ class Recomputation:
 
     def _run(self, block: nn.Module, *args: Any) -> Any:
         mode = self._modes[block]
-        if mode == "none":
+        if mode == "none" or (mode == "elementwise" and is_fused(block)):
             return block(*args)
         again = partial(checkpoint, block, *args, use_reentrant=False, preserve_rng_state=False)
         if mode == "blocks":

@@ -107,6 +107,8 @@ class StepReport:
         grad_rms: root mean square of the gradient's entries.
         epsilon_ratio: ``grad_rms`` over AdamW's epsilon; near or below 1, epsilon swamps the gradient.
         timesteps_per_pass: of the largest pass on this rank.
+        recompute_level: with ``learner.recompute: auto``, of the last pass: 0 with all blocks computed again,
+            1 with all products kept, 2 with everything kept.
         work: of this rank; None: unknown.
         peak_flop_s: of this rank's device; None: unknown.
     """
@@ -119,6 +121,7 @@ class StepReport:
     learning_rate: float
     seconds: float
     timesteps_per_pass: int = 1
+    recompute_level: float | None = None
     work: Compute | None = None
     peak_flop_s: float | None = None
 
@@ -134,6 +137,8 @@ class StepReport:
             "train/step_s": self.seconds,
             "train/timesteps_per_pass": float(self.timesteps_per_pass),
         }
+        if self.recompute_level is not None:
+            row["train/recompute_level"] = self.recompute_level
         row |= {f"train/{name}": value for name, value in self.sums.means.items()}
         if self.sums.ratio_max is not None:
             row["train/ratio_max"] = self.sums.ratio_max

@@ -34,7 +34,6 @@ from typing import assert_never
 import torch
 from torch import nn
 
-from spotlight.rollout.lost_device import end_if_lost
 from spotlight.rollout.sequence_parallel.lockstep import Follower, Lead
 from spotlight.rollout.sequence_parallel.membership import (
     FormationError,
@@ -68,6 +67,7 @@ from spotlight.worker.leases import GroupRole, safe_steps
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.resume import RolloutStarter
 from spotlight.worker.steps import OpenModel, SpeedMeter, all_finite, by_slot, kind_of
+from spotlight_rewards.base.lost_device import end_if_lost
 
 log = logging.getLogger("spotlight.rollout")
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_flux2 import Flux2FeedForward
 from torch import Tensor, nn
 
-from spotlight_kernels.lora import project
-from spotlight_kernels.operators import HeadStream, Modulation, add_norm, gated_add, join_heads
+from spotlight_kernels.feed_forward import feed_forward, gated_halves, is_usual
+from spotlight_kernels.lora import Again, project
+from spotlight_kernels.operators import (
+    HeadStream,
+    Modulation,
+    add_norm,
+    add_norm_again,
+    gated_add,
+    join_heads,
+)
 
 Angles = tuple[Tensor, Tensor] | None
 New = Callable[..., Tensor]
+Inputs = tuple[Again | None, Again | None]
+"""How the inputs of image and text are computed once more; None: they are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,7 @@ def joint(
     size: int,
     text: tuple[Tensor, Angles] | None,
     image: tuple[Tensor, Angles],
+    again: Inputs,
     *,
     text_first: bool,
 ) -> list[Tensor]:
@@ -62,10 +74,10 @@ def joint(
         text, image: [batch, tokens, width] before the projections, and angles.
     """
     x, angles = image
-    parts = [(project(x, (attn.to_q, attn.to_k, attn.to_v)), (attn.norm_q, attn.norm_k), angles)]
+    parts = [(project(x, (attn.to_q, attn.to_k, attn.to_v), again[0]), (attn.norm_q, attn.norm_k), angles)]
     if text is not None:
         x, angles = text
-        made = project(x, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj))
+        made = project(x, (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), again[1])
         parts.insert(0 if text_first else 1, (made, (attn.norm_added_q, attn.norm_added_k), angles))
     turned = [heads(size, *((made[i], norms[i], angles) for made, norms, angles in parts)) for i in range(2)]
     return [*turned, heads(size, *((made[2], None, None) for made, _, _ in parts))]
@@ -74,20 +86,18 @@ def joint(
 class Turned:
     """An attention layer of one stream as a processor of diffusers' sees it: norms of queries and keys
     rotate, too, in one operator, so that the processor gets no angles; and projections are made at once.
-
-    Args:
-        x: [batch, tokens, width] before the projections; None: they are no concern of this.
-        source: of keys and values, if it is another.
     """
 
-    def __init__(
-        self, attn: Any, size: int, angles: Angles, x: Tensor | None = None, source: Tensor | None = None
-    ) -> None:
+    def __init__(self, attn: Any, size: int, angles: Angles, made: Sequence[Tensor] = ()) -> None:
+        """Of queries, keys and values, if the layer has projections of their own."""
         self._attn, self._size, self._angles = attn, size, angles
-        if x is not None:
-            layers = (attn.to_q, attn.to_k, attn.to_v)
-            made = project(x, layers) if source is None else [attn.to_q(x), *project(source, layers[1:])]
+        if made:
             self.to_q, self.to_k, self.to_v = (lambda _, each=each: each for each in made)
+
+    @classmethod
+    def of(cls, attn: Any, size: int, angles: Angles, x: Tensor, again: Again | None) -> Turned:
+        """With all projections of ``x`` [batch, tokens, width]."""
+        return cls(attn, size, angles, project(x, (attn.to_q, attn.to_k, attn.to_v), again))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attn, name)
@@ -134,9 +144,17 @@ def repeated_angles(new: New, tokens: int, size: int) -> tuple[Tensor, Tensor]:
     return turn.cos(), turn.sin()
 
 
-def outputs(attended: Tensor, like: Tensor, *tokens: int) -> list[Tensor]:
-    """Attention's [batch, tokens, heads, size] by stream, contiguous, heads joined, typed as ``like``."""
-    return [part.contiguous() for part in split(attended.flatten(2, 3).to(like.dtype), *tokens)]
+def outputs(attended: Tensor, like: Tensor, *streams: tuple[int, Any]) -> list[Tensor]:
+    """Attention's [batch, tokens, heads, size] by stream, heads joined, typed as ``like``.
+
+    Args:
+        streams: tokens, and the layer that they pass, if any.
+    """
+    parts = split(attended.flatten(2, 3).to(like.dtype), *(tokens for tokens, _ in streams))
+    return [
+        part if layer is None else project(part, [layer])[0]
+        for part, (_, layer) in zip(parts, streams, strict=True)
+    ]
 
 
 def split(x: Tensor, *tokens: int) -> tuple[Tensor, ...]:
@@ -145,23 +163,57 @@ def split(x: Tensor, *tokens: int) -> tuple[Tensor, ...]:
     return parts
 
 
-def modulated(x: Tensor, norm: Any, temb: Tensor, count: int) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-    """``norm(x, emb=temb)`` of diffusers' AdaLayerNormZero: x to go on with, its norm, other parts."""
-    shift, scale, *rest = norm.linear(norm.silu(temb)).chunk(count, dim=1)
-    by = Modulation(scale=scale, shift=shift)
-    x, normed = add_norm(x, None, by, norm.norm.eps, rounded=True)
-    return x, normed, tuple(rest)
+def normed(
+    x: Tensor, branch: Tensor | None, by: Modulation, eps: float, *, rounded: bool = True
+) -> tuple[Tensor, Tensor, Again]:
+    """:func:`add_norm`, and how the norm is computed once more."""
+    x, out = add_norm(x, branch, by, eps, rounded=rounded)
+    return x, out, Again(add_norm_again, (x, by.scale, by.shift, by.weight, by.chosen, eps, rounded))
 
 
-def feed_forward(x: Tensor, branch: Tensor, parts: tuple[Tensor, ...], norm: Any, mlp: nn.Module) -> Tensor:
-    """Attention's ``branch`` and then the MLP, both gated, added to ``x``.
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """A stream after its first norm.
 
-    Args:
-        parts: gate, then shift, scale and gate of the MLP, each [batch, width].
+    Attributes:
+        x: [batch, tokens, width], to go on with.
+        out: its modulated norm, and ``again`` how that is computed.
+        rest: other parts of the modulation, each [batch, width].
     """
-    gate, shift, scale, gate_mlp = parts
-    x, normed = add_norm(x, branch, Modulation(gate, scale, shift), norm.eps, rounded=True)
-    return gated_add(x, mlp(normed), gate_mlp, rounded=True)
+
+    x: Tensor
+    out: Tensor
+    again: Again
+    rest: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, x: Tensor, parts: Sequence[Tensor], eps: float) -> Normed:
+        """Of a LayerNorm, with shift, scale and others."""
+        shift, scale, *rest = parts
+        return cls(*normed(x, None, Modulation(scale=scale, shift=shift), eps), rest)
+
+    @classmethod
+    def adaptive(cls, x: Tensor, norm: Any, temb: Tensor, count: int) -> Normed:
+        """By diffusers' AdaLayerNormZero, whose layer makes so many parts."""
+        return cls.of(x, norm.linear(norm.silu(temb)).chunk(count, dim=1), norm.norm.eps)
+
+    def finished(self, branch: Tensor, eps: float, mlp: nn.Module) -> Tensor:
+        """The block's output: attention's ``branch`` and then the MLP, both gated, are added.
+
+        ``rest`` is attention's gate, then shift, scale and gate of the MLP.
+        """
+        gate, shift, scale, gate_mlp = self.rest
+        x, out, again = normed(self.x, branch, Modulation(gate, scale, shift), eps)
+        return gated_add(x, through(mlp, out, again), gate_mlp, rounded=True)
+
+
+def through(mlp: Any, x: Tensor, again: Again | None) -> Tensor:
+    """What a block's MLP computes."""
+    if type(mlp) is Flux2FeedForward:
+        (wide,) = project(x, [mlp.linear_in], again)
+        return project(gated_halves(wide), [mlp.linear_out], Again(gated_halves, (wide,)))[0]
+    known = hasattr(mlp, "net") and is_usual(mlp)
+    return feed_forward(mlp, x, again) if known else mlp(x)
 
 
 def layer_norm_trouble(*norms: Any) -> str | None:

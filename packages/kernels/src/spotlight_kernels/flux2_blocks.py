@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,8 +14,10 @@ from diffusers.models.transformers.transformer_flux2 import (
 from torch import Tensor
 
 from spotlight_kernels import blocks, flux_blocks
-from spotlight_kernels.blocks import Angles, New, pairs
-from spotlight_kernels.operators import Modulation, add_norm, gated_add
+from spotlight_kernels.blocks import Angles, New, Normed, pairs
+from spotlight_kernels.feed_forward import gated_halves
+from spotlight_kernels.lora import Again, project
+from spotlight_kernels.operators import gated_add
 
 
 class Flux2Processor(Flux2AttnProcessor):  # type: ignore[misc]
@@ -32,20 +35,22 @@ class Flux2ParallelProcessor(Flux2ParallelSelfAttnProcessor):  # type: ignore[mi
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles = None,
+        again: Again | None = None,
     ) -> Tensor:
         """As diffusers' own."""
-        turned = blocks.Turned(attn, attn.head_dim, pairs(image_rotary_emb))
+        turned: Any = blocks.Turned(attn, attn.head_dim, pairs(image_rotary_emb))
+        (wide,) = project(hidden_states, [attn.to_qkv_mlp_proj], again)
+        turned.to_qkv_mlp_proj, turned.mlp_act_fn = (lambda _: wide), gated_halves
         return super().__call__(turned, hidden_states, attention_mask)  # type: ignore[no-any-return]
 
 
-def _parts(made: Tensor, count: int, batch: int) -> list[tuple[Tensor, Tensor, Tensor]] | None:
-    """Shift, scale and gate, ``count`` times, each [batch, width]; None where they differ by token."""
+def _parts(made: Tensor, count: int, batch: int) -> Sequence[Tensor] | None:
+    """Shift, scale, gate, and so on, each [batch, width]; None where they differ by token."""
     if made.ndim == 3:
         if made.shape[1] != 1:
             return None
         made = made[:, 0]
-    each = made.expand(batch, -1).chunk(3 * count, dim=-1)
-    return [(each[i], each[i + 1], each[i + 2]) for i in range(0, 3 * count, 3)]
+    return made.expand(batch, -1).chunk(count, dim=-1)
 
 
 def double(
@@ -59,23 +64,21 @@ def double(
 ) -> tuple[Tensor, Tensor]:
     """As ``Flux2TransformerBlock.forward``: text, image."""
     batch, options = len(hidden_states), joint_attention_kwargs or {}
-    of_image, of_text = _parts(temb_mod_img, 2, batch), _parts(temb_mod_txt, 2, batch)
+    of_image, of_text = _parts(temb_mod_img, 6, batch), _parts(temb_mod_txt, 6, batch)
     if of_image is None or of_text is None:
         given = (hidden_states, encoder_hidden_states, temb_mod_img, temb_mod_txt, image_rotary_emb, options)
         return type(self).forward(self, *given)  # type: ignore[no-any-return]
-    streams = []
-    for x, ((shift, scale, gate), mlp), norm in (
-        (hidden_states, of_image, self.norm1),
-        (encoder_hidden_states, of_text, self.norm1_context),
-    ):
-        by = Modulation(scale=scale, shift=shift)
-        streams.append((*add_norm(x, None, by, norm.eps, rounded=True), (gate, *mlp)))
-    (image, image_in, image_parts), (text, text_in, text_parts) = streams
+    image = Normed.of(hidden_states, of_image, self.norm1.eps)
+    text = Normed.of(encoder_hidden_states, of_text, self.norm1_context.eps)
     branches = self.attn(
-        hidden_states=image_in, encoder_hidden_states=text_in, image_rotary_emb=image_rotary_emb, **options
+        hidden_states=image.out,
+        encoder_hidden_states=text.out,
+        image_rotary_emb=image_rotary_emb,
+        again=(image.again, text.again),
+        **options,
     )
-    image = blocks.feed_forward(image, branches[0], image_parts, self.norm2, self.ff)
-    return blocks.feed_forward(text, branches[1], text_parts, self.norm2_context, self.ff_context), image
+    finished = image.finished(branches[0], self.norm2.eps, self.ff)
+    return text.finished(branches[1], self.norm2_context.eps, self.ff_context), finished
 
 
 def single(
@@ -89,18 +92,19 @@ def single(
     text_seq_len: int | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """As ``Flux2SingleTransformerBlock.forward``: text and image, joined or apart."""
-    parts, options = _parts(temb_mod, 1, len(hidden_states)), joint_attention_kwargs or {}
+    parts, options = _parts(temb_mod, 3, len(hidden_states)), joint_attention_kwargs or {}
     if parts is None:
         given = (hidden_states, encoder_hidden_states, temb_mod, image_rotary_emb, options)
         return type(self).forward(self, *given, split_hidden_states, text_seq_len)  # type: ignore[no-any-return]
-    x, ((shift, scale, gate),) = hidden_states, parts
+    x = hidden_states
     if encoder_hidden_states is not None:
         text_seq_len = encoder_hidden_states.shape[1]
         x = torch.cat([encoder_hidden_states, x], dim=1)
-    x, normed = add_norm(x, None, Modulation(scale=scale, shift=shift), self.norm.eps, rounded=True)
-    x = gated_add(
-        x, self.attn(hidden_states=normed, image_rotary_emb=image_rotary_emb, **options), gate, rounded=True
+    stream = Normed.of(x, parts, self.norm.eps)
+    branch = self.attn(
+        hidden_states=stream.out, image_rotary_emb=image_rotary_emb, again=stream.again, **options
     )
+    x = gated_add(stream.x, branch, stream.rest[0], rounded=True)
     if not split_hidden_states:
         return x
     text = text_seq_len or 0

@@ -10,7 +10,8 @@ from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import Tensor
 
 from spotlight_kernels import blocks
-from spotlight_kernels.blocks import Angles, New, pairs
+from spotlight_kernels.blocks import Angles, New, Normed, pairs
+from spotlight_kernels.lora import project
 from spotlight_kernels.operators import gated_add
 
 
@@ -24,22 +25,24 @@ class FluxProcessor(FluxAttnProcessor):  # type: ignore[misc]
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles = None,
+        again: blocks.Inputs = (None, None),
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As diffusers' own: the outputs of the image, and of the text if it is a stream of its own."""
         image, text = hidden_states, encoder_hidden_states
         if text is None:
-            turned = blocks.Turned(attn, attn.head_dim, pairs(image_rotary_emb), image)
+            turned = blocks.Turned.of(attn, attn.head_dim, pairs(image_rotary_emb), image, again[0])
             return super().__call__(turned, image, None, attention_mask)  # type: ignore[no-any-return]
         length = text.shape[1]
         of_text, of_image = pairs(image_rotary_emb, 0, length), pairs(image_rotary_emb, length)
         attended = dispatch_attention_fn(
-            *blocks.joint(attn, attn.head_dim, (text, of_text), (image, of_image), text_first=True),
+            *blocks.joint(attn, attn.head_dim, (text, of_text), (image, of_image), again, text_first=True),
             attn_mask=attention_mask,
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )
-        text, image = blocks.outputs(attended, image, length, image.shape[1])
-        return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
+        out, layer = attn.to_out[0], attn.to_add_out
+        text, image = blocks.outputs(attended, image, (length, layer), (image.shape[1], out))
+        return attn.to_out[1](image), text
 
 
 def double(
@@ -51,16 +54,17 @@ def double(
     joint_attention_kwargs: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``FluxTransformerBlock.forward``: text, image."""
-    image, image_in, image_parts = blocks.modulated(hidden_states, self.norm1, temb, 6)
-    text, text_in, text_parts = blocks.modulated(encoder_hidden_states, self.norm1_context, temb, 6)
+    image = Normed.adaptive(hidden_states, self.norm1, temb, 6)
+    text = Normed.adaptive(encoder_hidden_states, self.norm1_context, temb, 6)
     branches = self.attn(
-        hidden_states=image_in,
-        encoder_hidden_states=text_in,
+        hidden_states=image.out,
+        encoder_hidden_states=text.out,
         image_rotary_emb=image_rotary_emb,
+        again=(image.again, text.again),
         **(joint_attention_kwargs or {}),
     )
-    image = blocks.feed_forward(image, branches[0], image_parts, self.norm2, self.ff)
-    return blocks.feed_forward(text, branches[1], text_parts, self.norm2_context, self.ff_context), image
+    finished = image.finished(branches[0], self.norm2.eps, self.ff)
+    return text.finished(branches[1], self.norm2_context.eps, self.ff_context), finished
 
 
 def single(
@@ -73,14 +77,17 @@ def single(
 ) -> tuple[Tensor, ...]:
     """As ``FluxSingleTransformerBlock.forward``: text, image."""
     lengths = [encoder_hidden_states.shape[1], hidden_states.shape[1]]
-    x, normed, (gate,) = blocks.modulated(
-        torch.cat([encoder_hidden_states, hidden_states], dim=1), self.norm, temb, 3
-    )
-    inner = self.act_mlp(self.proj_mlp(normed))
+    joint = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+    stream = Normed.adaptive(joint, self.norm, temb, 3)
+    inner = self.act_mlp(project(stream.out, [self.proj_mlp], stream.again)[0])
     attended = self.attn(
-        hidden_states=normed, image_rotary_emb=image_rotary_emb, **(joint_attention_kwargs or {})
+        hidden_states=stream.out,
+        image_rotary_emb=image_rotary_emb,
+        again=(stream.again, None),
+        **(joint_attention_kwargs or {}),
     )
-    x = gated_add(x, self.proj_out(torch.cat([attended, inner], dim=2)), gate, rounded=True)
+    branch = self.proj_out(torch.cat([attended, inner], dim=2))
+    x = gated_add(stream.x, branch, stream.rest[0], rounded=True)
     return blocks.split(x, *lengths)
 
 

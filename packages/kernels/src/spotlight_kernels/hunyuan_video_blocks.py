@@ -11,7 +11,8 @@ from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideo
 from torch import Tensor
 
 from spotlight_kernels import blocks
-from spotlight_kernels.blocks import Angles, New, pairs
+from spotlight_kernels.blocks import Angles, New, Normed, pairs
+from spotlight_kernels.lora import project
 from spotlight_kernels.operators import gated_add
 
 
@@ -25,6 +26,7 @@ class HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: Angles = None,
+        again: blocks.Inputs = (None, None),
     ) -> tuple[Tensor, Tensor | None]:
         """As diffusers' own, of two streams; or of both in one, whose last tokens are not rotated."""
         video, text = hidden_states, encoder_hidden_states
@@ -34,7 +36,7 @@ class HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
             angles = F.pad(angles[0], after, value=1.0), F.pad(angles[1], after)
         of_text = None if text is None else (text, None)
         attended = dispatch_attention_fn(
-            *blocks.joint(attn, size, of_text, (video, angles), text_first=False),
+            *blocks.joint(attn, size, of_text, (video, angles), again, text_first=False),
             attn_mask=attention_mask,
             dropout_p=0.0,
             is_causal=False,
@@ -43,8 +45,9 @@ class HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
         )
         if text is None:
             return attended.flatten(2, 3).to(video.dtype), None
-        video, text = blocks.outputs(attended, video, video.shape[1], text.shape[1])
-        return attn.to_out[1](attn.to_out[0](video)), attn.to_add_out(text)
+        out, layer = attn.to_out[0], attn.to_add_out
+        video, text = blocks.outputs(attended, video, (video.shape[1], out), (text.shape[1], layer))
+        return attn.to_out[1](video), text
 
 
 def double(
@@ -58,16 +61,17 @@ def double(
     **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
     """As ``HunyuanVideoTransformerBlock.forward``: video, text."""
-    video, video_in, video_parts = blocks.modulated(hidden_states, self.norm1, temb, 6)
-    text, text_in, text_parts = blocks.modulated(encoder_hidden_states, self.norm1_context, temb, 6)
+    video = Normed.adaptive(hidden_states, self.norm1, temb, 6)
+    text = Normed.adaptive(encoder_hidden_states, self.norm1_context, temb, 6)
     branches = self.attn(
-        hidden_states=video_in,
-        encoder_hidden_states=text_in,
+        hidden_states=video.out,
+        encoder_hidden_states=text.out,
         attention_mask=attention_mask,
         image_rotary_emb=freqs_cis,
+        again=(video.again, text.again),
     )
-    video = blocks.feed_forward(video, branches[0], video_parts, self.norm2, self.ff)
-    return video, blocks.feed_forward(text, branches[1], text_parts, self.norm2_context, self.ff_context)
+    finished = video.finished(branches[0], self.norm2.eps, self.ff)
+    return finished, text.finished(branches[1], self.norm2_context.eps, self.ff_context)
 
 
 def single(
@@ -82,14 +86,17 @@ def single(
 ) -> tuple[Tensor, ...]:
     """As ``HunyuanVideoSingleTransformerBlock.forward``: video, text."""
     lengths = [hidden_states.shape[1], encoder_hidden_states.shape[1]]
-    x, normed, (gate,) = blocks.modulated(
-        torch.cat([hidden_states, encoder_hidden_states], dim=1), self.norm, temb, 3
-    )
-    inner = self.act_mlp(self.proj_mlp(normed))
+    joint = torch.cat([hidden_states, encoder_hidden_states], dim=1)
+    stream = Normed.adaptive(joint, self.norm, temb, 3)
+    inner = self.act_mlp(project(stream.out, [self.proj_mlp], stream.again)[0])
     attended, _ = self.attn(
-        hidden_states=normed, attention_mask=attention_mask, image_rotary_emb=image_rotary_emb
+        hidden_states=stream.out,
+        attention_mask=attention_mask,
+        image_rotary_emb=image_rotary_emb,
+        again=(stream.again, None),
     )
-    x = gated_add(x, self.proj_out(torch.cat([attended, inner], dim=2)), gate, rounded=True)
+    branch = self.proj_out(torch.cat([attended, inner], dim=2))
+    x = gated_add(stream.x, branch, stream.rest[0], rounded=True)
     return blocks.split(x, *lengths)
 
 

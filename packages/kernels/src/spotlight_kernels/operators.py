@@ -11,8 +11,9 @@ otherwise compute in float32 and round once.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -22,11 +23,14 @@ import triton
 from torch import Tensor
 
 from spotlight_kernels import triton_heads, triton_rows
+from spotlight_kernels.launch import Kernel
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether kernels run on CPU tensors."""
 _OPERATORS = torch.library.Library("spotlight_kernels", "DEF")  # type: ignore[no-untyped-call]
 ops = torch.ops.spotlight_kernels
+_heads_forward, _heads_backward = Kernel(triton_heads.forward), Kernel(triton_heads.backward)
+_rows_forward, _rows_backward = Kernel(triton_rows.forward), Kernel(triton_rows.backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,14 @@ def join_heads(streams: Sequence[HeadStream], size: int, eps: float, *, rounded:
     flat: list[Any] = []
     for stream in streams:
         flat += (stream.x, stream.weight, *(stream.angles or (None, None)))
-    joint: Tensor = _JoinHeads.apply(size, eps, rounded, *flat)  # type: ignore[no-untyped-call]
-    return joint
+    if not torch.is_grad_enabled():
+        return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, rounded))
+    return cast(Tensor, _JoinHeads.apply(size, eps, rounded, *flat))  # type: ignore[no-untyped-call]
+
+
+def _by_kind(flat: Sequence[Any]) -> Iterator[list[Any]]:
+    """Tensors, weights, cosines, sines of all streams."""
+    return (list(flat[i::4]) for i in range(4))
 
 
 def join_heads_reference(streams: Sequence[HeadStream], size: int, eps: float, *, rounded: bool) -> Tensor:
@@ -90,8 +100,8 @@ class Modulation:
         gate, scale, shift: [batch, width], the last dimension contiguous; each may be missing.
         weight: [width] of an RMSNorm; None: a LayerNorm without weights.
         branch_weight: [width] of an RMSNorm that the branch passes before it is gated; None: it passes none.
-        chosen: [tokens] of bool. Gate and scale are [batch + 1, width] then, and the last row is for tokens
-            that are False here, of all pictures.
+        chosen: [tokens] of bool, contiguous. Gate and scale are [batch + 1, width] then, and the last row is
+            for tokens that are False here, of all pictures.
     """
 
     gate: Tensor | None = None
@@ -116,9 +126,12 @@ def add_norm(
     Returns:
         r and the modulated norm, both of the shape and type of ``x``.
     """
-    found: tuple[Tensor, Tensor] = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x, y, by.gate, by.scale, by.shift, by.weight, by.branch_weight, by.chosen, eps, rounded, True
-    )
+    parts = (by.gate, by.scale, by.shift, by.weight, by.branch_weight, by.chosen)
+    if not torch.is_grad_enabled():
+        x, y = x.contiguous(), None if y is None else y.contiguous()
+        total, out = ops.add_norm(x, y, *parts, eps, rounded, True)
+        return (x if y is None else total), out
+    found: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, *parts, eps, rounded, True)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -133,10 +146,37 @@ def gated_add(
     eps: float = 0.0,
 ) -> Tensor:
     """``x + gate * y``; as :func:`add_norm`."""
-    total, _ = _AddNorm.apply(  # type: ignore[no-untyped-call]
-        x, y, gate, None, None, None, branch_weight, chosen, eps, rounded, False
-    )
+    rest = (gate, None, None, None, branch_weight, chosen, eps, rounded, False)
+    if not torch.is_grad_enabled():
+        return cast(Tensor, ops.add_norm(x.contiguous(), y.contiguous(), *rest)[0])
+    total, _ = _AddNorm.apply(x, y, *rest)  # type: ignore[no-untyped-call]
     return cast(Tensor, total)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """``x`` [batch, tokens, width], or of other dimensions, as [all tokens, width], copied if it must be.
+
+    Of a part of a joint sequence torch's copy takes twice as long as this one.
+    """
+    size = math.gcd(x.shape[-1], 128)
+    quick = x.ndim == 3 and x.stride(-1) == 1 and x.dtype != torch.float64 and (x.is_cuda or INTERPRETED)
+    if quick and not x.is_contiguous() and size > 1:
+        x = ops.join_heads([x], [None], [None], [None], size, 0.0, False).flatten(2)
+    return x.reshape(-1, x.shape[-1])
+
+
+def add_norm_again(
+    total: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    chosen: Tensor | None,
+    eps: float,
+    rounded: bool,
+) -> Tensor:
+    """The norm that :func:`add_norm` returned beside ``total``, the same bits once more; without gradient."""
+    parts = (None, None, scale, shift, weight, None, chosen, eps, rounded, True)
+    return cast(Tensor, ops.add_norm(total, *parts)[1])
 
 
 def add_norm_reference(
@@ -178,9 +218,12 @@ def add_norm_reference(
 class _JoinHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, size: int, eps: float, rounded: bool, *flat: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*flat)
+        # A stream without a norm is rotated back, or just copied: what it was is not needed for that.
+        needed = [x if i % 4 or flat[i + 1] is not None else None for i, x in enumerate(flat)]
+        ctx.save_for_backward(*needed)
         ctx.size, ctx.eps, ctx.rounded = size, eps, rounded
-        return cast(Tensor, ops.join_heads(*(list(flat[i::4]) for i in range(4)), size, eps, rounded))
+        ctx.lengths = [x.shape[1] for x in flat[::4] if x is not None]
+        return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, rounded))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -189,9 +232,10 @@ class _JoinHeads(torch.autograd.Function):
         gradient = gradient.contiguous()
         for i in range(0, len(flat), 4):
             x, weight, cos, sin = flat[i : i + 4]
-            own = gradient.narrow(1, start, x.shape[1])
-            start += x.shape[1]
+            own = gradient.narrow(1, start, ctx.lengths[i // 4])
+            start += ctx.lengths[i // 4]
             if ctx.needs_input_grad[3 + i]:
+                x = own.flatten(2) if x is None else x
                 found[i] = ops.join_heads_backward(own, x, weight, cos, sin, ctx.size, ctx.eps)
             if weight is not None and ctx.needs_input_grad[4 + i]:
                 found[i + 1] = _weight_gradient(ctx, own, flat[i : i + 4])
@@ -228,7 +272,6 @@ class _AddNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         x = x.contiguous()
         y = None if y is None else y.contiguous()
-        chosen = None if chosen is None else chosen.contiguous()
         parts = (gate, scale, shift, weight, branch_weight, chosen)
         total, out = ops.add_norm(x, y, *parts, eps, rounded, norm)
         if y is None:
@@ -328,12 +371,13 @@ def _join_heads(
         out = joint.narrow(1, start, tokens)
         start += tokens
         block, loops = _split(width // size)
-        triton_heads.forward[(batch * tokens,)](
-            x, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin, out,
-            tokens, width // size, eps, *x.stride()[:2], *out.stride()[:2], *_angle_strides(cos),
-            SIZE=size, BLOCK=block, LOOPS=loops, NORM=weight is not None,
-            ACROSS=weight is not None and weight.shape[0] != size, ROTATE=cos is not None, ROUNDED=rounded,
-        )  # fmt: skip
+        across = weight is not None and weight.shape[0] != size
+        _heads_forward.launch(
+            (batch * tokens,),
+            (x, _or(weight, x), _or(cos, x), _or(sin, x), out),
+            (tokens, width // size, eps, *x.stride()[:2], *out.stride()[:2], *_angle_strides(cos)),
+            (size, block, loops, weight is not None, across, cos is not None, rounded),
+        )
     return joint
 
 
@@ -362,17 +406,18 @@ def _join_heads_backward(
     batch, tokens, width = x.shape
     out = x.new_empty(x.shape)
     block, loops = _split(width // size)
-    triton_heads.backward[(batch * tokens,)](
-        x, x if weight is None else weight, x if cos is None else cos, x if sin is None else sin,
-        gradient, out, tokens, width // size, eps, *x.stride()[:2], *gradient.stride()[:2],
-        *_angle_strides(cos), SIZE=size, BLOCK=block, LOOPS=loops, NORM=weight is not None,
-        ACROSS=weight is not None and weight.shape[0] != size, ROTATE=cos is not None,
-    )  # fmt: skip
+    across = weight is not None and weight.shape[0] != size
+    _heads_backward.launch(
+        (batch * tokens,),
+        (x, _or(weight, x), _or(cos, x), _or(sin, x), gradient, out),
+        (tokens, width // size, eps, *x.stride()[:2], *gradient.stride()[:2], *_angle_strides(cos)),
+        (size, block, loops, weight is not None, across, cos is not None),
+    )
     return out
 
 
-def _rows(x: Tensor, rows: int, wide_warps: int) -> tuple[tuple[int, int], dict[str, Any]]:
-    """The grid of a kernel on rows, and its sizes: the fastest of those tried on an H200 at width 3072.
+def _rows(x: Tensor, rows: int, wide_warps: int) -> tuple[tuple[int, int], tuple[int, int], int]:
+    """Grid, sizes and warps of a kernel on rows: the fastest of those tried on an H200 at width 3072.
 
     Up to width 8192 no kernel spills registers. Tokens come first: a grid's second side is below 65,536.
     """
@@ -380,17 +425,16 @@ def _rows(x: Tensor, rows: int, wide_warps: int) -> tuple[tuple[int, int], dict[
     rows = rows if tokens >= 64 else 1
     block = triton.next_power_of_2(width)
     warps = 4 if block <= 2048 else wide_warps if block <= 4096 else 2 * wide_warps
-    sizes = {"BLOCK": block, "ROWS": rows, "num_warps": warps}
-    return (-(-tokens // rows), batch), sizes
+    return (-(-tokens // rows), batch), (block, rows), warps
+
+
+def _or(each: Tensor | None, other: Tensor) -> Tensor:
+    """Something to point to where there is nothing to read."""
+    return other if each is None else each
 
 
 def _stride(each: Tensor | None) -> int:
     return 0 if each is None else each.stride(0)
-
-
-def _or(each: Tensor | None, other: Tensor) -> Tensor:
-    """A kernel wants a pointer for what it does not read, too."""
-    return other if each is None else each
 
 
 def _add_norm(
@@ -407,17 +451,17 @@ def _add_norm(
     norm: bool,
 ) -> tuple[Tensor, Tensor]:
     total, out = _empty_rows(x, y, norm)
-    # A product and a sum in one instruction would skip the rounding between them.
-    once = {} if INTERPRETED else {"enable_fp_fusion": not rounded}
-    grid, sizes = _rows(x, 4, 8)
-    triton_rows.forward[grid](
-        x, _or(y, x), _or(gate, x), _or(scale, x), _or(shift, x), _or(weight, x), _or(branch_weight, x),
-        _or(chosen, x), total, out, x.shape[1], x.shape[2], eps,
-        _stride(gate), _stride(scale), _stride(shift),
-        ADD=y is not None, GATE=gate is not None, BRANCH=branch_weight is not None, NORM=norm,
-        WEIGHT=weight is not None, SCALE=scale is not None, SHIFT=shift is not None,
-        CHOOSE=chosen is not None, ROUNDED=rounded, **sizes, **once,
-    )  # fmt: skip
+    grid, sizes, warps = _rows(x, 4, 8)
+    given = (y, gate, scale, shift, weight, branch_weight, chosen)
+    _rows_forward.launch(
+        grid,
+        (x, *(_or(each, x) for each in given), total, out),
+        (*x.shape[1:], eps, _stride(gate), _stride(scale), _stride(shift)),
+        (*sizes, *(each is not None for each in given), norm, rounded),
+        num_warps=warps,
+        # A product and a sum in one instruction would skip the rounding between them.
+        enable_fp_fusion=not rounded,
+    )
     return total, out
 
 
@@ -437,18 +481,17 @@ def _add_norm_backward(
     chosen: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    to_x, to_y = _empty_rows_backward(
-        from_total, from_out, total, y, gate, scale, weight, branch_weight, chosen, eps
+    modulation = (gate, scale, weight, branch_weight, chosen)
+    to_x, to_y = _empty_rows_backward(from_total, from_out, total, y, *modulation, eps)
+    grid, sizes, warps = _rows(to_x, 1, 4)
+    given = (*modulation, from_total, from_out)
+    _rows_backward.launch(
+        grid,
+        (*(_or(each, to_x) for each in (total, y, *given)), to_x, to_y),
+        (*to_x.shape[1:], eps, _stride(gate), _stride(scale)),
+        (*sizes, *(each is not None for each in given)),
+        num_warps=warps,
     )
-    grid, sizes = _rows(to_x, 1, 4)
-    triton_rows.backward[grid](
-        _or(total, to_x), _or(y, to_x), _or(gate, to_x), _or(scale, to_x), _or(weight, to_x),
-        _or(branch_weight, to_x), _or(chosen, to_x), _or(from_total, to_x), _or(from_out, to_x), to_x, to_y,
-        to_x.shape[1], to_x.shape[2], eps, _stride(gate), _stride(scale),
-        GATE=gate is not None, BRANCH=branch_weight is not None, NORM=from_out is not None,
-        WEIGHT=weight is not None, SCALE=scale is not None, CHOOSE=chosen is not None,
-        THROUGH=from_total is not None, **sizes,
-    )  # fmt: skip
     return to_x, to_y
 
 

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from spotlight_kernels import blocks
 from spotlight_kernels.blocks import New
-from spotlight_kernels.operators import Modulation, add_norm, gated_add
+from spotlight_kernels.feed_forward import gated_feed_forward
+from spotlight_kernels.lora import Again
+from spotlight_kernels.operators import Modulation, gated_add
 
 
 class QwenImage21Processor(QwenImage21AttnProcessor):  # type: ignore[misc]
@@ -22,12 +24,12 @@ class QwenImage21Processor(QwenImage21AttnProcessor):  # type: ignore[misc]
         hidden_states: Tensor,
         attention_mask: Any | None = None,
         rotary_emb: Tensor | None = None,
+        again: Again | None = None,
         **options: Any,
     ) -> Tensor:
         """As diffusers' own."""
-        turned = blocks.Turned(
-            attn, attn.inner_dim // attn.heads, blocks.complex_angles(rotary_emb), hidden_states
-        )
+        size, angles = attn.inner_dim // attn.heads, blocks.complex_angles(rotary_emb)
+        turned = blocks.Turned.of(attn, size, angles, hidden_states, again)
         return super().__call__(turned, hidden_states, attention_mask, **options)  # type: ignore[no-any-return]
 
 
@@ -47,9 +49,9 @@ def forward(
     """As ``QwenImage21TransformerBlock.forward``."""
     scale, gate, scale_mlp, gate_mlp = modulation.chunk(4, dim=-1)
     by = Modulation(scale=scale, chosen=target_token_mask)
-    x, normed = add_norm(hidden_states, None, by, self.img_norm1.eps, rounded=True)
+    x, out, again = blocks.normed(hidden_states, None, by, self.img_norm1.eps)
     branch = self.attn(
-        hidden_states=normed,
+        hidden_states=out,
         attention_mask=attention_mask,
         rotary_emb=rotary_emb,
         layer_cache=layer_cache,
@@ -57,10 +59,13 @@ def forward(
         cache_write_slice=cache_write_slice,
         segments=segments,
         key_valid=key_valid,
+        again=again,
     )
     by = Modulation(gate.tanh(), scale_mlp, chosen=target_token_mask)
-    x, normed = add_norm(x, branch, by, self.img_norm2.eps, rounded=True)
-    return gated_add(x, self.img_mlp(normed), gate_mlp.tanh(), rounded=True, chosen=target_token_mask)
+    x, out, again = blocks.normed(x, branch, by, self.img_norm2.eps)
+    mlp = self.img_mlp
+    branch = gated_feed_forward(out, (mlp.gate_layer, mlp.proj), mlp.out, again)
+    return gated_add(x, branch, gate_mlp.tanh(), rounded=True, chosen=target_token_mask)
 
 
 def _trouble(block: Any) -> str | None:

@@ -10,8 +10,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStream
 from torch import Tensor
 
 from spotlight_kernels import blocks
-from spotlight_kernels.blocks import New
-from spotlight_kernels.operators import Modulation, add_norm
+from spotlight_kernels.blocks import New, Normed
 
 
 class QwenImageProcessor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc]
@@ -25,20 +24,22 @@ class QwenImageProcessor(QwenDoubleStreamAttnProcessor2_0):  # type: ignore[misc
         encoder_hidden_states_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        again: blocks.Inputs = (None, None),
     ) -> tuple[Tensor, Tensor]:
         """As diffusers' own: the image's and the text's outputs."""
         image, text, size = hidden_states, encoder_hidden_states, attn.inner_dim // attn.heads
         of_image, of_text = (blocks.complex_angles(each) for each in image_rotary_emb or (None, None))
         attended = dispatch_attention_fn(
-            *blocks.joint(attn, size, (text, of_text), (image, of_image), text_first=True),
+            *blocks.joint(attn, size, (text, of_text), (image, of_image), again, text_first=True),
             attn_mask=_joint_mask(image, encoder_hidden_states_mask),
             dropout_p=0.0,
             is_causal=False,
             backend=self._attention_backend,
             parallel_config=self._parallel_config,
         )
-        text, image = blocks.outputs(attended, image, text.shape[1], image.shape[1])
-        return attn.to_out[1](attn.to_out[0](image)), attn.to_add_out(text)
+        out, layer = attn.to_out[0], attn.to_add_out
+        text, image = blocks.outputs(attended, image, (text.shape[1], layer), (image.shape[1], out))
+        return attn.to_out[1](image), text
 
 
 def _joint_mask(image: Tensor, text: Tensor | None) -> Tensor | None:
@@ -59,24 +60,19 @@ def double(
     modulate_index: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As the block's own; ``modulate_index`` is None, as only blocks that cannot be fused have one."""
-    streams = []
-    for x, made, norm in (
-        (hidden_states, self.img_mod(temb), self.img_norm1),
-        (encoder_hidden_states, self.txt_mod(temb), self.txt_norm1),
-    ):
-        shift, scale, *rest = made.chunk(6, dim=-1)
-        by = Modulation(scale=scale, shift=shift)
-        streams.append((*add_norm(x, None, by, norm.eps, rounded=True), tuple(rest)))
-    (image, image_in, image_parts), (text, text_in, text_parts) = streams
-    branches = self.attn(
-        hidden_states=image_in,
-        encoder_hidden_states=text_in,
+    image = Normed.of(hidden_states, self.img_mod(temb).chunk(6, dim=-1), self.img_norm1.eps)
+    text = Normed.of(encoder_hidden_states, self.txt_mod(temb).chunk(6, dim=-1), self.txt_norm1.eps)
+    branches = self.attn.processor(
+        self.attn,
+        hidden_states=image.out,
+        encoder_hidden_states=text.out,
         encoder_hidden_states_mask=encoder_hidden_states_mask,
         image_rotary_emb=image_rotary_emb,
+        again=(image.again, text.again),
         **(joint_attention_kwargs or {}),
     )
-    image = blocks.feed_forward(image, branches[0], image_parts, self.img_norm2, self.img_mlp)
-    return blocks.feed_forward(text, branches[1], text_parts, self.txt_norm2, self.txt_mlp), image
+    finished = image.finished(branches[0], self.img_norm2.eps, self.img_mlp)
+    return text.finished(branches[1], self.txt_norm2.eps, self.txt_mlp), finished
 
 
 def _trouble(block: Any) -> str | None:

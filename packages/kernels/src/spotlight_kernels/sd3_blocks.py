@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -9,8 +10,8 @@ from diffusers.models.attention_processor import JointAttnProcessor2_0
 from torch import Tensor
 
 from spotlight_kernels import blocks
-from spotlight_kernels.blocks import New
-from spotlight_kernels.operators import Modulation, add_norm, gated_add
+from spotlight_kernels.blocks import New, Normed
+from spotlight_kernels.operators import gated_add
 
 
 class SD3Processor(JointAttnProcessor2_0):  # type: ignore[misc]
@@ -22,20 +23,22 @@ class SD3Processor(JointAttnProcessor2_0):  # type: ignore[misc]
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        again: blocks.Inputs = (None, None),
         *args: object,
         **kwargs: object,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """As diffusers' own, which reads no mask either: outputs of the image, and of the text if given."""
         image, text = hidden_states, encoder_hidden_states
         of_text, size = None if text is None else (text, None), attn.inner_dim // attn.heads
-        parts = blocks.joint(attn, size, of_text, (image, None), text_first=False)
+        parts = blocks.joint(attn, size, of_text, (image, None), again, text_first=False)
         q, k, v = (part.transpose(1, 2) for part in parts)
         attended = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-        if text is None:
-            return attn.to_out[1](attn.to_out[0](attended.flatten(2, 3).to(image.dtype)))  # type: ignore[no-any-return]
-        image, text = blocks.outputs(attended, image, image.shape[1], text.shape[1])
-        text = text if attn.context_pre_only else attn.to_add_out(text)
-        return attn.to_out[1](attn.to_out[0](image)), text
+        streams = [(image.shape[1], attn.to_out[0])]
+        if text is not None:
+            streams.append((text.shape[1], None if attn.context_pre_only else attn.to_add_out))
+        image, *others = blocks.outputs(attended, image, *streams)
+        image = attn.to_out[1](image)
+        return (image, others[0]) if others else image
 
 
 def forward(
@@ -49,27 +52,25 @@ def forward(
     options = joint_attention_kwargs or {}
     if self._chunk_size is not None:  # its MLPs run in chunks
         return type(self).forward(self, hidden_states, encoder_hidden_states, temb, options)  # type: ignore[no-any-return]
-    image, image_in, parts = blocks.modulated(
-        hidden_states, self.norm1, temb, 9 if self.use_dual_attention else 6
-    )
+    image = Normed.adaptive(hidden_states, self.norm1, temb, 9 if self.use_dual_attention else 6)
     norm = self.norm1_context
     if self.context_pre_only:
         scale, shift = norm.linear(norm.silu(temb).to(encoder_hidden_states.dtype)).chunk(2, dim=1)
-        by = Modulation(scale=scale, shift=shift)
-        text, text_in = add_norm(encoder_hidden_states, None, by, norm.norm.eps, rounded=True)
+        text = Normed.of(encoder_hidden_states, (shift, scale), norm.norm.eps)
     else:
-        text, text_in, text_parts = blocks.modulated(encoder_hidden_states, norm, temb, 6)
-    branch, text_branch = self.attn(hidden_states=image_in, encoder_hidden_states=text_in, **options)
+        text = Normed.adaptive(encoder_hidden_states, norm, temb, 6)
+    branch, text_branch = self.attn(
+        hidden_states=image.out, encoder_hidden_states=text.out, again=(image.again, text.again), **options
+    )
     if self.use_dual_attention:
-        shift, scale, gate = parts[4:]
-        by = Modulation(scale=scale, shift=shift)
-        image, own_in = add_norm(image, None, by, self.norm1.norm.eps, rounded=True)
-        image = gated_add(image, branch, parts[0], rounded=True)
-        branch, parts = self.attn2(hidden_states=own_in, **options), (gate, *parts[1:4])
-    image = blocks.feed_forward(image, branch, parts, self.norm2, self.ff)
+        gate, *mlp, shift, scale, own_gate = image.rest
+        own = Normed.of(image.x, (shift, scale, own_gate, *mlp), self.norm1.norm.eps)
+        image = replace(own, x=gated_add(own.x, branch, gate, rounded=True))
+        branch = self.attn2(hidden_states=own.out, again=(own.again, None), **options)
+    finished = image.finished(branch, self.norm2.eps, self.ff)
     if self.context_pre_only:
-        return None, image
-    return blocks.feed_forward(text, text_branch, text_parts, self.norm2_context, self.ff_context), image
+        return None, finished
+    return text.finished(text_branch, self.norm2_context.eps, self.ff_context), finished
 
 
 def _trouble(block: Any) -> str | None:

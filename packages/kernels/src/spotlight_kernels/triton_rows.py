@@ -54,12 +54,12 @@ def forward(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     GATE: tl.constexpr,
-    BRANCH: tl.constexpr,
-    NORM: tl.constexpr,
-    WEIGHT: tl.constexpr,
     SCALE: tl.constexpr,
     SHIFT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BRANCH: tl.constexpr,
     CHOOSE: tl.constexpr,
+    NORM: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
     """See :func:`spotlight_kernels.operators.add_norm`; all but the modulation is contiguous."""
@@ -133,12 +133,12 @@ def backward(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     GATE: tl.constexpr,
-    BRANCH: tl.constexpr,
-    NORM: tl.constexpr,
-    WEIGHT: tl.constexpr,
     SCALE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BRANCH: tl.constexpr,
     CHOOSE: tl.constexpr,
     THROUGH: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """Gradients of ``x``, and of ``y`` if it has its own (GATE or BRANCH), of those of the residual (if
     THROUGH) and of the output (if NORM).

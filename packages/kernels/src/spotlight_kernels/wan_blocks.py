@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from spotlight_kernels import blocks
 from spotlight_kernels.blocks import Angles, New
-from spotlight_kernels.operators import Modulation, add_norm, gated_add
+from spotlight_kernels.lora import Again, project
+from spotlight_kernels.operators import Modulation, gated_add
 
 
 class WanProcessor(WanAttnProcessor):  # type: ignore[misc]
@@ -24,19 +25,22 @@ class WanProcessor(WanAttnProcessor):  # type: ignore[misc]
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         rotary_emb: Angles = None,
+        again: Again | None = None,
     ) -> Tensor:
         """As diffusers' own."""
         angles = None
         if rotary_emb is not None:
             cos, sin = rotary_emb  # [1, tokens, 1, size]
             angles = cos[0, :, 0, 0::2], sin[0, :, 0, 1::2]
-        text = encoder_hidden_states
-        if (
-            text is not None and attn.add_k_proj is not None
-        ):  # the last 512 tokens are text, others an image's
-            text = text[:, -512:]
-        turned = blocks.Turned(attn, attn.inner_dim // attn.heads, angles, hidden_states, text)
-        return super().__call__(turned, hidden_states, encoder_hidden_states, attention_mask)  # type: ignore[no-any-return]
+        x, text, size = hidden_states, encoder_hidden_states, attn.inner_dim // attn.heads
+        if text is None:
+            turned = blocks.Turned.of(attn, size, angles, x, again)
+        else:
+            if attn.add_k_proj is not None:  # the last 512 tokens are text, others an image's
+                text = text[:, -512:]
+            made = *project(x, [attn.to_q], again), *project(text, [attn.to_k, attn.to_v])
+            turned = blocks.Turned(attn, size, angles, made)
+        return super().__call__(turned, x, encoder_hidden_states, attention_mask)  # type: ignore[no-any-return]
 
 
 def forward(
@@ -47,18 +51,20 @@ def forward(
         return type(self).forward(self, hidden_states, encoder_hidden_states, temb, rotary_emb)  # type: ignore[no-any-return]
     shift, scale, gate, shift_mlp, scale_mlp, gate_mlp = (self.scale_shift_table + temb.float()).unbind(1)
     by = Modulation(scale=scale, shift=shift)
-    x, normed = add_norm(hidden_states, None, by, self.norm1.eps, rounded=False)
-    branch = self.attn1(normed, None, None, rotary_emb)
+    x, out, again = blocks.normed(hidden_states, None, by, self.norm1.eps, rounded=False)
+    branch = self.attn1(out, None, None, rotary_emb, again=again)
     if isinstance(self.norm2, nn.Identity):
-        x = normed = gated_add(x, branch, gate, rounded=False)
+        x = gated_add(x, branch, gate, rounded=False)
+        branch = self.attn2(x, encoder_hidden_states, None, None)
     else:
         rows = len(x), -1
         scale, shift = (self.norm2.weight.float() - 1).expand(rows), self.norm2.bias.float().expand(rows)
-        x, normed = add_norm(x, branch, Modulation(gate, scale, shift), self.norm2.eps, rounded=False)
-    branch = self.attn2(normed, encoder_hidden_states, None, None)
+        by = Modulation(gate, scale, shift)
+        x, out, again = blocks.normed(x, branch, by, self.norm2.eps, rounded=False)
+        branch = self.attn2(out, encoder_hidden_states, None, None, again=again)
     by = Modulation(scale=scale_mlp, shift=shift_mlp)
-    x, normed = add_norm(x, branch, by, self.norm3.eps, rounded=False)
-    return gated_add(x, self.ffn(normed), gate_mlp, rounded=False)
+    x, out, again = blocks.normed(x, branch, by, self.norm3.eps, rounded=False)
+    return gated_add(x, blocks.through(self.ffn, out, again), gate_mlp, rounded=False)
 
 
 def _trouble(block: Any) -> str | None:

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from spotlight_kernels import blocks
 from spotlight_kernels.blocks import New
-from spotlight_kernels.operators import Modulation, add_norm, gated_add
+from spotlight_kernels.feed_forward import gated_feed_forward
+from spotlight_kernels.lora import Again
+from spotlight_kernels.operators import Modulation, gated_add
 
 
 class ZImageProcessor(ZSingleStreamAttnProcessor):  # type: ignore[misc]
@@ -24,11 +26,11 @@ class ZImageProcessor(ZSingleStreamAttnProcessor):  # type: ignore[misc]
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
         freqs_cis: Tensor | None = None,
+        again: Again | None = None,
     ) -> Tensor:
         """As diffusers' own."""
-        turned = blocks.Turned(
-            attn, attn.inner_dim // attn.heads, blocks.complex_angles(freqs_cis), hidden_states
-        )
+        size, angles = attn.inner_dim // attn.heads, blocks.complex_angles(freqs_cis)
+        turned = blocks.Turned.of(attn, size, angles, hidden_states, again)
         return super().__call__(turned, hidden_states, encoder_hidden_states, attention_mask)  # type: ignore[no-any-return]
 
 
@@ -52,11 +54,12 @@ def forward(
         gate, gate_mlp = gate.tanh(), gate_mlp.tanh()
     eps = self.attention_norm1.eps
     by = Modulation(scale=scale, weight=self.attention_norm1.weight)
-    x, normed = add_norm(x, None, by, eps, rounded=True)
-    branch = self.attention(normed, attention_mask=attn_mask, freqs_cis=freqs_cis)
+    x, out, again = blocks.normed(x, None, by, eps)
+    branch = self.attention(out, attention_mask=attn_mask, freqs_cis=freqs_cis, again=again)
     by = Modulation(gate, scale_mlp, weight=self.ffn_norm1.weight, branch_weight=self.attention_norm2.weight)
-    x, normed = add_norm(x, branch, by, eps, rounded=True)
-    branch, weight = self.feed_forward(normed), self.ffn_norm2.weight
+    x, out, again = blocks.normed(x, branch, by, eps)
+    mlp, weight = self.feed_forward, self.ffn_norm2.weight
+    branch = gated_feed_forward(out, (mlp.w1, mlp.w3), mlp.w2, again)
     return gated_add(x, branch, gate_mlp, rounded=True, branch_weight=weight, eps=eps)
 
 

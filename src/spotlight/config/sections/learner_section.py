@@ -106,10 +106,11 @@ class LearnerConfig(Section):
     in every forward. ``auto``: where they fit into each GPU beside a denoising forward, as the first rollouts
     measure it; never on CPUs.
     """
-    recompute: Literal["none", "elementwise", "blocks"] | Annotated[int, Field(ge=2)] = "none"
+    recompute: Literal["none", "elementwise", "blocks", "auto"] | Annotated[int, Field(ge=2)] = "none"
     """What the backward pass computes again instead of keeping it. ``elementwise``: all but matrix products
     and attention, about half the memory for little time; ``blocks``: everything, the least memory for about a
-    third more time; a number n: all of every n-th block, nothing of the others. Gradients are equal.
+    third more time; a number n: all of every n-th block, nothing of the others; ``auto``: as little as fits
+    into memory, measured the first time a shape occurs. Gradients are equal.
     """
     timesteps_per_pass: PositiveInt | Literal["auto"] = 1
     """Maximum number of training timesteps of a micro-batch per forward and backward. Activations grow in
@@ -117,7 +118,9 @@ class LearnerConfig(Section):
     measured the first time a shape occurs.
     """
     pass_memory_gib: PositiveFloat | None = None
-    """With ``timesteps_per_pass: auto``, memory that a pass may use; default: what is free."""
+    """With ``timesteps_per_pass: auto`` or ``recompute: auto``, memory that a pass may use; default: what is
+    free.
+    """
     autocast: Literal["none", "bfloat16"] = "none"
     """Precision of the DiT's matrix products; sampler maths and losses stay float32. With ``model.dtype:
     bfloat16`` adapters are applied as bfloat16 copies, without autocast; their weights stay float32.
@@ -187,11 +190,13 @@ class LearnerConfig(Section):
         *(Requires("learner.keep_gathered", where, ("auto", False),
                    "Only ranks that share the model and roll out themselves gather it. Leave it out.")
           for where in ({"learner.shard": "none"}, {"fleet.driver": "ray"})),
-        Requires("model.compile", {"learner.recompute": "elementwise"}, "none",
+        Requires("model.compile", {"learner.recompute": ("elementwise", "auto")}, "none",
                  "Compiled code hides its products: set learner.recompute=blocks, or leave model.compile "
                  "out."),
-        Requires("learner.pass_memory_gib", {"learner.timesteps_per_pass": other_than("auto")}, UNSET,
-                 "Only learner.timesteps_per_pass=auto looks at memory: set that, or leave the budget out."),
+        Requires("learner.pass_memory_gib",
+                 {"learner.timesteps_per_pass": other_than("auto"), "learner.recompute": other_than("auto")},
+                 UNSET, "Only learner.timesteps_per_pass=auto and learner.recompute=auto look at memory: set "
+                 "one of them, or leave the budget out."),
     )  # fmt: skip
 
     def rank_problems(

@@ -88,10 +88,10 @@ class PipelineConfig(Section):
         *slices_require("algorithm.train_samples"),
         Requires("pipeline.trainers_generate", _INLINE, False,
                  "One process trains and denoises in turn already: set fleet.driver=ray, or leave it out."),
-        Requires("learner.pass_memory_gib",
-                 {"pipeline.trainers_generate": True, "learner.timesteps_per_pass": "auto"}, SET,
-                 "A worker has memory of the same GPU, and later more than when a pass is measured: set what "
-                 "passes may take, or learner.timesteps_per_pass to a number."),
+        *(Requires("learner.pass_memory_gib", {"pipeline.trainers_generate": True, key: "auto"}, SET,
+                   "A worker has memory of the same GPU, and later more than when a pass is measured: set "
+                   f"what passes may take, or {key} to another value.")
+          for key in ("learner.timesteps_per_pass", "learner.recompute")),
         Requires("pipeline.switch_s", {"pipeline.trainers_generate": False}, 0,
                  "Nobody switches: set pipeline.trainers_generate=true, or leave it out."),
         Requires("pipeline.next_share", _INLINE, 0,

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from spotlight.models import peft_layers
 from spotlight.models.model_errors import ModelError
+
+if TYPE_CHECKING:
+    from spotlight_kernels.fuse import Fused
 
 log = logging.getLogger(__name__)
 
@@ -22,6 +26,13 @@ def missing(device: torch.device) -> str | None:
     if device.type != "cuda" and not operators.INTERPRETED:
         return f"they need a CUDA device, and this is {device.type}"
     return None
+
+
+def fuse_blocks(module: nn.Module, device: torch.device) -> Fused:
+    """Fuse those blocks, in place, that can be on a device on which nothing is :func:`missing`."""
+    from spotlight_kernels.fuse import fuse
+
+    return fuse(module, device)
 
 
 def use_fused(module: nn.Module, device: torch.device, *, asked: bool) -> bool:
@@ -45,14 +56,17 @@ def use_fused(module: nn.Module, device: torch.device, *, asked: bool) -> bool:
             raise ModelError(f"model.kernels is 'fused', and {why}: set it to reference, or leave it out")
         log.warning("diffusers' own operators are used, which are slower (model.kernels): %s", why)
         return False
-    from spotlight_kernels.fuse import fuse
-
-    found = fuse(module, device)
+    found = fuse_blocks(module, device)
     blocks = [f"{count} {name}" for name, count in found.blocks.items()]
     log.info("fused operators: %s", ", ".join([*blocks, "layers with adapters"]))
     for name, why in found.left.items():
         log.warning("%s keeps diffusers' operators, which are slower (model.kernels): %s", name, why)
     return True
+
+
+def is_fused(block: nn.Module) -> bool:
+    """Whether a block's operators are fused."""
+    return "forward" in vars(block)
 
 
 def use_reference(module: nn.Module) -> None:

@@ -23,6 +23,7 @@ from functools import partial
 import numpy as np
 
 from spotlight_rewards import reward_registry as registry
+from spotlight_rewards.base.lost_device import end_if_lost
 from spotlight_rewards.pool import channel
 from spotlight_rewards.pool.channel import (
     Blame,
@@ -124,6 +125,7 @@ def _within_deadline(answer: Callable[[], Reply], deadline_s: float) -> Reply:
     except RewardResultError as error:
         return Failed(Blame.RESULT, str(error))
     except Exception as error:  # noqa: BLE001  (the pool reports it with its traceback)
+        end_if_lost(error)  # every later call would fail as well
         text = "".join(traceback.format_exception(error))
         return Failed(
             Blame.RAISED, f"raised {type(error).__name__}: {error}\nIn the reward's process:\n{text}"

@@ -1,0 +1,1 @@
+"""``spotlight doctor --gpu``: what cards do, measured."""
