@@ -68,8 +68,8 @@ REMOVED = (
     Removed(
         "learner.gradient_checkpointing",
         (False,),
-        "Set learner.recompute: blocks for true, a number as it was; elementwise keeps matrix products, and is "
-        "faster than blocks.",
+        "Set learner.recompute: blocks for true, a number as it was; elementwise keeps matrix products, and "
+        "is faster than blocks.",
         now="learner.recompute",
         values=((True, "blocks"), (False, "none")),
     ),
