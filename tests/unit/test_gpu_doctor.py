@@ -18,7 +18,7 @@ from spotlight.cli.gpu.asked_model import find_model
 from spotlight.cli.gpu.between_cards import all_reduce_rate
 from spotlight.cli.gpu.family_timing import TimedWork, time_blocks
 from spotlight.cli.gpu.fitting_batches import fitting_batches
-from spotlight.cli.gpu.gpu_check import Effort, measure
+from spotlight.cli.gpu.gpu_check import Effort, check_gpus
 from spotlight.cli.gpu.gpu_report import (
     DENOISING,
     UPDATE,
@@ -28,7 +28,6 @@ from spotlight.cli.gpu.gpu_report import (
     whole_cost,
     whole_passes,
 )
-from spotlight.cli.gpu.gpu_tables import print_report
 from spotlight.cli.main import app
 from spotlight.dry_run.fitting_sizes import USABLE
 from spotlight.models.media import MediaSize
@@ -119,8 +118,8 @@ def test_the_whole_check_runs_on_two_devices(tmp_path: Path) -> None:
         "learner: {lora: {rank: 2, alpha: 4.0}, micro_batch_size: 1}"
     )
     console = Console(width=120, record=True)
-    report = measure(find_model(str(path), None), [CPU, CPU], SMALL, console)
-    print_report(report, console)
+    asked, written = find_model(str(path), None), tmp_path / "new" / "report.json"
+    report = check_gpus(asked, written, console, devices=[CPU, CPU], effort=SMALL)
     shown = console.export_text()
     assert report.link is not None
     assert report.link.bus_bytes_s, report.link
@@ -128,7 +127,19 @@ def test_the_whole_check_runs_on_two_devices(tmp_path: Path) -> None:
     assert "no MFU" in shown
     assert "it is cpu" not in shown
     assert [few.depth for few in report.measured] == [{"num_layers": 1}, {"num_layers": 2}]
-    assert json.loads(json.dumps(asdict(report)))["depth"] == {"num_layers": 4}
+    assert json.loads(written.read_text()) == json.loads(json.dumps(asdict(report)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_the_command_runs_on_gpus(tmp_path: Path) -> None:
+    written = tmp_path / "report.json"
+    result = CliRunner().invoke(app, ["doctor", "--gpu", "--side", "256", "--json", str(written)])
+    assert result.exit_code == 0, result.output
+    report = json.loads(written.read_text())
+    assert all(each["seconds"] for each in report["passes"])
+    assert report["measured"][0]["fused"], report["measured"][0]["reference"]
+    assert len(report["cards"]) == 1 or report["link"]["bus_bytes_s"], report["link"]
 
 
 def test_an_all_reduce_that_takes_too_long_is_given_up() -> None:

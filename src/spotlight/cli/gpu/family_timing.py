@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spotlight.cli.gpu.gpu_report import DENOISING, UPDATE, FewBlocks, PassTime
 from spotlight.models import peft_layers
-from spotlight.models.condition import GRIDS, Condition, ConditionBatch, Guidance
+from spotlight.models.condition import GRIDS, Condition, Guidance
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.device_rates import timed_s
@@ -103,8 +103,9 @@ def _fuse(family: ModelFamily) -> tuple[Mapping[str, int], dict[str, str]]:
 
 def _denoising(family: ModelFamily, slots: LoraSlots, work: TimedWork) -> PassTime:
     noted = ForwardLog()
+    forward = _forward_of(family, work, work.batch)
     with torch.no_grad(), slots.use("policy", merged=True) as module:
-        run = partial(_velocity, family, module, work.batch, work)
+        run = partial(forward, module)
         run(noted)
         seconds = _median_s(family.device, run, work.pass_s)
     return PassTime(work.batch, seconds, noted.take(family, operations=True).flops)
@@ -114,10 +115,11 @@ def _update(family: ModelFamily, slots: LoraSlots, work: TimedWork, mode: Mode) 
     """Forward and backward of a mean square, whose gradients are dropped."""
     recompute(slots.modules()["policy"], mode)
     noted, parameters = ForwardLog(), slots.trainable_parameters().values()
+    forward = _forward_of(family, work, work.rows)
 
     def run(log: ForwardLog | None = None) -> None:
         with slots.use("policy") as module:
-            _velocity(family, module, work.rows, work, log).square().mean().backward()  # type: ignore[no-untyped-call]
+            forward(module, log).square().mean().backward()  # type: ignore[no-untyped-call]
         for parameter in parameters:
             parameter.grad = None
 
@@ -132,22 +134,22 @@ def _update(family: ModelFamily, slots: LoraSlots, work: TimedWork, mode: Mode) 
     return PassTime(work.rows, seconds, noted.take(family, operations=True).flops)
 
 
-def _velocity(
-    family: ModelFamily, module: nn.Module, rows: int, work: TimedWork, log: ForwardLog | None = None
-) -> torch.Tensor:
-    latents = torch.ones(rows, *family.latent_shape(work.size), device=family.device)
+def _forward_of(family: ModelFamily, work: TimedWork, rows: int) -> Callable[..., Tensor]:
+    """The velocity of noise; of families that edit pictures, with one reference picture of as many tokens."""
+    # Noise, not constants: with many equal bits a GPU takes less power, and its clock is higher.
+    latents = torch.randn(rows, *family.latent_shape(work.size), device=family.device)
     levels = torch.full([rows], 0.5, device=family.device)
-    guidance = Guidance(embedded=family.embedded_guidance)
-    return family.velocity(module, latents, levels, _texts(family, rows, work), guidance, work.size, log)
-
-
-def _texts(family: ModelFamily, rows: int, work: TimedWork) -> ConditionBatch:
-    """Equal ones, without values that matter; where there are references, one picture of as many tokens."""
     shapes = family.condition_shapes(work.text_tokens)
-    tensors = {name: torch.full(shape, 0.1, device=family.device) for name, shape in shapes.items()}
+    tensors = {name: torch.randn(shape, device=family.device) for name, shape in shapes.items()}
     if GRIDS in shapes:
         tensors[GRIDS] = torch.tensor([[1, family.reference_tokens]], device=family.device)
-    return family.collate([Condition(tensors)] * rows)
+    texts = family.collate([Condition(tensors)] * rows)
+    guidance = Guidance(embedded=family.embedded_guidance)
+
+    def forward(module: nn.Module, log: ForwardLog | None = None) -> Tensor:
+        return family.velocity(module, latents, levels, texts, guidance, work.size, log)
+
+    return forward
 
 
 def _median_s(device: torch.device, run: Callable[[], object], budget_s: float) -> float:

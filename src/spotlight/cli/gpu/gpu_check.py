@@ -31,7 +31,7 @@ from spotlight.models.kernels.device_rates import copy_bytes_s, product_flop_s
 from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.random_blocks import depth_of
-from spotlight.training.device_memory import free_bytes
+from spotlight.training.device_memory import free_bytes, release
 from spotlight_rewards.base.file_errors import storage_errors
 
 
@@ -56,17 +56,28 @@ class Effort:
     reduce_deadline_s: float = 60.0
 
 
-def check_gpus(asked: AskedModel, json_file: Path | None, console: Console) -> None:
-    """Measure all that torch sees, print, and write ``json_file``.
+def check_gpus(
+    asked: AskedModel,
+    json_file: Path | None,
+    console: Console,
+    *,
+    devices: Sequence[torch.device] = (),
+    effort: Effort = Effort(),
+) -> GpuReport:
+    """Measure, print, and write ``json_file``.
+
+    Args:
+        devices: all are looked at, the first runs the model; none: every card that torch sees.
 
     Raises:
         ModelError: not even a denoising forward of few blocks fits the first.
         StorageError: the file cannot be written.
     """
-    devices = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    torch.cuda.set_device(devices[0])
+    devices = devices or [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    if devices[0].type == "cuda":
+        torch.cuda.set_device(devices[0])
     try:
-        report = measure(asked, devices, Effort(), console)
+        report = _measured(asked, devices, effort, console)
     except torch.OutOfMemoryError as error:
         raise ModelError(
             f"rollout.batch_size is {asked.config.rollout.batch_size}; with few blocks such a forward takes "
@@ -78,6 +89,7 @@ def check_gpus(asked: AskedModel, json_file: Path | None, console: Console) -> N
             json_file.parent.mkdir(parents=True, exist_ok=True)
             json_file.write_text(json.dumps(asdict(report), indent=1) + "\n")
         console.print(f"report: {json_file}", markup=False)
+    return report
 
 
 def missing_gpu() -> str | None:
@@ -102,14 +114,10 @@ def missing_gpu() -> str | None:
     )
 
 
-def measure(
+def _measured(
     asked: AskedModel, devices: Sequence[torch.device], effort: Effort, console: Console
 ) -> GpuReport:
-    """All figures; a line for each step as it ends.
-
-    Args:
-        devices: all are looked at, the first runs the model.
-    """
+    """A line for each step as it ends."""
     diffusers_logging.set_verbosity_error()
     cards = []
     for device in devices:
@@ -158,7 +166,7 @@ def named(depth: Mapping[str, int]) -> str:
 
 def _rates(device: torch.device, effort: Effort) -> CardRates:
     gpu, free = device.type == "cuda", free_bytes(device)
-    return CardRates(
+    rates = CardRates(
         name=torch.cuda.get_device_name(device) if gpu else "CPU",
         memory_bytes=torch.cuda.mem_get_info(device)[1] if gpu else free,
         free_bytes=free,
@@ -166,6 +174,8 @@ def _rates(device: torch.device, effort: Effort) -> CardRates:
         copy_bytes_s=copy_bytes_s(device, effort.copy_bytes),
         peak_flop_s=peak_of(device, torch.bfloat16),
     )
+    release(device)
+    return rates
 
 
 def _link(devices: Sequence[torch.device], effort: Effort, console: Console) -> Link | None:
