@@ -158,6 +158,12 @@ def rollout_against_replay(lab: Lab) -> Outcome:
     return Outcome(worst(steps.values()) / CLIP_RANGE, {**steps, "clip_range": CLIP_RANGE})
 
 
+def compiled_replay(lab: Lab) -> Outcome:
+    """The same with compiled blocks, which is why they are refused where log-probs are compared."""
+    with compiled(lab, lab.family().transformer):
+        return rollout_against_replay(lab)
+
+
 @contextmanager
 def learning(
     lab: Lab, family: QwenImage, slots: LoraSlots, shape: model.Shape, **settings: Any

@@ -94,7 +94,7 @@ def test_rows_guidance_and_backwards_are_counted(mode: str, tmp_path: Path) -> N
     guided = Guidance(4.0, batch(family, 3, TEXT + 2))
     trained = Trained.of(family.transformer)
     assert trained.frozen is (mode == "lora")
-    each = [forward_operations(family, size, text, adapters=trained.adapters) for text in (TEXT, TEXT + 2)]
+    each = [forward_operations(family, size, text, trained=trained) for text in (TEXT, TEXT + 2)]
     tokens = 2 * family.dimensions.tokens(size) + 2 * TEXT + 2
     log = ForwardLog()
     for gradient in (False, True):
@@ -155,7 +155,7 @@ def test_operations_are_those_of_a_hand_count(
     LoraSlots(family.transformer, LoraSpec(rank=RANK, alpha=2.0, targets=targets))
     trained = Trained.of(family.transformer)
     text = a_condition(family).tokens  # FLUX.1 pads
-    found = forward_operations(family, size, text, adapters=trained.adapters)
+    found = forward_operations(family, size, text, trained=trained)
     config = {**family.config}
     hand = by_hand(config, family.dimensions.tokens(size), text)  # type: ignore[arg-type]
     assert found == Operations(*(pytest.approx(x) for x in (hand.products, hand.attention, hand.adapters)))

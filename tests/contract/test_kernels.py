@@ -263,6 +263,31 @@ def test_the_number_of_graphs_is_bounded(
     assert 4 <= graphs <= 4 * 2 * 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_compiled_a_forward_with_gradient_is_not_the_one_without(
+    family: QwenImage, fresh_compiler: None
+) -> None:
+    """So a replay's ratios to its rollout are not 1, and model.compile is refused where they count."""
+    spec = LoraSpec(4, 8.0, family.lora_targets, seed=3)
+    slots = LoraSlots(family.transformer, spec, compute=family.dtype)
+
+    def both() -> tuple[Tensor, Tensor]:
+        with slots.use("policy") as model:
+            with torch.no_grad():
+                quiet = velocity(family, model, TEXTS[:2])
+            return quiet, velocity(family, model, TEXTS[:2]).detach()
+
+    quiet, training = both()
+    assert torch.equal(quiet, training), "eager"
+    compile_blocks(family.transformer, family.device)
+    quiet, training = both()
+    _, again = both()
+    assert torch.equal(again, training), "the same graph"
+    assert 1e-4 < (quiet - training).norm() / quiet.norm() < 0.02, "far above clip ranges"
+
+
 @pytest.mark.parametrize(("name", "calls"), [("qwen-image", 4), ("qwen-image-2.1", 2), ("z-image", 2)])
 def test_compiled_graphs_rotate_in_real_numbers(
     name: str, calls: int, tmp_path: Path, fresh_compiler: None

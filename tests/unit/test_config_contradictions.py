@@ -298,6 +298,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         ),
         (["exploration.undo_selection=true"], "exploration.undo_selection", "policy=random"),
         (["learner.gradient_checkpointing=true"], "learner.gradient_checkpointing", "blocks for true"),
+        ([*GRPO, "model.compile=regional"], "model.compile", "Fused operators"),
         (["learner.recompute=elementwise", "model.compile=regional"], "model.compile", "recompute=blocks"),
         (["exploration.rungs=[6]"], "exploration.rungs", "fewer exploration.steps"),
         (["exploration.finishers=12"], "exploration.finishers", "leave it out"),

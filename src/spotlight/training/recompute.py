@@ -18,9 +18,10 @@ from functools import cache, partial
 from typing import Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from spotlight.models.experts import denoisers
@@ -131,13 +132,40 @@ def _kind(operator: Any) -> Literal["product", "batched", "attention", "other"]:
     return "attention" if "attention" in name or "attn" in name else "other"
 
 
-def _keep_products(narrow: int) -> tuple[_Keep, _Take]:
+def _keep_products(narrow: int) -> tuple[_AtProducts, _AtProducts]:
     saved: deque[_Saved] = deque()
-    return _Keep(narrow, saved), _Take(narrow, saved)
+    return _AtProducts(_Keep(narrow, saved)), _AtProducts(_Take(narrow, saved))
 
 
-_Saved = tuple[Any, Any, list[int]]
-"""Operator, its result, and how often each tensor of that had been written."""
+class _AtProducts(TorchFunctionMode):
+    """Enters a mode for operators around functions that call products.
+
+    It costs the host 3 to 6 us an operator, of which a block calls 300: for a small batch more than the GPU
+    takes to compute them. So layers, the most frequent, go without it in a forward.
+    """
+
+    def __init__(self, of_products: _OfProducts) -> None:
+        super().__init__()
+        self._of_products = of_products
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not _calls_products(func):
+            return func(*args, **kwargs)
+        if func is F.linear and isinstance(self._of_products, _Keep):
+            return self._of_products.layer(*args, **kwargs)
+        with self._of_products:
+            return func(*args, **kwargs)
+
+
+@cache
+def _calls_products(function: Any) -> bool:
+    name = getattr(function, "__name__", "")
+    return "mm" in name or "attention" in name or "attn" in name or name.strip("_") in ("linear", "matmul")
+
+
+_Saved = tuple[Any, tuple[Any, ...], tuple[int, ...]]
+"""Operator, its results, and how often each had been written."""
 
 
 # torch's own create_selective_checkpoint_contexts gives a caller of addmm_, which looks at the tensor that it
@@ -160,30 +188,44 @@ class _OfProducts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Keep(_OfProducts):  # type: ignore[no-untyped-call]
+    def layer(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """A linear one: a product of ``x``, of any number of dimensions, whatever the operator."""
+        result = F.linear(x, *args, **kwargs)
+        if x.shape[-1] > self._narrow:
+            alias = result.detach()
+            self._saved.append((None, (alias,), (alias._version,)))
+        return result
+
     def _product(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        alias = tree_map_only(Tensor, _alias, result)
+        each = tuple(map(_alias, result if isinstance(result, tuple) else (result,)))
         later = int(func._schema.is_mutable)  # its own writing is counted when it has returned
-        self._saved.append((func, alias, [count + later for count in _written(alias)]))
+        self._saved.append((func, each, tuple(count + later for count in _written(each))))
         return result
 
 
 class _Take(_OfProducts):  # type: ignore[no-untyped-call]
     def _product(self, func: Any, args: Any, kwargs: Any) -> Any:
-        operator, result, written = self._saved.popleft()
-        if operator is not func or written != _written(result):
+        operator, each, written = self._saved.popleft()
+        if operator is None and func._schema.name.endswith("mm"):
+            operator, each = func, (each[0].view(*args[-2].shape[:-1], -1),)
+        if operator is not func or written != _written(each):
             raise RuntimeError(
                 f"a product of a block was {operator} and is {func} when it is computed again, or its result "
                 "was written to in place: set learner.recompute to blocks"
             )
-        return kwargs.get("out", args[0]).copy_(result) if func._schema.is_mutable else result
+        if func._schema.is_mutable:  # the caller looks at the tensor that it had written to
+            return kwargs.get("out", args[0]).copy_(each[0])
+        return each if len(each) > 1 else each[0]
 
 
-def _alias(result: Tensor) -> Tensor:
+def _alias(result: Any) -> Any:
+    if not isinstance(result, Tensor):
+        return result
     # Beneath autograd, where modes are, a detached tensor else has a count of writes of its own.
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return result.detach()
 
 
-def _written(result: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+def _written(each: Sequence[Any]) -> tuple[int, ...]:
+    return tuple(result._version for result in each if isinstance(result, Tensor))

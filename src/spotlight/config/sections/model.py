@@ -21,6 +21,10 @@ def _chooses(run: RunConfig) -> bool:
     return FAMILIES.load(run.model.family).chooses_kernels
 
 
+def _compares_passes(run: RunConfig) -> bool:
+    return run.algorithm.recomputes_log_probs or not run.algorithm.learns_from_clean_samples
+
+
 _KERNELS = "leave it out, or set one that takes every mask (native, cudnn)."
 _GRAPHS = {"model.cuda_graphs": True}
 _NO_GRAPHS = "Change it, or leave model.cuda_graphs out."
@@ -65,7 +69,8 @@ class ModelConfig(Section):
     """
     compile: Literal["none", "regional"] = "none"
     """``regional``: compile the transformer's repeated blocks (torch.compile); faster after the half minute
-    or more that the first forwards take. Results change by rounding.
+    or more that the first forwards take. Results change by rounding, and differ with gradient from those
+    without: not for algorithms that compare such log-probs.
     """
     cuda_graphs: bool = False
     """Capture each kind of forward without gradient (slot, batch size, text length) as a CUDA graph, when it
@@ -99,6 +104,11 @@ class ModelConfig(Section):
                    "of them out.")
           for where in (
               {"fleet.sequence_parallel.degrees": other_than((1,))}, {"exploration.step_cache": SET})),
+        Requires("model.compile",
+                 That("with algorithm.name={algorithm.name}, whose ratios compare forwards with and without "
+                      "gradient", _compares_passes), "none",
+                 "Compiled, these are two graphs, which differ by more than clip ranges: leave it out. Fused "
+                 "operators (model.kernels) are equal in both."),
         *(Requires("model.kernels", where, (None, "reference"), f"{why}: leave it out.")
           for where, why in (
               ({"model.compile": "regional"}, "Compiled blocks are fused by the compiler"),

@@ -23,11 +23,10 @@ import copy
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -104,7 +103,7 @@ class Operations:
         return (2 if frozen else 3) * self.products + 3 * (self.attention + self.adapters)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Trained:
     """What a backward changes.
 
@@ -207,8 +206,7 @@ class ForwardLog:
 
 
 def _flops(family: ModelFamily, one: _Forward) -> float | None:
-    adapters = one.trained.adapters if one.trained else {}
-    found = forward_operations(family, one.size, one.text, one.seen, adapters)
+    found = forward_operations(family, one.size, one.text, one.seen, one.trained)
     if found is None:
         return None
     return found.training(frozen=one.trained.frozen) if one.trained else found.forward
@@ -219,13 +217,9 @@ def forward_operations(
     size: MediaSize,
     text_tokens: int,
     reference_tokens: int = 0,
-    adapters: Mapping[str, int] = MappingProxyType({}),
+    trained: Trained | None = None,
 ) -> Operations | None:
-    """Of one sample's forward; None if they cannot be counted without values.
-
-    Args:
-        adapters: see :class:`Trained`.
-    """
+    """Of one sample's forward, with what adapters are trained; None if they cannot be counted by shape."""
     key: tuple[object, ...] = (
         family.name,
         json.dumps(dict(family.config), sort_keys=True, default=str),
@@ -235,14 +229,15 @@ def forward_operations(
     if key not in _known:
         _known[key] = _count(family, size, reference_tokens)
     counts = _known[key]
-    if counts is None or not counts.has(adapters):
+    adapters = None if counts is None else counts.of_adapters(trained)
+    if counts is None or adapters is None:
         return None
     unit = family.text_multiple
     padded = -(-text_tokens // unit) * unit
     return Operations(
         _interpolated({text: one.products for text, one in counts.points.items()}, padded),
         _interpolated({text: one.attention for text, one in counts.points.items()}, padded),
-        _interpolated({text: counts.adapters(one, adapters) for text, one in counts.points.items()}, padded),
+        _interpolated(adapters, padded),
     )
 
 
@@ -269,19 +264,24 @@ class _Counts:
 
     points: Mapping[int, _Counted]
     counted_as: Mapping[str, str]
+    _adapters: WeakKeyDictionary[Trained, Mapping[int, int] | None] = field(default_factory=WeakKeyDictionary)
 
-    def adapters(self, counted: _Counted, adapters: Mapping[str, int]) -> int:
-        """A row costs 2 operations for each of an adapter's parameters."""
-        return sum(2 * size * counted.rows[self._named(layer)] for layer, size in adapters.items())
-
-    def has(self, adapters: Iterable[str]) -> bool:
-        """Whether all those layers were seen."""
-        lacking = [
-            layer for layer in adapters for one in self.points.values() if self._named(layer) not in one.rows
-        ]
-        if lacking:
-            log.info("operations of adapters cannot be counted: %s is no plain product", lacking[0])
-        return not lacking
+    def of_adapters(self, trained: Trained | None) -> Mapping[int, int] | None:
+        """By tokens of text, 2 for each parameter and row; None if a layer is no plain product."""
+        if trained is None:
+            return dict.fromkeys(self.points, 0)
+        if trained not in self._adapters:
+            try:
+                self._adapters[trained] = {
+                    text: sum(
+                        2 * size * one.rows[self._named(layer)] for layer, size in trained.adapters.items()
+                    )
+                    for text, one in self.points.items()
+                }
+            except KeyError as error:
+                log.info("operations of adapters cannot be counted: %s is no plain product", error)
+                self._adapters[trained] = None
+        return self._adapters[trained]
 
     def _named(self, layer: str) -> str:
         block = ".".join(layer.split(".")[:2])
