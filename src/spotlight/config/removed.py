@@ -67,9 +67,9 @@ REMOVED = (
     ),
     Removed(
         "learner.gradient_checkpointing",
-        (),
-        "Set learner.recompute: blocks for true, none for false, a number as it was; elementwise keeps "
-        "matrix products, and is faster than blocks.",
+        (False,),
+        "Set learner.recompute: blocks for true, a number as it was; elementwise keeps matrix products, and "
+        "is faster than blocks.",
         now="learner.recompute",
         values=((True, "blocks"), (False, "none")),
     ),
