@@ -123,7 +123,7 @@ def test_the_whole_check_runs_on_two_devices(tmp_path: Path) -> None:
     shown = console.export_text()
     assert report.link is not None
     assert report.link.bus_bytes_s, report.link
-    assert "1 num_layers; 2 num_layers" in shown
+    assert "num_layers=1; num_layers=2" in shown
     assert "no MFU" in shown
     assert "it is cpu" not in shown
     assert [few.depth for few in report.measured] == [{"num_layers": 1}, {"num_layers": 2}]

@@ -6,7 +6,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -23,7 +23,7 @@ from spotlight.cli.gpu.asked_model import AskedModel
 from spotlight.cli.gpu.between_cards import all_reduce_rate
 from spotlight.cli.gpu.family_timing import TimedWork, time_blocks
 from spotlight.cli.gpu.fitting_batches import fitting_batches
-from spotlight.cli.gpu.gpu_report import CardRates, GpuReport, Link, depths_to_time, whole_passes
+from spotlight.cli.gpu.gpu_report import CardRates, GpuReport, Link, depths_to_time, named, whole_passes
 from spotlight.cli.gpu.gpu_tables import print_report
 from spotlight.data.media_size import media_size
 from spotlight.models.kernels import attention
@@ -157,11 +157,6 @@ def _measured(
         measured=measured,
         fits=list(fitting_batches(config, asked.sizes, asked.planned_tokens, cards[0].memory_bytes)),
     )
-
-
-def named(depth: Mapping[str, int]) -> str:
-    """``2 num_layers, 6 num_single_layers``."""
-    return ", ".join(f"{number} {kind}" for kind, number in depth.items())
 
 
 def _rates(device: torch.device, effort: Effort) -> CardRates:

@@ -137,6 +137,11 @@ class GpuReport:
     fits: Sequence[FittingBatch]
 
 
+def named(depth: Mapping[str, int]) -> str:
+    """``num_layers=2, num_single_layers=6``."""
+    return ", ".join(f"{kind}={number}" for kind, number in depth.items())
+
+
 def depths_to_time(depth: Mapping[str, int], few: int, more: int) -> list[dict[str, int]]:
     """``few`` blocks of every kind; then, for each kind that has more, ``more`` of it beside few others."""
     base = {kind: min(few, whole) for kind, whole in depth.items()}

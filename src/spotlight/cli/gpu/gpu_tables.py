@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.cli.gpu.gpu_report import ROWS_MAX, CardRates, FittingBatch, GpuReport, Link, WholePass
-from spotlight.report.wording import size
+from spotlight.cli.gpu.gpu_report import ROWS_MAX, CardRates, FittingBatch, GpuReport, Link, WholePass, named
+from spotlight.report.wording import plural, size
 
 
 def print_report(report: GpuReport, console: Console) -> None:
@@ -22,7 +22,8 @@ def print_report(report: GpuReport, console: Console) -> None:
     console.print()
     _print(console, "Kernels", _kernels(report))
     memory = size(report.cards[0].memory_bytes)
-    _print(console, f"What fits {memory}, by the memory plan of --dry-run", list(map(_fit, report.fits)))
+    what = f"Batches that fit {memory}, by the memory plan of --dry-run (training: one timestep a pass)"
+    _print(console, what, list(map(_fit, report.fits)))
 
 
 def _print(console: Console, title: str, rows: Sequence[tuple[str, ...]]) -> None:
@@ -55,25 +56,22 @@ def _link(link: Link) -> tuple[str, ...]:
 
 
 def _model(report: GpuReport) -> str:
-    blocks = ", ".join(f"{number} {kind}" for kind, number in report.depth.items())
     return (
-        f"{report.family} ({report.model}), {blocks}: {report.size}, {report.text_tokens} text tokens, "
-        f"bfloat16, LoRA of rank {report.lora_rank}"
+        f"{report.family} ({report.model}), {named(report.depth)}: {report.size}, "
+        f"{report.text_tokens} text tokens, bfloat16, LoRA of rank {report.lora_rank}"
     )
 
 
 def _pass(each: WholePass) -> tuple[str, ...]:
     if each.seconds is None:
-        return each.name, f"{each.rows} samples", "unknown: out of memory, or too little to time", ""
+        return each.name, plural(each.rows, "sample"), "unknown: out of memory, or too little to time", ""
     a_row = f"{1e3 * each.seconds / each.rows:,.1f} ms a sample"
     share = "" if each.mfu is None else f"MFU {each.mfu:.3f}"
-    return each.name, f"{each.rows} samples: {1e3 * each.seconds:,.0f} ms", a_row, share
+    return each.name, f"{plural(each.rows, 'sample')}: {1e3 * each.seconds:,.0f} ms", a_row, share
 
 
 def _extrapolated(report: GpuReport) -> str:
-    depths = "; ".join(
-        ", ".join(f"{number} {kind}" for kind, number in few.depth.items()) for few in report.measured
-    )
+    depths = "; ".join(named(few.depth) for few in report.measured)
     return (
         f"Extrapolated to the whole depth from models of random weights with {depths}. An update is a "
         "forward and its backward of one timestep, without the optimizer's step."
@@ -91,4 +89,4 @@ def _fit(fit: FittingBatch) -> tuple[str, ...]:
     if not fit.rows:
         return fit.what, "does not fit", f"one sample takes {size(fit.peak_bytes)}: see learner.shard"
     more = " or more" if fit.rows == ROWS_MAX else ""
-    return fit.what, f"{fit.rows} samples{more}", f"peak {size(fit.peak_bytes)}"
+    return fit.what, plural(fit.rows, "sample") + more, f"peak {size(fit.peak_bytes)}"

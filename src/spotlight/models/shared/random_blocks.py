@@ -23,8 +23,8 @@ from spotlight.models.slots import LoraSlots
 
 KINDS = ("num_layers", "num_single_layers", "n_layers")
 """Keys of configurations that count blocks of a kind."""
-DUAL = "num_layers, dual attention"
-"""Blocks of SD3.5 with a second attention, which ``dual_attention_layers`` lists."""
+DUAL = "dual_attention_layers"
+"""Blocks of SD3.5 with a second attention: a kind of their own, which this key lists."""
 OF_THE_PIPELINE = {
     *("in_channels", "out_channels", "patch_size", "guidance_embeds", "joint_attention_dim", "text_dim"),
     *("text_embed_dim", "cap_feat_dim", "pooled_projection_dim", "context_in_dim"),
@@ -36,7 +36,7 @@ _SEED = 7
 def depth_of(config: Mapping[str, Any]) -> dict[str, int]:
     """How many blocks of each kind a transformer's configuration has."""
     depth = {key: int(config[key]) for key in KINDS if key in config}
-    if dual := config.get("dual_attention_layers"):
+    if dual := config.get(DUAL):
         depth["num_layers"] -= len(dual)
         depth[DUAL] = len(dual)
     return {kind: number for kind, number in depth.items() if number}
@@ -45,9 +45,9 @@ def depth_of(config: Mapping[str, Any]) -> dict[str, int]:
 def with_depth(config: Mapping[str, Any], depth: Mapping[str, int]) -> dict[str, Any]:
     """The same configuration with so many blocks of each kind, none of a kind that is not named."""
     changed = {**config, **{key: depth.get(key, 0) for key in KINDS if key in config}}
-    if "dual_attention_layers" in config:
+    if DUAL in config:
         dual = depth.get(DUAL, 0)
-        changed |= {"num_layers": changed["num_layers"] + dual, "dual_attention_layers": list(range(dual))}
+        changed |= {"num_layers": changed["num_layers"] + dual, DUAL: list(range(dual))}
     return changed
 
 
