@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
+import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GELU
 from torch import Tensor
@@ -29,3 +30,34 @@ def feed_forward(mlp: Any, x: Tensor, again: Again | None) -> Tensor:
     same = not (dropout.training and dropout.p)
     (out,) = project(dropout(activate(wide)), [down], Again(activate, (wide,)) if same else None)
     return out
+
+
+def gated_feed_forward(x: Tensor, up: tuple[Any, Any], down: Any, again: Again | None) -> Tensor:
+    """``down(silu(gate(x)) * value(x))`` with layers ``up`` = (gate, value); as :func:`feed_forward`."""
+    gate, value = project(x, up, again)
+    (out,) = project(gated_product(gate, value), [down], Again(gated_product, (gate, value)))
+    return out
+
+
+def gated_halves(wide: Tensor) -> Tensor:
+    """:func:`gated_product` of the halves of the last dimension."""
+    gate, value = wide.chunk(2, dim=-1)
+    return gated_product(gate, value)
+
+
+def gated_product(gate: Tensor, value: Tensor) -> Tensor:
+    """``silu(gate) * value``, which keeps nothing else for its backward."""
+    return cast(Tensor, _GatedProduct.apply(gate, value))  # type: ignore[no-untyped-call]
+
+
+class _GatedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, value)
+        return F.silu(gate) * value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        gate, value = ctx.saved_tensors
+        to_gate = torch.ops.aten.silu_backward(gradient * value, gate)
+        return to_gate, gradient * F.silu(gate)

@@ -12,10 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spotlight_kernels.blocks import Kind, first
+
 BLOCKS: Mapping[str, str] = {
-    "QwenImageTransformerBlock": "qwen_image_blocks",
+    "Flux2SingleTransformerBlock": "flux2_blocks.SINGLE",
+    "Flux2TransformerBlock": "flux2_blocks.DOUBLE",
+    "FluxSingleTransformerBlock": "flux_blocks.SINGLE",
+    "FluxTransformerBlock": "flux_blocks.DOUBLE",
+    "HunyuanVideoSingleTransformerBlock": "hunyuan_video_blocks.SINGLE",
+    "HunyuanVideoTransformerBlock": "hunyuan_video_blocks.DOUBLE",
+    "JointTransformerBlock": "sd3_blocks.JOINT",
+    "QwenImage21TransformerBlock": "qwen_image_21_blocks.JOINT",
+    "QwenImageTransformerBlock": "qwen_image_blocks.DOUBLE",
+    "WanTransformerBlock": "wan_blocks.CROSS",
+    "ZImageTransformerBlock": "z_image_blocks.JOINT",
 }
-"""Classes of blocks, and the module of this package that fuses them."""
+"""Classes of blocks, and where this package says how to fuse them: a module, and a :class:`Kind` in it."""
+STREAMS = ("hidden_states", "encoder_hidden_states", "x")
+"""Arguments of blocks whose gradients are compared."""
 TOLERANCE: Mapping[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 """Largest relative difference of outputs and gradients on a device; above rounding, below an error."""
 
@@ -47,17 +61,16 @@ def fuse(transformer: nn.Module, device: torch.device, *, compare: bool = True) 
             kinds.setdefault(type(part).__name__, []).append(part)
     done, left = dict[str, int](), dict[str, str]()
     for name, blocks in kinds.items():
-        module = import_module(f"spotlight_kernels.{BLOCKS[name]}")
-        why = next((why for block in blocks if (why := module.trouble(block)) is not None), None)
-        if why is None and compare:
-            far = distance(blocks[0], module, device)
-            if far > TOLERANCE[_dtype(blocks[0])]:
-                why = f"fused, it differs from diffusers' by {far:.1e} on this device"
+        kind = _kind(name)
+        variants = {str(block): block for block in blocks}.values() if compare else ()
+        why = first(*(_trouble(block, kind) for block in blocks)) or first(
+            *(_difference(block, kind, device) for block in variants)
+        )
         if why is not None:
             left[name] = why
             continue
         for block in blocks:
-            _put(block, module)
+            _put(block, kind)
         done[name] = len(blocks)
     return Fused(done, left)
 
@@ -65,33 +78,54 @@ def fuse(transformer: nn.Module, device: torch.device, *, compare: bool = True) 
 def restore(transformer: nn.Module) -> None:
     """Undo :func:`fuse`."""
     for part in transformer.modules():
-        own = vars(part).get("forward")
-        module = _module_of(part)
-        if module is not None and getattr(own, "__func__", None) is module.forward:
+        name = next((each.__name__ for each in type(part).__mro__ if each.__name__ in BLOCKS), None)
+        own = getattr(vars(part).get("forward"), "__func__", None)
+        if name is not None and own is (kind := _kind(name)).forward:
             del part.forward
-            _exchange(part, *reversed(module.PROCESSORS))
+            _exchange(part, {new: old for old, new in kind.processors.items()})
 
 
-def _module_of(block: nn.Module) -> Any:
-    name = next((kind.__name__ for kind in type(block).__mro__ if kind.__name__ in BLOCKS), None)
-    return None if name is None else import_module(f"spotlight_kernels.{BLOCKS[name]}")
+def _kind(name: str) -> Kind:
+    module, _, kind = BLOCKS[name].partition(".")
+    found: Kind = getattr(import_module(f"spotlight_kernels.{module}"), kind)
+    return found
 
 
-def _put(block: Any, module: Any) -> None:
-    block.forward = MethodType(module.forward, block)
-    _exchange(block, *module.PROCESSORS)
+def _trouble(block: nn.Module, kind: Kind) -> str | None:
+    if _dtype(block) not in TOLERANCE:
+        return f"its weights are of type {_dtype(block)}"
+    for part in block.modules():
+        processor = getattr(part, "processor", None)
+        if processor is not None and type(processor) not in kind.processors:
+            return f"its attention is computed by {type(processor).__name__}"
+    return kind.trouble(block)
 
 
-def _exchange(block: nn.Module, old: type, new: type) -> None:
+def _difference(block: nn.Module, kind: Kind, device: torch.device) -> str | None:
+    far = distance(block, kind, device)
+    if far <= TOLERANCE[_dtype(block)]:
+        return None
+    return f"fused, it differs from diffusers' by {far:.1e} on this device"
+
+
+def _put(block: Any, kind: Kind) -> None:
+    block.forward = MethodType(kind.forward, block)
+    _exchange(block, kind.processors)
+
+
+def _exchange(block: nn.Module, classes: Mapping[type, type]) -> None:
     """Let processors compute as another class does; they keep their attention's implementation and split."""
     for part in block.modules():
         processor = getattr(part, "processor", None)
-        if type(processor) is old:
-            processor.__class__ = new
+        processor_class = classes.get(type(processor))
+        if processor_class is not None:
+            processor.__class__ = processor_class
 
 
 @torch.random.fork_rng(devices=[])
-def distance(block: nn.Module, module: Any, device: torch.device) -> float:
+def distance(
+    block: nn.Module, kind: Kind, device: torch.device, image_tokens: int = 70, text_tokens: int = 5
+) -> float:
     """The larger of the relative differences of outputs and of gradients, on random weights and inputs."""
     own = copy.deepcopy(block).to_empty(device=device).requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)
@@ -101,25 +135,25 @@ def distance(block: nn.Module, module: Any, device: torch.device) -> float:
     def new(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(_dtype(block))
 
-    arguments, compared = module.example(own, new)
-    wanted = _outcome(own, arguments, compared)
-    _put(own, module)
-    found = _outcome(own, arguments, compared)
+    arguments = kind.example(own, new, image_tokens, text_tokens)
+    wanted = _outcome(own, arguments)
+    _put(own, kind)
+    found = _outcome(own, arguments)
     return max(_far(f, w) for f, w in zip(found, wanted, strict=True))
 
 
-def _outcome(block: nn.Module, arguments: Mapping[str, Any], compared: tuple[int, ...]) -> list[Tensor]:
+def _outcome(block: nn.Module, arguments: Mapping[str, Any]) -> list[Tensor]:
     leaves = {
-        name: each.detach().requires_grad_() if name.endswith("hidden_states") else each
-        for name, each in arguments.items()
+        name: each.detach().requires_grad_() if name in STREAMS else each for name, each in arguments.items()
     }
-    inputs = [leaves[name] for name in leaves if name.endswith("hidden_states")]
     with torch.enable_grad():
-        outputs = block(**leaves)
-        outputs = [outputs[i] for i in compared] if isinstance(outputs, tuple) else [outputs]
+        result = block(**leaves)
+        outputs = [each for each in (result if isinstance(result, tuple) else (result,)) if each is not None]
         slopes = [torch.cos(torch.arange(each.numel(), device=each.device)).view_as(each) for each in outputs]
         gradients = torch.autograd.grad(
-            outputs, inputs, [slope.to(each.dtype) for slope, each in zip(slopes, outputs, strict=True)]
+            outputs,
+            [leaf for name, leaf in leaves.items() if name in STREAMS],
+            [slope.to(each.dtype) for slope, each in zip(slopes, outputs, strict=True)],
         )
     return [each.detach() for each in (*outputs, *gradients)]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -92,40 +92,64 @@ def _heads_reference(stream: HeadStream, size: int, eps: float, rounded: bool) -
     return value.to(kind)
 
 
+@dataclass(frozen=True, slots=True)
+class Modulation:
+    """What a row of the residual stream is gated, normalised and modulated with.
+
+    Attributes:
+        gate, scale, shift: [batch, width], the last dimension contiguous; each may be missing.
+        weight: [width] of an RMSNorm; None: a LayerNorm without weights.
+        branch_weight: [width] of an RMSNorm that the branch passes before it is gated; None: it passes none.
+        chosen: [tokens] of bool, contiguous. Gate and scale are [batch + 1, width] then, and the last row is
+            for tokens that are False here, of all pictures.
+    """
+
+    gate: Tensor | None = None
+    scale: Tensor | None = None
+    shift: Tensor | None = None
+    weight: Tensor | None = None
+    branch_weight: Tensor | None = None
+    chosen: Tensor | None = None
+
+
 def add_norm(
-    x: Tensor,
-    y: Tensor | None,
-    gate: Tensor | None,
-    scale: Tensor,
-    shift: Tensor,
-    eps: float,
-    *,
-    rounded: bool,
+    x: Tensor, y: Tensor | None, by: Modulation, eps: float, *, rounded: bool
 ) -> tuple[Tensor, Tensor]:
-    """``r = x + gate * y`` and ``layer_norm(r) * (1 + scale) + shift``, a LayerNorm without weights.
+    """``r = x + gate * y`` and ``norm(r) * (1 + scale) + shift``.
 
     Use the returned ``r`` instead of ``x`` from here on, also without ``y``: gradients join in one kernel.
 
     Args:
         x, y: [batch, tokens, width]; without ``y``, r is x.
-        gate, scale, shift: [batch, width], the last dimension contiguous; without ``gate``, 1.
+        eps: of all norms.
 
     Returns:
         r and the modulated norm, both of the shape and type of ``x``.
     """
+    parts = (by.gate, by.scale, by.shift, by.weight, by.branch_weight, by.chosen)
     if not torch.is_grad_enabled():
         x, y = x.contiguous(), None if y is None else y.contiguous()
-        total, out = ops.add_norm(x, y, gate, scale, shift, eps, rounded)
+        total, out = ops.add_norm(x, y, *parts, eps, rounded, True)
         return (x if y is None else total), out
-    found: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, gate, scale, shift, eps, rounded)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor] = _AddNorm.apply(x, y, *parts, eps, rounded, True)  # type: ignore[no-untyped-call]
     return found
 
 
-def gated_add(x: Tensor, y: Tensor, gate: Tensor | None, *, rounded: bool) -> Tensor:
-    """``x + gate * y``; shapes as in :func:`add_norm`."""
+def gated_add(
+    x: Tensor,
+    y: Tensor,
+    gate: Tensor | None,
+    *,
+    rounded: bool,
+    branch_weight: Tensor | None = None,
+    chosen: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """``x + gate * y``; as :func:`add_norm`."""
+    rest = (gate, None, None, None, branch_weight, chosen, eps, rounded, False)
     if not torch.is_grad_enabled():
-        return cast(Tensor, ops.add_norm(x.contiguous(), y.contiguous(), gate, None, None, 0.0, rounded)[0])
-    total, _ = _AddNorm.apply(x, y, gate, None, None, 0.0, rounded)  # type: ignore[no-untyped-call]
+        return cast(Tensor, ops.add_norm(x.contiguous(), y.contiguous(), *rest)[0])
+    total, _ = _AddNorm.apply(x, y, *rest)  # type: ignore[no-untyped-call]
     return cast(Tensor, total)
 
 
@@ -141,35 +165,54 @@ def rows_of(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def add_norm_again(total: Tensor, scale: Tensor, shift: Tensor, eps: float, rounded: bool) -> Tensor:
+def add_norm_again(
+    total: Tensor,
+    scale: Tensor | None,
+    shift: Tensor | None,
+    weight: Tensor | None,
+    chosen: Tensor | None,
+    eps: float,
+    rounded: bool,
+) -> Tensor:
     """The norm that :func:`add_norm` returned beside ``total``, the same bits once more; without gradient."""
-    return cast(Tensor, ops.add_norm(total, None, None, scale, shift, eps, rounded)[1])
+    parts = (None, None, scale, shift, weight, None, chosen, eps, rounded, True)
+    return cast(Tensor, ops.add_norm(total, *parts)[1])
 
 
 def add_norm_reference(
-    x: Tensor,
-    y: Tensor | None,
-    gate: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    *,
-    rounded: bool,
+    x: Tensor, y: Tensor | None, by: Modulation, eps: float, *, rounded: bool, norm: bool = True
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`add_norm` by torch's operators; without ``scale``, :func:`gated_add`."""
-    kind = x.dtype
-    total = x
+    """:func:`add_norm` by torch's operators; without ``norm``, :func:`gated_add`."""
+    kind, total = x.dtype, x
+
+    def step(value: Tensor) -> Tensor:
+        return value.to(kind).float() if rounded else value
+
+    def row(part: Tensor) -> Tensor:
+        each = part.float()[:, None]
+        return each if by.chosen is None else torch.where(by.chosen[:, None], each[:-1], each[-1:])
+
+    def rms_norm(value: Tensor, weight: Tensor) -> Tensor:
+        return step(value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)) * weight.float()
+
     if y is not None:
-        branch = y.float() if gate is None else y.float() * gate.float()[:, None]
-        total = (x.float() + (branch.to(kind).float() if rounded else branch)).to(kind)
-    if scale is None or shift is None:
+        branch = y.float()
+        if by.branch_weight is not None:
+            branch = step(rms_norm(branch, by.branch_weight))
+        if by.gate is not None:
+            branch = branch * row(by.gate)
+        total = (x.float() + step(branch)).to(kind)
+    if not norm:
         return total, None
-    normal = F.layer_norm(total.float(), total.shape[-1:], eps=eps)
-    factor = 1 + scale.float()[:, None]
-    if rounded:
-        normal, factor = normal.to(kind).float(), factor.to(kind).float()
-        return total, ((normal * factor).to(kind).float() + shift.float()[:, None]).to(kind)
-    return total, (normal * factor + shift.float()[:, None]).to(kind)
+    value = total.float()
+    normal = (
+        F.layer_norm(value, value.shape[-1:], eps=eps) if by.weight is None else rms_norm(value, by.weight)
+    )
+    if by.scale is not None:
+        normal = step(normal) * step(1 + row(by.scale))
+    if by.shift is not None:
+        normal = step(normal) + by.shift.float()[:, None]
+    return total, normal.to(kind)
 
 
 class _JoinHeads(torch.autograd.Function):
@@ -219,62 +262,82 @@ class _AddNorm(torch.autograd.Function):
         gate: Tensor | None,
         scale: Tensor | None,
         shift: Tensor | None,
+        weight: Tensor | None,
+        branch_weight: Tensor | None,
+        chosen: Tensor | None,
         eps: float,
         rounded: bool,
+        norm: bool,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         x = x.contiguous()
         y = None if y is None else y.contiguous()
-        total, out = ops.add_norm(x, y, gate, scale, shift, eps, rounded)
+        parts = (gate, scale, shift, weight, branch_weight, chosen)
+        total, out = ops.add_norm(x, y, *parts, eps, rounded, norm)
         if y is None:
             total = x.view_as(x)
-        ctx.eps, ctx.rounded, ctx.adds = eps, rounded, y is not None
-        trained = any(ctx.needs_input_grad[i] for i in (2, 3, 4))
-        ctx.save_for_backward(
-            total if scale is not None else None, gate, scale, *((x, y, shift) if trained else ())
-        )
-        return total, (out if scale is not None else None)
+        ctx.options, ctx.adds = (eps, rounded, norm), y is not None
+        trained = any(ctx.needs_input_grad[2:7])
+        of_branch = y if trained or branch_weight is not None else None
+        ctx.save_for_backward(total if norm else None, of_branch, x if trained else None, *parts)
+        return total, (out if norm else None)
 
     @staticmethod
     def backward(ctx: Any, from_total: Tensor | None, from_out: Tensor | None) -> tuple[Any, ...]:
-        total, gate, scale, *inputs = ctx.saved_tensors
-        parts: tuple[Any, ...] = (None, None, None)
-        if inputs:
-            parts = _modulation_gradients(ctx, (*inputs[:2], gate, scale, inputs[2]), (from_total, from_out))
+        total, y, x, *parts = ctx.saved_tensors
+        eps, _, _ = ctx.options
+        found: tuple[Any, ...] = (None,) * 5
+        if x is not None:
+            found = _modulation_gradients(ctx.options, x, y, Modulation(*parts), (from_total, from_out))
+        rest = (*found, None, None, None, None)
         if from_total is None and from_out is None:
-            return None, None, *parts, None, None
-        if from_out is None and (gate is None or not ctx.adds):
-            return from_total, (from_total if ctx.adds else None), *parts, None, None
+            return None, None, *rest
+        gate, scale, _, weight, branch_weight, chosen = parts
+        if not ctx.adds:
+            gate = branch_weight = None
+        if from_out is None and gate is None and branch_weight is None:
+            return from_total, (from_total if ctx.adds else None), *rest
         to_x, to_y = ops.add_norm_backward(
             None if from_total is None else from_total.contiguous(),
             None if from_out is None else from_out.contiguous(),
             total,
-            gate if ctx.adds else None,
+            y,
+            gate,
             scale,
-            ctx.eps,
+            weight,
+            branch_weight,
+            chosen,
+            eps,
         )
-        if gate is None:
+        if gate is None and branch_weight is None:
             to_y = to_x
-        return to_x, (to_y if ctx.adds else None), *parts, None, None
+        return to_x, (to_y if ctx.adds else None), *rest
 
 
 def _modulation_gradients(
-    ctx: Any, inputs: Sequence[Any], gradients: tuple[Tensor | None, Tensor | None]
+    options: tuple[float, bool, bool],
+    x: Tensor,
+    y: Tensor | None,
+    by: Modulation,
+    gradients: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Any, ...]:
-    """Of gate, scale and shift, by torch: adapters on the layers that make them are rare."""
-    x, y, *parts = inputs
+    """Of gate, scale, shift and both weights, by torch: adapters on the layers that make them are rare."""
+    eps, rounded, norm = options
+    names = ("gate", "scale", "shift", "weight", "branch_weight")
     with torch.enable_grad():
-        own = [None if part is None else part.detach().requires_grad_() for part in parts]
-        outputs = add_norm_reference(x, y, own[0], own[1], own[2], ctx.eps, rounded=ctx.rounded)
+        own = {
+            name: part.detach().requires_grad_() for name in names if (part := getattr(by, name)) is not None
+        }
+        outputs = add_norm_reference(x, y, replace(by, **own), eps, rounded=rounded, norm=norm)
         pairs = [(o, g) for o, g in zip(outputs, gradients, strict=True) if o is not None and g is not None]
         pairs = [(o, g) for o, g in pairs if o.requires_grad]
-        wanted = [each for each in own if each is not None]
-        found = iter(
-            torch.autograd.grad([o for o, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True)
-            if pairs
-            else [None] * len(wanted)
+        if not pairs:
+            return (None,) * len(names)
+        found = torch.autograd.grad(
+            [o for o, _ in pairs], list(own.values()), [g for _, g in pairs], allow_unused=True
         )
-    return tuple(None if each is None else next(found) for each in own)
+    by_name = dict(zip(own, found, strict=True))
+    return tuple(by_name.get(name) for name in names)
 
 
 # -- what the operators launch ---------------------------------------------------------------------------
@@ -354,11 +417,15 @@ def _join_heads_backward(
 
 
 def _rows(x: Tensor, rows: int, wide_warps: int) -> tuple[tuple[int, int], tuple[int, int], int]:
-    """Grid, sizes and warps of a kernel on rows: the fastest of those tried on an H200 at width 3072."""
+    """Grid, sizes and warps of a kernel on rows: the fastest of those tried on an H200 at width 3072.
+
+    Up to width 8192 no kernel spills registers. Tokens come first: a grid's second side is below 65,536.
+    """
     batch, tokens, width = x.shape
     rows = rows if tokens >= 64 else 1
     block = triton.next_power_of_2(width)
-    return (batch, -(-tokens // rows)), (block, rows), wide_warps if block > 2048 else 4
+    warps = 4 if block <= 2048 else wide_warps if block <= 4096 else 2 * wide_warps
+    return (-(-tokens // rows), batch), (block, rows), warps
 
 
 def _or(each: Tensor | None, other: Tensor) -> Tensor:
@@ -376,16 +443,21 @@ def _add_norm(
     gate: Tensor | None,
     scale: Tensor | None,
     shift: Tensor | None,
+    weight: Tensor | None,
+    branch_weight: Tensor | None,
+    chosen: Tensor | None,
     eps: float,
     rounded: bool,
+    norm: bool,
 ) -> tuple[Tensor, Tensor]:
-    total, out = _empty_rows(x, y, gate, scale, shift, eps, rounded)
+    total, out = _empty_rows(x, y, norm)
     grid, sizes, warps = _rows(x, 4, 8)
+    given = (y, gate, scale, shift, weight, branch_weight, chosen)
     _rows_forward.launch(
         grid,
-        (x, _or(y, x), _or(gate, x), _or(scale, x), _or(shift, x), total, out),
+        (x, *(_or(each, x) for each in given), total, out),
         (*x.shape[1:], eps, _stride(gate), _stride(scale), _stride(shift)),
-        (*sizes, y is not None, gate is not None, scale is not None, rounded),
+        (*sizes, *(each is not None for each in given), norm, rounded),
         num_warps=warps,
         # A product and a sum in one instruction would skip the rounding between them.
         enable_fp_fusion=not rounded,
@@ -393,34 +465,31 @@ def _add_norm(
     return total, out
 
 
-def _empty_rows(
-    x: Tensor,
-    y: Tensor | None,
-    gate: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    eps: float,
-    rounded: bool,
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(0 if y is None else x.shape), x.new_empty(0 if scale is None else x.shape)
+def _empty_rows(x: Tensor, y: Tensor | None, *others: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(0 if y is None else x.shape), x.new_empty(x.shape if others[-1] else 0)
 
 
 def _add_norm_backward(
     from_total: Tensor | None,
     from_out: Tensor | None,
     total: Tensor | None,
+    y: Tensor | None,
     gate: Tensor | None,
     scale: Tensor | None,
+    weight: Tensor | None,
+    branch_weight: Tensor | None,
+    chosen: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    to_x, to_y = _empty_rows_backward(from_total, from_out, total, gate, scale, eps)
+    modulation = (gate, scale, weight, branch_weight, chosen)
+    to_x, to_y = _empty_rows_backward(from_total, from_out, total, y, *modulation, eps)
     grid, sizes, warps = _rows(to_x, 1, 4)
-    pointers = (_or(each, to_x) for each in (total, gate, scale, from_total, from_out))
+    given = (*modulation, from_total, from_out)
     _rows_backward.launch(
         grid,
-        (*pointers, to_x, to_y),
+        (*(_or(each, to_x) for each in (total, y, *given)), to_x, to_y),
         (*to_x.shape[1:], eps, _stride(gate), _stride(scale)),
-        (*sizes, gate is not None, gate is not None, from_out is not None, from_total is not None),
+        (*sizes, *(each is not None for each in given)),
         num_warps=warps,
     )
     return to_x, to_y
@@ -430,13 +499,18 @@ def _empty_rows_backward(
     from_total: Tensor | None,
     from_out: Tensor | None,
     total: Tensor | None,
+    y: Tensor | None,
     gate: Tensor | None,
     scale: Tensor | None,
+    weight: Tensor | None,
+    branch_weight: Tensor | None,
+    chosen: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
     given = from_total if from_out is None else from_out
     assert given is not None
-    return given.new_empty(given.shape), given.new_empty(0 if gate is None else given.shape)
+    alike = gate is None and branch_weight is None
+    return given.new_empty(given.shape), given.new_empty(0 if alike else given.shape)
 
 
 for _schema, _kernel, _shape in (
@@ -453,14 +527,15 @@ for _schema, _kernel, _shape in (
         lambda gradient, x, *_: x.new_empty(x.shape),
     ),
     (
-        "add_norm(Tensor x, Tensor? y, Tensor? gate, Tensor? scale, Tensor? shift, float eps, "
-        "bool rounded) -> (Tensor, Tensor)",
+        "add_norm(Tensor x, Tensor? y, Tensor? gate, Tensor? scale, Tensor? shift, Tensor? weight, "
+        "Tensor? branch_weight, Tensor? chosen, float eps, bool rounded, bool norm) -> (Tensor, Tensor)",
         _add_norm,
         _empty_rows,
     ),
     (
-        "add_norm_backward(Tensor? from_total, Tensor? from_out, Tensor? total, Tensor? gate, Tensor? scale, "
-        "float eps) -> (Tensor, Tensor)",
+        "add_norm_backward(Tensor? from_total, Tensor? from_out, Tensor? total, Tensor? y, Tensor? gate, "
+        "Tensor? scale, Tensor? weight, Tensor? branch_weight, Tensor? chosen, float eps) "
+        "-> (Tensor, Tensor)",
         _add_norm_backward,
         _empty_rows_backward,
     ),

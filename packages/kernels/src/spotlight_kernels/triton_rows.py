@@ -1,6 +1,7 @@
-"""Kernels on rows of the residual stream: gate and add a branch, normalise, modulate.
+"""Kernels on rows of the residual stream: normalise, gate and add a branch, normalise the sum, modulate.
 
-A program works on a few tokens of one picture, so that the picture's modulation is read once for all.
+A program works on a few tokens of one picture, so that the picture's modulation is read once for all; where
+tokens choose between two rows of modulation, a program rereads them, mostly from a cache.
 """
 
 from __future__ import annotations
@@ -10,12 +11,37 @@ import triton.language as tl
 
 
 @triton.jit
+def _rounded(value, kind, ROUNDED: tl.constexpr):
+    return value.to(kind).to(tl.float32) if ROUNDED else value
+
+
+@triton.jit
+def _row(part, row, stride, column, inside):
+    return tl.load(part + row * stride + column, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _factor(scale, row, stride, column, inside, kind, ROUNDED: tl.constexpr):
+    return _rounded(1.0 + _row(scale, row, stride, column, inside), kind, ROUNDED)
+
+
+@triton.jit
+def _through_rms(slope, value, width, eps):
+    """The gradient of a value of that of its RMSNorm without weights."""
+    r = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    return r * (slope - value * (tl.sum(slope * value, 0) / width * r * r))
+
+
+@triton.jit
 def forward(
     x,
     y,
     gate,
     scale,
     shift,
+    weight,
+    branch_weight,
+    chosen,
     residual,
     out,
     length,
@@ -28,51 +54,73 @@ def forward(
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
     GATE: tl.constexpr,
+    SCALE: tl.constexpr,
+    SHIFT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BRANCH: tl.constexpr,
+    CHOOSE: tl.constexpr,
     NORM: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
     """See :func:`spotlight_kernels.operators.add_norm`; all but the modulation is contiguous."""
-    b = tl.program_id(0).to(tl.int64)
+    b = tl.program_id(1).to(tl.int64)
     kind = x.dtype.element_ty
     column = tl.arange(0, BLOCK)
     inside = column < width
-    if GATE:
-        g = tl.load(gate + b * gate_b + column, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        factor = 1.0 + tl.load(scale + b * scale_b + column, mask=inside, other=0.0).to(tl.float32)
-        if ROUNDED:
-            factor = factor.to(kind).to(tl.float32)
-        term = tl.load(shift + b * shift_b + column, mask=inside, other=0.0).to(tl.float32)
+    if GATE and not CHOOSE:
+        g = _row(gate, b, gate_b, column, inside)
+    if SCALE and not CHOOSE:
+        factor = _factor(scale, b, scale_b, column, inside, kind, ROUNDED)
+    if SHIFT:
+        term = _row(shift, b, shift_b, column, inside)
+    if BRANCH:
+        branch_w = _row(branch_weight, 0, 0, column, inside)
+    if WEIGHT:
+        w = _row(weight, 0, 0, column, inside)
     for i in tl.static_range(ROWS):
-        s = tl.program_id(1) * ROWS + i
+        s = tl.program_id(0) * ROWS + i
         there = inside & (s < length)
         at = (b * length + s) * width + column
         value = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
+        if CHOOSE:
+            row = tl.where(tl.load(chosen + s, mask=s < length, other=1) != 0, b, tl.num_programs(1))
+            if GATE:
+                g = _row(gate, row, gate_b, column, there)
+            if SCALE:
+                factor = _factor(scale, row, scale_b, column, there, kind, ROUNDED)
         if ADD:
             branch = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
+            if BRANCH:
+                normal = branch * tl.rsqrt(tl.sum(branch * branch, 0) / width + eps)
+                branch = _rounded(_rounded(normal, kind, ROUNDED) * branch_w, kind, ROUNDED)
             if GATE:
                 branch = branch * g
-            if ROUNDED:
-                branch = branch.to(kind).to(tl.float32)
-            rounded = (value + branch).to(kind)
+            rounded = (value + _rounded(branch, kind, ROUNDED)).to(kind)
             tl.store(residual + at, rounded, mask=there)
             value = rounded.to(tl.float32)
         if NORM:
-            mean = tl.sum(value, 0) / width
-            centred = tl.where(there, value - mean, 0.0)
-            normal = centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
-            if ROUNDED:
-                normal = (normal.to(kind).to(tl.float32) * factor).to(kind).to(tl.float32)
+            if WEIGHT:
+                normal = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+                normal = _rounded(normal, kind, ROUNDED) * w
             else:
-                normal = normal * factor
-            tl.store(out + at, (normal + term).to(kind), mask=there)
+                centred = tl.where(there, value - tl.sum(value, 0) / width, 0.0)
+                normal = centred * tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
+            if SCALE:
+                normal = _rounded(normal, kind, ROUNDED) * factor
+            if SHIFT:
+                normal = _rounded(normal, kind, ROUNDED) + term
+            tl.store(out + at, normal.to(kind), mask=there)
 
 
 @triton.jit
 def backward(
     residual,
+    y,
     gate,
     scale,
+    weight,
+    branch_weight,
+    chosen,
     from_residual,
     from_out,
     to_x,
@@ -84,34 +132,55 @@ def backward(
     scale_b,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
-    ADD: tl.constexpr,
     GATE: tl.constexpr,
-    NORM: tl.constexpr,
+    SCALE: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    BRANCH: tl.constexpr,
+    CHOOSE: tl.constexpr,
     THROUGH: tl.constexpr,
+    NORM: tl.constexpr,
 ):
-    """Gradients of ``x`` and ``y`` of those of the residual (if THROUGH) and the output (if NORM)."""
-    b = tl.program_id(0).to(tl.int64)
+    """Gradients of ``x``, and of ``y`` if it has its own (GATE or BRANCH), of those of the residual (if
+    THROUGH) and of the output (if NORM).
+    """
+    b = tl.program_id(1).to(tl.int64)
     kind = to_x.dtype.element_ty
     column = tl.arange(0, BLOCK)
     inside = column < width
-    if ADD and GATE:
-        g = tl.load(gate + b * gate_b + column, mask=inside, other=0.0).to(tl.float32)
-    if NORM:
-        factor = 1.0 + tl.load(scale + b * scale_b + column, mask=inside, other=0.0).to(tl.float32)
+    if GATE and not CHOOSE:
+        g = _row(gate, b, gate_b, column, inside)
+    if SCALE and not CHOOSE:
+        factor = _factor(scale, b, scale_b, column, inside, kind, False)
     for i in tl.static_range(ROWS):
-        s = tl.program_id(1) * ROWS + i
+        s = tl.program_id(0) * ROWS + i
         there = inside & (s < length)
         at = (b * length + s) * width + column
+        if CHOOSE:
+            row = tl.where(tl.load(chosen + s, mask=s < length, other=1) != 0, b, tl.num_programs(1))
+            if GATE:
+                g = _row(gate, row, gate_b, column, there)
+            if SCALE:
+                factor = _factor(scale, row, scale_b, column, there, kind, False)
         total = tl.zeros([BLOCK], tl.float32)
         if THROUGH:
             total += tl.load(from_residual + at, mask=there, other=0.0).to(tl.float32)
         if NORM:
             value = tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
-            centred = tl.where(there, value - tl.sum(value, 0) / width, 0.0)
-            r = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
-            slope = tl.load(from_out + at, mask=there, other=0.0).to(tl.float32) * factor
-            along = tl.sum(slope * centred, 0) / width * r * r
-            total += r * (slope - tl.sum(slope, 0) / width - centred * along)
+            slope = tl.load(from_out + at, mask=there, other=0.0).to(tl.float32)
+            if SCALE:
+                slope = slope * factor
+            if WEIGHT:
+                total += _through_rms(slope * _row(weight, 0, 0, column, inside), value, width, eps)
+            else:
+                centred = tl.where(there, value - tl.sum(value, 0) / width, 0.0)
+                r = tl.rsqrt(tl.sum(centred * centred, 0) / width + eps)
+                along = tl.sum(slope * centred, 0) / width * r * r
+                total += r * (slope - tl.sum(slope, 0) / width - centred * along)
         tl.store(to_x + at, total.to(kind), mask=there)
-        if ADD and GATE:
-            tl.store(to_y + at, (total * g).to(kind), mask=there)
+        if GATE:
+            total = total * g
+        if BRANCH:
+            value = tl.load(y + at, mask=there, other=0.0).to(tl.float32)
+            total = _through_rms(total * _row(branch_weight, 0, 0, column, inside), value, width, eps)
+        if GATE or BRANCH:
+            tl.store(to_y + at, total.to(kind), mask=there)

@@ -1,0 +1,122 @@
+"""Blocks of FLUX.1, as ``FluxTransformerBlock`` and ``FluxSingleTransformerBlock`` compute them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
+from torch import Tensor
+
+from spotlight_kernels import blocks
+from spotlight_kernels.blocks import Angles, New, Normed, pairs
+from spotlight_kernels.lora import project
+from spotlight_kernels.operators import gated_add
+
+
+class FluxProcessor(FluxAttnProcessor):  # type: ignore[misc]
+    """Attention whose norms, rotations and joins are one operator for queries, keys and values each."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Angles = None,
+        again: blocks.Inputs = (None, None),
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """As diffusers' own: the outputs of the image, and of the text if it is a stream of its own."""
+        image, text = hidden_states, encoder_hidden_states
+        if text is None:
+            turned = blocks.Turned.of(attn, attn.head_dim, pairs(image_rotary_emb), image, again[0])
+            return super().__call__(turned, image, None, attention_mask)  # type: ignore[no-any-return]
+        length = text.shape[1]
+        of_text, of_image = pairs(image_rotary_emb, 0, length), pairs(image_rotary_emb, length)
+        attended = dispatch_attention_fn(
+            *blocks.joint(attn, attn.head_dim, (text, of_text), (image, of_image), again, text_first=True),
+            attn_mask=attention_mask,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+        out, layer = attn.to_out[0], attn.to_add_out
+        text, image = blocks.outputs(attended, image, (length, layer), (image.shape[1], out))
+        return attn.to_out[1](image), text
+
+
+def double(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Angles = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As ``FluxTransformerBlock.forward``: text, image."""
+    image = Normed.adaptive(hidden_states, self.norm1, temb, 6)
+    text = Normed.adaptive(encoder_hidden_states, self.norm1_context, temb, 6)
+    branches = self.attn(
+        hidden_states=image.out,
+        encoder_hidden_states=text.out,
+        image_rotary_emb=image_rotary_emb,
+        again=(image.again, text.again),
+        **(joint_attention_kwargs or {}),
+    )
+    finished = image.finished(branches[0], self.norm2.eps, self.ff)
+    return text.finished(branches[1], self.norm2_context.eps, self.ff_context), finished
+
+
+def single(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    image_rotary_emb: Angles = None,
+    joint_attention_kwargs: dict[str, Any] | None = None,
+) -> tuple[Tensor, ...]:
+    """As ``FluxSingleTransformerBlock.forward``: text, image."""
+    lengths = [encoder_hidden_states.shape[1], hidden_states.shape[1]]
+    joint = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+    stream = Normed.adaptive(joint, self.norm, temb, 3)
+    inner = self.act_mlp(project(stream.out, [self.proj_mlp], stream.again)[0])
+    attended = self.attn(
+        hidden_states=stream.out,
+        image_rotary_emb=image_rotary_emb,
+        again=(stream.again, None),
+        **(joint_attention_kwargs or {}),
+    )
+    branch = self.proj_out(torch.cat([attended, inner], dim=2))
+    x = gated_add(stream.x, branch, stream.rest[0], rounded=True)
+    return blocks.split(x, *lengths)
+
+
+def _double_trouble(block: Any) -> str | None:
+    norms = (block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context)
+    return blocks.first(
+        blocks.layer_norm_trouble(*norms),
+        blocks.norm_trouble(block.attn, "norm_q", "norm_k", "norm_added_q", "norm_added_k"),
+        blocks.fused_projections(block.attn),
+    )
+
+
+def _single_trouble(block: Any) -> str | None:
+    return blocks.first(
+        blocks.layer_norm_trouble(block.norm.norm),
+        blocks.norm_trouble(block.attn, "norm_q", "norm_k"),
+        blocks.fused_projections(block.attn),
+    )
+
+
+def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
+    width = block.attn.query_dim
+    return {
+        "hidden_states": new(2, image, width),
+        "encoder_hidden_states": new(2, text, width),
+        "temb": new(2, width),
+        "image_rotary_emb": blocks.repeated_angles(new, text + image, block.attn.head_dim),
+    }
+
+
+DOUBLE = blocks.Kind(double, _double_trouble, _example, {FluxAttnProcessor: FluxProcessor})
+SINGLE = blocks.Kind(single, _single_trouble, _example, {FluxAttnProcessor: FluxProcessor})

@@ -1,0 +1,126 @@
+"""Blocks of HunyuanVideo, double and single; the video comes first, and text is not rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from torch import Tensor
+
+from spotlight_kernels import blocks
+from spotlight_kernels.blocks import Angles, New, Normed, pairs
+from spotlight_kernels.lora import project
+from spotlight_kernels.operators import gated_add
+
+
+class HunyuanVideoProcessor(HunyuanVideoAttnProcessor2_0):  # type: ignore[misc]
+    """Attention whose norms, rotations and joins are one operator for queries, keys and values each."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: Angles = None,
+        again: blocks.Inputs = (None, None),
+    ) -> tuple[Tensor, Tensor | None]:
+        """As diffusers' own, of two streams; or of both in one, whose last tokens are not rotated."""
+        video, text = hidden_states, encoder_hidden_states
+        size, angles = attn.inner_dim // attn.heads, pairs(image_rotary_emb)
+        if angles is not None and text is None:
+            after = (0, 0, 0, video.shape[1] - len(angles[0]))
+            angles = F.pad(angles[0], after, value=1.0), F.pad(angles[1], after)
+        of_text = None if text is None else (text, None)
+        attended = dispatch_attention_fn(
+            *blocks.joint(attn, size, of_text, (video, angles), again, text_first=False),
+            attn_mask=attention_mask,
+            dropout_p=0.0,
+            is_causal=False,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
+        if text is None:
+            return attended.flatten(2, 3).to(video.dtype), None
+        out, layer = attn.to_out[0], attn.to_add_out
+        video, text = blocks.outputs(attended, video, (video.shape[1], out), (text.shape[1], layer))
+        return attn.to_out[1](video), text
+
+
+def double(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    freqs_cis: Angles = None,
+    *args: object,
+    **kwargs: object,
+) -> tuple[Tensor, Tensor]:
+    """As ``HunyuanVideoTransformerBlock.forward``: video, text."""
+    video = Normed.adaptive(hidden_states, self.norm1, temb, 6)
+    text = Normed.adaptive(encoder_hidden_states, self.norm1_context, temb, 6)
+    branches = self.attn(
+        hidden_states=video.out,
+        encoder_hidden_states=text.out,
+        attention_mask=attention_mask,
+        image_rotary_emb=freqs_cis,
+        again=(video.again, text.again),
+    )
+    finished = video.finished(branches[0], self.norm2.eps, self.ff)
+    return finished, text.finished(branches[1], self.norm2_context.eps, self.ff_context)
+
+
+def single(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor,
+    temb: Tensor,
+    attention_mask: Tensor | None = None,
+    image_rotary_emb: Angles = None,
+    *args: object,
+    **kwargs: object,
+) -> tuple[Tensor, ...]:
+    """As ``HunyuanVideoSingleTransformerBlock.forward``: video, text."""
+    lengths = [hidden_states.shape[1], encoder_hidden_states.shape[1]]
+    joint = torch.cat([hidden_states, encoder_hidden_states], dim=1)
+    stream = Normed.adaptive(joint, self.norm, temb, 3)
+    inner = self.act_mlp(project(stream.out, [self.proj_mlp], stream.again)[0])
+    attended, _ = self.attn(
+        hidden_states=stream.out,
+        attention_mask=attention_mask,
+        image_rotary_emb=image_rotary_emb,
+        again=(stream.again, None),
+    )
+    branch = self.proj_out(torch.cat([attended, inner], dim=2))
+    x = gated_add(stream.x, branch, stream.rest[0], rounded=True)
+    return blocks.split(x, *lengths)
+
+
+def _double_trouble(block: Any) -> str | None:
+    norms = (block.norm1.norm, block.norm1_context.norm, block.norm2, block.norm2_context)
+    names = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
+    return blocks.first(blocks.layer_norm_trouble(*norms), blocks.norm_trouble(block.attn, *names))
+
+
+def _single_trouble(block: Any) -> str | None:
+    norms = blocks.norm_trouble(block.attn, "norm_q", "norm_k")
+    return blocks.first(blocks.layer_norm_trouble(block.norm.norm), norms)
+
+
+def _example(block: Any, new: New, image: int, text: int) -> dict[str, Any]:
+    width = block.attn.query_dim
+    name = "freqs_cis" if hasattr(block, "ff") else "image_rotary_emb"
+    return {
+        "hidden_states": new(2, image, width),
+        "encoder_hidden_states": new(2, text, width),
+        "temb": new(2, width),
+        name: blocks.repeated_angles(new, image, block.attn.inner_dim // block.attn.heads),
+    }
+
+
+DOUBLE = blocks.Kind(double, _double_trouble, _example, {HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor})
+SINGLE = blocks.Kind(single, _single_trouble, _example, {HunyuanVideoAttnProcessor2_0: HunyuanVideoProcessor})

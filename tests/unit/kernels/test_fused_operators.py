@@ -1,0 +1,177 @@
+"""Operators equal torch's own, with all gradients, whatever their options, shapes and strides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spotlight_kernels.lora import AdaptedLinear, lora_linears
+from spotlight_kernels.operators import (
+    HeadStream,
+    Modulation,
+    add_norm,
+    add_norm_reference,
+    gated_add,
+    join_heads,
+    join_heads_reference,
+)
+
+BATCH, EPS = 2, 1e-5
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).detach().norm() / wanted.detach().norm().clamp(min=1e-6))
+
+
+def results(outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Outputs, and the gradients of something that depends on each of their elements differently."""
+    loss = torch.stack(
+        [(each.float() * torch.arange(each.numel()).view_as(each).cos()).sum() for each in outputs]
+    )
+    return [*outputs, *torch.autograd.grad(loss.sum(), leaves)]
+
+
+def agree(
+    compute: Callable[[], Sequence[Tensor]],
+    reference: Callable[[], Sequence[Tensor]],
+    leaves: Sequence[Tensor],
+) -> None:
+    found, wanted = results(compute(), leaves), results(reference(), leaves)
+    if found[0].dtype == torch.float32:
+        assert max(relative(f, w) for f, w in zip(found, wanted, strict=True)) < 1e-5
+    else:
+        assert max(relative(f.float(), w.float()) for f, w in zip(found, wanted, strict=True)) < 3e-2
+    with torch.no_grad():
+        assert all(torch.equal(f, again) for f, again in zip(found, compute(), strict=False))
+
+
+@st.composite
+def rows(draw: Draw) -> tuple[Tensor, Tensor | None, Modulation, bool]:
+    """Streams, a branch, and their modulation; some of it strided, some of another type than the streams."""
+    torch.manual_seed(draw(st.integers(0, 9)))
+    kind = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    made = draw(st.sampled_from([kind, torch.float32]))
+    tokens, width = draw(st.integers(1, 5)), draw(st.sampled_from([4, 12, 33]))
+    chosen = draw(st.none() | st.just(torch.rand(tokens) > 0.5))
+    wide = torch.randn(BATCH + (chosen is not None), 3 * width).to(made)
+    parts: list[Tensor | None] = [each.detach() for each in wide.chunk(3, dim=1)]
+    parts[2] = parts[2] if chosen is None else None
+    parts = [each if draw(st.booleans()) else None for each in parts]
+    weights = [draw(st.none() | st.just(torch.randn(width).to(kind))) for _ in range(2)]
+    x, y = (torch.randn(tokens, BATCH, width).to(kind).transpose(0, 1) for _ in range(2))
+    return x, y if draw(st.booleans()) else None, Modulation(*parts, *weights, chosen), draw(st.booleans())
+
+
+def leaves_of(*values: Tensor | None) -> list[Tensor]:
+    return [each.requires_grad_() for each in values if each is not None and each.is_floating_point()]
+
+
+@given(rows())
+def test_rows_are_added_normalised_and_modulated(
+    case: tuple[Tensor, Tensor | None, Modulation, bool],
+) -> None:
+    x, y, by, rounded = case
+    unread = () if y is not None else ("gate", "branch_weight")
+    used = [getattr(by, field.name) for field in fields(by) if field.name not in unread]
+    leaves = leaves_of(x, y, *used)
+    agree(
+        lambda: add_norm(x, y, by, EPS, rounded=rounded),
+        lambda: add_norm_reference(x, y, by, EPS, rounded=rounded),  # type: ignore[arg-type, return-value]
+        leaves,
+    )
+
+
+@settings(max_examples=15)
+@given(rows())
+def test_branches_are_gated_and_added(case: tuple[Tensor, Tensor | None, Modulation, bool]) -> None:
+    x, y, by, rounded = case
+    y = torch.randn_like(x) if y is None else y
+    leaves = leaves_of(x, y, by.gate, by.branch_weight)
+    more = {"branch_weight": by.branch_weight, "chosen": by.chosen, "eps": EPS}
+    agree(
+        lambda: [gated_add(x, y, by.gate, rounded=rounded, **more)],
+        lambda: [add_norm_reference(x, y, by, EPS, rounded=rounded, norm=False)[0]],
+        leaves,
+    )
+
+
+@pytest.mark.parametrize("used", ["stream", "norm"])
+def test_what_is_not_used_gives_no_gradient(used: str) -> None:
+    x, y, gate, scale, shift = (torch.randn(1, 2, 8) for _ in range(5))
+    by = Modulation(gate[0, :1], scale[0, :1], shift[0, :1])
+    leaves = leaves_of(x, y)
+    pick = ("stream", "norm").index(used)
+    found = results(add_norm(x, y, by, EPS, rounded=False)[pick : pick + 1], leaves)
+    wanted = results(add_norm_reference(x, y, by, EPS, rounded=False)[pick : pick + 1], leaves)  # type: ignore[arg-type]
+    assert max(relative(f, w) for f, w in zip(found, wanted, strict=True)) < 1e-5
+
+
+@st.composite
+def streams(draw: Draw) -> tuple[list[HeadStream], int, bool]:
+    """Of one sequence, cut out of wider tensors."""
+    torch.manual_seed(draw(st.integers(0, 9)))
+    kind = draw(st.sampled_from([torch.float32, torch.bfloat16]))
+    heads, size = draw(st.sampled_from([1, 3, 9])), draw(st.sampled_from([4, 8]))
+    found = []
+    for tokens in draw(st.lists(st.integers(1, 3), min_size=1, max_size=2)):
+        wide = torch.randn(BATCH, tokens + 1, 2 * heads * size).to(kind)
+        weight = draw(st.sampled_from([None, size, heads * size]))
+        turn = draw(st.sampled_from([None, (tokens, size), (BATCH, tokens, size)]))
+        angles = None if turn is None else torch.randn(turn)[..., ::2]
+        found.append(
+            HeadStream(
+                wide[:, 1:, : heads * size],
+                None if weight is None else torch.randn(weight).to(kind),
+                None if angles is None else (angles.cos(), angles.sin()),
+            )
+        )
+    return found, size, draw(st.booleans())
+
+
+@given(streams())
+def test_heads_are_normalised_rotated_and_joined(case: tuple[list[HeadStream], int, bool]) -> None:
+    parts, size, rounded = case
+    leaves = leaves_of(*(each.x for each in parts), *(each.weight for each in parts))
+    agree(
+        lambda: [join_heads(parts, size, EPS, rounded=rounded)],
+        lambda: [join_heads_reference(parts, size, EPS, rounded=rounded)],
+        leaves,
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.booleans()), min_size=1, max_size=3),
+    st.sampled_from([(4,), (2, 3)]),
+)
+def test_adapted_layers_are_a_layer_and_a_product(
+    ranks: list[tuple[int, bool]], shape: tuple[int, ...]
+) -> None:
+    x = torch.randn(*shape, 5)
+    layers = [
+        AdaptedLinear(
+            torch.randn(4, 5),
+            torch.randn(4) if bias else None,
+            torch.randn(rank, 5),
+            torch.randn(4, rank),
+            0.5,
+        )
+        for rank, bias in ranks
+    ]
+    leaves = leaves_of(x, *(each for layer in layers for each in layer[:4]))  # type: ignore[arg-type]
+
+    def reference() -> list[Tensor]:
+        made = []
+        for weight, bias, a, b, scale in layers:
+            y = x @ weight.t() + scale * (x @ a.t() @ b.t())
+            made.append(y if bias is None else y + bias)
+        return made
+
+    agree(lambda: lora_linears(x, layers), reference, leaves)
