@@ -137,6 +137,7 @@ def replaced(lab: Lab) -> Outcome:
     arguments = _arguments(lab, "qwen-image-nft.yaml")
     arguments += ["algorithm.train_timesteps=1", "learner.lora={rank: 4, alpha: 8.0}"]
     arguments += ["fleet.driver=ray", "fleet.notices.cloud=none"]
+    arguments.append("learner.recompute=blocks")  # auto would take what the worker needs later
     with _two_nodes(lab) as cluster, peak_memory(lab) as peak:
         arguments.append(f"fleet.address={cluster.address}")
         with training(_runs(lab), "replaced", arguments) as command:

@@ -111,6 +111,7 @@ def _bytes_kept(real: WeightSlots, recomputed: Mode | int, rows: int) -> int:
     [
         ({"name": "diffusion-nft"}, "ode"),
         ({"name": "diffusion-nft", "reference_weight": 0.0, "train_timesteps": 1}, "ode"),
+        ({"name": "diffusion-nft", "old_policy": {"cap": 0.0}}, "ode"),
         ({"name": "flow-grpo", "kl_weight": 0.1}, "flow-sde"),
         ({"name": "flow-grpo", "train_timesteps": 2, "old_log_probs": "stop_gradient"}, "cps"),
         ({"name": "grpo-guard"}, "flow-sde"),
@@ -161,6 +162,7 @@ def _calls_of_one_sample(settings: RunConfig, *, first_update: bool) -> list[str
         seeds=(1,),
         versions=(0,),
         first_update=first_update,
+        old_is_policy=first_update and settings.algorithm.old_policy_starts_batch,
     )
     timesteps = range(algorithm.timesteps(kept))
     asked = () if first_update else timesteps

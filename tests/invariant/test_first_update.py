@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from learner_world import World, algorithm, cut, first_update, make_learner, roll_out
+from learner_world import World, algorithm, cut, first_update, gathered, make_learner, roll_out
 
+from spotlight.algorithms.base import Slot
 from spotlight.training.learner import TrainingSample
 
 NAMES = ("flow-grpo", "flow-grpo-fast", "grpo-guard")
@@ -96,6 +99,54 @@ def test_one_update_evaluates_each_timestep_once_and_two_the_second_ones_twice(
     later = learner.step().sums
     assert later.ratio_max is not None
     assert later.ratio_max != 1.0
+
+
+OLD = {
+    "diffusion-nft": {"old_policy": {"cap": 0.0}, "reference_weight": 0.0},
+    "awm": {"old_policy": {"slope": 0.0}, "reference_weight": 0.0},
+    "dgpo": {"old_policy": {"cap": 0.0}},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("diffusion-nft", "lora"), ("diffusion-nft", "full"), ("awm", "lora"), ("dgpo", "lora")],
+)
+def test_an_old_policy_that_is_the_policy_is_not_evaluated_and_no_bit_differs(
+    world: World, name: str, mode: str
+) -> None:
+    found = []
+    for evaluated in (False, True):
+        learner = make_learner(world, algorithm(name, **OLD[name]), mode)
+        samples = found[0][0] if found else roll_out(world, learner)
+        seen: list[Slot] = []
+        counted = partial(_counting, learner.slots.use, seen)
+        learner.slots.use = counted  # type: ignore[method-assign]
+        updates = []
+        for batch in range(2):
+            micro_batches = cut(samples, 2)
+            learner.prepare([replace(each, version=learner.steps) for each in samples], micro_batches)
+            for keys, update in zip(micro_batches, (1, 1, 2), strict=True):
+                if evaluated:
+                    learner.slots._equal.clear()
+                learner.accumulate(keys, 4 if update == 1 else 2)
+                if len(learner._waiting) in (2, 0):
+                    updates.append((gathered(learner), learner.step().sums))
+            if batch == 0:
+                learner.finish_batch()
+        found.append((samples, updates, seen))
+    (_, skipped, few), (_, expected, many) = found
+    for (gradients, sums), (their_gradients, their_sums) in zip(skipped, expected, strict=True):
+        assert all(torch.equal(gradients[each], gradient) for each, gradient in their_gradients.items())
+        assert sums == their_sums
+    # Of a batch's three micro-batches at two timesteps, only that of the second update needs another forward.
+    assert (few.count("old"), many.count("old")) == (4, 12)
+    assert few.count("policy") == many.count("policy") == 12
+
+
+def _counting(use: Any, seen: list[Slot], slot: Slot, **options: Any) -> Any:
+    seen.append(slot)
+    return use(slot, **options)
 
 
 def learner_kept_steps(samples: Sequence[TrainingSample]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -18,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from spotlight.algorithms.base import Slot as AlgorithmSlot
 from spotlight.models.family import ModelError
 from spotlight.models.slots import CopySlots, LoraSlots, LoraSpec, Slot, WeightSlots
+from spotlight.training.learner_state import Counters, load, save
+from spotlight.training.sharding import Ranks
 
 EXTRA: tuple[Slot, ...] = ("reference", "old", "ema")
 FORMS = ("lora", "full")
@@ -280,6 +283,34 @@ def test_slots_work_on_sharded_modules(form: str) -> None:
     theirs = sharded.trainable_parameters()
     for name, parameter in plain.trainable_parameters().items():
         assert torch.allclose(theirs[name].grad.full_tensor(), parameter.grad, rtol=1e-5, atol=1e-5), name
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_slot_is_known_to_be_the_policy_until_either_is_written(
+    form: str, sharded: bool, tmp_path: Path
+) -> None:
+    slots = build(form)
+    assert slots.equals_policy("old")
+    for module in slots.modules().values() if sharded else ():
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.AdamW(slots.trainable_parameters().values())
+    filled(slots, "policy", 1)
+    filled(slots, "old", 2)
+    save(tmp_path, slots, optimizer, Counters(0, 0), Ranks())
+    for write in (
+        lambda: filled(slots, "policy", 1),
+        lambda: filled(slots, "old", 2),
+        lambda: slots.blend("old", "policy", 0.5),
+        lambda: load(tmp_path, slots, optimizer),
+    ):
+        slots.blend("old", "policy", 0.0)
+        run(slots, "old")
+        assert slots.equals_policy("old")
+        assert not slots.equals_policy("ema")
+        write()
+        assert not slots.equals_policy("old")
 
 
 def bare(module: nn.Module) -> dict[str, Tensor]:

@@ -72,8 +72,9 @@ class AWM:
         metrics["matching_loss"] = matching.detach()
         for slot, weight in self._anchors():
             if weight > 0:
+                known = slot == "old" and batch.old_is_policy
                 with torch.no_grad():
-                    anchor = policy.velocity(at.x, at.sigma, slot).float()
+                    anchor = velocity.detach() if known else policy.velocity(at.x, at.sigma, slot).float()
                 distance = mean_square(velocity - anchor)
                 loss = loss + weight * distance
                 metrics[f"{slot}_distance"] = distance.detach()

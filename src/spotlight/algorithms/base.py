@@ -90,6 +90,7 @@ class TrainBatch:
         versions: the policy versions that made the samples.
         first_update: no optimizer step was taken since the batch began, so ratios to the weights before
             the batch are 1.
+        old_is_policy: the ``old`` slot is known to hold the policy's weights, so their velocities are equal.
         groups: the rows' groups, if the algorithm ``compares_groups``.
     """
 
@@ -102,6 +103,7 @@ class TrainBatch:
     seeds: tuple[int, ...]
     versions: tuple[int, ...]
     first_update: bool = False
+    old_is_policy: bool = False
     groups: GroupRows | None = None
 
     def repeated(self, times: int) -> TrainBatch:

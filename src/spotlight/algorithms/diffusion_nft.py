@@ -47,7 +47,7 @@ class DiffusionNFT:
         x_t, sigma, _ = noised(batch, timesteps, config.train_timesteps, config.noise_levels)
         velocity = policy.velocity(x_t, sigma).float()
         with torch.no_grad():
-            old = policy.velocity(x_t, sigma, "old").float()
+            old = velocity.detach() if batch.old_is_policy else policy.velocity(x_t, sigma, "old").float()
         away = config.beta * (velocity - old)
         rho = (batch.advantages / (2 * clip) + 0.5).clamp(0, 1)
         positive = weighted_error(predict_x0(x_t, old + away, sigma), batch.final)

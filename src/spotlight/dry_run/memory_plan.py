@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from spotlight.config.schema import RunConfig
+from spotlight.config.sections.algorithm import BatchStartSection
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, TransformerSizes, bind_targets
 from spotlight.rollout.limits import decode_batch
@@ -328,7 +329,7 @@ def published_parts(config: RunConfig, trained: int | None) -> list[Estimate]:
     if trained is None or config.fleet.driver != "ray":
         return []
     algorithm, size = config.algorithm, 2 if config.fleet.published_dtype(config) == "bfloat16" else 4
-    slow = algorithm.uses_old_policy and not algorithm.old_policy_starts_batch
+    slow = algorithm.uses_old_policy and not isinstance(algorithm, BatchStartSection)
     slots = 1 + int(slow and config.evaluation.weights != "old") + int(config.evaluation.weights == "ema")
     slots = min(slots, 2)  # the behaviour policy's and the evaluated weights
     return [

@@ -18,13 +18,14 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.weak import WeakIdRef
 
 from spotlight.models import peft_layers
 from spotlight.models.experts import denoisers
@@ -34,6 +35,7 @@ from spotlight.models.shared.update_rounding import UpdateRounding
 
 Slot = Literal["policy", "reference", "old", "ema"]
 """Must equal ``spotlight.algorithms.base.Slot`` (models may not import algorithms)."""
+_Written: TypeAlias = list[tuple[WeakIdRef, int]]
 
 
 class WeightSlots(ABC):
@@ -50,6 +52,8 @@ class WeightSlots(ABC):
     active: Slot = "policy"
     modules_bound: int
     compute: torch.dtype | None = None
+    _equal: dict[Slot, _Written]
+    """By slot that was made equal to the policy, how often the weights of both had been written then."""
 
     @abstractmethod
     @contextmanager
@@ -113,10 +117,23 @@ class WeightSlots(ABC):
         source = self.parameters(src)
         for name, parameter in self.parameters(dst).items():
             parameter.lerp_(source[name].detach(), 1.0 - decay)
+        if src == "policy" and decay == 0:
+            self._equal[dst] = self._written(dst)
 
     def copy(self, dst: Slot, src: Slot) -> None:
         """Make ``dst`` bitwise equal to ``src``."""
         self.load_state(dst, self.state(src))
+        if src == "policy":
+            self._equal[dst] = self._written(dst)
+
+    def equals_policy(self, slot: Slot) -> bool:
+        """Whether ``slot`` is known to be bitwise the policy: it was made so, and neither written since."""
+        return slot in self._equal and self._equal[slot] == self._written(slot)
+
+    def _written(self, slot: Slot) -> _Written:
+        both = (*self.parameters("policy").values(), *self.parameters(slot).values())
+        # Sharding replaces parameters, whose writes count anew.
+        return [(WeakIdRef(parameter), parameter._version) for parameter in both]
 
     def _check_slot(self, slot: Slot) -> None:
         if slot not in self.slots:
@@ -170,6 +187,7 @@ class LoraSlots(WeightSlots):
         if initial is not None:
             for adapter in self._adapters:
                 self.load_state(adapter, initial)
+        self._equal = {adapter: self._written(adapter) for adapter in self._adapters[1:]}
 
     @contextmanager
     def use(self, slot: Slot, *, merged: bool = False) -> Iterator[nn.Module]:
@@ -284,6 +302,7 @@ class CopySlots(WeightSlots):
         for slot in self.slots[1:]:
             self._modules[slot] = copy.deepcopy(module).requires_grad_(False)
         self.modules_bound = sum(bool(list(m.parameters(recurse=False))) for m in module.modules())
+        self._equal = {slot: self._written(slot) for slot in self.slots[1:]}
 
     @contextmanager
     def use(self, slot: Slot, *, merged: bool = False) -> Iterator[nn.Module]:

@@ -414,6 +414,7 @@ class Learner:
             old if len(old) == len(mine) else None,
             self.family.device,
             first_update=not self._stepped,
+            old_is_policy="old" in self.slots.slots and self.slots.equals_policy("old"),
         )
         batch = self._groups.joined(batch, samples, [self._waiting[key].sample for key in keys])
         conditions = [sample.condition for sample in samples]

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -246,6 +247,7 @@ def _read_sharded(path: Path, targets: dict[str, Tensor]) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp_load(targets, checkpoint_id=path, no_dist=Ranks.current().world == 1)
+        increment_version(list(targets.values()))  # it writes shards, which the whole tensors do not count
 
     _reading(path, read)
 

@@ -15,7 +15,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -282,6 +282,8 @@ class TrainingPasses:
         return needed
 
     def _trial(self, bound: Bound, per_pass: int) -> None:
+        # Later passes of the shape may evaluate the old policy, which takes memory, where this one need not.
+        bound = replace(bound, batch=replace(bound.batch, old_is_policy=False))
         self._backward(bound, max(cut_timesteps(range(bound.timesteps), per_pass), key=len), 0.0)
 
     def _largest(self, key: tuple[Shape, int]) -> int:

@@ -137,7 +137,12 @@ class AlgorithmSection(Section):
     @property
     def old_policy_starts_batch(self) -> bool:
         """Whether those weights are the policy before a batch; the batch's first update skips them then."""
-        return False
+        return self._follows is not None and 0 in (self._follows.slope, self._follows.cap)
+
+    @property
+    def _follows(self) -> OldPolicyConfig | None:
+        old_policy = getattr(self, "old_policy", None)
+        return old_policy if isinstance(old_policy, OldPolicyConfig) else None
 
     @property
     def uses_reference(self) -> bool:
@@ -152,8 +157,7 @@ class AlgorithmSection(Section):
     @property
     def decays_by_steps(self) -> bool:
         """Whether the old policy's decay is a function of optimizer steps, not of batches."""
-        old_policy = getattr(self, "old_policy", None)
-        return isinstance(old_policy, OldPolicyConfig) and old_policy.count == "steps"
+        return self._follows is not None and self._follows.count == "steps"
 
     @property
     def shares_draws(self) -> bool:

@@ -63,6 +63,7 @@ def stack(
     device: torch.device,
     *,
     first_update: bool,
+    old_is_policy: bool = False,
 ) -> TrainBatch:
     """The samples as one batch on ``device``.
 
@@ -80,6 +81,7 @@ def stack(
         seeds=tuple(sample.seed for sample in samples),
         versions=tuple(sample.version for sample in samples),
         first_update=first_update,
+        old_is_policy=old_is_policy,
     )
 
 
