@@ -430,7 +430,7 @@ def main(
             "host_seconds": seconds,
         }
         json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(result, indent=1))
+        json.write_text(jsonlib.dumps(result, indent=1), encoding="utf-8")
 
 
 def _table(cases: list[Case], work: Work) -> Table:
