@@ -196,5 +196,6 @@ def work_on_a_terminal(terminal: str, arguments: Sequence[str]) -> None:
     os.dup2(there, 1)
     os.dup2(there, 2)
     os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120"}
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     app(list(arguments), prog_name="spotlight")

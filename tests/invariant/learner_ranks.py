@@ -65,14 +65,18 @@ def run_passes(world: World, ranks: Ranks, directory: Path) -> dict[object, obje
     held = [sample.key for sample in samples][ranks.rank :: ranks.world]
     samples = [sample if sample.key in held else replace(sample, tensors=None) for sample in samples]
     found: dict[object, object] = {}
-    for per_pass in (1, TIMESTEPS, "auto"):
-        budget = (2**40 if ranks.is_main else 1) if per_pass == "auto" else None
+    for per_pass in (1, TIMESTEPS, "auto", "recompute auto"):
+        auto = isinstance(per_pass, str)
         algo = algorithm("diffusion-nft", train_timesteps=TIMESTEPS)
-        options = {"timesteps_per_pass": per_pass, "pass_memory_bytes": budget}
+        options: dict[str, Any] = {"pass_memory_bytes": (2**40 if ranks.is_main else 1) if auto else None}
+        if per_pass == "recompute auto":
+            options["recompute"] = "auto"
+        else:
+            options["timesteps_per_pass"] = per_pass
         learner = make_learner(world, algo, ranks=ranks, **options)
         (keys,) = cut(samples, 6)
         learner.prepare(samples, [keys])
-        if per_pass == "auto":
+        if auto:
             bound = learner._bind(learner._mine(keys), keys)
             learner.passes.per_pass(bound)  # learns what fits, outside the count
         count = gathers(lambda learner=learner, keys=keys: learner.accumulate(keys, 6))  # type: ignore[misc]
@@ -81,7 +85,8 @@ def run_passes(world: World, ranks: Ranks, directory: Path) -> dict[object, obje
             for name, parameter in learner.slots.trainable_parameters().items()
             if parameter.grad is not None
         }
-        found[per_pass] = {"gathers": ranks.share(count), "gradients": gradients}
+        levels = ranks.share(learner.passes.recompute_level)
+        found[per_pass] = {"gathers": ranks.share(count), "gradients": gradients, "levels": levels}
     return found
 
 

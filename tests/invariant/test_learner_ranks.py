@@ -167,6 +167,7 @@ def test_one_all_gather_serves_all_timesteps_of_a_pass(both: Both) -> None:
     assert passes[1]["gathers"] == [TIMESTEPS * one] * 2
     # The rank with little memory decides for both.
     assert passes["auto"]["gathers"] == passes[1]["gathers"]
+    assert passes["recompute auto"]["levels"] == [0, 0]
 
 
 @pytest.mark.parametrize("mode", ["lora", "full"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spotlight.training.recompute import Recomputation, is_saved, modes_of, recompute
 from spotlight.training.sharding import shard_module
+from spotlight_kernels.lora import AdaptedLinear, lora_linears
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
@@ -65,48 +66,29 @@ def test_gradients_are_equal_to_the_bit_and_wide_products_are_not_repeated(
     assert counts["elementwise"] == counts["none"] < counts[2] < counts["blocks"]
 
 
-class Adapted(torch.autograd.Function):
-    """A linear layer with an adapter whose wide product is added to the narrow one, as fused layers do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, a: Tensor, b: Tensor, in_place: bool) -> Tensor:
-        low = x @ a.T
-        y = low @ b.T
-        y = y.addmm_(x, weight.T) if in_place else torch.addmm(y, x, weight.T)
-        ctx.save_for_backward(x, weight, a, b, low)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, weight, a, b, low = ctx.saved_tensors
-        (dy,) = gradients
-        dlow = dy @ b
-        return dy @ weight + dlow @ a, None, dlow.T @ x, dy.T @ low, None
-
-
 class Block(nn.Module):
-    def __init__(self, in_place: bool) -> None:
+    """Two layers with adapters as one function each, whose wide product adds in place to the narrow one."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.in_place = in_place
         draw = torch.Generator().manual_seed(0)
-        shapes = {"weight": (8, 8), "lora_A": (2, 8), "lora_B": (8, 2)}
-        for name, shape in shapes.items():
+        for name, shape in {"weight": (8, 8), "lora_A": (2, 8), "lora_B": (8, 2)}.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=draw)))
         self.weight.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = Adapted.apply(x, self.weight, self.lora_A, self.lora_B, self.in_place)  # type: ignore[no-untyped-call]
-        z = Adapted.apply(y.sin(), self.weight, self.lora_A, self.lora_B, self.in_place)  # type: ignore[no-untyped-call]
-        result: Tensor = x + z.tanh()
-        return result
+        layer = AdaptedLinear(self.weight, None, self.lora_A, self.lora_B, 0.5)
+        (y,) = lora_linears(x, [layer])
+        (z,) = lora_linears(y.sin(), [layer])
+        return x + z.tanh()
 
 
 class Model(nn.Module):
     """What diffusers' models do with their blocks."""
 
-    def __init__(self, in_place: bool) -> None:
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(in_place) for _ in range(3))
+        self.blocks = nn.ModuleList(blocks)
         self.run: Any = lambda block, x: block(x)
 
     def enable_gradient_checkpointing(self, gradient_checkpointing_func: Any) -> None:
@@ -118,12 +100,11 @@ class Model(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_adapters_as_one_function_keep_their_wide_product(in_place: bool) -> None:
+def test_adapters_as_one_function_keep_their_wide_product() -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
     found = []
     for setting in ("none", "elementwise"):
-        model = Model(in_place)
+        model = Model(Block() for _ in range(3))
         again = Recomputation(model)
         again._narrow = 2
         again.use(modes_of(setting, again.blocks))  # type: ignore[arg-type]
@@ -131,7 +112,6 @@ def test_adapters_as_one_function_keep_their_wide_product(in_place: bool) -> Non
             model(x).square().sum().backward()
         found.append((wide.count, [p.grad for p in model.parameters() if p.grad is not None]))
     (count, plain), (counted, kept) = found
-    # In place a cached product is copied in, so that the tensor written to holds it.
     assert counted == count
     assert len(plain) == 6
     assert all(torch.equal(a, b) for a, b in zip(plain, kept, strict=True))
@@ -142,8 +122,7 @@ def test_a_kept_product_that_is_written_to_is_an_error() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return torch.mm(x, self.get_parameter("weight").T).sin_().cos()
 
-    model = Model(in_place=False)
-    model.blocks = nn.ModuleList([Overwrites(in_place=False)])
+    model = Model([Overwrites()])
     recompute(model, "elementwise")
     with pytest.raises(RuntimeError, match=r"learner\.recompute to blocks"):
         model(torch.ones(5, 8, requires_grad=True)).sum().backward()

@@ -199,7 +199,8 @@ HOLD_MODELS = {
 def nodes_of(path: Path) -> list[ast.AST]:
     """What a file imports, and its classes."""
     wanted = (ast.Import, ast.ImportFrom, ast.ClassDef)
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, wanted)]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, wanted)]
 
 
 def files_of(package: str) -> Iterator[tuple[Path, str]]:

@@ -173,6 +173,12 @@ def test_batches_that_fit_are_the_largest(name: str) -> None:
     assert none <= elementwise <= blocks
 
 
+def test_models_are_found_by_hub_id_and_preset() -> None:
+    large = find_model("Wan-AI/Wan2.1-T2V-14B-Diffusers", 256)
+    assert (large.family.name, large.sizes.dimensions.layers, large.config.rollout.height) == ("wan", 40, 256)
+    assert find_model("flow_grpo-sd3", None).family.name == "sd3"
+
+
 def test_what_is_no_model_is_refused() -> None:
     with pytest.raises(ModelError, match=r"qwen-imag.*qwen-image"):
         find_model("qwen-imag", None)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -99,6 +103,21 @@ def test_held_out_prompts_are_read_without_those_to_train_on() -> None:
     assert len(load_held_out(config)) == 12
     with pytest.raises(ConfigError, match=r"data\.train: found /no/such/prompts\.txt; expected"):
         load_prompts(config)
+
+
+def test_prompts_and_configurations_are_the_same_whatever_the_locale(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("\u201eK\u00dcSSE\u201c\n", encoding="utf-8")
+    (tmp_path / "c.yaml").write_text("name: K\u00dcSSE\n", encoding="utf-8")
+    program = (
+        "from pathlib import Path; from spotlight.data.datasets import read_prompts; "
+        "from spotlight_rewards.base.yaml_tree import read_tree; "
+        "print(ascii([read_prompts('data.train', Path('p.txt'))[0].text, read_tree(Path('c.yaml'))['name']]))"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    read = subprocess.check_output(
+        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, **ascii_only}, encoding="ascii"
+    )
+    assert ast.literal_eval(read) == ["\u201eK\u00dcSSE\u201c", "K\u00dcSSE"]
 
 
 def test_a_tag_that_no_prompt_has_is_reported_with_its_key() -> None:

@@ -20,8 +20,9 @@ from spotlight_rewards.commands.options import silence_loading_bars
 _Model: TypeAlias = Annotated[
     str | None,
     typer.Argument(
-        metavar="FAMILY|PRESET|CONFIG.yaml",
-        help="With --gpu: whose model is timed (default: qwen-image).",
+        metavar="MODEL",
+        help="With --gpu: a family, the hub id of a published model, a preset or a configuration file "
+        "(default: qwen-image).",
         show_default=False,
     ),
 ]
@@ -85,12 +86,14 @@ def doctor(
 
       spotlight doctor --gpu flux --side 1024 --json report.json
 
+      spotlight doctor --gpu Wan-AI/Wan2.1-T2V-14B-Diffusers
+
       spotlight doctor --gpu examples/qwen-image-ocr-lora.yaml
     """
     if gpu:
         _check_gpus(model or "qwen-image", side, json)
         return
-    given = {"FAMILY|PRESET|CONFIG.yaml": model, "--side": side, "--json": json}
+    given = {"MODEL": model, "--side": side, "--json": json}
     for name, value in given.items():
         if value is not None:
             raise failure(

@@ -135,7 +135,7 @@ def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt,
 def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]:
     """Prompts of the file configured as ``key``. Raises as load_prompts."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
         expected = "a readable text file of prompts (.txt or .jsonl)"

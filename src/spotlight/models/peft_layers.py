@@ -171,22 +171,26 @@ def _in_one(layer: Any, x: Tensor) -> Tensor:
 
 
 def _adapted(layer: Any, x: Tensor) -> AdaptedLinear | None:
-    """What a layer applies to ``x`` at once; None: no adapter, or types that differ."""
+    """What a layer applies to ``x`` at once; None: no adapter, or types that differ.
+
+    Modules' attributes are looked up past ``nn.Module.__getattr__``, which takes longer than all the rest.
+    """
     from spotlight_kernels.lora import AdaptedLinear
 
     if layer._disable_adapters or torch.is_autocast_enabled(x.device.type):
         return None
     (adapter,) = layer._active_adapter
-    base = layer.get_base_layer()
-    a, b = (_applied(half[adapter]) for half in (layer.lora_A, layer.lora_B))
-    if not x.dtype == base.weight.dtype == a.dtype:
+    modules = layer._modules
+    base = modules["base_layer"]._parameters
+    a, b = (_applied(modules[half]._modules[adapter]) for half in ("lora_A", "lora_B"))
+    if not x.dtype == base["weight"].dtype == a.dtype:
         return None
-    return AdaptedLinear(base.weight, base.bias, a, b, layer.scaling[adapter])
+    return AdaptedLinear(base["weight"], base["bias"], a, b, layer.scaling[adapter])
 
 
 def _applied(half: Any) -> Tensor:
-    applied: Tensor | None = getattr(half, "applied", None)
-    weight: Tensor = half.weight
+    applied: Tensor | None = vars(half).get("applied")
+    weight: Tensor = half._parameters["weight"]
     return weight if applied is None else applied
 
 

@@ -57,7 +57,6 @@ class _Copy:
 class _Commit:
     state: RolloutState
     latents: list[_Copy]
-    log_probs: list[_Copy]
     rest: dict[str, _Copy]
 
 
@@ -76,16 +75,16 @@ class Committer:
             return made
 
         def once(tensor: Tensor) -> _Copy:
-            if tensor not in self._copies:
-                self._copies[tensor] = copy(tensor)
-            found: _Copy = self._copies[tensor]
+            # One lookup: each takes microseconds, and there are hundreds.
+            found: _Copy | None = self._copies.get(tensor)  # type: ignore[no-untyped-call]
+            if found is None:
+                found = self._copies[tensor] = copy(tensor)
             return found
 
         commits = [
             _Commit(
                 state,
                 [once(tensor) for tensor in state.kept],
-                [once(tensor) for tensor in state.log_probs],
                 {name: copy(tensor) for name, tensor in _rest(state).items()},
             )
             for state in states
@@ -94,7 +93,8 @@ class Committer:
 
 
 def _rest(state: RolloutState) -> dict[str, Tensor]:
-    rest = {"sigmas": state.sigmas}
+    log_probs = torch.stack(list(state.log_probs)) if state.log_probs else torch.empty(0)
+    rest = {"sigmas": state.sigmas, "log_probs": log_probs}
     if not state.kept or state.latents is not state.kept[-1]:
         rest["latents"] = state.latents
     if state.condition.checksum is None:
@@ -112,10 +112,6 @@ def _packed(commits: Sequence[_Commit], wait: Callable[[], None]) -> Iterator[Pa
                 copy.host, copy.latent = None, f"{index}.{checksum_of(data)}"
                 yield Packed(name, state.step, data, copy.latent)
         tensors = {key: copy.take() for key, copy in commit.rest.items()}
-        for copy in commit.log_probs:
-            copy.host = copy.take().clone()  # else it keeps all of the copy
-        log_probs = [copy.take() for copy in commit.log_probs]
-        tensors["log_probs"] = torch.stack(log_probs) if log_probs else torch.empty(0)
         header = state.header() | {"kept": [copy.latent for copy in commit.latents]}
         yield Packed(name, state.step, pack_tensors(_STATE, name, tensors, header))
 

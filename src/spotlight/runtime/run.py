@@ -216,5 +216,5 @@ def _resume(materials: _Materials, newest: Checkpoint | None) -> Controller:
     if not where:
         return Controller(plan, materials.prompts.train, materials.prompts.test)
     materials.learning.learner.load(Path(where) / LEARNER_FOLDER)
-    snapshot = json.loads((Path(where) / CONTROLLER_FILE).read_text())
+    snapshot = json.loads((Path(where) / CONTROLLER_FILE).read_text(encoding="utf-8"))
     return Controller.restore(plan, materials.prompts.train, materials.prompts.test, snapshot)

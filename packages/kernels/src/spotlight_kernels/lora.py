@@ -58,13 +58,31 @@ def lora_linears(x: Tensor, layers: Sequence[AdaptedLinear], again: Again | None
     adds to while it computes, where an addition afterwards would be two passes of its own. Together, layers
     read ``x`` once for all adapters, and its gradient is summed up in place as well.
     """
+    if not torch.is_grad_enabled():
+        return _outputs(x, layers)[0]
     flat = [tensor for layer in layers for tensor in layer[:4]]
     outputs: tuple[Tensor, ...] = _LoraLinears.apply(x, [layer.scale for layer in layers], again, *flat)  # type: ignore[no-untyped-call]
     return outputs
 
 
 def _adapted(layer: Any, x: Tensor) -> AdaptedLinear | None:
-    return layer.adapted(x) if hasattr(layer, "adapted") else None
+    found = vars(layer).get("adapted")
+    return None if found is None else found(x)
+
+
+def _outputs(x: Tensor, layers: Sequence[AdaptedLinear]) -> tuple[list[Tensor], Tensor]:
+    """Of each layer; and all adapters' ``scale * x A'``, joined."""
+    rows, shape = rows_of(x), x.shape[:-1]
+    downs = [layer.a for layer in layers]
+    low = rows @ _joined(downs).t()
+    parts, outputs = _parts(low, downs), []
+    for layer, own in zip(layers, parts, strict=True):
+        if layer.scale != 1:
+            own.mul_(layer.scale)
+        up = layer.b.t()
+        y = own @ up if layer.bias is None else torch.addmm(layer.bias, own, up)
+        outputs.append(y.addmm_(rows, layer.weight.t()).view(*shape, -1))
+    return outputs, low
 
 
 class _LoraLinears(torch.autograd.Function):
@@ -73,18 +91,11 @@ class _LoraLinears(torch.autograd.Function):
         ctx: Any, x: Tensor, scales: list[float], again: Again | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        weights, biases, downs, ups = (tensors[i::4] for i in range(4))
-        flat = rows_of(x)
-        low = flat @ _joined(downs).t()
-        outputs = []
-        for weight, bias, own, up, scale in zip(
-            weights, biases, _parts(low, downs), ups, scales, strict=True
-        ):
-            y = (own @ up.t()).mul_(scale) if bias is None else torch.addmm(bias, own, up.t(), alpha=scale)
-            outputs.append(y.addmm_(flat, weight.t()).view(*x.shape[:-1], -1))
+        layers = [AdaptedLinear._make((*tensors[4 * i : 4 * i + 4], scale)) for i, scale in enumerate(scales)]
+        outputs, low = _outputs(x, layers)
         function, arguments = again or (None, (x,))
         kept = [each.detach() if isinstance(each, Tensor) else None for each in arguments]
-        ctx.save_for_backward(low, *weights, *downs, *ups, *kept)
+        ctx.save_for_backward(low, *tensors, *kept)
         ctx.function, ctx.others = function, [None if isinstance(e, Tensor) else e for e in arguments]
         ctx.scales, ctx.shape = scales, x.shape
         return tuple(outputs)
@@ -92,32 +103,52 @@ class _LoraLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         low, *rest = ctx.saved_tensors
-        count = len(gradients)
-        weights, downs, ups = (rest[i * count : (i + 1) * count] for i in range(3))
-        kept = [other if e is None else e for e, other in zip(rest[3 * count :], ctx.others, strict=True)]
-        flat = rows_of(kept[0] if ctx.function is None else ctx.function(*kept))
+        ends = 4 * len(gradients)
+        weights, downs, ups = (rest[i:ends:4] for i in (0, 2, 3))
         slopes = [None if g is None else g.reshape(-1, g.shape[-1]) for g in gradients]
         to_low = torch.zeros_like(low) if None in gradients else torch.empty_like(low)
         for slope, own, up, scale in zip(slopes, _parts(to_low, downs), ups, ctx.scales, strict=True):
             if slope is not None:
-                torch.mm(slope, up, out=own).mul_(scale)
+                torch.mm(slope, up, out=own)
+                if scale != 1:
+                    own.mul_(scale)
         to_x = None
         if ctx.needs_input_grad[0]:
             to_x = to_low @ _joined(downs)
             for slope, weight in zip(slopes, weights, strict=True):
                 to_x = to_x if slope is None else to_x.addmm_(slope, weight)
             to_x = to_x.view(ctx.shape)
+        return to_x, None, None, *_LoraLinears._of_layers(ctx, slopes, low, to_low, downs, rest[ends:])
+
+    @staticmethod
+    def _of_layers(
+        ctx: Any,
+        slopes: list[Tensor | None],
+        low: Tensor,
+        to_low: Tensor,
+        downs: list[Tensor],
+        kept: list[Tensor | None],
+    ) -> list[Tensor | None]:
+        """Gradients of weights, biases, A and B of every layer."""
+        needs = ctx.needs_input_grad[3:]
+        if not any(needs):
+            return [None] * len(needs)
+        arguments = [other if each is None else each for each, other in zip(kept, ctx.others, strict=True)]
+        rows = rows_of(arguments[0] if ctx.function is None else ctx.function(*arguments))
+        to_downs = (to_low.t() @ rows).split_with_sizes([down.shape[0] for down in downs])
         found: list[Tensor | None] = []
-        to_downs = _parts((to_low.t() @ flat).t(), downs)
         for i, (slope, to_down, own) in enumerate(zip(slopes, to_downs, _parts(low, downs), strict=True)):
-            needs = ctx.needs_input_grad[3 + 4 * i : 7 + 4 * i]
+            if slope is None:
+                found += [None] * 4
+                continue
+            weight, bias, a, b = needs[4 * i : 4 * i + 4]
             found += (
-                slope.t() @ flat if needs[0] and slope is not None else None,
-                slope.sum(0) if needs[1] and slope is not None else None,
-                to_down.t() if needs[2] and slope is not None else None,
-                (slope.t() @ own).mul_(ctx.scales[i]) if needs[3] and slope is not None else None,
+                slope.t() @ rows if weight else None,
+                slope.sum(0) if bias else None,
+                to_down if a else None,
+                slope.t() @ own if b else None,
             )
-        return to_x, None, None, *found
+        return found
 
 
 def _joined(downs: Sequence[Tensor]) -> Tensor:
@@ -126,5 +157,6 @@ def _joined(downs: Sequence[Tensor]) -> Tensor:
 
 def _parts(joined: Tensor, downs: Sequence[Tensor]) -> Sequence[Tensor]:
     """Of the last dimension, each adapter's."""
-    parts: Sequence[Tensor] = joined.split([down.shape[0] for down in downs], -1)  # type: ignore[no-untyped-call]
-    return parts
+    if len(downs) == 1:
+        return (joined,)
+    return joined.split_with_sizes([down.shape[0] for down in downs], -1)

@@ -1,4 +1,4 @@
-"""The model that ``spotlight doctor --gpu`` is asked about: a family's usual one, or a configuration's."""
+"""The model that ``spotlight doctor --gpu`` is asked about: a published one, or a configuration's."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class AskedModel:
 
 
 def find_model(asked: str, side_px: int | None) -> AskedModel:
-    """Of a family, a preset or a configuration file.
+    """Of a family, a published model's hub id, a preset or a configuration file.
 
     Args:
         side_px: height and width; None: the configuration's, of a family :data:`SIDE_PX`.
@@ -63,16 +63,17 @@ def find_model(asked: str, side_px: int | None) -> AskedModel:
         ConfigError: the configuration is wrong.
         ModelError: it is none of these, the model is not here or unusable, or the size does not fit it.
     """
-    if asked in FAMILIES:
-        config = _usual(asked)
-    elif asked in preset_names():
+    if asked in preset_names():
         config = load_config(None, [f"like={asked}"])
-    elif Path(asked).is_file():
+    elif asked not in FAMILIES and Path(asked).is_file():
         config = load_config(Path(asked))
+    elif (published := _published(asked)) is not None:
+        config = _usual(*published)
     else:
         known = [*FAMILIES, *preset_names()]
         raise ModelError(
-            f"the model is {asked!r}; expected a configuration file, or one of {', '.join(known)}. "
+            f"the model is {asked!r}; expected a configuration file, the hub id of a published model "
+            f"(docs/families.md), or one of {', '.join(known)}. "
             + did_you_mean(asked, known, "Leave it out for qwen-image.")
         )
     if side_px is not None:
@@ -90,11 +91,18 @@ def find_model(asked: str, side_px: int | None) -> AskedModel:
     return AskedModel(config, files, sizes)
 
 
-def _usual(name: str) -> RunConfig:
-    """Of the family's model that its recipe trains: LoRA in bfloat16."""
+def _published(asked: str) -> tuple[str, str] | None:
+    """A family and one of its published models, of which a family's own name means the first."""
+    if asked in FAMILIES:
+        return asked, FAMILIES.load(asked).tiny_models[0].model
+    return next(((name, asked) for name in FAMILIES if asked in FAMILIES.load(name).published), None)
+
+
+def _usual(name: str, model: str) -> RunConfig:
+    """LoRA in bfloat16."""
     family = FAMILIES.load(name)
     tree = {
-        "model": {"family": name, "path": family.tiny_models[0].model, "dtype": "bfloat16"},
+        "model": {"family": name, "path": model, "dtype": "bfloat16"},
         "rollout": {
             "height": SIDE_PX,
             "width": SIDE_PX,

@@ -20,6 +20,6 @@ def read_prompts_option(option: str, path: Path) -> list[Prompt]:
     from spotlight_rewards.base.prompt_files import PromptFileError, parse_prompts, with_found_references
 
     try:
-        return with_found_references(parse_prompts(path.read_text(), str(path)), str(path))
+        return with_found_references(parse_prompts(path.read_text(encoding="utf-8"), str(path)), str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise PromptFileError(f"{option} {path} cannot be read ({error}); expected a prompts file") from error
