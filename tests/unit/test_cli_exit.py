@@ -45,7 +45,7 @@ def test_threads_and_exit_handlers_end_and_everything_is_said(how: str, status: 
 
 
 def test_output_that_cannot_be_written_is_an_error() -> None:
-    with Path("/dev/full").open("w") as full:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
         done = subprocess.run(
             [sys.executable, "-c", PROGRAM, "end", "0"], stdout=full, stderr=subprocess.PIPE
         )
