@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+
+from spotlight.models.shared.sharded import gathers
 
 
 class Experts(nn.Module):
@@ -47,11 +48,12 @@ def by_rows(
     """
     parts = denoisers(model)
     if first is None:
-        return run(*parts.values(), slice(None))
+        (part,) = parts.values()
+        return run(part, slice(None))
     masks = dict(zip(parts, (first, ~first), strict=True))
     if isinstance(model, Experts) and torch.is_grad_enabled():
         model.had_rows |= {name for name, mask in masks.items() if bool(mask.any())}
-    sharded = any(isinstance(part, FSDPModule) for part in parts.values())
+    sharded = any(gathers(part) for part in parts.values())
     if not sharded:
         for name, mask in masks.items():
             if bool(mask.all()):
