@@ -85,7 +85,7 @@ class Publishing:
         dtype = torch.bfloat16
         self._timed(PARTS[4], lambda: bind(manifest, bundle, self.worker, needs=[SLOT], dtype=dtype))
 
-    def _packed(self, version: int) -> tuple[WeightsManifest, bytes]:
+    def _packed(self, version: int) -> tuple[WeightsManifest, bytearray]:
         return pack(version, 0, {SLOT: self.tensors}, self.worker.modules_bound)
 
     def _timed(self, part: str, run: Callable[[], Any]) -> Any:
