@@ -152,8 +152,9 @@ def test_audit_runs_and_card(trained: tuple[Path, str]) -> None:
 
 @pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
 def test_every_screen_is_for_any_terminal(
-    trained: tuple[Path, str], job: Job, tmp_path: Path, encoding: str
+    trained: tuple[Path, str], job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where `spotlight score` draws its page
     run, narrow = str(trained[0]), CliRunner(charset=encoding, env={"COLUMNS": "40"})
     own = job.arguments(f"on-{encoding}", "iterations=1", "learner.micro_batch_size=2")
     (tmp_path / "trace.csv").write_text("0,add,a\n3600000,remove,a\n", encoding="utf-8")
