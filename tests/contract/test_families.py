@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from tests.invariant import learner_world
 from spotlight.config.load import build_config
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.experts import denoisers
-from spotlight.models.family import Guidance, MediaSize, ModelFamily
+from spotlight.models.family import Guidance, MediaSize, ModelError, ModelFamily
 from spotlight.models.pipeline_export import read_lora
 from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots, LoraSpec
@@ -156,6 +157,15 @@ def test_pictures_depend_on_all_inputs(load: Load, name: str) -> None:
     assert np.abs(base[0] - base[1]).max() > 100 * TOLERANCE
     for other in others:
         assert np.abs(draw(loaded.family, other)[1] - base).max() > 100 * TOLERANCE, other
+
+
+def test_wan_reads_prompts_as_it_was_trained_on_them(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = load("wan", 0)
+    one, other = loaded.family.encode(["the \u201c\uff2f\uff30\uff25\uff2e\u201d sign", 'the "OPEN" sign'])
+    assert torch.equal(one["embeds"], other["embeds"])
+    monkeypatch.setitem(sys.modules, "ftfy", None)
+    with pytest.raises(ModelError, match=r"ftfy is not installed; expected it.*pip install ftfy"):
+        _load(loaded.case, 0, loaded.directory.with_name("without-ftfy"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -153,6 +153,12 @@ def test_a_transformer_of_another_model_is_refused_by_name_and_shape(
     ):
         with pytest.raises(ModelError, match=rf"model\.transformer: .*{message}"):
             slots_of(config(random_pipeline, tmp_path, f"model.transformer={source}"))
+    twice = tmp_path / "twice"
+    twice.mkdir()
+    safetensors.torch.save_file(state, twice / "model.safetensors")
+    safetensors.torch.save_file({n: 0 * t for n, t in state.items()}, twice / "model_1.safetensors")
+    with pytest.raises(ModelError, match=r"model\.transformer: .*model\.safetensors and model_1\.saf"):
+        slots_of(config(random_pipeline, tmp_path, f"model.transformer={twice}"))
     with pytest.raises(ModelError, match=r"model\.transformer: .*nowhere is neither"):
         slots_of(config(random_pipeline, tmp_path, f"model.transformer={tmp_path / 'nowhere'}"))
 

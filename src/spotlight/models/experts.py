@@ -48,8 +48,7 @@ def by_rows(
     """
     parts = denoisers(model)
     if first is None:
-        (part,) = parts.values()
-        return run(part, slice(None))
+        return run(next(iter(parts.values())), slice(None))
     masks = dict(zip(parts, (first, ~first), strict=True))
     if isinstance(model, Experts) and torch.is_grad_enabled():
         model.had_rows |= {name for name, mask in masks.items() if bool(mask.any())}

@@ -171,7 +171,7 @@ def _visit_files(
     key: str,
     visit: Callable[[Any, str, Tensor], None],
 ) -> None:
-    shards = weight_files(source) if source.is_dir() else [source]
+    shards = weight_files(source, key) if source.is_dir() else [source]
     if not shards or not all(shard.is_file() for shard in shards):
         raise ModelError(f"{key}: {source} is neither a .safetensors file nor a directory with any")
     found: set[str] = set()
