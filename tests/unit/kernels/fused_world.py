@@ -111,10 +111,10 @@ class Predicting:
         batch = self.family.collate(self.conditions[rows])
         return self.family.velocity(self.model, self.latents[rows], levels, batch, guidance, self.size)
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self, rows: slice = slice(None)) -> list[Tensor]:
         """The velocity, and gradients of latents and adapters."""
         leaves = [self.latents, *(each for each in self.model.parameters() if each.requires_grad)]
-        velocity = self()
+        velocity = self(rows)
         slope = torch.arange(velocity.numel()).view_as(velocity).cos()
         found = torch.autograd.grad(velocity, leaves, slope, allow_unused=True)  # the last block's text
         return [velocity.detach(), *(each for each in found if each is not None)]
