@@ -47,7 +47,7 @@ class ModelConfig(Section):
     with the names of diffusers' class.
     """
     lora: str | None = None
-    """A LoRA to go on from, as policy and as reference: a file, a directory or a hub id. Only with
+    """A LoRA to go on from, as policy and as reference: a file, a directory (of peft, too) or a hub id. Only with
     ``learner.mode: lora``, of the same rank, alpha and targets.
     """
     dtype: Literal["float32", "bfloat16"] = "float32"
