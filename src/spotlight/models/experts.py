@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+
+from spotlight.models.shared.sharded import gathers
 
 
 class Experts(nn.Module):
@@ -51,7 +52,7 @@ def by_rows(
     masks = dict(zip(parts, (first, ~first), strict=True))
     if isinstance(model, Experts) and torch.is_grad_enabled():
         model.had_rows |= {name for name, mask in masks.items() if bool(mask.any())}
-    sharded = any(isinstance(part, FSDPModule) for part in parts.values())
+    sharded = any(gathers(part) for part in parts.values())
     if not sharded:
         for name, mask in masks.items():
             if bool(mask.all()):

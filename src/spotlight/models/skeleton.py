@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, weight_files
+from spotlight.models.shared.sharded import is_sharded
 
 if TYPE_CHECKING:
     from diffusers.models import ModelMixin
+    from torch.distributed.tensor import DTensor
 
 
 def skeleton(
@@ -122,8 +123,10 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def _allocated(parameter: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return _nothing(parameter, device)
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         _nothing(parameter.to_local(), device),
         parameter.device_mesh,
@@ -200,7 +203,7 @@ def _check_shape(target: Tensor, stored: Any, what: str) -> None:
 
 
 def _read_tensor(file: Any, name: str, target: Tensor) -> None:
-    if not isinstance(target, DTensor):
+    if not is_sharded(target):
         target.copy_(file.get_tensor(name))
         return
     rows = _rows(target)
@@ -209,7 +212,7 @@ def _read_tensor(file: Any, name: str, target: Tensor) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def _rows(tensor: DTensor) -> slice:
