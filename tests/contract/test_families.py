@@ -36,7 +36,7 @@ from spotlight.config.load import build_config
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.experts import denoisers
 from spotlight.models.family import Guidance, MediaSize, ModelError, ModelFamily
-from spotlight.models.pipeline_export import read_lora
+from spotlight.models.lora_file import read_lora
 from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots, LoraSpec
 from spotlight.registry import FAMILIES

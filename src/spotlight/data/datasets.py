@@ -12,7 +12,7 @@ from spotlight.data.section_names import under
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.errors import ConfigError, Problem
-from spotlight_rewards.base.prompt_files import parse_prompts, with_found_references, with_tags
+from spotlight_rewards.base.prompt_files import parse_prompts, read_text, with_found_references, with_tags
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
@@ -136,8 +136,8 @@ def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt,
 def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]:
     """Prompts of the file configured as ``key``. Raises as load_prompts."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
         expected = "a readable text file of prompts (.txt or .jsonl)"
         problem = Problem(key, f"{path}{here}", expected, f"{error}.")

@@ -30,9 +30,9 @@ from spotlight.models.kernels.attention import use_attention
 from spotlight.models.kernels.cuda_graphs import capture_forwards
 from spotlight.models.kernels.fused import use_fused
 from spotlight.models.kernels.regional import compile_blocks
+from spotlight.models.lora_file import read_lora
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec, check_targets, fuse
-from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.registry import FAMILIES
 from spotlight.rollout.state import Recipe
