@@ -62,9 +62,9 @@ def plain(pipe: QwenImagePipeline, latents: Tensor) -> np.ndarray:
     ).images[0]
 
 
-def trained_lora(family: QwenImage, size: float = 0.1) -> LoraSlots:
-    """Both factors random, alpha unlike rank, every default target."""
-    slots = LoraSlots(family.transformer, LoraSpec(rank=4, alpha=6.0, targets=family.lora_targets))
+def trained_lora(family: QwenImage, size: float = 0.1, targets: tuple[str, ...] | None = None) -> LoraSlots:
+    """Both factors random, alpha unlike rank; default: every default target."""
+    slots = LoraSlots(family.transformer, LoraSpec(rank=4, alpha=6.0, targets=targets or family.lora_targets))
     generator = torch.Generator().manual_seed(7)
     slots.load_state(
         "policy",
@@ -73,10 +73,11 @@ def trained_lora(family: QwenImage, size: float = 0.1) -> LoraSlots:
     return slots
 
 
+@pytest.mark.parametrize("targets", [None, ("transformer_blocks.*.attn.to_q", "img_mlp.net.2")])
 def test_plain_diffusers_draws_our_picture_with_the_lora(
-    family: QwenImage, random_pipeline: Path, tmp_path: Path
+    family: QwenImage, random_pipeline: Path, tmp_path: Path, targets: tuple[str, ...] | None
 ) -> None:
-    slots = trained_lora(family)
+    slots = trained_lora(family, targets=targets)
     latents, ours = draw(family, slots)
     file = family.save_lora(tmp_path / "lora", slots.state("policy"), slots.metadata())
     assert [file] == list((tmp_path / "lora").iterdir())
