@@ -61,7 +61,7 @@ class RolloutConfig(Section):
     """Where the sampler is stochastic. Unused by ode."""
     initial_noise: Literal["sample", "group"] = "sample"
     """Whose own the noise is that denoising starts from. The samples of a ``group`` that share it differ by
-    the noise of their steps alone (as do those of a prompt that is drawn twice).
+    the noise of their steps alone.
     """
     true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
     """Classifier-free guidance with a negative prompt; above 1, every step costs two forwards."""
