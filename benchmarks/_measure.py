@@ -157,12 +157,12 @@ def write_result(
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": dict(about),
     }
-    path.write_text(json.dumps(header | dict(content), indent=2, default=str) + "\n")
+    path.write_text(json.dumps(header | dict(content), indent=2, default=str) + "\n", encoding="utf-8")
 
 
 def _cpu_name() -> str:
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 

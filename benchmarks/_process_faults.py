@@ -106,7 +106,9 @@ def processes_of(mark: str) -> list[Process]:
 
 def learner_processes(logs: Path) -> set[int]:
     """Numbers of the processes that are or were learner ranks, by their logs."""
-    found = (_RANK.match(log.read_text(errors="replace")) for log in logs.glob("learner-*.log"))
+    found = (
+        _RANK.match(log.read_text(encoding="utf-8", errors="replace")) for log in logs.glob("learner-*.log")
+    )
     return {int(match[1]) for match in found if match is not None}
 
 
@@ -317,7 +319,12 @@ def _where(process: Process) -> str:
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat after the name: 0 state, 19 start time; empty: no such process."""
     try:
-        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return (
+            (_PROC / str(pid) / "stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return []
 

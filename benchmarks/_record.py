@@ -36,7 +36,7 @@ class Record:
         self.path = path
         self.tree: Tree = {"settings": settings.as_json(), **{kind: {} for kind in kinds}}
         if path.exists():
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             differ = [key for key, value in self.tree["settings"].items() if found["settings"][key] != value]
             if differ:
                 raise SystemExit(
@@ -62,5 +62,5 @@ class Record:
         self.tree["machine"] = machine(torch.device("cpu"))
         self.path.parent.mkdir(parents=True, exist_ok=True)
         beside = self.path.with_suffix(".writing")
-        beside.write_text(json.dumps(self.tree, indent=1) + "\n")
+        beside.write_text(json.dumps(self.tree, indent=1) + "\n", encoding="utf-8")
         beside.replace(self.path)

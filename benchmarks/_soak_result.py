@@ -70,8 +70,8 @@ def _ledger(soak: Soak) -> dict[str, Any]:
     audited = subprocess.run(
         [sys.executable, "-m", "spotlight.cli", "audit", str(soak.run_directory), "--json"],
         capture_output=True,
-        text=True,
         check=False,
+        encoding="utf-8",
     )
     try:
         report = json.loads(audited.stdout)

@@ -8,7 +8,7 @@ Counted, at full width, on tensors without memory: operators of one block that a
 floating-point operations. A block is what a forward through the family costs more with one layer of its kind
 more. Operators are torch's before any compiler, as dispatched for a CPU under its autocast. A GPU's kernels
 are about as many; ``python -m benchmarks.gpu --part B --only launches`` counts those. ``--every`` counts the
-blocks of one model of each family.
+blocks of one model of each family. ``fused`` is with ``model.kernels: fused``.
 
 Besides, what one block more keeps for the backward under each ``learner.recompute``: storages that are alive
 when the forward has returned, in tensors of [tokens, width].
@@ -42,6 +42,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from benchmarks._measure import Clock, machine, ratio, take_turns, wide_console
+from spotlight.models import peft_layers
 from spotlight.models.condition import Condition
 from spotlight.models.experts import denoisers
 from spotlight.models.family import MediaSize, ModelFamily
@@ -51,6 +52,7 @@ from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
 from spotlight.training.recompute import Mode, recompute
+from spotlight_kernels.fuse import fuse
 
 QWEN = "Qwen/Qwen-Image"
 EVERY = {
@@ -69,9 +71,11 @@ RANK = 64
 NARROW = {"num_attention_heads": 1}
 VARIANTS = ("no adapters", "bfloat16 copies", "float32 adapters, autocast")
 """The second is what a bfloat16 model trains with, the third what a float32 model would."""
+FUSED = "bfloat16 copies, fused"
 MODES: tuple[Mode, ...] = ("none", "elementwise", "blocks")
+_NAMESPACES = ("aten", "spotlight_kernels")
 _ALLOCATIONS = ("empty", "detach", "alias", "_unsafe_view", "lift_fresh")
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
 
 
 def _attention(q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
@@ -82,7 +86,12 @@ def _attention_backward(gradient: Any, q: Any, k: Any, v: Any, *_: object, **__:
     return int(sdpa_backward_flop_count(gradient, q, k, v))  # type: ignore[no-untyped-call]
 
 
+def _added_product(_: Any, a: Any, b: Any, **__: object) -> int:
+    return int(2 * a[0] * a[1] * b[1])
+
+
 _UNKNOWN = {
+    torch.ops.aten.addmm_: _added_product,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
 }
@@ -133,7 +142,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.namespace != "aten" or func.is_view or name.startswith(_ALLOCATIONS):
+        if func.namespace not in _NAMESPACES or func.is_view or name.startswith(_ALLOCATIONS):
             return output
         tensors = {id(leaf): leaf for leaf in tree_leaves((args, kwargs, output)) if isinstance(leaf, Tensor)}
         moved, product = sum(map(_stored, tensors.values())), name in _PRODUCTS or "attention" in name
@@ -200,7 +209,7 @@ def _with_layers(model: str, kind: str, layers: int, extra: Mapping[str, Any]) -
 
 
 def make_slots(
-    model: str, config: Mapping[str, Any], rank: int, compute: torch.dtype | None
+    model: str, config: Mapping[str, Any], rank: int, compute: torch.dtype | None, *, fused: bool = False
 ) -> tuple[LoraSlots, nn.Module]:
     """Slots of a transformer with adapters applied in ``compute``, and itself; its weights have no memory."""
     from accelerate import init_empty_weights
@@ -213,7 +222,12 @@ def make_slots(
         if not keeps_float32(type(module), name):
             parameter.data = parameter.data.to(torch.bfloat16)
     spec = LoraSpec(rank, 2.0 * rank, family.lora_targets, seed=3)
-    return LoraSlots(module, spec, compute=compute), module
+    if fused:
+        assert not fuse(module, torch.device("cpu"), compare=False).left
+    slots = LoraSlots(module, spec, compute=compute)
+    if fused:
+        peft_layers.fuse(module)
+    return slots, module
 
 
 def fill(module: nn.Module) -> None:
@@ -262,7 +276,8 @@ def make_forward(
         memory: where weights and inputs are made; default: real ones.
     """
     family = copy.copy(family_of(model))
-    slots, module = make_slots(model, config, rank, None if variant.endswith("autocast") else torch.bfloat16)
+    compute = None if variant.endswith("autocast") else torch.bfloat16
+    slots, module = make_slots(model, config, rank, compute, fused=variant == FUSED)
     family.config, family.dimensions = module.config, replace(family.dimensions, side_max_px=None)
     size = size_of(family, work)
     with memory or nullcontext():
@@ -387,15 +402,16 @@ def main(
         for kind in kinds_of(model)
         for gradient in (False, True)
         for masked in ((False,) if every else (False, True))
-        for variant in VARIANTS
+        for variant in (*VARIANTS, FUSED)
         if not (gradient and variant == "no adapters")
         for cost in [block(variant, work, masked=masked, gradient=gradient, model=model, kind=kind)]
     ]
     console.print(f"{batch} pictures of {side} px (videos: 5 frames), prompts of {text} tokens, rank {RANK}")
     console.print(_table(cases, work))
-    left = Table("kept for the backward, in [tokens, width]", "a block of", *MODES)
+    left = Table("kept for the backward, in [tokens, width]", "a block of", *MODES, "fused")
     for model, kind in dict.fromkeys((case[0], case[1]) for case in cases):
-        each = [f"{kept(VARIANTS[1], work, mode, model=model, kind=kind):.1f}" for mode in MODES]
+        ways: list[tuple[str, Mode]] = [*((VARIANTS[1], mode) for mode in MODES), (FUSED, "none")]
+        each = [f"{kept(variant, work, mode, model=model, kind=kind):.1f}" for variant, mode in ways]
         left.add_row(model.partition("/")[2], kind, *each)
     console.print(left)
     seconds = {} if every else host_seconds(rounds)
@@ -414,7 +430,7 @@ def main(
             "host_seconds": seconds,
         }
         json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(result, indent=1))
+        json.write_text(jsonlib.dumps(result, indent=1), encoding="utf-8")
 
 
 def _table(cases: list[Case], work: Work) -> Table:

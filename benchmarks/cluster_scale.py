@@ -204,7 +204,7 @@ def main(
             "scales": [asdict(scale) for scale in scales],
             "queue": [asdict(rate) for rate in rates],
         }
-        json.write_text(json_format.dumps(content, indent=2) + "\n")
+        json.write_text(json_format.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _hours(work: Work, gpus: int) -> float:

@@ -94,7 +94,7 @@ def main(
             "ratios": {clock: [each.low, each.median, each.high] for clock, each in ratios.items()},
         }
         json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(result, indent=1))
+        json.write_text(jsonlib.dumps(result, indent=1), encoding="utf-8")
 
 
 @contextmanager
@@ -112,7 +112,7 @@ def started(place: Path, cores: Sequence[int]) -> Iterator[tuple[int, int, tuple
         )  # fmt: skip
         dashboard = subprocess.Popen(
             ["nice", "-n", "5", *spotlight, "dashboard", str(place), "--port", "0"],
-            stdout=subprocess.PIPE, stderr=output, text=True,
+            stdout=subprocess.PIPE, stderr=output, encoding="utf-8",
         )  # fmt: skip
         try:
             assert dashboard.stdout is not None
@@ -153,7 +153,7 @@ def _clocks(run: int, dashboard: int, visitors: subprocess.Popen[bytes] | None) 
 
 def cpu_s(pid: int) -> float:
     """That a process has computed."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICK
 
 
@@ -172,7 +172,7 @@ def _wait_for_rows(place: Path, run: subprocess.Popen[bytes], rows: int) -> None
     end_s = time.monotonic() + START_S
     while _rows(place) < rows:
         if run.poll() is not None or time.monotonic() > end_s:
-            raise RuntimeError((place / "output").read_text()[-4000:])
+            raise RuntimeError((place / "output").read_text(encoding="utf-8")[-4000:])
         time.sleep(0.1)
 
 

@@ -93,7 +93,7 @@ def main(
             "overrides": overrides or [],
             "runs": [asdict(result) for result in results],
         }
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def run(config: Path | None, seed: int, runs_dir: Path, overrides: Sequence[str]) -> SeedResult:

@@ -63,7 +63,7 @@ def fill_cache(cache: Path, megabytes: int) -> list[Path]:
         path.rename(blob)
         path.symlink_to(blob)
     (directory / "refs").mkdir()
-    (directory / "refs" / "main").write_text(COMMIT)
+    (directory / "refs" / "main").write_text(COMMIT, encoding="utf-8")
     return files
 
 

@@ -104,7 +104,9 @@ def main() -> None:
         phases = {
             phase: {name: asdict(found) for name, found in ways.items()} for phase, ways in measured.items()
         }
-        arguments.json.write_text(json.dumps({"ranks": arguments.ranks, **phases}, indent=2) + "\n")
+        arguments.json.write_text(
+            json.dumps({"ranks": arguments.ranks, **phases}, indent=2) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

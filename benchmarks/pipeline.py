@@ -65,7 +65,7 @@ def main(
         record["simulator"] = run_simulator(settings, jobs)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
+        json_file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

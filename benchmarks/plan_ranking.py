@@ -157,7 +157,7 @@ def main(
         json.parent.mkdir(parents=True, exist_ok=True)
         rows = [asdict(one) for pairs in found.values() for one in pairs]
         content = {"utc": datetime.now(UTC).isoformat(timespec="seconds"), "pairs": rows}
-        json.write_text(json_format.dumps(content, indent=2) + "\n")
+        json.write_text(json_format.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -302,7 +302,7 @@ def main(
         if json is not None:
             json.parent.mkdir(parents=True, exist_ok=True)
             content = {"utc": now.isoformat(timespec="seconds"), "rows": [asdict(row) for row in rows]}
-            json.write_text(json_format.dumps(content, indent=2) + "\n")
+            json.write_text(json_format.dumps(content, indent=2) + "\n", encoding="utf-8")
     print(show(rows))
 
 

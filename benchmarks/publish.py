@@ -76,16 +76,16 @@ class Publishing:
         manifest, data = self._timed(PARTS[0], lambda: self._packed(version))
         self._timed(PARTS[1], lambda: self.cache.get(manifest, lambda: data))
         mark = self.cache.directory / f"{manifest.digest}.hashed"
-        marked = mark.read_text()
+        marked = mark.read_text(encoding="utf-8")
         mark.unlink()
         self._timed(PARTS[2], lambda: self.cache.get(manifest, _never))
-        if mark.read_text() != marked:
+        if mark.read_text(encoding="utf-8") != marked:
             raise RuntimeError("the file was written again")
         bundle = self._timed(PARTS[3], lambda: self.cache.get(manifest, _never))
         dtype = torch.bfloat16
         self._timed(PARTS[4], lambda: bind(manifest, bundle, self.worker, needs=[SLOT], dtype=dtype))
 
-    def _packed(self, version: int) -> tuple[WeightsManifest, bytes]:
+    def _packed(self, version: int) -> tuple[WeightsManifest, bytearray]:
         return pack(version, 0, {SLOT: self.tensors}, self.worker.modules_bound)
 
     def _timed(self, part: str, run: Callable[[], Any]) -> Any:
@@ -129,7 +129,7 @@ def main(
     if json is not None:
         content = {"gb": gb, "seconds": seconds, "machine": machine(torch.device("cpu"))}
         json.parent.mkdir(parents=True, exist_ok=True)
-        json.write_text(jsonlib.dumps(content, indent=2) + "\n")
+        json.write_text(jsonlib.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

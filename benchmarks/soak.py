@@ -129,7 +129,7 @@ def main(
     show(result)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+        json_file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if soak.violations:
         raise typer.Exit(1)
 

@@ -133,7 +133,9 @@ def main(
             _show(outcomes)
             if json_file is not None:
                 json_file.parent.mkdir(parents=True, exist_ok=True)
-                json_file.write_text(json.dumps([asdict(each) for each in outcomes], indent=2) + "\n")
+                json_file.write_text(
+                    json.dumps([asdict(each) for each in outcomes], indent=2) + "\n", encoding="utf-8"
+                )
     if any(outcome.violations for outcome in outcomes):
         raise typer.Exit(1)
 
@@ -166,12 +168,15 @@ class LearnerHunt:
         """What came of the run, which is made if it was not before, with the same arguments."""
         file, arguments = self.run.with_suffix(".json"), [*self.arguments, f"every {self.every_s:g} s"]
         with suppress(OSError, ValueError):
-            before = json.loads(file.read_text())
+            before = json.loads(file.read_text(encoding="utf-8"))
             if before["arguments"] == arguments:
                 return Outcome(**before["outcome"] | {"mode": Mode(before["outcome"]["mode"])})
         made = self._made()
         if not made.violations:
-            file.write_text(json.dumps({"arguments": arguments, "outcome": asdict(made)}, indent=2) + "\n")
+            file.write_text(
+                json.dumps({"arguments": arguments, "outcome": asdict(made)}, indent=2) + "\n",
+                encoding="utf-8",
+            )
         return made
 
     def _made(self) -> Outcome:
@@ -238,7 +243,7 @@ class LearnerHunt:
         members = guard.marked(f"{owner}.0/{node}")
         base = Path(tempfile.gettempdir()) / f"spotlight-{os.getuid()}" / f"{owner}.0"
         for file in base.glob("session_2*/spotlight_agent_*.pid"):
-            if (pid := int(file.read_text())) in members:
+            if (pid := int(file.read_text(encoding="utf-8"))) in members:
                 os.kill(pid, signal.SIGTERM)
 
     def _read(self) -> Outcome:

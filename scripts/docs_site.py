@@ -44,7 +44,7 @@ _ROLE = re.compile(r":(?:class|func|meth|data|mod|attr|exc):<code>~?([^<]+)</cod
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages of the repository's root."""
     for name in ROOT_PAGES:
-        files.append(File.generated(config, name, content=(ROOT / name).read_text()))
+        files.append(File.generated(config, name, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
 
 

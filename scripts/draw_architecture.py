@@ -95,7 +95,7 @@ def read() -> tuple[dict[str, int], dict[str, set[str]]]:
     for package, folder in known.items():
         for path in folder.rglob("*.py"):
             module = (package, *path.relative_to(folder).with_suffix("").parts)
-            source = path.read_text()
+            source = path.read_text(encoding="utf-8")
             nodes = list(ast.walk(ast.parse(source)))
             room = room_of(module)
             lines[room] += code_lines(source, nodes)
@@ -273,7 +273,7 @@ def draw() -> str:
 
 def main() -> None:
     """Write the picture."""
-    PICTURE.write_text(draw())
+    PICTURE.write_text(draw(), encoding="utf-8")
 
 
 if __name__ == "__main__":

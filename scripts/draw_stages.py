@@ -38,10 +38,10 @@ def draw() -> str:
 
 def main() -> None:
     """Rewrite the part of the page between the two marks."""
-    page, count = PLACE.subn(lambda _: draw(), PAGE.read_text())
+    page, count = PLACE.subn(lambda _: draw(), PAGE.read_text(encoding="utf-8"))
     if count != 1:
         raise SystemExit(f"{PAGE} has {count} places for the diagram of stages; expected one")
-    PAGE.write_text(page)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -92,11 +92,11 @@ def place(mark: str) -> re.Pattern[str]:
 
 def main(arguments: list[str]) -> None:
     """Rewrite the tables."""
-    text = place(FACTS).sub(lambda _: facts(), PAGE.read_text(), count=1)
+    text = place(FACTS).sub(lambda _: facts(), PAGE.read_text(encoding="utf-8"), count=1)
     if arguments and (before := place(FIGURES).search(text)):
         table = figures([Path(argument) for argument in arguments], before.group())
         text = place(FIGURES).sub(lambda _: table, text, count=1)
-    PAGE.write_text(text)
+    PAGE.write_text(text, encoding="utf-8")
 
 
 def _yes(value: bool) -> str:
@@ -118,7 +118,7 @@ def _cells(table: str, family: str) -> dict[str, str]:
 
 def _lines(family: type[ModelFamily]) -> int:
     source = ROOT / "src" / Path(*family.__module__.split(".")).with_suffix(".py")
-    return len(source.read_text().splitlines())
+    return len(source.read_text(encoding="utf-8").splitlines())
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def main() -> None:
                 print(textwrap.indent("\n".join(files), "  "))
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def packages_of(root: Path) -> list[Path]:
@@ -83,7 +83,7 @@ def measure(package: Path) -> Iterator[tuple[str, int]]:
     rooms: Counter[str] = Counter()
     long = 0
     for path in package.rglob("*.py"):
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
         if path.name != "__init__.py":
             modules[path.name] += 1
@@ -158,7 +158,7 @@ def walk(packages: Sequence[Path], driver: str) -> dict[str, list[str]]:
 
 
 def _files(flags: Path, kind: str, packages: Sequence[Path]) -> list[str]:
-    names = {name for file in flags.glob(f"*.{kind}") for name in file.read_text().split()}
+    names = {name for file in flags.glob(f"*.{kind}") for name in file.read_text(encoding="utf-8").split()}
     roots = {package: package.parent for package in packages}
     return sorted(
         str(Path(name).relative_to(root))
@@ -171,7 +171,7 @@ def _files(flags: Path, kind: str, packages: Sequence[Path]) -> list[str]:
 def _iterations(metrics: Path) -> int:
     if not metrics.exists():
         return 0
-    return sum('"train/' in line for line in metrics.read_text().split("\n"))
+    return sum('"train/' in line for line in metrics.read_text(encoding="utf-8").split("\n"))
 
 
 if __name__ == "__main__":

@@ -55,12 +55,14 @@ def place(mark: str) -> re.Pattern[str]:
 
 def main(arguments: list[str]) -> None:
     """Rewrite the tables."""
-    text = place(FACTS).sub(lambda _: facts(), PAGE.read_text(), count=1)
-    README.write_text(place(FACTS).sub(lambda _: facts(), README.read_text(), count=1))
+    text = place(FACTS).sub(lambda _: facts(), PAGE.read_text(encoding="utf-8"), count=1)
+    README.write_text(
+        place(FACTS).sub(lambda _: facts(), README.read_text(encoding="utf-8"), count=1), encoding="utf-8"
+    )
     if arguments:
         table = figures(Path(arguments[0]))
         text = place(FIGURES).sub(lambda _: table, text, count=1)
-    PAGE.write_text(text)
+    PAGE.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def walked(file: str, arguments: list[object]) -> None:
 def note(kind: str, file: str) -> None:
     """Write a file's name down, once per process."""
     seen[kind].add(file)
-    with (FLAGS / f"{os.getpid()}.{kind}").open("a") as lines:
+    with (FLAGS / f"{os.getpid()}.{kind}").open("a", encoding="utf-8") as lines:
         lines.write(f"{file}\n")
 
 

@@ -84,8 +84,8 @@ def audit(run: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "spotlight.cli", "audit", str(run)],
         capture_output=True,
-        text=True,
         check=False,
+        encoding="utf-8",
     )
     if done.returncode:
         raise RuntimeError(f"spotlight audit ended with {done.returncode}: {done.stdout[-500:]}{done.stderr}")

@@ -319,14 +319,14 @@ def gpu_tests(lab: Lab) -> Outcome:
     # tests/gpu/test_rows.py is this suite again, on a tiny model.
     folders = ["tests/contract/test_cuda_ipc.py", "tests/e2e/test_gpu.py"]
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "--timeout", "120", *folders]
-    with log.open("w") as out:
+    with log.open("w", encoding="utf-8") as out:
         try:
             code: int | None = subprocess.run(
                 command, cwd=where, stdout=out, stderr=subprocess.STDOUT, timeout=lab.budget_s, check=False
             ).returncode
         except subprocess.TimeoutExpired:
             code = None
-    said = log.read_text()
+    said = log.read_text(encoding="utf-8")
     ended = {
         word: re.findall(rf"^(\S+::\S+) {word}", said, re.MULTILINE)
         for word in ("PASSED", "FAILED", "ERROR", "SKIPPED")

@@ -225,7 +225,7 @@ def testbed(lab: Lab) -> Outcome:
 
 def on_cpu(target: float) -> dict[str, float]:
     """The same on a CPU: medians of the committed runs that reached the target."""
-    runs = json.loads((ROOT / "benchmarks" / "results" / "learning.json").read_text())["runs"]
+    runs = json.loads((ROOT / "benchmarks" / "results" / "learning.json").read_text(encoding="utf-8"))["runs"]
     seconds = []
     for name, run in runs.items():
         reached = [int(i) for i, strict in run["strict"].items() if int(i) and strict >= target]

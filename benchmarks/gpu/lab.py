@@ -343,7 +343,7 @@ def _configure(directory: Path, layers: int, *, tiny: bool) -> None:
     for weights in path.parent.glob("*.safetensors"):
         weights.unlink()
     config = {**(_config(path) if tiny else _PUBLISHED["transformer"]), "num_layers": layers}
-    path.write_text(json.dumps(config))
+    path.write_text(json.dumps(config), encoding="utf-8")
     if tiny:
         return
     text = directory / "text_encoder" / "config.json"
@@ -352,11 +352,11 @@ def _configure(directory: Path, layers: int, *, tiny: bool) -> None:
         **dict(described["text_config"]),  # type: ignore[call-overload]
         "hidden_size": config["joint_attention_dim"],
     }
-    text.write_text(json.dumps(described))
+    text.write_text(json.dumps(described), encoding="utf-8")
     shutil.rmtree(directory / "vae")
     AutoencoderKLQwenImage.from_config(dict(_PUBLISHED["vae"])).save_pretrained(directory / "vae")
 
 
 def _config(path: Path) -> dict[str, object]:
-    content: dict[str, object] = json.loads(path.read_text())
+    content: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     return content

@@ -169,7 +169,7 @@ class Report:
             "rows": [asdict(result) for result in self.results],
         }
         aside = self.json.with_name(f".{self.json.name}")
-        aside.write_text(json.dumps(content, indent=2, default=str, allow_nan=True) + "\n")
+        aside.write_text(json.dumps(content, indent=2, default=str, allow_nan=True) + "\n", encoding="utf-8")
         aside.replace(self.json)
 
     def counts(self) -> dict[str, int]:

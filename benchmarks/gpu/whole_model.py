@@ -110,7 +110,9 @@ def _write_all_but_transformer(family: type[ModelFamily], directory: Path) -> No
     shutil.rmtree(directory / "transformer")
     (directory / "transformer").mkdir()
     (kind,) = family.components["transformer"].classes
-    (directory / "transformer" / "config.json").write_text(json.dumps({"_class_name": kind, **known}))
+    (directory / "transformer" / "config.json").write_text(
+        json.dumps({"_class_name": kind, **known}), encoding="utf-8"
+    )
 
 
 def _write_transformer(family: type[ModelFamily], directory: Path, device: torch.device) -> None:
@@ -148,7 +150,7 @@ def write_shards(tensors: Mapping[str, Tensor], folder: Path, shard_bytes: float
         "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: file for file, shard in zip(files, shards, strict=True) for name in shard},
     }
-    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index))
+    (folder / f"{stem}.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
 def _on_host(tensor: Tensor) -> Tensor:

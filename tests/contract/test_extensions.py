@@ -253,7 +253,7 @@ def run_commands(site: Path) -> None:
     for name, arguments in COMMANDS.items():
         result = CliRunner().invoke(app, arguments)
         found[name] = (result.exit_code, result.stdout, result.stderr)
-    Path("found.json").write_text(json.dumps(found))
+    Path("found.json").write_text(json.dumps(found), encoding="utf-8")
 
 
 def ran(installed: Path, command: str) -> tuple[int, str, str]:

@@ -16,6 +16,7 @@ from spotlight.models.condition import Condition
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
+from spotlight.models.pipeline_files import weight_files
 from spotlight.registry import FAMILIES
 from spotlight_rewards.registry import RegistryError
 
@@ -40,7 +41,7 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def edit(path: Path, **changes: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **changes}), encoding="utf-8")
 
 
 def cut(path: Path) -> None:
@@ -95,6 +96,19 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         r"1 of 1 weight files named in .* are missing, first model-00001-of-00002",
     ),
+    "index of others": (
+        lambda d: (
+            (d / "vae" / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": {"x": WEIGHTS}}))
+            and shutil.copy(
+                d / "vae" / WEIGHTS, d / "vae" / "diffusion_pytorch_model-00002-of-00002.safetensors"
+            )
+        ),
+        r"vae has .*00002-of-00002.* beside the 1 weight files that .*index\.json names",
+    ),
+    "weights twice": (
+        lambda d: shutil.copy(d / "vae" / WEIGHTS, d / "vae" / "model.safetensors"),
+        r"vae: diffusion_pytorch_model\.safetensors and model\.safetensors both have '",
+    ),
     "tensor missing": (
         lambda d: drop_tensor(d / "transformer" / WEIGHTS),
         r"1 missing tensors, first 'proj_out\.weight'",
@@ -102,6 +116,10 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights of another shape": (
         lambda d: edit(d / "transformer" / "config.json", num_attention_heads=8),
         r"cannot load QwenImageTransformer2DModel from ",
+    ),
+    "decoder without blocks": (
+        lambda d: edit(d / "vae" / "config.json", dim_mult=[]),
+        r"cannot load AutoencoderKLQwenImage from .*vae: cannot access local",
     ),
     "layers missing": (
         lambda d: edit(d / "transformer" / "config.json", num_layers=3),
@@ -132,6 +150,13 @@ def test_a_spoiled_directory_is_refused(broken: Path, tmp_path: Path, what: str)
     spoil(broken)
     with pytest.raises(ModelError, match=message):
         load(broken, tmp_path / "cache")
+
+
+def test_a_variant_beside_the_weights_is_not_read(broken: Path, tmp_path: Path) -> None:
+    weights = broken / "transformer" / WEIGHTS
+    shutil.copy(weights, weights.with_name("diffusion_pytorch_model.fp16.safetensors"))
+    assert weight_files(weights.parent) == [weights]
+    load(broken, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("path", ["./nowhere", "/no/such/model", "model", "a/b/c"])

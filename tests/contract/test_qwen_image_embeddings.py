@@ -15,6 +15,7 @@ from spotlight.models import pipeline_files
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.models.text import embeddings
 
 PROMPT = "one red circle"
 
@@ -44,6 +45,16 @@ def test_a_hit_needs_no_text_encoder(random_pipeline: Path, tmp_path: Path) -> N
     second = load(random_pipeline, tmp_path)
     assert torch.equal(second.encode([PROMPT])[0]["embeds"], made[0]["embeds"])
     assert not loaded(second)
+
+
+@pytest.mark.parametrize("package", ["diffusers", "transformers", "tokenizers", "ftfy", "torchvision"])
+def test_another_version_of_what_reads_prompts_makes_them_again(
+    random_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
+) -> None:
+    load(random_pipeline, tmp_path).encode([PROMPT])
+    there = embeddings.version
+    monkeypatch.setattr(embeddings, "version", lambda name: "99" if name == package else there(name))
+    assert load(random_pipeline, tmp_path).not_embedded([PROMPT]) == [PROMPT]
 
 
 def test_the_text_encoder_is_freed_and_comes_back(random_pipeline: Path, tmp_path: Path) -> None:

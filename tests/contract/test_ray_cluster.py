@@ -137,7 +137,7 @@ def hold(node: str) -> ray.actor.ActorHandle:
 
 def alive(pid: int) -> bool:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
     return False
 
 
@@ -217,7 +217,7 @@ def test_everything_listens_on_the_loopback_interface(cluster: LocalCluster) -> 
     listening = [
         (row.split()[1], f"socket:[{row.split()[9]}]")
         for file in ("tcp", "tcp6")
-        for row in Path(f"/proc/net/{file}").read_text().splitlines()[1:]
+        for row in Path(f"/proc/net/{file}").read_text(encoding="utf-8").splitlines()[1:]
         if row.split()[3] == "0A"
     ]
     found = {address for address, socket in listening if socket in mine}

@@ -82,7 +82,7 @@ def make_sender(store: Any) -> Any:
         def deliver_until_killed(self, store: Any, reports: list[Report], path: str) -> None:
             for number, report in enumerate(reports):
                 ray.get(store.deliver.remote(report), timeout=30)
-                Path(path).write_text(str(number))
+                Path(path).write_text(str(number), encoding="utf-8")
 
     return ray.remote(Sender).options(num_cpus=0).remote()
 

@@ -236,7 +236,7 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
 
 def _lives(process: int) -> bool:
     try:
-        return Path(f"/proc/{process}/stat").read_text().split()[2] != "Z"
+        return Path(f"/proc/{process}/stat").read_text(encoding="utf-8").split()[2] != "Z"
     except FileNotFoundError:
         return False
 

@@ -253,9 +253,9 @@ def _load(rank: int, small: Path, large: Path, scratch: Path, results: Queue[Any
 
 
 def _begin_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
 def _memory(which: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{which}:"))

@@ -207,7 +207,7 @@ def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
     except Exception as error:  # noqa: BLE001  (whatever it is, the test must know of it)
         ended = {"error": f"{type(error).__name__}: {error}"}
     ended |= {"notes": observer.notes, "iterations": observer.iterations, "moments": observer.labels}
-    answer.write_text(json.dumps(ended))
+    answer.write_text(json.dumps(ended), encoding="utf-8")
 
 
 def run_process(arguments: list[str], *signals: At, answer: Path) -> Ended:
@@ -251,7 +251,7 @@ def _work_as_rank(
 
 def _ended(exit_code: int | None, answer: Path) -> Ended:
     assert exit_code is not None, "the process hangs"
-    written = json.loads(answer.read_text()) if answer.exists() else {}
+    written = json.loads(answer.read_text(encoding="utf-8")) if answer.exists() else {}
     return Ended(exit_code, **{key: tuple(v) if isinstance(v, list) else v for key, v in written.items()})
 
 
@@ -334,10 +334,14 @@ def lora(run: Path) -> dict[str, Tensor]:
 
 
 def largest_difference(first: Path, second: Path) -> float:
-    """Between the adapters of two runs."""
+    """Between the adapters of two runs, whose exported B are times alpha / rank."""
     ours, theirs = lora(first), lora(second)
     assert ours.keys() == theirs.keys()
-    return max(float((tensor - theirs[name]).abs().max()) for name, tensor in ours.items())
+    scales = {True: 8 / 4, False: 1}
+    return max(
+        float((tensor - theirs[name]).abs().max()) / scales[".lora_B." in name]
+        for name, tensor in ours.items()
+    )
 
 
 def newest_checkpoint(run: Path) -> Path:

@@ -150,6 +150,40 @@ def test_audit_runs_and_card(trained: tuple[Path, str]) -> None:
     assert invoke("card", str(trained[0])).exit_code == 0
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "iso-8859-1"])
+def test_every_screen_is_for_any_terminal(
+    trained: tuple[Path, str], job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where `spotlight score` draws its page
+    run, narrow = str(trained[0]), CliRunner(charset=encoding, env={"COLUMNS": "40"})
+    own = job.arguments(f"on-{encoding}", "iterations=1", "learner.micro_batch_size=2")
+    (tmp_path / "trace.csv").write_text("0,add,a\n3600000,remove,a\n", encoding="utf-8")
+    for words in (
+        ["train", "--plain", *own],
+        ["train", "--dry-run", *own],
+        ["train", *own],  # it is finished
+        ["runs", str(job.root)],
+        ["audit", run],
+        ["eval", run],
+        ["generate", run, "-p", "caf\u00e9 \u2013 \u7f8e", "--out", str(tmp_path / "pictures")],
+        ["score", "jpeg_size", str(tmp_path / "pictures")],
+        ["export", run, "--out", str(tmp_path / "lora")],
+        ["card", run],
+        ["report", run, "--html", str(tmp_path / "report.html")],
+        ["config", *own],
+        ["simulate", "paper-512", "run.iterations=2"],
+        ["prices", "--source", "builtin"],
+        ["traces", str(tmp_path / "trace.csv")],
+        ["rewards"],
+        ["rewards", "check", "jpeg_size"],
+        ["prompts", "ocr", str(tmp_path / "prompts"), "--count", "200"],
+        ["--help"],
+    ):
+        shown = narrow.invoke(app, words)
+        assert shown.exit_code == 0, (words, shown.output, shown.exception)
+        assert shown.stdout
+
+
 def test_another_configuration_of_the_same_name_is_refused(trained: tuple[Path, str], job: Job) -> None:
     result = invoke("train", *job.arguments(NAME, "iterations=2", "run_seed=5"))
     assert result.exit_code == 2
@@ -196,5 +230,6 @@ def work_on_a_terminal(terminal: str, arguments: Sequence[str]) -> None:
     os.dup2(there, 1)
     os.dup2(there, 2)
     os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120"}
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     app(list(arguments), prog_name="spotlight")

@@ -73,7 +73,7 @@ time_s,event,node,gpus
 @pytest.mark.slow
 def test_nodes_that_vanish_with_their_scorers_cost_no_sample(job: Job) -> None:
     trace: Path = job.root / "scorers.csv"
-    trace.write_text(TRACE)
+    trace.write_text(TRACE, encoding="utf-8")
     ray = (
         "fleet.driver=ray",
         "fleet.drain_margin_s=1000",

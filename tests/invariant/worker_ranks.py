@@ -260,7 +260,7 @@ class Ranks:
         """Wait for a process to stand still."""
         stat = Path(f"/proc/{self.processes[name][0].pid}/stat")
         deadline_s = time.monotonic() + PATIENCE_S
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+        while stat.read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < deadline_s
             time.sleep(0.02)
 

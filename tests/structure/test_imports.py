@@ -168,14 +168,15 @@ LIGHT = (
 )
 """Packages and rooms that start without torch, Ray and the model libraries."""
 MODELS = ("diffusers", "transformers", "peft", "accelerate")
-HEAVY = ("torch", "ray", *MODELS)
+SHARDING = ("torch.distributed.fsdp", "torch.distributed.tensor")
+HEAVY = ("torch", "ray", *SHARDING, *MODELS)
 STARTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "planning a run": (
         "from spotlight.config.load import load_config; "
         "from spotlight.dry_run.run_plan import make_plan; make_plan(load_config(None, []))",
-        ("ray", *MODELS),
+        ("ray", *SHARDING, *MODELS),
     ),
-    "naming a family": ("import spotlight.models.family, spotlight.models", MODELS),
+    "naming a family": ("import spotlight.models.family, spotlight.models.slots", (*SHARDING, *MODELS)),
     "the head of a cluster": ("import spotlight.cluster.cluster_run", MODELS),
 }
 """Statements that must not import some heavy packages: the rest takes only who needs it seconds."""
@@ -199,7 +200,8 @@ HOLD_MODELS = {
 def nodes_of(path: Path) -> list[ast.AST]:
     """What a file imports, and its classes."""
     wanted = (ast.Import, ast.ImportFrom, ast.ClassDef)
-    return [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, wanted)]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node for node in ast.walk(tree) if isinstance(node, wanted)]
 
 
 def files_of(package: str) -> Iterator[tuple[Path, str]]:

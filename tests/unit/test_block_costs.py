@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from benchmarks.block_costs import (
     EVERY,
+    FUSED,
     MODES,
     QWEN,
     RANK,
@@ -114,9 +115,24 @@ def test_a_block_keeps_its_products_alone_and_repeats_none(model: str, kind: str
     found = {mode: kept(VARIANTS[1], work, mode, model=model, kind=kind) for mode in MODES}
     assert (found["none"], found["elementwise"]) == pytest.approx(KEPT[model, kind], abs=0.3)
     assert 1 <= found["blocks"] < 1.1, "its input"
+    fused = kept(FUSED, work, "none", model=model, kind=kind)
+    assert fused < found["elementwise"] + 3.5, "queries, keys and branches before their norms, besides"
     flops = {
         mode: block(VARIANTS[1], WORK, gradient=True, model=model, kind=kind, mode=mode).flops
         for mode in MODES
     }
     assert 1 < flops["elementwise"] / flops["none"] < 1.03, "the halves of adapters that are wide"
     assert 1.45 < flops["blocks"] / flops["none"] < 1.55
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param(each, marks=() if each == QWEN else pytest.mark.slow) for each in EVERY]
+)
+def test_fused_blocks_move_a_third_and_multiply_the_same(model: str) -> None:
+    work = Work(512, 2, 64)
+    for kind in kinds_of(model):
+        copies, fused = (
+            block(each, work, model=model, kind=kind, gradient=True) for each in (VARIANTS[1], FUSED)
+        )
+        assert fused.elementwise_bytes < copies.elementwise_bytes / 2.5
+        assert fused.flops == copies.flops

@@ -136,7 +136,8 @@ def gap_trace(path: Path) -> str:
     events += [f"{240 + n},remove,{name},4" for n, name in enumerate("bcdef")]
     events += [f"{3840 + n},add,{name}2,4" for n, name in enumerate("bcdef")]
     path.write_text(
-        "\n".join(["# spotlight trace horizon_s=90000.0", "time_s,event,node,gpus", *events]) + "\n"
+        "\n".join(["# spotlight trace horizon_s=90000.0", "time_s,event,node,gpus", *events]) + "\n",
+        encoding="utf-8",
     )
     return f"trace={{kind: file, path: {path}}}"
 

@@ -45,13 +45,13 @@ def by_name(page: Path) -> str:
 
 def anchors(page: Path) -> set[str]:
     """GitHub's anchors of a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target, anchor in LINK.findall(page.read_text()):
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
         path = (page.parent / target).resolve() if target else page
         assert path.exists(), f"{by_name(page)} links to {target}"
         if anchor and path.suffix == ".md":
@@ -60,7 +60,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def command_lines(page: Path) -> Iterator[list[str]]:
     """Every call of the program: in blocks of shell, and whole between backticks."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     for language, block in FENCE.findall(text):
         if language == "sh":
             for line in block.replace("\\\n", " ").splitlines():
@@ -110,7 +110,7 @@ def written_out(words: Sequence[str]) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_what_samples_import_exists(page: Path) -> None:
-    for language, block in FENCE.findall(page.read_text()):
+    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
         for node in ast.walk(ast.parse(block)) if language == "python" else ():
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("spotlight"):
                 module = importlib.import_module(str(node.module))
@@ -149,9 +149,8 @@ def require_configuration(page: Path, arguments: Sequence[str], *, whole: bool) 
     except ConfigError as error:
         # A key named on its own may contradict a default; so may a line whose error the page shows.
         wrong = [problem for problem in error.problems if "unknown key" in problem.found]
-        shown = all(
-            problem.key in page.read_text() and "Error: " in page.read_text() for problem in error.problems
-        )
+        text = page.read_text(encoding="utf-8")
+        shown = "Error: " in text and all(problem.key in text for problem in error.problems)
         if wrong or (whole and not shown):
             raise AssertionError(f"{by_name(page)}: {' '.join(arguments)}") from error
 
@@ -195,7 +194,7 @@ def test_the_checks_see_what_is_gone(
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_keys_and_values_between_backticks_exist(page: Path) -> None:
-    for code in INLINE.findall(FENCE.sub("", page.read_text())):
+    for code in INLINE.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         if OVERRIDE.match(code) and "." in code.partition("=")[0] and unknown_scenario_key(code):
             require_configuration(page, [code], whole=False)
 
@@ -206,7 +205,7 @@ def scenario_tree(name: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
 def test_yaml_blocks_are_configurations(page: Path) -> None:
-    for language, block in FENCE.findall(page.read_text()):
+    for language, block in FENCE.findall(page.read_text(encoding="utf-8")):
         if language == "yaml":
             tree = parse_yaml(block)
             assert isinstance(tree, dict)

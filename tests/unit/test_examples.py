@@ -42,14 +42,15 @@ def test_there_are_examples() -> None:
 def test_it_is_free_of_contradictions(example: Path) -> None:
     config = load_config(example)
     assert list(config.every_problem()) == []
-    for ranks, overrides in [("1", ""), *RANKS.findall(example.read_text())]:
+    for ranks, overrides in [("1", ""), *RANKS.findall(example.read_text(encoding="utf-8"))]:
         variant = load_config(example, overrides.split())
         assert not list(variant.learner.batch_problems(variant.rollout, int(ranks)))
     assert config.name == example.stem.replace("_", "-")
 
 
 def test_a_variant_in_its_header_plans(example: Path) -> None:
-    for overrides in {overrides for _, overrides in RANKS.findall(example.read_text()) if overrides}:
+    variants = RANKS.findall(example.read_text(encoding="utf-8"))
+    for overrides in {overrides for _, overrides in variants if overrides}:
         plan = make_plan(load_config(example, overrides.split()))
         assert plan.memory
         assert plan.samples == make_plan(load_config(example)).samples

@@ -270,7 +270,7 @@ def test_nothing_is_open_beyond_the_cluster() -> None:
 
 
 def pins(path: Path) -> dict[str, str]:
-    lines = (line for line in path.read_text().splitlines() if not line.startswith("#"))
+    lines = (line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
     return {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
 
 
@@ -298,7 +298,7 @@ def test_the_image_is_pinned_and_holds_what_the_pods_call() -> None:
 
 @pytest.mark.parametrize("path", SKYPILOT, ids=lambda path: path.name)
 def test_tasks_are_what_skypilot_takes(path: Path) -> None:
-    task = yaml.safe_load(path.read_text())
+    task = yaml.safe_load(path.read_text(encoding="utf-8"))
     schema("skypilot_task.json").validate(task)
     for part in ("setup", "run"):
         subprocess.run(["bash", "-n", "-c", task[part]], check=True)

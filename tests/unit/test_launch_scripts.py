@@ -22,7 +22,7 @@ from spotlight.scheduler.types import NodeKind
 def test_scripts_parse_and_never_stop_others_ray(path: Path) -> None:
     subprocess.run(["bash", "-n", path], check=True)
     assert path.suffix == ".sbatch" or os.access(path, os.X_OK)
-    code = re.sub(r"^\s*#.*$", "", path.read_text(), flags=re.MULTILINE)
+    code = re.sub(r"^\s*#.*$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert "ray stop" not in code
     assert "pkill" not in code
 

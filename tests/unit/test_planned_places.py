@@ -376,7 +376,7 @@ def test_commands_that_only_the_user_knows_are_placeholders_that_start_nothing(t
     assert all(text in result.stderr for text in written.to_replace)
     own = tmp_path / "own.yaml"
     commands = "fleet:\n  on_demand: {start: sky launch, stop: sky down}\n"
-    own.write_text(Path(CONFIG).read_text().replace("fleet:\n", commands))
+    own.write_text(Path(CONFIG).read_text(encoding="utf-8").replace("fleet:\n", commands))
     ours = started(name, config=str(own)).fleet.on_demand
     assert (ours.start, ours.stop) == ("sky launch", "sky down")
     require_launch(tmp_path, file, str(own))  # the commands alone are refused only beside another answer
@@ -394,7 +394,9 @@ def test_what_no_answer_could_be_launched_with_is_reported_before_the_search(tmp
         with pytest.raises(ConfigError, match=r"--launch: found .*; expected a folder"):
             require_launch(folder, file, CONFIG)
     tree, fewer = tmp_path / "grids.yaml", small("workload.evaluation={every: 9, prompts: 8}")
-    tree.write_text(Path(CONFIG).read_text().replace("evaluation:\n", "evaluation:\n  grid_images: 4\n"))
+    tree.write_text(
+        Path(CONFIG).read_text(encoding="utf-8").replace("evaluation:\n", "evaluation:\n  grid_images: 4\n")
+    )
     with pytest.raises(ConfigError, match=r"evaluation\.grid_images"):
         require_launch(tmp_path, fewer, str(tree))
 

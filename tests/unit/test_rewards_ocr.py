@@ -21,6 +21,7 @@ from spotlight_rewards.reading.legibility import (
     legibility,
     levenshtein,
     missing_scripts,
+    normalized,
     target_of,
 )
 from spotlight_rewards.reading.tesseract_data import readable_characters
@@ -99,6 +100,33 @@ class TestFormula:
     )
     def test_a_short_target_must_stand_alone(self, target: str, reading: str, reward: float) -> None:
         assert legibility(target, reading) == reward
+
+    @pytest.mark.parametrize(
+        ("drawn", "read"),
+        [
+            ("\uff2f\uff30\uff25\uff2e", "OPEN"),
+            ("\ufb01ne \ufb02ag", "FINE FLAG"),
+            ("it\u2019s", "IT'S"),
+            ("9\u20135", "9-5"),
+            ("Caf\u00e9", "CAFE\u0301"),
+            ("Stra\u00dfe", "STRASSE"),
+            ("wait\u2026", "wait..."),
+            ("9\ufe585", "9-5"),
+            ("op\u200ben", "open"),
+            ("\u0130stanbul", "i\u0307stanbul"),
+            ("\uff21", "A"),  # short: it must stand alone
+            ("\u2019s", "'s"),
+        ],
+    )
+    def test_a_text_is_the_same_however_it_is_encoded(self, drawn: str, read: str) -> None:
+        for target, reading in ((drawn, read), (read, drawn), (drawn, drawn)):
+            assert legibility(target_of(f'a sign "{target}"'), f" {reading} ") == 1.0
+        known = KnownCharacters.of(read.upper())
+        assert missing_scripts(target_of(f'"{drawn}"'), known) == []
+
+    @given(st.text(max_size=8))
+    def test_normalizing_again_changes_nothing(self, text: str) -> None:
+        assert normalized(normalized(text)) == normalized(text)
 
     @pytest.mark.parametrize(
         ("target", "scripts"),

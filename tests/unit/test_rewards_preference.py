@@ -146,6 +146,7 @@ def test_hps_reads_prompts_as_open_clip_cleans_them() -> None:
     assert cleaned("\u201ccurly\u201d quotes\u2019s &amp;amp; more, it&#39;s 5 < 6") == (
         "\"curly\" quotes's & more, it's 5 < 6"
     )
+    assert cleaned(" \uff2f\uff30\uff25\uff2e \ufb01t caf\u00c3\u00a9 ") == "OPEN fit caf\u00e9"
 
 
 def test_a_checkpoint_of_another_model_is_refused_tensor_by_tensor() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -101,6 +105,21 @@ def test_held_out_prompts_are_read_without_those_to_train_on() -> None:
         load_prompts(config)
 
 
+def test_prompts_and_configurations_are_the_same_whatever_the_locale(tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("\u201eK\u00dcSSE\u201c\n", encoding="utf-8")
+    (tmp_path / "c.yaml").write_text("name: K\u00dcSSE\n", encoding="utf-8")
+    program = (
+        "from pathlib import Path; from spotlight.data.datasets import read_prompts; "
+        "from spotlight_rewards.base.yaml_tree import read_tree; "
+        "print(ascii([read_prompts('data.train', Path('p.txt'))[0].text, read_tree(Path('c.yaml'))['name']]))"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    read = subprocess.check_output(
+        [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, **ascii_only}, encoding="ascii"
+    )
+    assert ast.literal_eval(read) == ["\u201eK\u00dcSSE\u201c", "K\u00dcSSE"]
+
+
 def test_a_tag_that_no_prompt_has_is_reported_with_its_key() -> None:
     with pytest.raises(PromptFileError, match=r"^data\.tags: no prompt in .* has the tag 'weather'"):
         load_prompts(load_config(None, ["data.tags=[weather]"]))
@@ -126,6 +145,21 @@ def test_reference_pictures_are_found_from_the_prompts_file(tmp_path: Path) -> N
 def test_references_are_a_list_of_paths(references: str) -> None:
     with pytest.raises(PromptFileError, match=r"'references' is .*; expected a list of paths"):
         parse_prompts(f'{{"prompt": "a", "references": {references}}}', "edits.jsonl")
+
+
+def test_what_only_other_trainers_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.jsonl"
+    lines = ['{"prompt": "a", "negative_prompt": "blurry", "seen": 1}', '{"prompt": "b", "image": "b.png"}']
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_prompts("data.test", path)
+    assert [problem.key for problem in caught.value.problems] == ["data.test"] * 2
+    assert [problem.found for problem in caught.value.problems] == [
+        "'negative_prompt' in 1 of its 2 prompts",
+        "'image' in 1 of its 2 prompts",
+    ]
+    assert "rollout.negative_prompt" in str(caught.value)
+    assert "'references'" in str(caught.value)
 
 
 def test_prompts_that_nobody_set_are_the_testbeds_only_with_the_testbed(tmp_path: Path) -> None:

@@ -210,10 +210,14 @@ def hub() -> Iterator[Finding]:
 
 def _available_bytes() -> float:
     """Memory available without swapping, within the container's limit."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    )
     available = float(fields["MemAvailable"].split()[0]) * 1024
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     try:
-        return min(available, float(limit.read_text()) - float(used.read_text()))
+        return min(
+            available, float(limit.read_text(encoding="utf-8")) - float(used.read_text(encoding="utf-8"))
+        )
     except (OSError, ValueError):  # no limit: the file says "max"
         return available

@@ -19,6 +19,7 @@ from spotlight.cli.runs.train import train
 from spotlight.cli.tiny_command import tiny
 from spotlight.cli.version import version
 from spotlight.registry import COMMANDS
+from spotlight_rewards.commands.any_terminal import AnyTerminal
 from spotlight_rewards.commands.exit_codes import complain, failure
 from spotlight_rewards.registry import RegistryError
 
@@ -42,6 +43,7 @@ _ELSEWHERE = {
 
 app = typer.Typer(
     name="spotlight",
+    cls=AnyTerminal,
     callback=wait_for_threads_asleep,
     help="Reinforcement-learning post-training of Diffusion Transformers on cheap, preemptible GPUs.",
     epilog="Start with: spotlight train (the embedded default: a tiny Qwen-Image, minutes on a laptop).",

@@ -165,7 +165,7 @@ def _controller(materials: Materials, room: AttemptRoom) -> Controller:
         plan = dataclasses.replace(plan, fleet=dataclasses.replace(plan.fleet, reserved=planned))
     if attempt.newest is None:
         return Controller(plan, prompts.train, prompts.test, attempt.number)
-    snapshot = json.loads((attempt.newest.directory / CONTROLLER_FILE).read_text())
+    snapshot = json.loads((attempt.newest.directory / CONTROLLER_FILE).read_text(encoding="utf-8"))
     return Controller.restore(plan, prompts.train, prompts.test, snapshot, attempt.number)
 
 

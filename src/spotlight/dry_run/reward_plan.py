@@ -166,7 +166,12 @@ def _weight_files(folder: Path) -> list[Path]:
     """What is loaded of a folder: what its index lists, else safetensors before other checkpoints."""
     for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
-            return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+            return sorted(
+                {
+                    folder / name
+                    for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+                }
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return [index]  # not readable as weights
     files = sorted(folder.iterdir())

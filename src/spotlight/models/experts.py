@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+
+from spotlight.models.shared.sharded import gathers
 
 
 class Experts(nn.Module):
@@ -14,10 +15,14 @@ class Experts(nn.Module):
 
     Args:
         parts: at least two, e.g. ``transformer`` and ``transformer_2`` of Wan2.2.
+
+    Attributes:
+        had_rows: those that got rows of their own with gradient since it was cleared.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
         super().__init__()
+        self.had_rows: set[str] = set()
         for name, part in parts.items():
             self.add_module(name, part)
 
@@ -35,28 +40,30 @@ def by_rows(
     """Outputs of a batch whose rows may belong to different transformers.
 
     Sharded transformers all run, with a row that is then ignored if none is theirs: every rank must take part
-    in each of their collectives, whatever its own rows are.
+    in each of their collectives, whatever its own rows are. Their gradient is then 0 instead of None.
 
     Args:
         first: [batch] bool, rows for the first of two transformers; None: one transformer takes all.
         run: outputs of a transformer for some rows, [rows, ...].
     """
-    parts = list(denoisers(model).values())
+    parts = denoisers(model)
     if first is None:
-        return run(parts[0], slice(None))
-    masks = (first, ~first)
-    sharded = any(isinstance(part, FSDPModule) for part in parts)
+        return run(next(iter(parts.values())), slice(None))
+    masks = dict(zip(parts, (first, ~first), strict=True))
+    if isinstance(model, Experts) and torch.is_grad_enabled():
+        model.had_rows |= {name for name, mask in masks.items() if bool(mask.any())}
+    sharded = any(gathers(part) for part in parts.values())
     if not sharded:
-        for part, mask in zip(parts, masks, strict=True):
+        for name, mask in masks.items():
             if bool(mask.all()):
-                return run(part, slice(None))
+                return run(parts[name], slice(None))
     outputs, order, ignored = [], [], []
-    for part, mask in zip(parts, masks, strict=True):
+    for name, mask in masks.items():
         rows = mask.nonzero()[:, 0]
         if len(rows):
-            outputs.append(run(part, rows))
+            outputs.append(run(parts[name], rows))
             order.append(rows)
         else:
-            ignored.append(run(part, mask.new_zeros(1, dtype=torch.long)))
+            ignored.append(run(parts[name], mask.new_zeros(1, dtype=torch.long)))
     whole = torch.cat(outputs)[torch.cat(order).argsort()]
     return whole + sum(0 * output.sum() for output in ignored)

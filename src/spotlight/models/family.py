@@ -54,7 +54,7 @@ from spotlight.models.shared.transformer_files import (
     weight_sources,
 )
 from spotlight.models.skeleton import load_weights, persistent_buffers
-from spotlight.models.text.embeddings import EmbeddingsCache
+from spotlight.models.text.embeddings import EmbeddingsCache, called_versions
 from spotlight.models.text.prompt_encoder import PromptEncoder
 from spotlight.models.tiny import write_pipeline
 
@@ -103,7 +103,7 @@ class ModelFamily(FamilyTraits, ABC):
         cache = EmbeddingsCache(
             root=embeddings_cache,
             model=files.identity(*text, *(["vae"] if self.reference_tokens else [])),
-            template=f"{self.pipeline_class}|{self.text_recipe}",
+            template=f"{self.pipeline_class}|{self.text_recipe}|{called_versions()}",
             max_tokens=max_text_tokens,
             dtype=dtype,
         )

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 _WHOLE_FILE_BYTES = 64 * 2**20
 """Weight files up to this size are hashed whole; of larger ones size, header, samples and mtime."""
 _SAMPLES, _SAMPLE_BYTES = 64, 64 * 2**10
-_WEIGHTS = "diffusion_pytorch_model.safetensors"
 PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 """Weights that lie beside the safetensors in some hub models; never downloaded."""
 
@@ -94,7 +93,7 @@ class PipelineFiles:
     def fetch(self, component: str) -> None:
         """Download a component's weights if necessary, and check them."""
         if self.hub_id is not None:
-            _download(self.hub_id, self.commit, [f"{component}/*"])
+            download(self.hub_id, self.commit, [f"{component}/*"])
         check_weights(self.folder(component))
 
     def identity(self, *components: str) -> str:
@@ -176,7 +175,7 @@ def _from_hub(name: str, revision: str | None, components: Mapping[str, Pipeline
             f"model directory {name} does not exist{here}: give the path of a diffusers pipeline directory "
             "(the one with model_index.json) or a hub id such as Qwen/Qwen-Image"
         )
-    root = _download(name, revision, hub_patterns(components))
+    root = download(name, revision, hub_patterns(components))
     return PipelineFiles(root, name, root.name)
 
 
@@ -202,7 +201,8 @@ def hub_patterns(components: Mapping[str, PipelineComponent]) -> list[str]:
     return ["model_index.json", *eager, *small]
 
 
-def _download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Files of a hub model, into the hub's cache; returns the snapshot. Raises :class:`ModelError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -256,40 +256,60 @@ def check_weights(folder: Path) -> None:
     """Read a component's config.json and every safetensors header.
 
     Raises:
-        ModelError: no configuration or weights, a missing shard, or a truncated or invalid file.
+        ModelError: no configuration or weights, a truncated or invalid file, or see :func:`weight_files`.
     """
     read_json(folder / "config.json")
-    shards = sorted(folder.glob("*.safetensors"))
-    if not shards:
+    if not weight_files(folder):
         raise ModelError(f"{folder} has no *.safetensors weights; found {_listing(folder)}")
-    for index_path in folder.glob("*.safetensors.index.json"):
-        names = read_json(index_path).get("weight_map")
-        needed = set(names.values()) if isinstance(names, dict) else set()
-        missing = sorted(str(name) for name in needed if not (folder / str(name)).is_file())
+    for file in folder.glob("*.safetensors"):
+        _tensor_names(file)
+
+
+def weight_files(folder: Path, key: str = "model.path") -> list[Path]:
+    """A component's safetensors files; variants, as ``*.fp16.safetensors``, may lie beside them.
+
+    Args:
+        key: configuration key that names the folder, for errors.
+
+    Raises:
+        ModelError: a file that the index names is missing, one lies beside those that it names, or two hold
+            the same tensor.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    files = [file for file in files if "." not in file.stem] or files
+    for index in folder.glob("*.safetensors.index.json"):
+        found = read_json(index).get("weight_map")
+        named = sorted({str(name) for name in found.values()}) if isinstance(found, dict) else []
+        missing = [name for name in named if not (folder / name).is_file()]
         if missing:
             raise ModelError(
-                f"{folder}: {len(missing)} of {len(needed)} weight files named in {index_path.name} are "
+                f"{key}: {folder}: {len(missing)} of {len(named)} weight files named in {index.name} are "
                 f"missing, first {missing[0]}: copy or download it again"
             )
-    for shard in shards:
-        try:
-            with safe_open(shard, framework="numpy"):
-                pass
-        except (SafetensorError, OSError) as error:
-            size = f"{shard.stat().st_size} bytes"
+        others = [file.name for file in files if file.name not in named]
+        if others:
             raise ModelError(
-                f"{shard} ({size}) is cut or corrupt ({error}): copy or download it again"
-            ) from error
+                f"{key}: {folder} has {', '.join(others)} beside the {len(named)} weight files that "
+                f"{index.name} names; expected only those: remove what is not of this model"
+            )
+    holders: dict[str, Path] = {}
+    for file in files if len(files) > 1 else ():
+        for name in _tensor_names(file):
+            if (other := holders.setdefault(name, file)) != file:
+                raise ModelError(
+                    f"{key}: {folder}: {other.name} and {file.name} both have {name!r}; expected each tensor "
+                    "once: remove the file that is not of this model"
+                )
+    return files
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that diffusers would read of a component: other variants may lie beside them."""
-    index = folder / f"{_WEIGHTS}.index.json"
-    if index.is_file():
-        names = read_json(index).get("weight_map")
-        return sorted({folder / str(name) for name in names.values()}) if isinstance(names, dict) else []
-    single = folder / _WEIGHTS
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+def _tensor_names(path: Path) -> list[str]:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            return list(file.keys())
+    except (SafetensorError, OSError) as error:
+        size = f"{path.stat().st_size} bytes"
+        raise ModelError(f"{path} ({size}) is cut or corrupt ({error}): copy or download it again") from error
 
 
 def read_json(path: Path) -> dict[str, object]:

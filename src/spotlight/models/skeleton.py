@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, weight_files
+from spotlight.models.shared.sharded import is_sharded
 
 if TYPE_CHECKING:
     from diffusers.models import ModelMixin
+    from torch.distributed.tensor import DTensor
 
 
 def skeleton(
@@ -51,7 +52,7 @@ def skeleton(
     try:
         with init_empty_weights():
             model = kind.from_config(dict(config))
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except Exception as error:
         raise ModelError(f"cannot make a {kind.__name__} from its config.json: {error}") from error
     finally:
         torch.set_default_dtype(before)
@@ -98,7 +99,7 @@ def load_weights(
             output_loading_info=True,
             **placed,
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except Exception as error:
         raise ModelError(f"cannot load {kind.__name__} from {folder}: {error}") from error
     for what in ("missing", "unexpected"):
         keys = sorted(report[f"{what}_keys"])
@@ -122,8 +123,10 @@ def allocate(module: nn.Module, device: torch.device) -> None:
 
 
 def _allocated(parameter: Tensor, device: torch.device) -> Tensor:
-    if not isinstance(parameter, DTensor):
+    if not is_sharded(parameter):
         return _nothing(parameter, device)
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         _nothing(parameter.to_local(), device),
         parameter.device_mesh,
@@ -168,7 +171,7 @@ def _visit_files(
     key: str,
     visit: Callable[[Any, str, Tensor], None],
 ) -> None:
-    shards = weight_files(source) if source.is_dir() else [source]
+    shards = weight_files(source, key) if source.is_dir() else [source]
     if not shards or not all(shard.is_file() for shard in shards):
         raise ModelError(f"{key}: {source} is neither a .safetensors file nor a directory with any")
     found: set[str] = set()
@@ -200,7 +203,7 @@ def _check_shape(target: Tensor, stored: Any, what: str) -> None:
 
 
 def _read_tensor(file: Any, name: str, target: Tensor) -> None:
-    if not isinstance(target, DTensor):
+    if not is_sharded(target):
         target.copy_(file.get_tensor(name))
         return
     rows = _rows(target)
@@ -209,7 +212,7 @@ def _read_tensor(file: Any, name: str, target: Tensor) -> None:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def _rows(tensor: DTensor) -> slice:

@@ -23,14 +23,13 @@ from typing import Literal, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.weak import WeakIdRef
 
 from spotlight.models import peft_layers
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import AdapterCopies, LoraSpec
+from spotlight.models.shared.sharded import gathers, is_sharded
 from spotlight.models.shared.update_rounding import UpdateRounding
 
 Slot = Literal["policy", "reference", "old", "ema"]
@@ -223,7 +222,7 @@ class LoraSlots(WeightSlots):
     def _refresh_copies(self, slot: Slot) -> None:
         if self.compute is None or slot not in self._adapters:
             return
-        if any(isinstance(part, FSDPModule) for part in denoisers(self._module).values()):
+        if any(gathers(part) for part in denoisers(self._module).values()):
             while self._copies:  # made before sharding, which gathers parameters in the dtype instead
                 self._copies.popitem()[1].drop()
         elif slot in self._copies:
@@ -233,7 +232,7 @@ class LoraSlots(WeightSlots):
 
     def _mergeable(self) -> bool:
         # Sharded weights are not available here, and half precision would lose small updates.
-        if any(isinstance(part, FSDPModule) for part in self._module.modules()):
+        if any(gathers(part) for part in self._module.modules()):
             return False
         weights = peft_layers.base_weights(self._layers).values()
         return all(weight.dtype == torch.float32 for weight in weights)
@@ -359,12 +358,14 @@ def _reshard(module: nn.Module) -> None:
     if not dist.is_initialized():  # nothing is sharded; walking all modules of a DiT is slow
         return
     for part in module.modules():
-        if isinstance(part, FSDPModule):
+        if gathers(part):
             part.reshard()
 
 
 def _write(parameter: Tensor, value: Tensor) -> None:
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+    if is_sharded(parameter) and not is_sharded(value):
+        from torch.distributed.tensor import distribute_tensor
+
         value = value.to(device=parameter.device, dtype=parameter.dtype)
         # src_data_rank=None: every rank has the full value and takes its own shard; no communication.
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -375,7 +376,7 @@ def _gathered(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     kept: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         detached = tensor.detach()
-        whole = detached.full_tensor() if isinstance(detached, DTensor) else detached
+        whole = detached.full_tensor() if is_sharded(detached) else detached
         if keep:
             kept[name] = whole.to("cpu", copy=True)
     return kept

@@ -61,9 +61,9 @@ def write_pipeline(family: type[FamilyTraits], directory: Path, seed: int, varia
         part.save_pretrained(directory / name)
         for file, content in files.items():
             text = content if isinstance(content, str) else json.dumps(content, indent=2)
-            (directory / name / file).write_text(text)
+            (directory / name / file).write_text(text, encoding="utf-8")
         index[name] = type(part).__module__.partition(".")[0], kind if files else type(part).__name__
-    (directory / "model_index.json").write_text(json.dumps(index, indent=2))
+    (directory / "model_index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 @torch.no_grad()

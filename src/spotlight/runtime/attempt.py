@@ -256,7 +256,7 @@ class _AttemptLog(logging.FileHandler):
 
 @contextmanager
 def _attempt_log(path: Path) -> Iterator[None]:
-    handler = _AttemptLog(path)
+    handler = _AttemptLog(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.addHandler(handler)

@@ -27,7 +27,7 @@ _IMPORTED_S = _now_s()
 def process_age_s() -> float:
     """Seconds since process start; without /proc, since this module's import."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         # starttime is field 22 of proc(5), in ticks since boot; the first two fields are cut off here.
         return max(0.0, _now_s() - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
     except (OSError, ValueError, IndexError):

@@ -174,7 +174,7 @@ class RunRecorder:
             effect.iteration, effect.position, self.header.config_digest, self.header.package_version
         )
         with self.checkpoints.writer(header) as directory:
-            (directory / CONTROLLER_FILE).write_text(json.dumps(effect.snapshot))
+            (directory / CONTROLLER_FILE).write_text(json.dumps(effect.snapshot), encoding="utf-8")
             yield directory
 
     def undo(self, position: int, attempt: int, iteration: int) -> int:

@@ -254,7 +254,7 @@ def _require_same_configuration(
         "started with."
     )
     try:
-        stored = yaml.safe_load(complete(paths.config.read_text()))
+        stored = yaml.safe_load(complete(paths.config.read_text(encoding="utf-8")))
     except ConfigError as error:
         retired = "".join(f"  {problem.key}: {problem.found}\n" for problem in error.problems)
         raise OtherConfigurationError(

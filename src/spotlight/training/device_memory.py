@@ -34,14 +34,16 @@ def free_bytes(device: torch.device) -> int:
             f"{os.uname().sysname} does not tell how much memory is free: set learner.pass_memory_gib, or "
             "other values"
         )
-    rows = (line.split() for line in _MEMINFO.read_text().splitlines())
+    rows = (line.split() for line in _MEMINFO.read_text(encoding="utf-8").splitlines())
     available = next(1024 * int(row[1]) for row in rows if row[0] == "MemAvailable:")
     return min(available, _cgroup_bytes())
 
 
 def _cgroup_bytes() -> int:
     try:
-        limit, used = ((_CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used = (
+            (_CGROUP / name).read_text(encoding="utf-8").strip() for name in ("memory.max", "memory.current")
+        )
     except OSError:
         return 2**63
     return 2**63 if limit == "max" else max(int(limit) - int(used), 0)

@@ -62,7 +62,7 @@ from spotlight.training.settings import (
     autocast_type,
     compute_type,
 )
-from spotlight.training.sharding import Ranks, average_gradients, shard
+from spotlight.training.sharding import Ranks, average_gradients, drop_idle_gradients, shard
 from spotlight.training.step_metrics import BatchReport, IterationLog, StepReport, UpdateMeter, batch_report
 
 __all__ = ["Learner", "TrainingError", "TrainingGuidance", "TrainingSample"]
@@ -257,6 +257,7 @@ class Learner:
             self._announce(samples + zeros)
         config, optimizer = self.config, self.optimizer
         sums = self._update.meter.reduce(self.ranks)
+        drop_idle_gradients(self.slots.modules()["policy"], self.ranks)
         average_gradients(self._trainable(), self.ranks)
         norm, entries = self._gradient_norm()
         grad_norm = norm.item()

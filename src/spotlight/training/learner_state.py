@@ -84,7 +84,7 @@ def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Co
                 "optimizer_steps": _optimizer_steps(slots, optimizer),
                 "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
             }
-            (directory / INDEX).write_text(json.dumps(index, indent=1))
+            (directory / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     ranks.barrier()
 
 
@@ -189,7 +189,7 @@ class _StateIndex:
 
 def _read_index(path: Path) -> _StateIndex:
     try:
-        index = json.loads(path.read_text())
+        index = json.loads(path.read_text(encoding="utf-8"))
         if index["format"] != FORMAT:
             raise StateError(
                 f"{path} has format {index['format']!r}; this version reads {FORMAT}. Use the version that "

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from spotlight.models.experts import denoisers
+from spotlight.models.experts import Experts, denoisers
 from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import WeightSlots
 from spotlight.training.device_memory import free_bytes, measured_peak
@@ -204,6 +204,23 @@ def average_gradients(parameters: Sequence[Tensor], ranks: Ranks, bucket_bytes: 
         ranks.all_reduce(flat)
         for gradient, mean in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
             gradient.copy_(mean.view_as(gradient))
+
+
+def drop_idle_gradients(module: nn.Module, ranks: Ranks) -> None:
+    """Set gradients to None of transformers that had no row of an update on any rank; every rank calls this.
+
+    Where they are sharded these are zeros, by which AdamW would move the weights on old momentum, and decay
+    them.
+    """
+    if not isinstance(module, Experts):
+        return
+    parts = denoisers(module)
+    device = next(module.parameters()).device
+    had = torch.tensor([name in module.had_rows for name in parts], dtype=torch.int32, device=device)
+    module.had_rows.clear()
+    for part, rows in zip(parts.values(), ranks.all_reduce(had, dist.ReduceOp.MAX).tolist(), strict=True):
+        if not rows:
+            part.zero_grad(set_to_none=True)
 
 
 def shard_module(

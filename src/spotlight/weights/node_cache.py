@@ -168,7 +168,7 @@ def _is_hashed(path: Path) -> bool:
     """Whether the file has not been written since its content was hashed; False where times cannot tell."""
     mark = path.with_suffix(_HASHED)
     try:
-        written, marked_ns = mark.read_text(), mark.stat().st_mtime_ns
+        written, marked_ns = mark.read_text(encoding="utf-8"), mark.stat().st_mtime_ns
     except FileNotFoundError:
         return False
     return written == _writing(path) and marked_ns - path.stat().st_mtime_ns > _CLOCK_NS
@@ -178,7 +178,7 @@ def _mark_hashed(path: Path, writing: str) -> None:
     """Call it after the content was hashed, with what was last written before: later writing differs."""
     with suppress(OSError):  # of no consequence: others hash it themselves
         own = path.with_suffix(f"{_HASHED}-{os.getpid()}")
-        own.write_text(writing)
+        own.write_text(writing, encoding="utf-8")
         own.rename(path.with_suffix(_HASHED))
 
 

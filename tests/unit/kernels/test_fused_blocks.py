@@ -12,44 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers.models.attention import JointTransformerBlock
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
-from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock, FluxTransformerBlock
-from diffusers.models.transformers.transformer_flux2 import Flux2SingleTransformerBlock, Flux2TransformerBlock
-from diffusers.models.transformers.transformer_hunyuan_video import (
-    HunyuanVideoSingleTransformerBlock,
-    HunyuanVideoTransformerBlock,
-)
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformerBlock
-from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21TransformerBlock
 from diffusers.models.transformers.transformer_wan import WanTransformerBlock
-from diffusers.models.transformers.transformer_z_image import ZImageTransformerBlock
+from tests.unit.kernels.fused_cases import CASES, SIZE, WIDTH
 from torch import Tensor, nn
 
 from spotlight_kernels import fuse as fusing
 from spotlight_kernels.fuse import BLOCKS, fuse, restore
 
 CPU = torch.device("cpu")
-WIDTH, HEADS, SIZE = 24, 3, 8
-CASES: Mapping[str, Callable[[], nn.Module]] = {
-    "FLUX.1": lambda: FluxTransformerBlock(WIDTH, HEADS, SIZE),
-    "FLUX.1, single": lambda: FluxSingleTransformerBlock(WIDTH, HEADS, SIZE),
-    "FLUX.2": lambda: Flux2TransformerBlock(WIDTH, HEADS, SIZE),
-    "FLUX.2, single": lambda: Flux2SingleTransformerBlock(WIDTH, HEADS, SIZE),
-    "HunyuanVideo": lambda: HunyuanVideoTransformerBlock(HEADS, SIZE, 2.0),
-    "HunyuanVideo, single": lambda: HunyuanVideoSingleTransformerBlock(HEADS, SIZE, 2.0),
-    "Qwen-Image": lambda: QwenImageTransformerBlock(WIDTH, HEADS, SIZE),
-    "Qwen-Image-2.1": lambda: QwenImage21TransformerBlock(WIDTH, HEADS, SIZE),
-    "SD3": lambda: JointTransformerBlock(WIDTH, HEADS, SIZE),
-    "SD3.5": lambda: JointTransformerBlock(WIDTH, HEADS, SIZE, qk_norm="rms_norm", use_dual_attention=True),
-    "SD3.5, last": lambda: JointTransformerBlock(
-        WIDTH, HEADS, SIZE, qk_norm="rms_norm", context_pre_only=True
-    ),
-    "Wan": lambda: WanTransformerBlock(WIDTH, 2 * WIDTH, HEADS, cross_attn_norm=True),
-    "Wan, from images": lambda: WanTransformerBlock(WIDTH, 2 * WIDTH, HEADS, added_kv_proj_dim=WIDTH),
-    "Z-Image": lambda: ZImageTransformerBlock(0, WIDTH, HEADS, HEADS, 1e-5, True),
-    "Z-Image, refiner": lambda: ZImageTransformerBlock(0, WIDTH, HEADS, HEADS, 1e-5, False, modulation=False),
-}
 
 
 def made(name: str, kind: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Any]]:

@@ -118,7 +118,7 @@ def make_vae(
 
 def take_vae(parts: architecture.Parts, recipe: VideoRecipe, clock: Clock, earlier: Path) -> dict[str, float]:
     """Load the VAE of an earlier pipeline in place; its last losses, and its seconds into ``clock``."""
-    record = json.loads((earlier / "TRAINING.json").read_text())
+    record = json.loads((earlier / "TRAINING.json").read_text(encoding="utf-8"))
     of = record["recipe"]
     if (of["seed"], of["vae"]) != (recipe.seed, asdict(recipe.vae)):
         raise ValueError(

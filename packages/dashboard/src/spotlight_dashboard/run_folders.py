@@ -55,7 +55,7 @@ class RunFolder:
         if path is None or path.stat().st_size > CONFIG_BYTES_MAX:
             return Settings({})
         try:
-            found = yaml.safe_load(path.read_text())
+            found = yaml.safe_load(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, yaml.YAMLError, RecursionError):
             return Settings({})
         return Settings(found if isinstance(found, dict) else {})

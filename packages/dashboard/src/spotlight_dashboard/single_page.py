@@ -42,7 +42,10 @@ def write_page(run: RunFolder, target: Path) -> None:
 def single_page(run: RunFolder) -> str:
     """The page's HTML. Raises StoreError as :func:`write_page` does."""
     inlined = json.dumps(_inlined(run), allow_nan=False).replace("<", "\\u003c")
-    scripts = [plotly_file().read_text(), *(_page_text(name) for name in PAGE_FILES if name.endswith(".js"))]
+    scripts = [
+        plotly_file().read_text(encoding="utf-8"),
+        *(_page_text(name) for name in PAGE_FILES if name.endswith(".js")),
+    ]
     parts = [
         f'<script type="application/json" id="inlined">{inlined}</script>',
         *(f"<script>\n{_script(text)}\n</script>" for text in scripts),
@@ -125,7 +128,7 @@ def _key(what: str, **query: str) -> str:
 
 
 def _page_text(name: str) -> str:
-    return page_file(name).read_text()
+    return page_file(name).read_text(encoding="utf-8")
 
 
 def _script(text: str) -> str:

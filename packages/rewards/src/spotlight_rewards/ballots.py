@@ -116,13 +116,13 @@ class BallotBox:
         if before is not None:
             temporary = folder / f"{TEMPORARY_PREFIX}{uuid4().hex}"
             with suppress(FileNotFoundError):  # another process has just had its vote: it is put again
-                temporary.write_text(content)
+                temporary.write_text(content, encoding="utf-8")
                 temporary.replace(folder / _BALLOT)
                 return
         scratch = Path(mkdtemp(prefix=TEMPORARY_PREFIX, dir=self._open))
         for name, picture in pictures.items():
             (scratch / f"{name}.png").write_bytes(picture)
-        (scratch / _BALLOT).write_text(content)
+        (scratch / _BALLOT).write_text(content, encoding="utf-8")
         scratch.chmod(0o755)  # of mkdtemp's, which only its owner may read
         self.close(ballot.id)  # what is left of it, if its removal was interrupted
         try:
@@ -145,7 +145,7 @@ class BallotBox:
         """The vote, if there is one. Raises :class:`DamagedVoteError`."""
         path = self._vote(ballot)
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             return Vote(tuple(map(str, found["ranking"])), float(found["took_s"]), str(found["voter"]))
         except FileNotFoundError:
             return None
@@ -221,7 +221,7 @@ class BallotBox:
         if path.parent.is_symlink() or path.is_symlink():
             return None
         try:
-            found = json.loads(path.read_text())
+            found = json.loads(path.read_text(encoding="utf-8"))
             names = tuple(str(name) for name in found["pictures"] if _ID.fullmatch(str(name)))
             times = float(found["asked_at"]), float(found["ends_at"])
             return Ballot(str(found["prompt"]), names, found["asks_name"] is True, *times)

@@ -87,7 +87,7 @@ def check_gpus(
     if json_file is not None:
         with storage_errors("cannot write the report", json_file):
             json_file.parent.mkdir(parents=True, exist_ok=True)
-            json_file.write_text(json.dumps(asdict(report), indent=1) + "\n")
+            json_file.write_text(json.dumps(asdict(report), indent=1) + "\n", encoding="utf-8")
         console.print(f"report: {json_file}", markup=False)
     return report
 

@@ -456,7 +456,7 @@ class LearnerRank:
 def write_token(config: RunConfig, token: str) -> Path:
     """Write ``token`` to the run directory for :meth:`LearnerRank.check_storage`. Remove it afterwards."""
     path = _token_path(config)
-    path.write_text(token)
+    path.write_text(token, encoding="utf-8")
     return path
 
 
@@ -477,7 +477,7 @@ def _write_to(path: Path, note: str) -> None:
 
 def _content(path: Path) -> str | None:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except OSError:
         return None
 

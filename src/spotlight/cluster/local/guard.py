@@ -108,7 +108,12 @@ def _pids() -> Iterable[int]:
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/PID/stat after the name: 0 state, 1 parent, 19 start time; empty: no such process."""
     try:
-        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        return (
+            (_PROC / str(pid) / "stat")
+            .read_text(encoding="utf-8", errors="replace")
+            .rpartition(")")[2]
+            .split()
+        )
     except OSError:
         return []
 

@@ -148,7 +148,7 @@ class LocalCluster:
         node, _, _ = self._find(name)
         file = pid_file(self.session, node.ray_id)
         try:
-            os.kill(int(file.read_text()), signal.SIGTERM)
+            os.kill(int(file.read_text(encoding="utf-8")), signal.SIGTERM)
         except (OSError, ValueError) as error:
             raise LocalClusterError(
                 f"node {name!r} cannot get notice: {file} names no process that watches for SIGTERM ({error})"
@@ -296,6 +296,6 @@ def _last_words(logs: Path) -> str:
             files = [file for file in logs.glob(pattern) if file.stat().st_size]
             latest = max(files, key=lambda file: file.stat().st_mtime, default=None)
             if latest is not None:
-                lines = latest.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+                lines = latest.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
                 return "\n".join([f"{latest}:", *(f"  {line[:_LOG_COLUMNS]}" for line in lines)])
     return f"nothing in {logs}"

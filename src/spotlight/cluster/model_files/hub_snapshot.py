@@ -136,7 +136,9 @@ class ModelFileServer:
         files = tuple(_file(root, path) for path in _matching(root, wanted.patterns))
         self._offered = {file.path: (root / file.path).resolve() for file in files}
         tree = model_directory(self._cache, wanted.hub_id) / "trees" / f"{root.name}.json"
-        return SnapshotManifest(root.name, files, tree.read_text() if tree.is_file() else None)
+        return SnapshotManifest(
+            root.name, files, tree.read_text(encoding="utf-8") if tree.is_file() else None
+        )
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Bytes of an offered file; fewer at its end. OSError if it is gone, KeyError if not offered."""

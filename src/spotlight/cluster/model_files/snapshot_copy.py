@@ -156,7 +156,7 @@ def _publish(offer: SnapshotManifest, directory: Path) -> None:
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f"{path.name}{_PART}")
-    draft.write_text(text)
+    draft.write_text(text, encoding="utf-8")
     draft.replace(path)
 
 

@@ -78,5 +78,5 @@ def _write_pid(path: Path) -> None:
     # Written atomically: a truncated pid would signal the wrong process.
     with contextlib.suppress(OSError):
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(f"{os.getpid()}\n")
+        draft.write_text(f"{os.getpid()}\n", encoding="utf-8")
         draft.replace(path)

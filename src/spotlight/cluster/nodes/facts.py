@@ -150,7 +150,9 @@ def _gpus() -> tuple[Gpu, ...]:
         return ()
     command = [tool, "--query-gpu=index,uuid,name,memory.total", "--format=csv,noheader,nounits"]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_S, check=False)
+        asked = subprocess.run(
+            command, capture_output=True, timeout=_NVIDIA_SMI_S, check=False, encoding="utf-8"
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -173,7 +175,7 @@ def _free_bytes(directory: Path) -> int:
 
 def _boot_id() -> str:
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return UNKNOWN
 

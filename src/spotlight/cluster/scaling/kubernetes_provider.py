@@ -246,7 +246,7 @@ class KubernetesProvider:
     def _read(self, name: str) -> str:
         path = self._settings.account / name
         try:
-            return path.read_text().strip()
+            return path.read_text(encoding="utf-8").strip()
         except OSError as error:
             raise ProviderError(
                 f"{path} cannot be read ({error}); expected a pod's service account. Run the head in a pod "

@@ -19,7 +19,7 @@ class NodeNotes:
 
     def read(self) -> list[str]:
         """The names that were written last."""
-        names: list[str] = json.loads(self.path.read_text()) if self.path.exists() else []
+        names: list[str] = json.loads(self.path.read_text(encoding="utf-8")) if self.path.exists() else []
         return names
 
     def write(self, names: Iterable[str]) -> None:

@@ -5,6 +5,7 @@ Traps of the reference:
   The loading snippet steps as Euler does.
 - A pipeline saved with diffusers' Euler scheduler shifts its noise levels twice, since ``WanPipeline`` leaves
   them to the scheduler.
+- It cleans prompts with ftfy, as in training, but only where ftfy is installed.
 - The text is zero-padded to ``max_text_tokens`` after encoding and not masked: the model attends to padding.
 - A few parts of the transformer stay float32 in a bfloat16 model, the time embedding among them.
 """
@@ -12,6 +13,7 @@ Traps of the reference:
 from __future__ import annotations
 
 from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
 import torch.nn.functional as F
@@ -90,7 +92,12 @@ class Wan(ModelFamily):
             )
 
     def check_parts(self) -> None:
-        """Sizes of transformers, VAE and text encoder that must agree; variants of other pipelines."""
+        """Sizes of transformers, VAE and text encoder that must agree; variants of other pipelines; ftfy."""
+        if find_spec("ftfy") is None:
+            raise ModelError(
+                "the package ftfy is not installed; expected it, because Wan was trained on prompts that it "
+                "cleaned, such as those with curly quotes: pip install ftfy"
+            )
         vae = self.vae.config
         require_equal(
             self.files.folder("vae") / "config.json",

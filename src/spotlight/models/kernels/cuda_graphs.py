@@ -18,11 +18,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_flatten, tree_map
 
 from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
+from spotlight.models.shared.sharded import gathers
 from spotlight.models.slots import WeightSlots
 
 KINDS_MAX = 64
@@ -81,7 +81,7 @@ class CapturedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See the module's docstring. Raises :class:`ModelError` if the forward cannot be captured."""
-        if torch.is_grad_enabled() or isinstance(self._module, FSDPModule):
+        if torch.is_grad_enabled() or gathers(self._module):
             return self._forward(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

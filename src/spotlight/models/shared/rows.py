@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+
+from spotlight.models.shared.sharded import gathers
 
 Kind = TypeVar("Kind", bound=Hashable)
 
@@ -17,7 +18,7 @@ def by_kind(model: nn.Module, kinds: Sequence[Kind], run: Callable[[Kind, list[i
 
     Of a model sharded over ranks, one row at a time: all ranks must run equally many forwards.
     """
-    if isinstance(model, FSDPModule):
+    if gathers(model):
         forwards = [(kind, [row]) for row, kind in enumerate(kinds)]
     else:
         distinct = dict.fromkeys(kinds)

@@ -50,7 +50,9 @@ class TransformerFiles:
             ModelError: the tensor is in none of the files; when called.
         """
         shards = {
-            f"{name}." if len(self.sources) > 1 else "": weight_files(source) if source.is_dir() else [source]
+            f"{name}." if len(self.sources) > 1 else "": (
+                weight_files(source, self.key) if source.is_dir() else [source]
+            )
             for name, source in self.sources.items()
         }
 

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import safetensors.torch
@@ -22,7 +23,22 @@ from torch import Tensor
 from spotlight.models.model_errors import storing
 
 _log = logging.getLogger(__name__)
+_CALLED = ("diffusers", "transformers", "tokenizers", "sentencepiece", "ftfy", "pillow", "torchvision")
 _REMEDY = "Free some space there, or set cache_dir to a folder that this user can write."
+
+
+def called_versions() -> str:
+    """Of the packages that a pipeline's ``encode_prompt`` calls, the optional ones where they are installed:
+    another version may clean or cut prompts differently.
+    """
+    return "|".join(f"{name} {_version(name)}" for name in _CALLED)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

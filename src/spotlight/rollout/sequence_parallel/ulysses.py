@@ -31,7 +31,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 
 # Import before any collective: functional collectives import it on first use, while other ranks wait.
-import torch._dynamo
+import torch._dynamo  # noqa: F401
 import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import __version__ as diffusers_version

@@ -58,7 +58,11 @@ class WeightsAndBiases:
             dir=str(paths.path),
         )
         self._remembered = paths.path / "wandb-logged"
-        self._logged = set(self._remembered.read_text().split("\n")) if self._remembered.exists() else set()
+        self._logged = (
+            set(self._remembered.read_text(encoding="utf-8").split("\n"))
+            if self._remembered.exists()
+            else set()
+        )
         mode = "offline" if self._run.offline else "disabled" if self._run.disabled else "online"
         self._there = f"{self._run.entity or entity}/{self._run.project} {mode} {self._id}"
         self._log_missing(resume_at)
@@ -119,7 +123,7 @@ class WeightsAndBiases:
             return
         self._run.log(dict(values), step=iteration)
         self._logged.add(entry)
-        with self._remembered.open("a") as file:
+        with self._remembered.open("a", encoding="utf-8") as file:
             file.write(f"{entry}\n")
             file.flush()
             os.fsync(file.fileno())

@@ -120,7 +120,7 @@ def section_of(tree: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
 def read_tree(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file, empty if the file is. Raises :class:`ConfigError`."""
     try:
-        tree = parse_yaml(path.read_text())
+        tree = parse_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         problem = Problem(
             "CONFIG", str(path), "a readable YAML file", f"{error.strerror}; see `spotlight train --help`."

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import typer
 
+from spotlight_rewards.commands.any_terminal import AnyTerminal
 from spotlight_rewards.commands.prompts_command import prompts
 from spotlight_rewards.commands.rewards_command import check, convert_geneval, list_rewards
 from spotlight_rewards.commands.score_command import score
@@ -23,6 +24,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 
 app = typer.Typer(
     name="spotlight-rewards",
+    cls=AnyTerminal,
     help="Score pictures and videos: GenEval, OCR, preference models, vision-language models, your own.",
     epilog="Start with: spotlight-rewards list, then: spotlight-rewards check ocr.",
     no_args_is_help=True,

@@ -76,7 +76,7 @@ def prompts(
         try:
             out.mkdir(parents=True, exist_ok=True)
             for path, lines in zip(paths, sets, strict=True):
-                path.write_text("".join(f"{line}\n" for line in lines))
+                path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         except OSError as error:
             raise failure(
                 f"OUT: the prompts cannot be written to {out} ({type(error).__name__}: {error.strerror}); "

@@ -81,7 +81,7 @@ class OcrVlm(VlmSampleReward[float]):
 
 def _target(prompt: str) -> str:
     target = target_of(prompt, "ocr-vlm")
-    if target.strip("[].") == normalized(NO_TEXT).strip("[]"):
+    if _bare(target) == _bare(NO_TEXT):
         raise RewardInputError(
             f"ocr-vlm reward: the prompt {prompt!r} asks for {NO_TEXT.strip('[]')!r}, the model's answer "
             "where there is no text: the score could only be 0. Remove the prompt."
@@ -91,5 +91,8 @@ def _target(prompt: str) -> str:
 
 def reading(answer: str) -> str:
     """What an answer says was read; empty if it says that there is no text."""
-    bare = " ".join(answer.strip(" \n\t[].").casefold().split())
-    return "" if bare == NO_TEXT.strip("[]") else answer.strip()
+    return "" if _bare(answer) == _bare(NO_TEXT) else answer.strip()
+
+
+def _bare(answer: str) -> str:
+    return normalized(answer).strip("[].")

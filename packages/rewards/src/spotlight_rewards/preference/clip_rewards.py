@@ -31,7 +31,6 @@ AESTHETIC_HEAD = "trl-lib/ddpo-aesthetic-predictor"
 """Its ``aesthetic-model.pth`` is ``sac+logos+ava1-l14-linearMSE.pth`` under another name."""
 _PICKSCORE_UNIT = 26.0
 """Brings ordinary scores near 1."""
-_STRAIGHT = str.maketrans("\u201c\u201d\u2018\u2019", "\"\"''")
 
 
 def _sign(low: float, high: float) -> Example:
@@ -215,8 +214,7 @@ class Aesthetic(ClipReward):
 
 
 def cleaned(prompt: str) -> str:
-    """A prompt as open_clip reads it: HTML's entities resolved, quotes straight.
+    """A prompt as open_clip reads it."""
+    from ftfy import fix_text
 
-    What else ftfy repairs there, such as text in a wrong encoding, stays as it is.
-    """
-    return unescape(unescape(prompt)).translate(_STRAIGHT)
+    return unescape(unescape(fix_text(prompt))).strip()

@@ -1,6 +1,7 @@
 """How much of a prompt's quoted text was read: the formula of every reward for legible text.
 
-The target is the text between the first pair of double quotes; case and white space are ignored. Score =
+The target is the text between the first pair of double quotes; case, white space and what Unicode writes in
+several ways (accents, widths, ligatures, curly apostrophes, dashes) are ignored on both sides. Score =
 1 - distance / len(target), in [0, 1], with distance 0 if the reading contains the target, else Levenshtein's,
 at most len(target).
 
@@ -25,7 +26,7 @@ pairs, 0.05 % of triples, and none of 60 targets of four letters (``benchmarks/o
 
 
 def target_of(prompt: str, reward: str = "ocr") -> str:
-    """The text to draw, in lower case without white space. Raises :class:`RewardInputError`."""
+    """The text to draw, :func:`normalized`. Raises :class:`RewardInputError`."""
     pieces = prompt.split('"', 2)
     target = normalized(pieces[1]) if len(pieces) == 3 else ""
     if not target:
@@ -62,7 +63,7 @@ def stands_alone(target: str, reading: str) -> bool:
     letters = r"\s*".join(map(re.escape, target))
     before = r"(?<!\w)" if target[0].isalnum() else ""
     after = r"(?!\w)" if target[-1].isalnum() else ""
-    return re.search(before + letters + after, reading.lower()) is not None
+    return re.search(before + letters + after, _folded(reading)) is not None
 
 
 def levenshtein(a: str, b: str) -> int:
@@ -75,14 +76,31 @@ def levenshtein(a: str, b: str) -> int:
     return row[-1]
 
 
+_ONE_OF_MANY = str.maketrans(
+    {
+        **dict.fromkeys("\u2018\u2019\u201b\u02bc\u2032\u00b4", "'"),
+        **dict.fromkeys("\u201c\u201d\u201e\u2033", '"'),
+        **dict.fromkeys("\u2010\u2011\u2012\u2013\u2014\u2015\u2212", "-"),
+    }
+)
+
+
 def normalized(text: str) -> str:
-    """Lower case without white space."""
-    return "".join(text.split()).lower()
+    """What is compared of a target, a reading and an alphabet: one spelling, no case, no white space."""
+    return "".join(_folded(text).split())
+
+
+def _folded(text: str) -> str:
+    # Translated before, because NFKC makes a space and a combining accent of an acute; and after, because it
+    # makes a dash of a vertical one.
+    plain = unicodedata.normalize("NFKC", text.translate(_ONE_OF_MANY)).translate(_ONE_OF_MANY).casefold()
+    seen = (each for each in plain if unicodedata.category(each) != "Cf")  # such as a zero-width space
+    return unicodedata.normalize("NFKC", "".join(seen))
 
 
 @dataclass(frozen=True, slots=True)
 class KnownCharacters:
-    """What a reader can read, in lower case, and the scripts of it."""
+    """What a reader can read, :func:`normalized`, and the scripts of it."""
 
     characters: frozenset[str]
     scripts: frozenset[str]
@@ -91,7 +109,7 @@ class KnownCharacters:
     def of(cls, characters: Iterable[str]) -> Self:
         """Of a reader's alphabet, which may have tens of thousands."""
         known = frozenset(characters)
-        return cls(frozenset(each.lower() for each in known), frozenset(map(_script, known)))
+        return cls(frozenset("".join(map(normalized, known))), frozenset(map(_script, known)))
 
 
 def missing_scripts(target: str, known: KnownCharacters) -> list[str]:

@@ -1,0 +1,53 @@
+"""How the process of a command ends: as Python ends it, but for freeing what the kernel frees anyway."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import atexit, sys, tempfile, threading
+from spotlight.cli.__main__ import main
+from spotlight.cli.main import app
+
+class Freed:
+    def __del__(self):
+        print("freed")
+
+@app.command()
+def end(how: str):
+    sys.freed, sys.folder = Freed(), tempfile.TemporaryDirectory()
+    atexit.register(print, "exit handler")
+    threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
+    print(sys.folder.name)
+    if how == "raise":
+        raise RuntimeError("wrong")
+    raise SystemExit("said" if how == "say" else int(how))
+
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "said"),
+    [("0", 0, ""), ("3", 3, ""), ("say", 1, "said\n"), ("raise", 1, "RuntimeError: wrong\n")],
+)
+def test_threads_and_exit_handlers_end_and_everything_is_said(how: str, status: int, said: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, "end", how], capture_output=True, text=True)
+    folder, *lines = done.stdout.splitlines()
+    assert lines == ["thread", "exit handler"]  # nothing is freed
+    assert not Path(folder).exists()
+    assert done.returncode == status
+    assert done.stderr.endswith(said)
+
+
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, "end", "0"], stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode != 0
+    assert b"No space left on device" in done.stderr
