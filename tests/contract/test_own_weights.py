@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
+from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 from torch import Tensor
 
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.families.qwen_image import QwenImage
+from spotlight.models.lora_file import read_lora
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.pipeline_export import read_lora
 from spotlight.models.slots import LoraSlots, Slot, WeightSlots
 from spotlight.report.loading import loading_snippet
 from spotlight.runtime.assembly import components as build
@@ -77,6 +79,17 @@ def test_policy_and_reference_start_with_the_lora(
     assert not torch.equal(velocity(family, slots, "policy"), expected)
 
 
+def test_a_lora_acts_alike_under_another_alpha(
+    random_pipeline: Path, tmp_path: Path, lora: tuple[Path, Tensor]
+) -> None:
+    folder, expected = lora
+    settings = config(random_pipeline, tmp_path, f"model.lora={folder}", "learner.lora.alpha=7")
+    family, slots = slots_of(settings)
+    assert slots.metadata()["lora_alpha"] == 7  # type: ignore[attr-defined]
+    for slot in slots.slots:
+        torch.testing.assert_close(velocity(family, slots, slot), expected)
+
+
 def test_a_lora_that_does_not_fit_is_refused(
     random_pipeline: Path, tmp_path: Path, lora: tuple[Path, Tensor]
 ) -> None:
@@ -84,8 +97,6 @@ def test_a_lora_that_does_not_fit_is_refused(
     starts = f"model.lora={folder}"
     with pytest.raises(ModelError, match=r"learner\.lora\.rank is 4; expected 3, that of model\.lora"):
         slots_of(config(random_pipeline, tmp_path, starts, "learner.lora.rank=4"))
-    with pytest.raises(ModelError, match=r"learner\.lora\.alpha is 8; expected 6"):
-        slots_of(config(random_pipeline, tmp_path, starts, "learner.lora.alpha=8"))
     with pytest.raises(ModelError, match=r"model\.lora=.*misses 4 tensors, first .*to_k.*other LoRA targets"):
         slots_of(
             config(random_pipeline, tmp_path, starts, "learner.lora.targets=[to_q, to_k, img_mlp.net.2]")
@@ -161,6 +172,71 @@ def test_a_transformer_of_another_model_is_refused_by_name_and_shape(
         slots_of(config(random_pipeline, tmp_path, f"model.transformer={twice}"))
     with pytest.raises(ModelError, match=r"model\.transformer: .*nowhere is neither"):
         slots_of(config(random_pipeline, tmp_path, f"model.transformer={tmp_path / 'nowhere'}"))
+
+
+def test_one_of_several_lora_files_is_not_guessed(lora: tuple[Path, Tensor], tmp_path: Path) -> None:
+    file = next(lora[0].glob("*.safetensors"))
+    for name in ("step-10.safetensors", "step-20.safetensors"):
+        shutil.copy(file, tmp_path / name)
+    with pytest.raises(ModelError, match=r"has 2 .safetensors files: step-10.*, step-20.*; expected one"):
+        read_lora("QwenImagePipeline", str(tmp_path))
+    assert read_lora("QwenImagePipeline", str(tmp_path / "step-20.safetensors")).rank == SPEC.rank
+
+
+def test_the_folder_of_a_peft_adapter_is_read_with_its_alpha(
+    random_pipeline: Path, tmp_path: Path, lora: tuple[Path, Tensor]
+) -> None:
+    family = QwenImage.load(random_pipeline, device="cpu", dtype=torch.float32, embeddings_cache=tmp_path)
+    fields = LoraConfig(r=3, lora_alpha=6, target_modules=[*SPEC.targets])
+    layers = read_lora("QwenImagePipeline", str(lora[0])).with_alpha(6).layers
+    adapted = get_peft_model(family.transformer, fields)
+    set_peft_model_state_dict(adapted, {f"base_model.model.{name}": each for name, each in layers.items()})
+    adapted.save_pretrained(tmp_path / "peft")  # as flow_grpo does
+    family, slots = slots_of(config(random_pipeline, tmp_path, f"model.lora={tmp_path / 'peft'}"))
+    assert torch.equal(velocity(family, slots, "policy"), lora[1])
+    described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps({**described, "use_rslora": True}))
+    with pytest.raises(ModelError, match=r"scales its layers differently \(\['use_rslora'\]\)"):
+        read_lora("QwenImagePipeline", str(tmp_path / "peft"))
+
+
+NATIVE = {
+    "QwenImagePipeline": "diffusion_model.transformer_blocks.0.attn.to_q",
+    "FluxPipeline": "transformer.transformer_blocks.0.attn.to_q",
+    "WanPipeline": "diffusion_model.blocks.0.self_attn.q",
+    "ZImagePipeline": "diffusion_model.layers.0.attention.to_q",
+}
+"""A layer's name in files that diffusers' classes convert."""
+
+
+@pytest.mark.parametrize("pipeline_class", NATIVE)
+def test_a_lora_of_which_something_would_be_dropped_is_refused(tmp_path: Path, pipeline_class: str) -> None:
+    layer, file = NATIVE[pipeline_class], tmp_path / "file.safetensors"
+    plain = {f"{layer}.lora_A.weight": torch.ones(8, 4), f"{layer}.lora_B.weight": torch.ones(4, 8)}
+    safetensors.torch.save_file(plain, file)
+    assert read_lora(pipeline_class, str(file)).rank == 8
+    for more in ("dora_scale", "lora_magnitude_vector", "lora_B.bias"):
+        safetensors.torch.save_file({**plain, f"{layer}.{more}": torch.ones(4)}, file)
+        with pytest.raises(ModelError, match=rf"model\.lora: .*{more}|not a LoRA that {pipeline_class}"):
+            read_lora(pipeline_class, str(file))
+
+
+@pytest.mark.parametrize(
+    ("pipeline_class", "names"),
+    [
+        ("FluxPipeline", ["x.processor.y", "double_blocks.a.processor.b"]),  # IndexError
+        ("FluxPipeline", ["lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight"]),
+        ("ZImagePipeline", ["diffusion_model.layers.0.lokr_w1"]),
+        ("QwenImagePipeline", ["lora_unet_transformer_blocks_0_attn_to_q.lora_down.weight"]),
+    ],
+)
+def test_what_diffusers_cannot_convert_is_named(
+    tmp_path: Path, pipeline_class: str, names: list[str]
+) -> None:
+    file = tmp_path / "file.safetensors"
+    safetensors.torch.save_file({name: torch.ones(2, 2) for name in names}, file)
+    with pytest.raises(ModelError, match=r"model\.lora: .*file\.safetensors"):
+        read_lora(pipeline_class, str(file))
 
 
 @pytest.mark.parametrize("pipeline_class", ["FluxPipeline", "WanPipeline"])

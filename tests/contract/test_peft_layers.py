@@ -101,6 +101,18 @@ def test_targets_that_do_not_fit_are_refused(model: nn.Module) -> None:
     assert not any(isinstance(module, LoraLayer) for module in model.modules())
 
 
+def test_targets_name_layers_by_their_blocks(model: nn.Module) -> None:
+    whole = nn.ModuleDict({"blocks": model, "to_q": nn.Linear(6, 6), "b": Block()})
+    spec = LoraSpec(2, 2.0, ("blocks.*.to_q", "blocks.b.to_out.0"))
+    assert [*peft_layers.inject(whole, spec, ["one"])] == [
+        "blocks.a.to_q",
+        "blocks.b.to_q",
+        "blocks.b.to_out.0",
+    ]
+    with pytest.raises(ModelError, match=r"'\*\.\*\.\*\.to_q' matches no module"):
+        peft_layers.check_targets(whole, ["*.*.*.to_q"])
+
+
 def test_rank_and_alpha_out_of_range_are_refused(model: nn.Module) -> None:
     with pytest.raises(ModelError, match="LoRA rank is 0"):
         peft_layers.inject(model, LoraSpec(0, 2.0, ("to_q",)), ["one"])

@@ -117,6 +117,10 @@ SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda d: edit(d / "transformer" / "config.json", num_attention_heads=8),
         r"cannot load QwenImageTransformer2DModel from ",
     ),
+    "decoder without blocks": (
+        lambda d: edit(d / "vae" / "config.json", dim_mult=[]),
+        r"cannot load AutoencoderKLQwenImage from .*vae: cannot access local",
+    ),
     "layers missing": (
         lambda d: edit(d / "transformer" / "config.json", num_layers=3),
         r"missing tensors, first 'transformer_blocks\.2\.",

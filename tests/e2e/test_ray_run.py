@@ -227,6 +227,7 @@ def test_a_dead_ray_ends_the_run_with_one_line_and_the_same_command_resumes(job:
         assert it.end() == 1, it.printed
         assert "Run the same command again: it resumes from the last checkpoint." in it.printed
         assert "Traceback" not in it.printed
+        assert "will be taken" not in it.printed, "nobody takes a node: its Ray ends"
         it.require_nothing_left()
     with running(run, arguments) as it:
         assert it.end() == 0, it.printed

@@ -112,19 +112,18 @@ def test_a_batch_of_sixteen_gives_what_one_alone_gives(family: QwenImage, recipe
 def test_a_group_may_share_its_initial_noise_and_differs_by_kicks(family: QwenImage) -> None:
     shared = dataclasses.replace(TRAIN, window=AllSteps(), group_noise=11)
     seeds = [0, 1, 3, 6]  # 0, 3 and 6 are of one prompt
-    states = start(family, seeds, shared)
-    noises = {state.rollout.seed: state.latents for state in states}
-    assert torch.equal(noises[0], noises[3])
-    assert torch.equal(noises[0], noises[6])
-    assert not torch.equal(noises[0], noises[1])
-    later = dataclasses.replace(states[0].rollout, iteration=4)
     conditions = family.encode([PROMPTS[0]])
-    (again,) = engine(family).start([later], conditions, shared)
-    (other,) = engine(family).start(
-        [states[0].rollout], conditions, dataclasses.replace(shared, group_noise=12)
-    )
-    assert not torch.equal(again.latents, noises[0])
-    assert not torch.equal(other.latents, noises[0])
+    first = start(family, seeds)[0].rollout
+
+    def noise_of(group: str, member: int, group_noise: int = 11) -> torch.Tensor:
+        rollout = dataclasses.replace(first, id=RolloutId(f"{group}-{member:03d}"), seed=member)
+        recipe = dataclasses.replace(shared, group_noise=group_noise)
+        return engine(family).start([rollout], conditions, recipe)[0].latents
+
+    assert torch.equal(noise_of("t000003-000", 0), noise_of("t000003-000", 6))
+    assert not torch.equal(noise_of("t000003-000", 0), noise_of("t000003-001", 0)), "the prompt, drawn twice"
+    assert not torch.equal(noise_of("t000003-000", 0), noise_of("t000004-000", 0))
+    assert not torch.equal(noise_of("t000003-000", 0), noise_of("t000003-000", 0, 12))
     one, _, two, _ = run(family, seeds, shared)
     assert (one.tensors.final - two.tensors.final).abs().max() > 0.1
     with pytest.raises(ValueError, match="would be equal"):

@@ -17,7 +17,8 @@ OVERRIDES: tuple[list[str], ...] = (
     ["algorithm={name: flow-grpo}", "rollout.sampler=cps"],
     ["learner.ema.cap=0.5", "model.revision=main", "data.tags=[counting, colors]"],
     ["rewards=[{name: shapes, params: {train_on: strict}}, {name: jpeg_size, weight: 0.5}]"],
-    ["metrics.wandb.project=mine", 'rollout.negative_prompt=": #"', "evaluation.strict=shapes/strict"],
+    ["rollout.true_cfg_scale=2", 'rollout.negative_prompt=": #"', "evaluation.strict=shapes/strict"],
+    ["metrics.wandb.project=mine"],
 )
 
 

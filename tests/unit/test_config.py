@@ -247,7 +247,11 @@ def test_a_resumed_run_may_capture_its_forwards(tmp_path: Path) -> None:
         ("learner.betas=[0.9]", "learner.betas.1", "nothing", "a value", "Add"),
         ("name=../up", "name", "'../up'", "pattern", "the default, 'demo'"),
         ("algorithm.name=7", "algorithm.name", "'7'", "'flow-grpo'", "change"),
-        ("rollout=3", "rollout", "3", "an object", "Change"),
+        ("rollout=3", "rollout", "3", "a section", "{KEY: VALUE, KEY: VALUE}"),
+        ("rewards=[ocr]", "rewards.0", "'ocr'", "a section", "{KEY: VALUE"),
+        ("rewards=[{name: ocr, params: 3}]", "rewards.0.params", "3", "a section", "{KEY: VALUE"),
+        ("learner.lora.targets=to_q", "learner.lora.targets", "'to_q'", "a list", "[ITEM, ITEM]"),
+        ("algorithm=dgpo", "algorithm.name", "nothing", "an algorithm's name", "Set algorithm.name=NAME"),
     ],
 )  # fmt: skip
 def test_every_error_names_key_value_expectation_and_remedy(

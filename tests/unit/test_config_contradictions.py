@@ -47,6 +47,7 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         ),
         ([*GRPO, "algorithm.train_timesteps=10"], "algorithm.train_timesteps", "Lower it"),
         ([*WINDOW, "algorithm.train_timesteps=4"], "algorithm.train_timesteps", "widen rollout.sde_window"),
+        (["rollout.negative_prompt=blurry"], "rollout.negative_prompt", "set rollout.true_cfg_scale above 1"),
         (["rollout.embedded_guidance=3.5"], "rollout.embedded_guidance", "rollout.true_cfg_scale"),
         (["model.family=sd3", "model.compile=regional"], "model.compile", "leave it out"),
         (["model.family=sd3", "model.attention=cudnn"], "model.attention", "leave it out"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError
@@ -12,6 +13,7 @@ from spotlight.cluster.nodes import node_membership
 from spotlight.cluster.nodes.facts import NodeFacts
 from spotlight.cluster.nodes.listing import RayNode
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
+from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 
 SETTINGS = MembershipSettings(NoticeSettings())
@@ -87,3 +89,22 @@ def test_machines_that_are_switched_off_together_are_probed_together(monkeypatch
     assert len(membership._watched) == AT_ONCE
     membership._examine({str(row["NodeID"]): RayActorError() for row in rows})
     assert membership._watched == {}
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_node_is_not_noticed_when_ray_ends_its_agent(monkeypatch: pytest.MonkeyPatch, lives: bool) -> None:
+    noticed: list[str] = []
+    listener = RayLossListener()
+    listener.noticed = lambda node, *_: noticed.append(node.name)  # type: ignore[attr-defined]
+    monkeypatch.setattr(node_membership, "raylet_listens", lambda node: lives or node.name != "head")
+    monkeypatch.setattr(node_membership, "drain_node", lambda *_: True)
+    monkeypatch.setattr(
+        node_membership.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "0")
+    )
+    membership = NodeMembership(listener, HERE, SETTINGS)  # type: ignore[arg-type]
+    head, spot = (
+        SimpleNamespace(name=name, ray_id=ray_id) for name, ray_id in (("head", "0"), ("spot", "1"))
+    )
+    membership._watched["0"] = SimpleNamespace(node=head)  # type: ignore[assignment]
+    membership._pass_on(spot, Message(1, NoticeUpdate.NOTICED, "SIGTERM", 10.0))  # type: ignore[arg-type]
+    assert noticed == ["spot"] * lives

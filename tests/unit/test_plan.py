@@ -204,6 +204,12 @@ def test_adapters_are_counted_by_rank_and_shape(pipeline: Path) -> None:
     bound = bind_targets(sizes, ("to_q", "img_mlp.net.2"))
     assert len(bound) == 2 * LAYERS
     assert lora_parameters(bound, rank=2) == LAYERS * 2 * (2 * WIDTH + 5 * WIDTH)
+    assert bind_targets(
+        sizes, ("transformer_blocks.*.img_mlp.*.2", "transformer_blocks.1.attn.to_q")
+    ).keys() == {
+        *(name for name in bound if name.endswith("img_mlp.net.2")),
+        "transformer_blocks.1.attn.to_q",
+    }
     with pytest.raises(ModelError, match="'norm_q' matches no linear layer"):
         bind_targets(sizes, ("norm_q",))
 

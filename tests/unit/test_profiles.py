@@ -259,12 +259,21 @@ def test_a_model_that_does_not_fit_is_refused_before_any_work() -> None:
     with pytest.raises(ConfigError) as raised:
         require_memory(QWEN, rollout_gpus=["L4", "X1"], learner_gpu="L40S", ranks=1)
     for said in (
-        "L4 with 24 GiB; expected at least 48.4 GiB",
+        "L4 with 24 GiB; expected at least 48.5 GiB",
         "'X1'",
         "L40S with 48 GiB",
         "more learner ranks",
     ):
         assert said in str(raised.value)
+
+
+def test_a_model_that_hardly_does_not_fit_is_not_said_to_fit() -> None:
+    bytes_ = QWEN.memory.rollout_bytes.model_copy(update={"value": 24 * 2**30 + 1})
+    memory = QWEN.memory.model_copy(update={"rollout_bytes": bytes_})
+    with pytest.raises(ConfigError, match=r"L4 with 24 GiB; expected at least 24\.1 GiB"):
+        require_memory(
+            QWEN.model_copy(update={"memory": memory}), rollout_gpus=["L4"], learner_gpu="H100", ranks=4
+        )
 
 
 def test_assumptions_can_be_of_the_gpus_in_use() -> None:

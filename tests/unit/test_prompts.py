@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import re
+import subprocess
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight_rewards.base.prompt_files import PromptFileError, parse_prompts, prompt_id, with_tags
+from spotlight_rewards.base.prompt_files import (
+    PromptFileError,
+    parse_prompts,
+    prompt_id,
+    read_text,
+    with_tags,
+)
 
 COUNTING = {"tag": "counting", "prompt": "two circles", "include": [{"class": "circle", "count": 2}]}
 POSITION = {
@@ -71,9 +81,7 @@ class TestReading:
     @given(
         st.lists(
             st.text(
-                st.characters(
-                    min_codepoint=32, blacklist_categories=["Cs"], blacklist_characters="\ufffd\ufeff{["
-                )
+                st.characters(min_codepoint=32, blacklist_categories=["Cs"], blacklist_characters="\ufeff{[")
             ),
             unique_by=str.strip,
         )
@@ -153,6 +161,11 @@ class TestBadFiles:
             ('{"prompt": "a"', "no JSON (Expecting ',' delimiter at column 15)"),
             ("a cat", "no JSON (Expecting value at column 1): a cat; expected {"),
             ('["a"]', '["a"] is no JSON object'),
+            (
+                '{"prompt": "a", "prompt": "b"}',
+                "the key 'prompt' stands twice; expected it once",
+            ),
+            ('{"prompt": "a", "own": [{"n": 1, "n": 1}]}', "the key 'n' stands twice"),
             ("{}", "'prompt' is missing; expected a text"),
             (record(prompt=3), "'prompt' is 3; expected a text"),
             (record(prompt="  "), "'prompt' is \"  \""),
@@ -185,12 +198,27 @@ class TestBadFiles:
     def test_objects_in_a_text_file_are_suspicious(self) -> None:
         assert "train.txt:1: looks like a JSON object" in failure(record(), "train.txt")
 
-    def test_a_wrong_encoding_is_named(self) -> None:
-        text = "caf\xe9".encode("latin-1").decode(errors="replace")
-        assert (
-            "train.txt:1: the character '\ufffd' in 'caf\ufffd'; expected text encoded in UTF-8"
-            in failure(text, "train.txt")
-        )
+    def test_a_wrong_encoding_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "train.txt"
+        path.write_bytes("a cat\ncaf\xe9".encode("latin-1"))
+        with pytest.raises(ValueError, match=r"^line 2 is not UTF-8 \(byte 0xe9\): .*iconv -f ISO-8859-1"):
+            read_text(path)
+        path.write_text("an old file's mark, \ufffd, is a character", encoding="utf-8")
+        assert parse_prompts(read_text(path), str(path))[0].text == path.read_text(encoding="utf-8")
+
+    @pytest.mark.parametrize(
+        ("content", "said"),
+        [
+            (b"PAR1\x15\x04", "it is a Parquet file: convert it to a .txt file"),
+            (b"train.txt".ljust(257, b"\0") + b"ustar\x0000", "it is a tar archive"),
+            (gzip.compress(b"a cat"), "it is compressed by gzip"),
+            ("a cat".encode("utf-16"), "it is text in UTF-16"),
+        ],
+    )
+    def test_other_formats_are_named(self, tmp_path: Path, content: bytes, said: str) -> None:
+        (tmp_path / "train").write_bytes(content)
+        with pytest.raises(ValueError, match=re.escape(said)):
+            read_text(tmp_path / "train")
 
     def test_all_bad_lines_are_reported_at_once_up_to_ten(self) -> None:
         found = failure("\n".join(["{}"] * 13)).split("\n")
@@ -203,7 +231,28 @@ class TestBadFiles:
         assert found.startswith(
             "train.txt: prompts that repeat an earlier one (2):\n  train.txt:3: a cat is already on line 1"
         )
-        assert "awk '!seen[$0]++' train.txt" in found
+
+    @pytest.mark.parametrize("times", [1, 60])
+    @pytest.mark.parametrize(
+        ("suffix", "lines"),
+        [("txt", ["a cat", "a dog\t", " a cat \r", "a dog"]), ("jsonl", ['{"prompt": "a"}'] * 3)],
+    )
+    def test_the_remedy_for_repeated_prompts_works(
+        self, tmp_path: Path, times: int, suffix: str, lines: list[str]
+    ) -> None:
+        path = tmp_path / f"train.{suffix}"
+        path.write_bytes("\n".join(lines * times).encode())
+        command = failure(read_text(path), str(path)).partition("for example with: ")[2]
+        kept = tmp_path / f"kept.{suffix}"
+        subprocess.run(["bash", "-c", command.replace("FILE", str(kept))], check=True)
+        distinct = {line.strip() for line in lines}
+        assert {line.strip() for line in read_text(kept).splitlines()} == distinct
+        assert len(parse_prompts(read_text(kept), str(kept))) == len(distinct)
+
+    def test_equal_objects_that_are_written_differently_repeat_each_other(self, tmp_path: Path) -> None:
+        path = tmp_path / "train.jsonl"
+        path.write_text('{"prompt": "a", "n": 1}\n{"n": 1, "prompt":"a "}\n', encoding="utf-8")
+        assert f"sed '2d' {path} > FILE" in failure(read_text(path), str(path))
 
     def test_the_same_text_with_other_metadata_is_another_prompt(self) -> None:
         assert len(parse_prompts(record() + "\n" + record(tag="other"), "a.jsonl")) == 2

@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,6 +38,17 @@ def test_ticks_cover_the_data_in_few_equal_round_steps(low: float, span: float, 
     rounding = 1e-6 + 10 * math.ulp(abs(low) + span) / step
     assert whole or any(abs(mantissa / nice - 1) < rounding for nice in (1, 2, 2.5, 5, 10))
     assert not whole or step == round(step)
+
+
+@pytest.mark.parametrize("flushed", [False, True])
+def test_values_too_small_to_draw_are_drawn_as_equal(flushed: bool) -> None:
+    torch.set_flush_denormal(flushed)
+    try:
+        found = [ticks(low, high) for low in (0.0, 5e-324, 1e-308) for high in (low, 1.2e-308, 1e-300)]
+        assert {(each[0], each[-1]) for each in found} == {(-1.0, 1.0)}
+        assert ticks(0.0, 1e-280)[-1] == pytest.approx(1e-280)
+    finally:
+        torch.set_flush_denormal(False)
 
 
 @given(st.lists(st.tuples(finite, st.floats(0, 1e5)), min_size=1, max_size=60))

@@ -147,6 +147,21 @@ def test_references_are_a_list_of_paths(references: str) -> None:
         parse_prompts(f'{{"prompt": "a", "references": {references}}}', "edits.jsonl")
 
 
+def test_what_only_other_trainers_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "theirs.jsonl"
+    lines = ['{"prompt": "a", "negative_prompt": "blurry", "seen": 1}', '{"prompt": "b", "image": "b.png"}']
+    path.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        read_prompts("data.test", path)
+    assert [problem.key for problem in caught.value.problems] == ["data.test"] * 2
+    assert [problem.found for problem in caught.value.problems] == [
+        "'negative_prompt' in 1 of its 2 prompts",
+        "'image' in 1 of its 2 prompts",
+    ]
+    assert "rollout.negative_prompt" in str(caught.value)
+    assert "'references'" in str(caught.value)
+
+
 def test_prompts_that_nobody_set_are_the_testbeds_only_with_the_testbed(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("a cat\na dog\n")
     train, other = f"data.train={tmp_path / 'train.txt'}", "model.path=Qwen/Qwen-Image"

@@ -54,6 +54,20 @@ def test_every_prompt_comes_once_a_pass(prompts: int, count: int, run_seed: int)
     assert set(Counter(drawn).values()) == {count}
 
 
+@given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 2**31 - 1), st.integers(0, 40))
+def test_an_iteration_takes_a_prompt_once_if_there_are_enough(
+    count: int, more: int, run_seed: int, iteration: int
+) -> None:
+    drawn = prompts_of_iteration(make_prompts(count + more), run_seed, iteration, count)
+    assert len({prompt.id for prompt in drawn}) == count
+
+
+def test_epoch_borders_of_a_usual_run_repeat_no_prompt() -> None:
+    pool = make_prompts(128)
+    drawn = [[prompt.id for prompt in prompts_of_iteration(pool, 0, i, 48)] for i in range(60)]
+    assert [len(set(ids)) for ids in drawn] == [48] * 60
+
+
 @given(st.permutations(range(6)), st.integers(0, 5), st.integers(1, 8))
 def test_the_order_of_the_file_does_not_matter(order: list[int], iteration: int, count: int) -> None:
     pool = make_prompts(6)

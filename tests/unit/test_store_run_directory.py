@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spotlight.store import store_errors
 from spotlight.store.run_directory import RunDirectory, check_run_directory, flatten
 from spotlight.store.store_errors import OtherConfigurationError, RunInUseError, require_free_bytes
 from spotlight_rewards.base.file_errors import StoreError
@@ -207,8 +209,15 @@ def test_a_start_that_was_cut_short_is_taken_up(tmp_path: Path) -> None:
 
 def test_disk_needs_are_checked_before_work(tmp_path: Path) -> None:
     require_free_bytes(tmp_path / "not" / "there", 1)
-    with pytest.raises(StoreError, match=r"needs 1048576\.00 GiB"):
+    with pytest.raises(StoreError, match=r"needs 1024\.00 TiB"):
         require_free_bytes(tmp_path, 2**50)
+
+
+def test_a_little_disk_is_told_in_small_units(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=2048)
+    monkeypatch.setattr(store_errors.shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StoreError, match=r"needs 3\.0 KiB of disk, 2\.0 KiB are free, 1023 B too little"):
+        require_free_bytes(tmp_path, 3071)
 
 
 def test_a_key_that_an_older_version_did_not_have_counts_as_its_default(tmp_path: Path) -> None:

@@ -222,12 +222,21 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
         context = detail.get("ctx", {})
         expected = str(context.get("expected_tags", "an algorithm's name"))
         tag = context.get("tag")
-        remedy = "Change the value." if tag is None else _nearest(tag, expected) or absent_remedy(tag)
-        return Problem(f"{key}.name", repr(tag or "nothing"), expected, remedy)
+        if tag is None:
+            return Problem(f"{key}.name", "nothing", expected, f"Set {key}.name=NAME.")
+        return Problem(f"{key}.name", repr(tag), expected, _nearest(tag, expected) or absent_remedy(tag))
+    if detail["type"] in _SHAPES:
+        return Problem(key, repr(detail["input"]), *_SHAPES[detail["type"]])
     expected = re.sub(r"^(Input should be |Value error, |\w+ should (have|match) )", "", detail["msg"])
     named = "entry points" in expected
     other = absent_remedy(detail["input"]) if named else _default_of(parts, algorithm)
     return Problem(key, repr(detail["input"]), expected, _nearest(detail["input"], expected) or other)
+
+
+_LIST = ("a list", "Write it in brackets: [ITEM, ITEM].")
+_SECTION = ("a section", "Write its keys: {KEY: VALUE, KEY: VALUE}.")
+_SHAPES = {"tuple_type": _LIST, "list_type": _LIST, "model_type": _SECTION, "dict_type": _SECTION}
+"""By type of error, what is expected and the remedy."""
 
 
 def _nearest(found: object, expected: str) -> str | None:

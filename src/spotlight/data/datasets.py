@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from spotlight.data.section_names import under
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.errors import ConfigError, Problem
-from spotlight_rewards.base.prompt_files import parse_prompts, with_found_references, with_tags
+from spotlight_rewards.base.prompt_files import parse_prompts, read_text, with_found_references, with_tags
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 
@@ -135,12 +136,36 @@ def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt,
 def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]:
     """Prompts of the file configured as ``key``. Raises as load_prompts."""
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path)
+    except (OSError, ValueError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
         expected = "a readable text file of prompts (.txt or .jsonl)"
         problem = Problem(key, f"{path}{here}", expected, f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
-    prompts = with_found_references(parse_prompts(text, str(path)), str(path))
+    prompts = parse_prompts(text, str(path))
+    _require_read(key, prompts)
+    prompts = with_found_references(prompts, str(path))
     with under("data"):
         return with_tags(prompts, str(path), tags)
+
+
+_PICTURES = "name pictures that a prompt is about in 'references'"
+_READ_NOWHERE = {
+    "negative_prompt": "set rollout.negative_prompt, which is for all prompts",
+    **dict.fromkeys(("image", "images", "media", "video", "videos"), _PICTURES),
+}
+"""Keys of other trainers' prompts files, with what to do instead."""
+
+
+def _require_read(key: str, prompts: Sequence[Prompt]) -> None:
+    """Refuse what another trainer would train on. Raises :class:`ConfigError`."""
+    counts = Counter(name for prompt in prompts for name in prompt.metadata if name in _READ_NOWHERE)
+    problems = [
+        Problem(
+            key, f"{name!r} in {count} of its {len(prompts)} prompts", "only keys that are read",
+            f"Instead, {_READ_NOWHERE[name]}; rename it if a reward of yours reads it.",
+        )
+        for name, count in counts.items()
+    ]  # fmt: skip
+    if problems:
+        raise ConfigError("the configuration", problems)

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
-from spotlight.models.family_facts import Dimensions, PublishedModel
+from spotlight.models.family_facts import Dimensions, PublishedModel, target_pattern
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, check_weights, is_hub_id, locate
@@ -243,9 +243,7 @@ def bind_targets(sizes: TransformerSizes, targets: Sequence[str]) -> dict[str, t
     bound: dict[str, tuple[int, int]] = {}
     for target in targets:
         hits = {
-            name: shape
-            for name, shape in sizes.linears.items()
-            if name == target or name.endswith(f".{target}")
+            name: shape for name, shape in sizes.linears.items() if re.fullmatch(target_pattern(target), name)
         }
         if not hits:
             ends = sorted({name.split(".", 2)[-1] for name in sizes.linears})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,13 @@ from typing import Any, ClassVar
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
+
+
+def target_pattern(target: str) -> str:
+    """Regular expression of the whole module names that a LoRA target means: those with this end, where ``*``
+    is any one part, e.g. ``single_transformer_blocks.*.proj_out`` without the ``proj_out`` after the blocks.
+    """
+    return r"(?:.*\.)?" + re.escape(target).replace(r"\*", r"[^.]+")
 
 
 @dataclass(frozen=True, slots=True)

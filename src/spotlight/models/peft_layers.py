@@ -11,6 +11,7 @@ peft is imported lazily: it takes seconds, and a cluster's head, which holds no 
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spotlight.models.family import ModelError
+from spotlight.models.family_facts import target_pattern
+from spotlight.models.model_errors import ModelError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -38,7 +40,7 @@ class LoraSpec:
     Attributes:
         rank: r of the product B A.
         alpha: the update is scaled by alpha / rank.
-        targets: suffixes of linear layers' names, e.g. ``to_q`` or ``img_mlp.net.2``.
+        targets: suffixes of linear layers' names, e.g. ``to_q`` or ``transformer_blocks.*.ff.net.2``.
         seed: of the initial A (B starts at zero).
         init: its distribution: uniform within 1 / sqrt(inputs), or normal with deviation 1 / rank.
     """
@@ -64,7 +66,7 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Line
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     bound: dict[str, nn.Linear] = {}
     for target in targets:
-        hits = [name for name, _ in model.named_modules() if _matches(name, target)]
+        hits = [name for name, _ in model.named_modules() if re.fullmatch(target_pattern(target), name)]
         if not hits:
             raise ModelError(
                 f"targets: {target!r} matches no module of {type(model).__name__}; "
@@ -80,10 +82,6 @@ def check_targets(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Line
                 )
             bound[name] = linears[name]
     return bound
-
-
-def _matches(name: str, target: str) -> bool:
-    return name == target or name.endswith("." + target)
 
 
 def _nearest(target: str, linears: Mapping[str, nn.Linear]) -> list[str]:
@@ -227,9 +225,10 @@ def _initialise(layers: Mapping[str, LoraLayer], spec: LoraSpec, adapters: Seque
 def lora_config(spec: LoraSpec) -> LoraConfig:
     from peft import LoraConfig
 
-    return LoraConfig(
-        r=spec.rank, lora_alpha=spec.alpha, target_modules=list(spec.targets), init_lora_weights=False
-    )
+    # peft takes a list of suffixes, or one regular expression.
+    patterns = any("*" in target for target in spec.targets)
+    targets = "|".join(map(target_pattern, spec.targets)) if patterns else list(spec.targets)
+    return LoraConfig(r=spec.rank, lora_alpha=spec.alpha, target_modules=targets, init_lora_weights=False)
 
 
 def lora_fields(spec: LoraSpec) -> dict[str, object]:

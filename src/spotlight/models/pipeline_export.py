@@ -5,25 +5,20 @@ Invariant: the target path only ever holds complete output: it is written beside
 
 from __future__ import annotations
 
-import inspect
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
+from spotlight.models.lora_file import LORA_FILE, TRANSFORMER, lora_folder, part_prefix
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.skeleton import keeps_float32
 
-LORA_FILE = "pytorch_lora_weights.safetensors"
-"""The file name that ``load_lora_weights(directory)`` expects."""
 _INDEX = "model_index.json"
-_TRANSFORMER = "transformer"
 _SHARD_SIZE = "5GB"
 
 
@@ -32,20 +27,22 @@ def save_lora(
     directory: Path,
     layers: Mapping[str, Tensor],
     metadata: Mapping[str, object],
-    transformers: Sequence[str] = (_TRANSFORMER,),
+    transformers: Sequence[str] = (TRANSFORMER,),
 ) -> Path:
     """Write ``directory/pytorch_lora_weights.safetensors``, replacing an existing one.
 
     Of several transformers, each but the first has its file in ``directory/<component>``: diffusers loads it
     by ``load_lora_weights(directory / "transformer_2", load_into_transformer_2=True)``.
 
+    B is written times alpha / rank, and alpha as the rank: ComfyUI and others do not read the metadata, and
+    apply B A as it is.
+
     Args:
         pipeline_class: diffusers' class that will load it.
         layers: an unsharded adapter under peft's state-dict names (``WeightSlots.state``); of several
             transformers, with their component's name before each.
         transformers: their components.
-        metadata: peft's LoraConfig fields (``LoraSlots.metadata``); without them diffusers assumes
-            alpha = rank.
+        metadata: peft's LoraConfig fields (``LoraSlots.metadata``).
 
     Raises:
         ModelError: no layers.
@@ -54,110 +51,23 @@ def save_lora(
 
     if not layers:
         raise ModelError("a LoRA without layers cannot be written: was the model fully fine-tuned?")
+    rank, alpha = (float(str(metadata[field])) for field in ("r", "lora_alpha"))
+    scales = {True: alpha / rank, False: 1.0}
     partial = f"partial-{LORA_FILE}"
     for name in reversed(transformers):
-        folder, prefix = _lora_folder(directory, name), _prefix(name, transformers)
+        folder, prefix = lora_folder(directory, name), part_prefix(name, transformers)
         getattr(diffusers, pipeline_class).save_lora_weights(
             folder,
             transformer_lora_layers={
-                key.removeprefix(prefix): tensor.detach().to("cpu", copy=True).contiguous()
+                key.removeprefix(prefix): (tensor.detach().cpu() * scales[".lora_B." in key]).contiguous()
                 for key, tensor in layers.items()
                 if key.startswith(prefix)
             },
-            transformer_lora_adapter_metadata=dict(metadata),
+            transformer_lora_adapter_metadata={**metadata, "lora_alpha": metadata["r"]},
             weight_name=partial,
         )
         written = (folder / partial).replace(folder / LORA_FILE)
     return written
-
-
-@dataclass(frozen=True, slots=True)
-class LoraFile:
-    """A LoRA read from disk.
-
-    Attributes:
-        layers: under peft's state-dict names, e.g. ``blocks.0.to_q.lora_A.weight``.
-        rank, alpha: of every layer.
-    """
-
-    layers: Mapping[str, Tensor]
-    rank: int
-    alpha: float
-
-
-def read_lora(pipeline_class: str, path: str, transformers: Sequence[str] = (_TRANSFORMER,)) -> LoraFile:
-    """A LoRA in any layout that diffusers' pipeline class understands, from a file, a directory or a hub id.
-
-    Args:
-        transformers: components; of several, directories as :func:`save_lora` writes them.
-
-    Raises:
-        ModelError: unreadable, not a LoRA of the transformer, or layers of different ranks.
-    """
-    found = {name: _read_lora(pipeline_class, str(_lora_folder(Path(path), name))) for name in transformers}
-    if len({(file.rank, file.alpha) for file in found.values()}) != 1:
-        raise ModelError(
-            f"model.lora: the transformers' LoRAs in {path} differ in rank or alpha; expected one"
-        )
-    first = found[_TRANSFORMER]
-    layers = {
-        f"{_prefix(name, transformers)}{key}": tensor
-        for name, file in found.items()
-        for key, tensor in file.layers.items()
-    }
-    return LoraFile(layers, first.rank, first.alpha)
-
-
-def _read_lora(pipeline_class: str, path: str) -> LoraFile:
-    import diffusers
-
-    where = Path(path).expanduser()
-    folder = str(where.parent if where.is_file() else where if where.is_dir() else path)
-    file = where.name if where.is_file() else None
-    reader = getattr(diffusers, pipeline_class).lora_state_dict
-    # Some classes take the layers' alphas out, and return them on request only.
-    apart = {"return_alphas": True} if "return_alphas" in inspect.signature(reader).parameters else {}
-    try:
-        tensors, *taken, metadata = reader(
-            folder, weight_name=file, use_safetensors=True, return_lora_metadata=True, **apart
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(
-            f"model.lora: cannot read a LoRA from {path} ({error}): give a .safetensors file, a directory "
-            f"with {LORA_FILE}, or a hub id"
-        ) from error
-    layers = {
-        name.removeprefix(f"{_TRANSFORMER}."): tensor.float()
-        for name, tensor in tensors.items()
-        if name.startswith(f"{_TRANSFORMER}.") and not name.endswith(".alpha")
-    }
-    stated = {**tensors, **((taken[0] if taken else None) or {})}
-    alphas = {float(value) for name, value in stated.items() if name.endswith(".alpha")}
-    ranks = {int(tensor.shape[0]) for name, tensor in layers.items() if name.endswith(".lora_A.weight")}
-    if len(ranks) != 1:
-        found = f"ranks {sorted(ranks)}" if ranks else f"{len(tensors)} tensors, none of a transformer's LoRA"
-        raise ModelError(
-            f"model.lora: {path} has {found}; expected one rank for all layers of the transformer: merge it "
-            "into the transformer with diffusers' fuse_lora and give that as model.transformer"
-        )
-    (rank,) = ranks
-    others = sorted(name for name in tensors if not name.startswith(f"{_TRANSFORMER}."))
-    if others:
-        raise ModelError(
-            f"model.lora: {path} has {len(others)} tensors besides the transformer's, first {others[0]!r}; "
-            "expected none: text encoders are used as they are. Give a file without them"
-        )
-    about = metadata or {}
-    scales = ("rank_pattern", "alpha_pattern", "use_rslora")
-    patterns = [key for key in scales if about.get(f"{_TRANSFORMER}.{key}")]
-    if len(alphas) > 1 or patterns:
-        raise ModelError(
-            f"model.lora: {path} scales its layers differently ({patterns or sorted(alphas)}); expected one "
-            "rank and alpha: merge it into the transformer with diffusers' fuse_lora and give that as "
-            "model.transformer"
-        )
-    alpha = alphas.pop() if alphas else float(about.get(f"{_TRANSFORMER}.lora_alpha", rank))
-    return LoraFile(layers, rank, alpha)
 
 
 def save_merged(
@@ -220,14 +130,6 @@ def _put_in_place(partial: Path, directory: Path) -> None:
     shutil.rmtree(outgoing)
 
 
-def _lora_folder(directory: Path, transformer: str) -> Path:
-    return directory if transformer == _TRANSFORMER else directory / transformer
-
-
-def _prefix(transformer: str, transformers: Sequence[str]) -> str:
-    return f"{transformer}." if len(transformers) > 1 else ""
-
-
 def _emptied(directory: Path) -> Path:
     if directory.exists():  # left behind by a killed writer
         shutil.rmtree(directory)
@@ -241,7 +143,7 @@ def _assemble(
 
     assembled = {}
     for name in names:
-        prefix = _prefix(name, names)
+        prefix = part_prefix(name, names)
         with torch.device("meta"):  # no memory, no random numbers: every tensor comes from ``state``
             kind = getattr(diffusers, files.component_class(name) or "")
             transformer = kind.from_config(files.config(name))

@@ -93,7 +93,7 @@ class PipelineFiles:
     def fetch(self, component: str) -> None:
         """Download a component's weights if necessary, and check them."""
         if self.hub_id is not None:
-            _download(self.hub_id, self.commit, [f"{component}/*"])
+            download(self.hub_id, self.commit, [f"{component}/*"])
         check_weights(self.folder(component))
 
     def identity(self, *components: str) -> str:
@@ -175,7 +175,7 @@ def _from_hub(name: str, revision: str | None, components: Mapping[str, Pipeline
             f"model directory {name} does not exist{here}: give the path of a diffusers pipeline directory "
             "(the one with model_index.json) or a hub id such as Qwen/Qwen-Image"
         )
-    root = _download(name, revision, hub_patterns(components))
+    root = download(name, revision, hub_patterns(components))
     return PipelineFiles(root, name, root.name)
 
 
@@ -201,7 +201,8 @@ def hub_patterns(components: Mapping[str, PipelineComponent]) -> list[str]:
     return ["model_index.json", *eager, *small]
 
 
-def _download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+def download(hub_id: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Files of a hub model, into the hub's cache; returns the snapshot. Raises :class:`ModelError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,

@@ -52,7 +52,7 @@ def skeleton(
     try:
         with init_empty_weights():
             model = kind.from_config(dict(config))
-    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+    except Exception as error:
         raise ModelError(f"cannot make a {kind.__name__} from its config.json: {error}") from error
     finally:
         torch.set_default_dtype(before)
@@ -99,7 +99,7 @@ def load_weights(
             output_loading_info=True,
             **placed,
         )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except Exception as error:
         raise ModelError(f"cannot load {kind.__name__} from {folder}: {error}") from error
     for what in ("missing", "unexpected"):
         keys = sorted(report[f"{what}_keys"])

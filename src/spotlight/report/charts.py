@@ -17,6 +17,7 @@ _WIDTH, _HEIGHT = 680, 340
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 20, 68, 50
 _FONT = "font-family='ui-sans-serif, system-ui, Helvetica, Arial, sans-serif'"
 _POINTS_MAX = 40  # longer curves are drawn without markers
+_LEAST = 1e-290  # what is less counts as 0: torch may make the processor flush what is below 2e-308
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +95,9 @@ def ticks(low: float, high: float, *, whole: bool = False, about: int = 5) -> tu
     Args:
         whole: use integer steps (iterations).
     """
-    if high - low < 1e-12 * max(abs(low), abs(high), 1e-300):
-        pad = abs(low) * 0.1 or 1.0
+    size = max(abs(low), abs(high))
+    if high - low < max(1e-12 * size, _LEAST):
+        pad = size * 0.1 if size > _LEAST else 1.0
         low, high = (low, low + 1) if whole else (low - pad, high + pad)
     rough = (high - low) / about
     magnitude = 10.0 ** math.floor(math.log10(rough))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from spotlight_rewards.base.file_errors import size as size
+
 
 def duration(seconds: float) -> str:
     """``0:42``, ``12:05``, ``3:04:05``."""
@@ -22,20 +24,10 @@ def money(usd: float) -> str:
 
 def count(number: float) -> str:
     """Exact with separators below a million, then ``2.48 M``, ``20.43 B``."""
-    for size, unit in ((1e9, "B"), (1e6, "M")):
-        if abs(number) >= size:
-            return f"{number / size:.2f} {unit}"
+    for one, unit in ((1e9, "B"), (1e6, "M")):
+        if abs(number) >= one:
+            return f"{number / one:.2f} {unit}"
     return f"{number:,.0f}"
-
-
-def size(number_of_bytes: float) -> str:
-    """Bytes in binary units: ``812 B``, ``9.9 MiB``, ``38.1 GiB``."""
-    value = float(number_of_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"
 
 
 def score(mean: float | None, stderr: float | None = None) -> str:

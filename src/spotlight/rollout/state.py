@@ -21,7 +21,7 @@ from spotlight.diffusion.schedule import SdeWindow
 from spotlight.models.condition import Condition
 from spotlight.models.media import MediaSize
 from spotlight.scheduler.seeds import derive_seed
-from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId, group_of
 from spotlight_rewards.base.prompts import PromptId
 
 _FORMAT = 6
@@ -119,10 +119,10 @@ class Recipe:
         )
 
     def initial_seed(self, rollout: Rollout) -> int:
-        """Seed of a rollout's initial noise: its own, or one of all rollouts of its prompt and iteration."""
+        """Seed of a rollout's initial noise: its own, or one of all rollouts of its group."""
         if self.group_noise is None:
             return rollout.seed
-        return derive_seed(self.group_noise, "initial noise", rollout.iteration, rollout.prompt_id)
+        return derive_seed(self.group_noise, "initial noise", group_of(rollout))
 
     def coarse_path(self, rollout: Rollout) -> int | None:
         """Steps of the noise path that a shorter preview follows; None for other rollouts."""

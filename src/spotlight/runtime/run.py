@@ -20,6 +20,7 @@ import torch
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.dry_run.model_checks import require_model, require_prompts
+from spotlight.garbage import collection_paused
 from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
@@ -79,7 +80,8 @@ def train(
     prepare_process(device, config.deterministic, config.model.tf32)
     with ExitStack() as stack, explain_out_of_memory(clock):
         ranks = stack.enter_context(process_group(device, config.fleet.learner_collective_s))
-        materials = _gather(config, device, ranks, stack)
+        with collection_paused():  # model libraries are imported
+            materials = _gather(config, device, ranks, stack)
         if profiled_steps and ranks.is_main:
             folder = RunPaths(config.runs_dir / config.name).profile
             profiler = StepProfiler(folder, _TRACED, profiled_steps, observer.note)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
+import math
 from collections.abc import Sequence
 
 from spotlight_rewards.base.prompts import Prompt
@@ -24,13 +25,15 @@ def prompts_of_iteration(
 ) -> list[Prompt]:
     """An iteration's ``count`` prompts, from passes over all prompts, each in its own order.
 
-    With fewer prompts than ``count``, prompts repeat as separate groups.
+    None comes twice, also where one pass ends and the next begins; only with fewer prompts than ``count``
+    they repeat, as separate groups.
     """
     chosen: list[Prompt] = []
     position = iteration * count
     while len(chosen) < count:
         epoch, offset = divmod(position, len(prompts))
-        order = _epoch_order(prompts, run_seed, epoch)
+        moved = offset < count  # further back it stays as hashed: half the work
+        order = _epoch_order(prompts, run_seed, epoch, count) if moved else _by_hash(prompts, run_seed, epoch)
         taken = order[offset : offset + count - len(chosen)]
         chosen += taken
         position += len(taken)
@@ -46,5 +49,22 @@ def spares_of_iteration(
     return heapq.nsmallest(count, left, key=lambda one: derive_seed(run_seed, "spare", iteration, one.id))
 
 
-def _epoch_order(prompts: Sequence[Prompt], run_seed: int, epoch: int) -> list[Prompt]:
+def _epoch_order(prompts: Sequence[Prompt], run_seed: int, epoch: int, count: int) -> list[Prompt]:
+    """A pass's order: by hash, but what the pass before gave to the iteration that both share stands behind
+    what this pass gives to it.
+    """
+    total = len(prompts)
+    first = max(0, epoch - 1)
+    if total < 2 * count:  # what moves may be what the next pass looks at: from a pass that starts afresh
+        first = epoch - epoch % (count // math.gcd(total, count))
+    order = _by_hash(prompts, run_seed, first)
+    for each in range(first + 1, epoch + 1):
+        shared = each * total % count
+        given = {prompt.id for prompt in order[total - shared :]} if total >= count else set()
+        order = _by_hash(prompts, run_seed, each)
+        order[:count] = sorted(order[:count], key=lambda prompt: prompt.id in given)
+    return order
+
+
+def _by_hash(prompts: Sequence[Prompt], run_seed: int, epoch: int) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: derive_seed(run_seed, "order", epoch, prompt.id))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from spotlight_rewards.base.file_errors import StoreError, existing_parent
+from spotlight_rewards.base.file_errors import StoreError, existing_parent, size
 
 
 class LedgerError(StoreError):
@@ -30,7 +30,7 @@ def require_free_bytes(path: Path, needed_bytes: int) -> None:
     # File systems without a size (such as /sys) reveal nothing here; the first write will.
     if usage.total and usage.free < needed_bytes:
         raise StoreError(
-            f"{path}: the run needs {needed_bytes / 2**30:.2f} GiB of disk, "
-            f"{usage.free / 2**30:.2f} GiB are free. "
+            f"{path}: the run needs {size(needed_bytes)} of disk, {size(usage.free)} are free, "
+            f"{size(needed_bytes - usage.free)} too little. "
             "Free some space, keep fewer checkpoints, or put the run on another disk."
         )

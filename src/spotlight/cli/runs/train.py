@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from spotlight.cli.config_command import split_arguments
-from spotlight.garbage import collection_paused
+from spotlight.garbage import lasting
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.commands.exit_codes import (
     EXIT_INTERRUPTED,
@@ -147,7 +147,7 @@ def train(
     """
     from spotlight.config.load import load_config
 
-    with errors_without_traceback():
+    with errors_without_traceback(), lasting():
         options = {
             "fleet.address": address,
             "fleet.target.deadline_h": deadline_h,
@@ -199,7 +199,7 @@ def _print_plan(config: RunConfig, arguments: Sequence[str]) -> None:
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
 
-    with errors_without_traceback():
+    with errors_without_traceback(), lasting():
         plan, fleet = make_plan(config), plan_fleet(config.fleet)
         require_learner_room(config)
     console = Console(highlight=False)
@@ -243,7 +243,7 @@ def driver_of(
     Args:
         profiled_steps: see :func:`spotlight.runtime.run.train`.
     """
-    with collection_paused():
+    with lasting():
         if config.fleet.driver == "ray":
             from spotlight.cluster.cluster_run import train_on_cluster
 

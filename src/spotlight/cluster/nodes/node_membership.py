@@ -368,6 +368,8 @@ class NodeMembership:
 
     def _pass_on(self, node: RayNode, message: Message) -> None:
         match message.update:
+            case NoticeUpdate.NOTICED if self._ray_ends():
+                log.info("node %s: no notice, Ray ends: %s", node.name, message.detail)
             case NoticeUpdate.NOTICED:
                 self._helpers.submit(drain_node, node.ray_id, message.remaining_s, message.detail)
                 self._listener.noticed(node, message.remaining_s, message.detail)
@@ -377,6 +379,12 @@ class NodeMembership:
                 log.info("node %s: %s", node.name, message.detail)
             case NoticeUpdate.UNWATCHED:
                 log.warning("node %s: preemptions may come unannounced: %s", node.name, message.detail)
+
+    def _ray_ends(self) -> bool:
+        """Whether the node of this process is dead: Ray then ends its actors everywhere, by SIGTERM."""
+        here = ray.get_runtime_context().get_node_id()
+        own = self._watched.get(here)
+        return here in self._dead or (own is not None and not raylet_listens(own.node))
 
     def _agent_failed(self, watched: _Watched, why: str) -> None:
         self._dismiss(watched)

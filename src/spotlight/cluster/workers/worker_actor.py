@@ -23,7 +23,7 @@ from spotlight.cluster.learner.spare_workers import SpareProcess
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
 from spotlight.cluster.workers.visible_gpus import gpu_index
 from spotlight.config.load import read_config
-from spotlight.garbage import collection_paused
+from spotlight.garbage import lasting
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.runtime.process import prepare_process
 from spotlight.scheduler.effects import StartWorker
@@ -104,7 +104,7 @@ class WorkerActor:
 
     def __init__(self, order: WorkerOrder, store: Any) -> None:
         # Imported late: it pulls in diffusers, and the head needs this module only to start actors.
-        with collection_paused():
+        with lasting():
             from spotlight.cluster.model_files.model_fetch import with_model_files
             from spotlight.cluster.workers.worker_process import WorkerPlace, WorkerProcess
 

@@ -28,7 +28,9 @@ class LoraConfig(Section):
     alpha: PositiveFloat = 64.0
     """Scale: the update is multiplied by alpha / rank."""
     targets: tuple[str, ...] | None = None
-    """Names of the linear layers to adapt (suffixes); default: the family's attention and MLP layers."""
+    """Names of the linear layers to adapt: their ends, with ``*`` for any one part, e.g. ``to_q`` or
+    ``single_transformer_blocks.*.proj_out``; default: the family's attention and MLP layers.
+    """
     init: Literal["uniform", "gaussian"] = "uniform"
     """Initial values of A (B starts at zero): uniform within 1 / sqrt(inputs), peft's default, or normal with
     standard deviation 1 / rank.

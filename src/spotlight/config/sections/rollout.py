@@ -61,14 +61,14 @@ class RolloutConfig(Section):
     """Where the sampler is stochastic. Unused by ode."""
     initial_noise: Literal["sample", "group"] = "sample"
     """Whose own the noise is that denoising starts from. The samples of a ``group`` that share it differ by
-    the noise of their steps alone (as do those of a prompt that is drawn twice).
+    the noise of their steps alone.
     """
     true_cfg_scale: Annotated[float, Field(ge=1)] = 1.0
     """Classifier-free guidance with a negative prompt; above 1, every step costs two forwards."""
     embedded_guidance: Annotated[float, Field(ge=0)] | None = None
     """Guidance that the model takes as an input (FLUX.1-dev, HunyuanVideo); default: the family's usual."""
     negative_prompt: str = " "
-    """The negative prompt of guidance."""
+    """The negative prompt of guidance, for all prompts."""
     prompts_per_iteration: PositiveInt = 12
     """Groups per iteration."""
     group_size: Annotated[int, Field(ge=2)] = 16
@@ -96,6 +96,9 @@ class RolloutConfig(Section):
                  That("with model.family={model.family}, whose models take no such input",
                       lambda run: FAMILIES.load(run.model.family).embedded_guidance is None), None,
                  "Leave it out, and guide by rollout.true_cfg_scale."),
+        Requires("rollout.negative_prompt", {"rollout.true_cfg_scale": 1.0},
+                 That("an empty one", lambda run: not run.rollout.negative_prompt.strip()),
+                 "Only guidance reads it: set rollout.true_cfg_scale above 1, or leave it out."),
         *(Requires(f"rollout.sde_window.{key}", {"rollout.sde_window.kind": other_than(kind)},
                    SdeWindowConfig.model_fields[key].default,
                    f"It is for {kind} windows: leave it out, or set rollout.sde_window.kind={kind}.")

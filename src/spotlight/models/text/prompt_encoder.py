@@ -91,17 +91,18 @@ class PromptEncoder:
         kind = getattr(transformers, self._files.component_class(name) or "", None)
         if kind is None:
             return None  # optional, and not in this pipeline
+        if part.weights:
+            self._files.fetch(name)
         try:
             if not part.weights:
                 return (part.load or kind.from_pretrained)(folder)
-            self._files.fetch(name)
             _log.info("loading the text encoder from %s", folder)
             # Load onto the GPU file by file: host memory could not hold one copy per rank.
             placed = {} if self._device.type == "cpu" else {"device_map": {"": self._device}}
             encoder, report = kind.from_pretrained(
                 folder, dtype=self._cache.dtype, use_safetensors=True, output_loading_info=True, **placed
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as error:
+        except Exception as error:
             raise ModelError(f"cannot load {kind.__name__} from {folder}: {error}") from error
         missing = sorted(report["missing_keys"])
         if missing:

@@ -230,7 +230,7 @@ def _crowded(prepared: Prepared, outcomes: Sequence[SimulationOutcome]) -> Itera
         strategy = strategy_named(one.strategy)
         gpu, need = prepared.file.learner_gpu(strategy), bytes_of_both(prepared, strategy)
         if need > GPU_TYPES[gpu].vram_bytes:
-            crowded.setdefault(gpu, []).append(f"{one.strategy} {need / 2**30:.0f} GiB")
+            crowded.setdefault(gpu, []).append(f"{one.strategy} {math.ceil(need / 2**30)} GiB")
     for gpu, needs in crowded.items():
         has = GPU_TYPES[gpu].vram_bytes
         stay = any(not strategy_named(name.split(" ")[0]).switches for name in needs)

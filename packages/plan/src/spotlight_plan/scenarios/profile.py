@@ -13,6 +13,7 @@ source begins with one of
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -293,9 +294,8 @@ def require_memory(
             remedy = f"Take larger GPUs{more}"
             if "learner" in key and timesteps_per_pass > 1:
                 remedy = f"Lower workload.timesteps_per_pass, which is {timesteps_per_pass}. {remedy}"
-            problems.append(
-                Problem(key, f"{gpu} with {has:.0f} GiB", f"at least {need / 2**30:.1f} GiB", remedy)
-            )
+            wanted = math.ceil(need / 2**30 * 10) / 10  # rounded up: never what the GPU has
+            problems.append(Problem(key, f"{gpu} with {has:.0f} GiB", f"at least {wanted:.1f} GiB", remedy))
     if problems:
         raise ConfigError(f"the profile {profile.name}", problems)
 

@@ -27,10 +27,8 @@ class StoreError(UserError):
 def storage_error(what: str, path: Path, error: BaseException) -> StoreError:
     """Convert a failed write into an error with a remedy; ``path`` is on the affected file system."""
     if is_out_of_space(error, path):
-        free_mib = free_bytes(path) / 2**20
-        cause = (
-            f"no space left ({free_mib:.1f} MiB free), or a quota or file-size limit was reached ({error})"
-        )
+        free = size(free_bytes(path))
+        cause = f"no space left ({free} free), or a quota or file-size limit was reached ({error})"
         remedy = "free some space, then run the same command again: it resumes from the last checkpoint"
     elif _is_refused(error):
         cause = f"writing is not permitted ({error})"
@@ -91,3 +89,13 @@ def existing_parent(path: Path) -> Path:
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+def size(number_of_bytes: float) -> str:
+    """Bytes in binary units: ``812 B``, ``9.9 MiB``, ``38.1 GiB``."""
+    value = float(number_of_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"

@@ -22,11 +22,23 @@ from spotlight_rewards.base.prompts import Prompt, PromptId
 PromptFormat: TypeAlias = Literal["auto", "txt", "jsonl"]
 
 _PROBLEMS_SHOWN_MAX = 10
+_REMOVED_BY_NUMBER_MAX = 50
+_DISTINCT = r"""awk '{gsub(/^[ \t\r]+|[ \t\r]+$/, "")} !seen[$0]++'"""
 _ID_BYTES = 8
 
 _FORMATS = "a .txt file, one prompt a line, or a .jsonl file, one JSON object a line"
 _JSON_DOCUMENT = re.compile(r'\[\s*(\{|$|"[^"]*"\s*,?\s*$|".*"\s*\]\s*$)|\{\s*("[^}]*)?$')
 """First line of an array, or of an object over several lines."""
+_BINARY = {
+    "a Parquet file": (0, b"PAR1"),
+    "a tar archive": (257, b"ustar"),
+    "compressed by gzip": (0, b"\x1f\x8b"),
+    "compressed by zstd": (0, b"\x28\xb5\x2f\xfd"),
+    "a zip archive": (0, b"PK\x03\x04"),
+    "text in UTF-16": (0, b"\xff\xfe"),
+    "an Arrow file": (0, b"ARROW1"),
+}
+"""Where files that are no prompts say so."""
 _RECORD = '{"prompt": "two red circles", ...}'
 _OBJECT = '{"class": "circle", "count": 2}'
 
@@ -49,6 +61,27 @@ def prompt_id(text: str, metadata: Mapping[str, object]) -> PromptId:
     """Hash of a prompt's content: 16 hexadecimal digits."""
     content = json.dumps([text, metadata], sort_keys=True)
     return PromptId(hashlib.blake2b(content.encode(), digest_size=_ID_BYTES).hexdigest())
+
+
+def read_text(path: Path) -> str:
+    """A prompts file's content.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no text in UTF-8; says what it is and what to do.
+    """
+    content = path.read_bytes()
+    for kind, (at, magic) in _BINARY.items():
+        if content.startswith(magic, at):
+            raise ValueError(f"it is {kind}: convert it to {_FORMATS}")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"line {line} is not UTF-8 (byte {content[error.start]:#x}): convert it, for example with "
+            f"iconv -f ISO-8859-1 -t UTF-8 {path} > FILE"
+        ) from None
 
 
 def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list[Prompt]:
@@ -170,7 +203,8 @@ def _from_text(line: str) -> Prompt:
 
 def _from_record(line: str) -> Prompt:
     try:
-        record: object = json.loads(line, parse_constant=_no_such_number, parse_float=_finite)
+        record: object = json.loads(line, parse_constant=_no_such_number, parse_float=_finite,
+                                    object_pairs_hook=_each_once)  # fmt: skip
     except json.JSONDecodeError as error:
         found = f"no JSON ({error.msg} at column {error.colno})"
         raise _BadLineError(f"{found}: {_short(line)}; expected {_RECORD}") from None
@@ -192,8 +226,8 @@ def _from_record(line: str) -> Prompt:
 
 def _prompt(text: str, metadata: Mapping[str, object]) -> Prompt:
     for char in text:
-        if (char < " " and char not in "\t\n\r") or _is_surrogate(char) or char == "\ufffd":
-            raise _BadLineError(f"the character {char!r} in {_short(text)!r}; expected text encoded in UTF-8")
+        if (char < " " and char not in "\t\n\r") or _is_surrogate(char):
+            raise _BadLineError(f"the character {char!r} in {_short(text)!r}; expected printable text")
     return Prompt(prompt_id(text, metadata), text, metadata)
 
 
@@ -271,18 +305,17 @@ def _is_position(position: object, index: int) -> bool:
 
 def _require_distinct(source: str, prompts: Sequence[tuple[int, Prompt]]) -> None:
     first: dict[PromptId, int] = {}
-    problems: list[str] = []
+    repeated: dict[int, str] = {}
     for number, prompt in prompts:
         earlier = first.setdefault(prompt.id, number)
         if earlier != number:
-            problems.append(f"{source}:{number}: {_short(prompt.text)} is already on line {earlier}")
-    if problems:
-        _refuse(
-            source,
-            "prompts that repeat an earlier one",
-            problems,
-            f"Keep one of each, for example with: awk '!seen[$0]++' {source} > FILE",
-        )
+            repeated[number] = f"{source}:{number}: {_short(prompt.text)} is already on line {earlier}"
+    if repeated:
+        # By number, since equal lines may be written differently; if there are many, by text.
+        few = len(repeated) <= _REMOVED_BY_NUMBER_MAX
+        how = f"sed '{';'.join(f'{number}d' for number in repeated)}'" if few else _DISTINCT
+        remedy = f"Keep one of each, for example with: {how} {source} > FILE"
+        _refuse(source, "prompts that repeat an earlier one", list(repeated.values()), remedy)
 
 
 def _refuse(source: str, what: str, problems: Sequence[str], remedy: str = "") -> NoReturn:
@@ -296,6 +329,14 @@ def _shown(problems: Sequence[str]) -> Iterator[str]:
     yield from problems[:_PROBLEMS_SHOWN_MAX]
     if len(problems) > _PROBLEMS_SHOWN_MAX:
         yield f"... and {len(problems) - _PROBLEMS_SHOWN_MAX} more"
+
+
+def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise _BadLineError(f"the key {twice!r} stands twice; expected it once")
+    return found
 
 
 def _no_such_number(name: str) -> NoReturn:

@@ -17,9 +17,11 @@ def silence_loading_bars() -> None:
 
 def read_prompts_option(option: str, path: Path) -> list[Prompt]:
     """The prompts of the file that an option names. Raises PromptFileError."""
-    from spotlight_rewards.base.prompt_files import PromptFileError, parse_prompts, with_found_references
+    from spotlight_rewards.base import prompt_files
 
     try:
-        return with_found_references(parse_prompts(path.read_text(encoding="utf-8"), str(path)), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptFileError(f"{option} {path} cannot be read ({error}); expected a prompts file") from error
+        text = prompt_files.read_text(path)
+    except (OSError, ValueError) as error:
+        said = f"{option} {path} cannot be read ({error}); expected a prompts file"
+        raise prompt_files.PromptFileError(said) from error
+    return prompt_files.with_found_references(prompt_files.parse_prompts(text, str(path)), str(path))
