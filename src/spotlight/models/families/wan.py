@@ -42,6 +42,11 @@ class Wan(ModelFamily):
         "text_encoder": PipelineComponent(("UMT5EncoderModel",), weights=True, lazy=True),
     }
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+    native_layers = {
+        f"{attention}.{name}": f"{own}.{letter}"
+        for attention, own in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+        for name, letter in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+    } | {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}
     activations = ActivationCosts(
         lora=23.5, full=31.5, elementwise=13.0, checkpointed=1.15, forward=12.5, decode=14.0
     )
