@@ -98,8 +98,27 @@ def test_an_exported_lora_names_only_what_every_peft_knows(family: QwenImage, tm
         fields = json.loads(file.metadata()["lora_adapter_metadata"])
     said = {name.removeprefix("transformer."): value for name, value in fields.items()}
     assert said.keys() == {"r", "lora_alpha", "target_modules", "init_lora_weights"}
-    assert (said["r"], said["lora_alpha"]) == (4, 6.0)
+    assert said["r"] == said["lora_alpha"] == 4  # see the next test
     assert sorted(said["target_modules"]) == sorted(family.lora_targets)
+
+
+def test_who_ignores_the_metadata_of_a_lora_applies_the_same_update(
+    family: QwenImage, random_pipeline: Path, tmp_path: Path
+) -> None:
+    """As ComfyUI: times alpha / rank if the file has an ``.alpha`` of the layer, else as it is."""
+    slots = trained_lora(family)
+    trained = slots.merged_state("policy")
+    tensors = load_file(family.save_lora(tmp_path, slots.state("policy"), slots.metadata()))
+    base = load_file(random_pipeline / "transformer" / "diffusion_pytorch_model.safetensors")
+    layers = {name.rsplit(".lora_", 1)[0] for name in tensors}
+    for layer in layers:
+        a, b, alpha = (tensors.get(f"{layer}.{end}") for end in ("lora_A.weight", "lora_B.weight", "alpha"))
+        assert a is not None
+        assert b is not None
+        update = (b @ a) * (1.0 if alpha is None else float(alpha) / len(a))
+        name = f"{layer.removeprefix('transformer.')}.weight"
+        torch.testing.assert_close(base[name] + update, trained[name], rtol=0, atol=1e-6)
+    assert 2 * len(layers) == len(slots.state("policy"))
 
 
 def test_an_earlier_lora_is_replaced(family: QwenImage, tmp_path: Path) -> None:

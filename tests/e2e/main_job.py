@@ -334,10 +334,14 @@ def lora(run: Path) -> dict[str, Tensor]:
 
 
 def largest_difference(first: Path, second: Path) -> float:
-    """Between the adapters of two runs."""
+    """Between the adapters of two runs, whose exported B are times alpha / rank."""
     ours, theirs = lora(first), lora(second)
     assert ours.keys() == theirs.keys()
-    return max(float((tensor - theirs[name]).abs().max()) for name, tensor in ours.items())
+    scales = {True: 8 / 4, False: 1}
+    return max(
+        float((tensor - theirs[name]).abs().max()) / scales[".lora_B." in name]
+        for name, tensor in ours.items()
+    )
 
 
 def newest_checkpoint(run: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spotlight.algorithms import Algorithm, build_algorithm
 from spotlight.algorithms.advantages import advantages
@@ -30,6 +31,7 @@ from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FinishedRollout, Recipe
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.learner import Learner, TrainingGuidance, TrainingSample
+from spotlight.training.recompute import is_saved
 from spotlight.training.settings import adapter_type
 from spotlight.training.sharding import Ranks
 from spotlight.training.step_metrics import UpdateSums
@@ -260,3 +262,15 @@ def first_update(
     for keys in micro_batches:
         learner.accumulate(keys, len(samples))
     return gathered(learner), learner.step().sums
+
+
+class Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts products with an inner dimension above ``narrow``, and attention."""
+
+    def __init__(self, narrow: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.narrow, self.count = narrow, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += is_saved(func, args, self.narrow)
+        return func(*args, **(kwargs or {}))

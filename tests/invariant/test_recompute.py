@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from learner_world import World, algorithm, gathered, gradients, make_learner, roll_out
+from learner_world import Wide, World, algorithm, gathered, gradients, make_learner, roll_out
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from spotlight.training.recompute import Recomputation, is_saved, modes_of, recompute
+from spotlight.training.recompute import Recomputation, modes_of, recompute
 from spotlight.training.sharding import shard_module
 from spotlight_kernels.lora import AdaptedLinear, lora_linears
 
@@ -23,18 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 @pytest.fixture(scope="module")
 def world(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(random_pipeline, tmp_path_factory.mktemp("cache"))
-
-
-class Wide(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts products with an inner dimension above ``narrow``, and attention."""
-
-    def __init__(self, narrow: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.narrow, self.count = narrow, 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += is_saved(func, args, self.narrow)
-        return func(*args, **(kwargs or {}))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

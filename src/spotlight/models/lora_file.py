@@ -38,6 +38,12 @@ class LoraFile:
     rank: int
     alpha: float
 
+    def with_alpha(self, alpha: float) -> LoraFile:
+        """The same update of the weights, B scaled for another alpha."""
+        scales = {True: self.alpha / alpha, False: 1.0}
+        layers = {name: tensor * scales[".lora_B." in name] for name, tensor in self.layers.items()}
+        return LoraFile(layers, self.rank, alpha)
+
 
 def lora_folder(directory: Path, transformer: str) -> Path:
     """Where the LoRA of one of a pipeline's transformers is in its directory."""

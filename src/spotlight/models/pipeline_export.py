@@ -34,13 +34,15 @@ def save_lora(
     Of several transformers, each but the first has its file in ``directory/<component>``: diffusers loads it
     by ``load_lora_weights(directory / "transformer_2", load_into_transformer_2=True)``.
 
+    B is written times alpha / rank, and alpha as the rank: ComfyUI and others do not read the metadata, and
+    apply B A as it is.
+
     Args:
         pipeline_class: diffusers' class that will load it.
         layers: an unsharded adapter under peft's state-dict names (``WeightSlots.state``); of several
             transformers, with their component's name before each.
         transformers: their components.
-        metadata: peft's LoraConfig fields (``LoraSlots.metadata``); without them diffusers assumes
-            alpha = rank.
+        metadata: peft's LoraConfig fields (``LoraSlots.metadata``).
 
     Raises:
         ModelError: no layers.
@@ -49,17 +51,19 @@ def save_lora(
 
     if not layers:
         raise ModelError("a LoRA without layers cannot be written: was the model fully fine-tuned?")
+    rank, alpha = (float(str(metadata[field])) for field in ("r", "lora_alpha"))
+    scales = {True: alpha / rank, False: 1.0}
     partial = f"partial-{LORA_FILE}"
     for name in reversed(transformers):
         folder, prefix = lora_folder(directory, name), part_prefix(name, transformers)
         getattr(diffusers, pipeline_class).save_lora_weights(
             folder,
             transformer_lora_layers={
-                key.removeprefix(prefix): tensor.detach().to("cpu", copy=True).contiguous()
+                key.removeprefix(prefix): (tensor.detach().cpu() * scales[".lora_B." in key]).contiguous()
                 for key, tensor in layers.items()
                 if key.startswith(prefix)
             },
-            transformer_lora_adapter_metadata=dict(metadata),
+            transformer_lora_adapter_metadata={**metadata, "lora_alpha": metadata["r"]},
             weight_name=partial,
         )
         written = (folder / partial).replace(folder / LORA_FILE)

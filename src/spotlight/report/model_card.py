@@ -70,6 +70,8 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
         snippet = loading_snippet(run.config, run.weights.resolve(), prompt=run.example_prompt)
         where = "the LoRA" if run.config.learner.mode == "lora" else "the model"
         hint = f"Once {where} is on a hub, its id takes the place of the path."
+        if run.config.learner.mode == "lora":
+            hint += " Its layers have diffusers' names; B holds alpha / rank, so nothing has to scale it."
         sections += ["## Use", f"```python\n{snippet}\n```\n\n{hint}"]
     if charts:
         sections += ["## Curves", *(f"![{_alt(name)}]({name})" for name in charts)]

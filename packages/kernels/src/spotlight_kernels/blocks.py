@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_flux2 import Flux2FeedForward
 from torch import Tensor, nn
 
-from spotlight_kernels.feed_forward import feed_forward, gated_halves, is_usual
+from spotlight_kernels.feed_forward import through
 from spotlight_kernels.lora import Again, project
 from spotlight_kernels.operators import (
     HeadStream,
@@ -205,15 +204,6 @@ class Normed:
         gate, shift, scale, gate_mlp = self.rest
         x, out, again = normed(self.x, branch, Modulation(gate, scale, shift), eps)
         return gated_add(x, through(mlp, out, again), gate_mlp, rounded=True)
-
-
-def through(mlp: Any, x: Tensor, again: Again | None) -> Tensor:
-    """What a block's MLP computes."""
-    if type(mlp) is Flux2FeedForward:
-        (wide,) = project(x, [mlp.linear_in], again)
-        return project(gated_halves(wide), [mlp.linear_out], Again(gated_halves, (wide,)))[0]
-    known = hasattr(mlp, "net") and is_usual(mlp)
-    return feed_forward(mlp, x, again) if known else mlp(x)
 
 
 def layer_norm_trouble(*norms: Any) -> str | None:

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GELU
+from diffusers.models.attention import FeedForward
+from diffusers.models.transformers.transformer_flux2 import Flux2FeedForward
 from torch import Tensor
 
 from spotlight_kernels.lora import Again, project
 
 
-def is_usual(mlp: Any) -> bool:
-    """Whether it is diffusers' ``FeedForward`` of a product, GELU, dropout, and a product."""
-    return len(mlp.net) == 3 and type(mlp.net[0]) is GELU
+def fused_forward(mlp: Any) -> Callable[..., Tensor] | None:
+    """What takes the place of a module's forward; None: it is no MLP that is known here."""
+    if type(mlp) is Flux2FeedForward:
+        return joined_feed_forward
+    usual = type(mlp) is FeedForward and len(mlp.net) == 3 and type(mlp.net[0]) is GELU
+    return feed_forward if usual else None
 
 
-def feed_forward(mlp: Any, x: Tensor, again: Again | None) -> Tensor:
-    """What such a module computes; the activation's output is computed again for the backward.
+def through(mlp: Any, x: Tensor, again: Again | None) -> Tensor:
+    """What a block's MLP computes. It is called as a module, whose hooks may gather its weights."""
+    return cast(Tensor, mlp(x, again) if "forward" in vars(mlp) else mlp(x))
+
+
+def joined_feed_forward(mlp: Any, x: Tensor, again: Again | None = None) -> Tensor:
+    """Of FLUX.2: gate and value are one product; as :func:`feed_forward`."""
+    (wide,) = project(x, [mlp.linear_in], again)
+    return project(gated_halves(wide), [mlp.linear_out], Again(gated_halves, (wide,)))[0]
+
+
+def feed_forward(mlp: Any, x: Tensor, again: Again | None = None) -> Tensor:
+    """A product, GELU, dropout, and a product; the activation's output is computed again for the backward.
 
     Args:
         again: how ``x`` is computed once more; None: it is kept.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from spotlight_kernels.blocks import Kind, first
+from spotlight_kernels.feed_forward import feed_forward, fused_forward, joined_feed_forward
 
 BLOCKS: Mapping[str, str] = {
     "Flux2SingleTransformerBlock": "flux2_blocks.SINGLE",
@@ -83,6 +84,9 @@ def restore(transformer: nn.Module) -> None:
         if name is not None and own is (kind := _kind(name)).forward:
             del part.forward
             _exchange(part, {new: old for old, new in kind.processors.items()})
+            for mlp in part.modules():
+                if getattr(vars(mlp).get("forward"), "__func__", None) in (feed_forward, joined_feed_forward):
+                    del mlp.forward
 
 
 def _kind(name: str) -> Kind:
@@ -111,6 +115,9 @@ def _difference(block: nn.Module, kind: Kind, device: torch.device) -> str | Non
 def _put(block: Any, kind: Kind) -> None:
     block.forward = MethodType(kind.forward, block)
     _exchange(block, kind.processors)
+    for mlp in block.modules():
+        if (forward := fused_forward(mlp)) is not None:
+            mlp.forward = MethodType(forward, mlp)
 
 
 def _exchange(block: nn.Module, classes: Mapping[type, type]) -> None:

@@ -74,15 +74,22 @@ def _outputs(x: Tensor, layers: Sequence[AdaptedLinear]) -> tuple[list[Tensor], 
     """Of each layer; and all adapters' ``scale * x A'``, joined."""
     rows, shape = rows_of(x), x.shape[:-1]
     downs = [layer.a for layer in layers]
-    low = rows @ _joined(downs).t()
-    parts, outputs = _parts(low, downs), []
-    for layer, own in zip(layers, parts, strict=True):
-        if layer.scale != 1:
-            own.mul_(layer.scale)
+    low = _scaled(rows @ _joined(downs).t(), layers)
+    outputs = []
+    for layer, own in zip(layers, _parts(low, downs), strict=True):
         up = layer.b.t()
         y = own @ up if layer.bias is None else torch.addmm(layer.bias, own, up)
         outputs.append(y.addmm_(rows, layer.weight.t()).view(*shape, -1))
     return outputs, low
+
+
+def _scaled(low: Tensor, layers: Sequence[AdaptedLinear]) -> Tensor:
+    """Not in place: whoever recomputes elementwise work has kept the product."""
+    scale, *others = {layer.scale for layer in layers}
+    if not others:
+        return low if scale == 1 else low * scale
+    parts = _parts(low, [layer.a for layer in layers])
+    return torch.cat([part * layer.scale for part, layer in zip(parts, layers, strict=True)], -1)
 
 
 class _LoraLinears(torch.autograd.Function):

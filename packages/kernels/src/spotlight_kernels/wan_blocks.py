@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from spotlight_kernels import blocks
 from spotlight_kernels.blocks import Angles, New
+from spotlight_kernels.feed_forward import through
 from spotlight_kernels.lora import Again, project
 from spotlight_kernels.operators import Modulation, gated_add
 
@@ -64,7 +65,7 @@ def forward(
         branch = self.attn2(out, encoder_hidden_states, None, None, again=again)
     by = Modulation(scale=scale_mlp, shift=shift_mlp)
     x, out, again = blocks.normed(x, branch, by, self.norm3.eps, rounded=False)
-    return gated_add(x, blocks.through(self.ffn, out, again), gate_mlp, rounded=False)
+    return gated_add(x, through(self.ffn, out, again), gate_mlp, rounded=False)
 
 
 def _trouble(block: Any) -> str | None:

@@ -26,6 +26,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.cuda_graphs import release_forwards
+from spotlight.models.kernels.fused import use_reference
 from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.models.peft_layers import eject
 from spotlight.models.skeleton import base_state, filling, modules_of
@@ -123,6 +124,7 @@ class WorkerProcess:
             raise WeightsError("this worker holds no base weights that a learner could use")
         family, loaded = held
         release_forwards(family.transformer)
+        use_reference(family.transformer)
         eject(family.transformer)
         gc.collect()
         if family.device.type == "cuda":

@@ -48,7 +48,7 @@ class ModelConfig(Section):
     """
     lora: str | None = None
     """A LoRA to go on from, as policy and as reference: a file, a directory (of peft, too) or a hub id. Only
-    with ``learner.mode: lora``, of the same rank, alpha and targets.
+    with ``learner.mode: lora``, of the same rank and targets; its update is kept under any alpha.
     """
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Storage dtype of the frozen weights. Adapters and optimizer state are always float32."""

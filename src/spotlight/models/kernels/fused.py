@@ -70,7 +70,9 @@ def is_fused(block: nn.Module) -> bool:
 
 
 def use_reference(module: nn.Module) -> None:
-    """Undo :func:`use_fused`."""
+    """Undo :func:`use_fused`, adapters' layers included; no effect on a model that is not fused."""
+    if not any(map(is_fused, module.modules())):
+        return  # perhaps without the package
     from spotlight_kernels.fuse import restore
 
     peft_layers.restore(module)

@@ -190,14 +190,14 @@ def _make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) ->
     if config.model.lora is None:
         return LoraSlots(family.transformer, spec, extra, compute=compute)
     initial = read_lora(family.pipeline_class, config.model.lora, list(denoisers(family.transformer)))
-    for key, found, wanted in (("rank", lora.rank, initial.rank), ("alpha", lora.alpha, initial.alpha)):
-        if found != wanted:
-            raise ModelError(
-                f"learner.lora.{key} is {found:g}; expected {wanted:g}, that of model.lora "
-                f"({config.model.lora})"
-            )
+    if lora.rank != initial.rank:
+        raise ModelError(
+            f"learner.lora.rank is {lora.rank}; expected {initial.rank}, that of model.lora "
+            f"({config.model.lora})"
+        )
+    layers = initial.with_alpha(lora.alpha).layers
     try:
-        return LoraSlots(family.transformer, spec, extra, initial.layers, compute=compute)
+        return LoraSlots(family.transformer, spec, extra, layers, compute=compute)
     except ModelError as error:
         raise ModelError(f"model.lora={config.model.lora}: {error}") from error
 
