@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from spotlight.models.slots import Slot, WeightSlots
+from spotlight.training.sharded_files import TensorReader
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.file_errors import needs_user, storage_error
@@ -246,7 +247,7 @@ def _read_sharded(path: Path, targets: dict[str, Tensor]) -> None:
     def read() -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp_load(targets, checkpoint_id=path, no_dist=Ranks.current().world == 1)
+            dcp_load(targets, storage_reader=TensorReader(path), no_dist=Ranks.current().world == 1)
         increment_version(list(targets.values()))  # it writes shards, which the whole tensors do not count
 
     _reading(path, read)
