@@ -97,12 +97,7 @@ class Wan(ModelFamily):
             )
 
     def check_parts(self) -> None:
-        """Sizes of transformers, VAE and text encoder that must agree; variants of other pipelines; ftfy."""
-        if find_spec("ftfy") is None:
-            raise ModelError(
-                "the package ftfy is not installed; expected it, because Wan was trained on prompts that it "
-                "cleaned, such as those with curly quotes: pip install ftfy"
-            )
+        """Sizes of transformers, VAE and text encoder that must agree; variants of other pipelines."""
         vae = self.vae.config
         require_equal(
             self.files.folder("vae") / "config.json",
@@ -168,6 +163,11 @@ class Wan(ModelFamily):
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
         """The pipeline's own embeddings without the zeros after them."""
+        if find_spec("ftfy") is None:
+            raise ModelError(
+                "the package ftfy is not installed; expected it, because Wan was trained on prompts that it "
+                "cleaned, such as those with curly quotes: pip install ftfy"
+            )
         embeds, _ = pipeline.encode_prompt(
             prompt,
             do_classifier_free_guidance=False,
