@@ -25,6 +25,12 @@ def missing(device: torch.device) -> str | None:
         return f"{error.name or error} is missing (pip install triton)"
     if device.type != "cuda" and not operators.INTERPRETED:
         return f"they need a CUDA device, and this is {device.type}"
+    try:
+        operators.join_heads(
+            [operators.HeadStream(torch.zeros(1, 1, 16, device=device))], 16, 0.0, rounded=True
+        )
+    except Exception as error:  # noqa: BLE001 - of Triton, or of the C compiler that it calls
+        return f"Triton cannot make one run on this device: {error}"
     return None
 
 
