@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,12 @@ import torch
 from tests.contract.family_cases import CASES, PROMPTS
 from torch import Tensor, fx, nn
 
+import spotlight_kernels
+from spotlight.cli import doctor_checks
 from spotlight.config.load import build_config
 from spotlight.models.experts import denoisers
 from spotlight.models.families.qwen_image import QwenImage
-from spotlight.models.kernels import attention
+from spotlight.models.kernels import attention, fused
 from spotlight.models.kernels.real_rotary import rewrite
 from spotlight.models.kernels.regional import compile_blocks
 from spotlight.models.media import MediaSize
@@ -26,6 +31,7 @@ from spotlight.registry import FAMILIES
 from spotlight.runtime.assembly import components as build
 from spotlight_rewards.base.errors import ConfigError
 
+CPU = torch.device("cpu")
 SIZE = MediaSize(16, 16)
 SLOTS: tuple[Slot, ...] = ("policy", "old", "reference")
 TEXTS = ("one red circle", "a blue square left of a green triangle", "two")
@@ -332,3 +338,44 @@ def test_a_run_asks_for_both_by_key(random_pipeline: Path, tmp_path: Path, fresh
 def test_a_model_without_repeated_blocks_is_refused() -> None:
     with pytest.raises(ModelError, match="Linear names no repeated blocks"):
         compile_blocks(nn.Linear(2, 2), torch.device("cpu"), "aot_eager")
+
+
+# -- fused operators -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("triton", "why"),
+    [
+        (True, "they need a CUDA device, and this is cpu"),
+        (False, r"triton is missing \(pip install triton\)"),
+    ],
+)
+def test_fused_operators_that_cannot_run_are_an_error_if_asked_for_and_a_warning_by_default(
+    family: QwenImage,
+    triton: bool,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if not triton:
+        for name in [each for each in sys.modules if each.startswith("spotlight_kernels.")]:
+            monkeypatch.delitem(sys.modules, name)
+            monkeypatch.delattr(spotlight_kernels, name.split(".")[1], raising=False)
+        monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ModelError, match=rf"model\.kernels is 'fused', and {why}.*: set it to reference"):
+        fused.use_fused(family.transformer, CPU, asked=True)
+    assert not fused.use_fused(family.transformer, CPU, asked=False)
+    assert "diffusers' own operators are used, which are slower (model.kernels)" in caplog.text
+    (finding,) = [each for each in doctor_checks.kernels() if each.what == "fused operators"]
+    assert re.search(why, finding.found)
+
+
+def test_a_run_on_cpus_looks_for_no_fused_operators(random_pipeline: Path, tmp_path: Path) -> None:
+    config = build_config({"model": {"path": str(random_pipeline)}, "cache_dir": str(tmp_path)}, "the test")
+    assert not build.fuses(config, CPU)
+    assert build.fuses(config, torch.device("cuda"))
+    program = (
+        "import sys, spotlight.runtime.run, spotlight.training.learner\n"
+        "assert not [name for name in sys.modules if name.startswith('spotlight_kernels')]"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -51,6 +51,17 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
         (["rollout.embedded_guidance=3.5"], "rollout.embedded_guidance", "rollout.true_cfg_scale"),
         (["model.family=sd3", "model.compile=regional"], "model.compile", "leave it out"),
         (["model.family=sd3", "model.attention=cudnn"], "model.attention", "leave it out"),
+        (
+            ["model={kernels: fused, compile: regional}"],
+            "model.kernels",
+            "fused by the compiler: leave it out",
+        ),
+        (["model.kernels=fused", "learner.mode=full"], "model.kernels", "for adapters: leave it out"),
+        (
+            ["model={kernels: fused, dtype: float32}", "learner.autocast=bfloat16"],
+            "model.kernels",
+            "types change between operators: leave it out",
+        ),
         (["model.attention=flash-varlen"], "model.attention", "as if this model's padding came last"),
         (["model.family=hunyuan-video", "model.attention=flash-3"], "model.attention", "always has one"),
         (

@@ -40,11 +40,12 @@ from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.rollout.sequence_parallel.rendezvous import serve
 from spotlight.runtime.assembly import components as build
-from spotlight.runtime.attempt import RunResult, open_attempt, stopping_gracefully
+from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.conclusion import conclude_run
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk
 from spotlight.runtime.recorder import LEARNER_FOLDER
+from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.sinks import check_sinks

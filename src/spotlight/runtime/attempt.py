@@ -11,13 +11,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import signal
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import spotlight
 from spotlight.config.load import dump_config
@@ -268,23 +266,3 @@ def _attempt_log(path: Path) -> Iterator[None]:
         root.removeHandler(handler)
         root.setLevel(level)
         handler.close()
-
-
-@contextmanager
-def stopping_gracefully(request_stop: Callable[[], None], observer: Observer) -> Iterator[None]:
-    """SIGTERM and the first SIGINT stop after the next checkpoint; a second SIGINT stops at once."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        request_stop()
-        observer.note(
-            f"{signal.Signals(number).name}: stopping after the next checkpoint; the same command resumes"
-        )
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

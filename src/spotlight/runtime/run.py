@@ -25,7 +25,7 @@ from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.attempt import RunResult as RunResult
-from spotlight.runtime.attempt import open_attempt, stopping_gracefully
+from spotlight.runtime.attempt import open_attempt
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
 from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
@@ -33,6 +33,7 @@ from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, PassiveRecorder, Recorder, RunRecorder
+from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import Phase, WorkerId
 from spotlight.store.checkpoints import Checkpoint

@@ -30,9 +30,9 @@ HALF = torch.bfloat16
 
 
 def learner_of(world: FusedWorld, dtype: torch.dtype, ranks: Ranks | None = None) -> Learner:
-    autocast = "none" if dtype == torch.float32 else "bfloat16"
+    half: dict[str, Any] = {"dtype": HALF, "autocast": "bfloat16", "recompute": "blocks"}
     algo = algorithm("diffusion-nft", train_timesteps=1)
-    learner = make_learner(world, algo, ranks=ranks, dtype=dtype, autocast=autocast, epsilon=1e-6)
+    learner = make_learner(world, algo, ranks=ranks, epsilon=1e-6, **(half if dtype == HALF else {}))
     if world.fused:
         peft_layers.fuse(learner.family.transformer)
     return learner

@@ -11,8 +11,10 @@ from diffusers.models.transformers import transformer_z_image
 from fused_world import CPU, Predicting, far
 
 from spotlight.models import peft_layers
-from spotlight.models.kernels.fused import use_fused, use_reference
+from spotlight.models.kernels.fused import is_fused, use_fused, use_reference
+from spotlight.models.model_errors import ModelError
 from spotlight_kernels import fuse as fusing
+from spotlight_kernels import operators
 
 
 @pytest.mark.parametrize(
@@ -30,6 +32,7 @@ def test_a_model_computes_fused_what_it_does_otherwise(
     model: Any = predicting.model
     model.enable_gradient_checkpointing()
     found = predicting.gradients()
+    assert len(found) == len(wanted), "what has no gradient has none fused, either"
     assert max(map(far, found, wanted)) < 1e-5
     assert not torch.equal(found[0], wanted[0]), "other operators ran"
     with torch.no_grad():
@@ -37,3 +40,17 @@ def test_a_model_computes_fused_what_it_does_otherwise(
     model.disable_gradient_checkpointing()
     use_reference(model)
     assert all(map(torch.equal, predicting.gradients(), wanted))
+
+
+def test_where_triton_cannot_compile_nothing_is_fused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **options: Any) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(operators._heads_forward, "launch", fails)
+    predicting = Predicting("qwen-image", tmp_path)
+    assert not use_fused(predicting.model, CPU, asked=False)
+    assert not any(map(is_fused, predicting.model.modules()))
+    with pytest.raises(ModelError, match=r"'fused', and Triton cannot make one .* Failed to find C compiler"):
+        use_fused(predicting.model, CPU, asked=True)

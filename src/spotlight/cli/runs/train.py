@@ -118,7 +118,7 @@ def train(
 ) -> None:
     """Train a Diffusion Transformer by reinforcement learning; the same command resumes an interrupted run.
 
-    Ctrl-C (or SIGTERM) stops after the next checkpoint; a second Ctrl-C stops at once.
+    Ctrl-C (or SIGTERM, or a closed terminal) stops after the next checkpoint; a second Ctrl-C stops at once.
     Exit status: 0 finished, 1 stopped by an error, 2 not started, 130 interrupted.
 
     [bold]Examples[/bold]
@@ -212,13 +212,14 @@ def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: boo
     from spotlight.cli.runs.dashboard_beside import start_beside
     from spotlight.cli.runs.progress import make_progress
     from spotlight.runtime.clock import process_age_s
+    from spotlight.runtime.signals import ending_at_once
 
     if config.model.path in TESTBEDS or Path(config.model.path).is_dir():
         silence_loading_bars()  # download bars stay
     progress = make_progress(config, plain)
     progress.facts.started = time.monotonic() - process_age_s()  # imports are billed too
     try:
-        with progress:
+        with ending_at_once(), progress:
             if dashboard:
                 start_beside(config.runs_dir, config.name, stays=keep_dashboard, note=progress.note)
             progress.note("loading the model, the rewards and the prompts")

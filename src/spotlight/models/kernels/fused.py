@@ -25,6 +25,12 @@ def missing(device: torch.device) -> str | None:
         return f"{error.name or error} is missing (pip install triton)"
     if device.type != "cuda" and not operators.INTERPRETED:
         return f"they need a CUDA device, and this is {device.type}"
+    try:
+        operators.join_heads(
+            [operators.HeadStream(torch.zeros(1, 1, 16, device=device))], 16, 0.0, rounded=True
+        )
+    except Exception as error:  # noqa: BLE001 - of Triton, or of the C compiler that it calls
+        return f"Triton cannot make one run on this device: {error}"
     return None
 
 
@@ -59,6 +65,9 @@ def use_fused(module: nn.Module, device: torch.device, *, asked: bool) -> bool:
     found = fuse_blocks(module, device)
     blocks = [f"{count} {name}" for name, count in found.blocks.items()]
     log.info("fused operators: %s", ", ".join([*blocks, "layers with adapters"]))
+    if asked and found.left and not found.blocks:
+        why = "; ".join(f"{name}: {each}" for name, each in found.left.items())
+        raise ModelError(f"model.kernels is 'fused', and no block is: {why}. Set it to reference")
     for name, why in found.left.items():
         log.warning("%s keeps diffusers' operators, which are slower (model.kernels): %s", name, why)
     return True
