@@ -104,7 +104,7 @@ def run_gathered(world: World, mode: str, ranks: Ranks) -> dict[bool, dict[str, 
 
 SCARCE, AMPLE = 1, 2**40
 UNEQUAL: dict[str, tuple[list[str], list[int], dict[str, Any]]] = {
-    # Micro-batches, a sample of each rank, which name their prompt first; bytes that a pass may use; settings.
+    # Micro-batches (prompt/member of each rank), bytes that a pass of each may use, settings.
     "one rank knows the shape": (
         ["0/0 1/0", "0/1 2/0", "1/1 2/1"], [AMPLE, AMPLE, AMPLE], {"recompute": "auto"}
     ),
