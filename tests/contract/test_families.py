@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.block_costs import Alive
+from safetensors.torch import load_file
 from tests.contract import family_ranks, plain_loop
 from tests.contract.family_cases import (
     CASES,
@@ -36,7 +37,7 @@ from spotlight.config.load import build_config
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.experts import denoisers
 from spotlight.models.family import Guidance, MediaSize, ModelError, ModelFamily
-from spotlight.models.lora_file import lora_folder, part_prefix, read_lora
+from spotlight.models.lora_file import LORA_FILE, lora_folder, part_prefix, read_lora
 from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots, LoraSpec
 from spotlight.registry import FAMILIES
@@ -165,7 +166,7 @@ def test_wan_reads_prompts_as_it_was_trained_on_them(load: Load, monkeypatch: py
     assert torch.equal(one["embeds"], other["embeds"])
     monkeypatch.setitem(sys.modules, "ftfy", None)
     with pytest.raises(ModelError, match=r"ftfy is not installed; expected it.*pip install ftfy"):
-        _load(loaded.case, 0, loaded.directory.with_name("without-ftfy"))
+        loaded.family.encode(["another sign"])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -334,6 +335,10 @@ def test_one_step_equals_that_of_a_plain_loop(
     assert relative <= PLAIN_TOLERANCE
 
 
+COMFYUI_NAMES = {"wan": r"diffusion_model\.blocks\.\d+\.((self|cross)_attn\.[qkvo]|ffn\.[02])"}
+"""Where they are not diffusers'."""
+
+
 def save_plain_lora(
     family: ModelFamily, layers: Mapping[str, torch.Tensor], metadata: Mapping[str, object], folder: Path
 ) -> Path:
@@ -382,6 +387,8 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
     lora = plain_pipeline(case, loaded.directory)
     assert np.abs(case.call(lora, family, latents, setting) - ours).max() > 100 * TOLERANCE
     folder = family.save_lora(tmp_path / "lora", slots.state("policy"), slots.metadata()).parent
+    pattern = COMFYUI_NAMES.get(name, r"transformer\..*")
+    assert all(re.fullmatch(rf"{pattern}\.lora_[AB]\.weight", each) for each in load_file(folder / LORA_FILE))
     lora.load_lora_weights(folder)
     parts = list(denoisers(family.transformer))
     if len(parts) > 1:

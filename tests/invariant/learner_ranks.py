@@ -80,13 +80,10 @@ def run_passes(world: World, ranks: Ranks, directory: Path) -> dict[object, obje
             bound = learner._bind(learner._mine(keys), keys)
             learner.passes.per_pass(bound)  # learns what fits, outside the count
         count = gathers(lambda learner=learner, keys=keys: learner.accumulate(keys, 6))  # type: ignore[misc]
-        gradients = {
-            name: parameter.grad.full_tensor()  # type: ignore[attr-defined]
-            for name, parameter in learner.slots.trainable_parameters().items()
-            if parameter.grad is not None
-        }
-        levels = ranks.share(learner.passes.recompute_level)
+        gradients, levels = whole_gradients(learner), ranks.share(learner.passes.recompute_level)
         found[per_pass] = {"gathers": ranks.share(count), "gradients": gradients, "levels": levels}
+    for case in UNEQUAL:
+        found[case] = {"gradients": run_unequal(world, case, ranks, directory)}
     return found
 
 
@@ -103,6 +100,45 @@ def run_gathered(world: World, mode: str, ranks: Ranks) -> dict[bool, dict[str, 
         final = torch.stack([sample.tensors.final for sample in samples if sample.tensors])
         found[kept] = {"gathers": (count, update), "final": final, "digest": learner.digest()}
     return found
+
+
+SCARCE, AMPLE = 1, 2**40
+UNEQUAL: dict[str, tuple[list[str], list[int], dict[str, Any]]] = {
+    # Micro-batches (prompt/member of each rank), bytes that a pass of each may use, settings.
+    "one rank knows the shape": (
+        ["0/0 1/0", "0/1 2/0", "1/1 2/1"], [AMPLE, AMPLE, AMPLE], {"recompute": "auto"}
+    ),
+    "ranks know other levels": (
+        ["0/0 1/0", "1/1 2/0", "0/1 2/1"],
+        [AMPLE, SCARCE, AMPLE],
+        {"recompute": "auto", "timesteps_per_pass": "auto"},
+    ),
+}  # fmt: skip
+
+
+def run_unequal(world: World, case: str, ranks: Ranks, directory: Path) -> dict[str, torch.Tensor]:
+    """Gradients of several micro-batches whose prompts are longer on one rank than on the other."""
+    cuts, budgets, settings = UNEQUAL[case]
+    micro_batches = [keys.split() for keys in cuts]
+    held = [keys[ranks.rank] for keys in micro_batches]
+    samples = torch.load(directory / "nft-lora-samples.pt", weights_only=False)
+    assert len({sample.condition.tokens for sample in samples}) == len({sample.group for sample in samples})
+    samples = [sample if sample.key in held else replace(sample, tensors=None) for sample in samples]
+    algo = algorithm("diffusion-nft", train_timesteps=TIMESTEPS)
+    learner = make_learner(world, algo, ranks=ranks, pass_memory_bytes=AMPLE, **settings)
+    learner.prepare(samples, micro_batches)
+    for keys, budget in zip(micro_batches, budgets, strict=True):
+        learner.passes._budget_bytes = budget
+        learner.accumulate(keys, len(samples))
+    return whole_gradients(learner)
+
+
+def whole_gradients(learner: Learner) -> dict[str, torch.Tensor]:
+    return {
+        name: parameter.grad.full_tensor()  # type: ignore[attr-defined]
+        for name, parameter in learner.slots.trainable_parameters().items()
+        if parameter.grad is not None
+    }
 
 
 FIRST_UPDATES = ("flow-grpo",)

@@ -68,6 +68,19 @@ def test_threads_of_torch_wait_asleep_unless_the_environment_says_how(
     assert f"GOMP_SPINCOUNT = '{found}'" in result.stderr  # as the library reads it
 
 
+def test_processes_of_a_command_print_whatever_the_encoding() -> None:
+    own_reward = "print('\\u00b1')"
+    program = (
+        "from spotlight.cli.main import app; app(['version'], standalone_mode=False); "
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {own_reward!r}], check=True)"
+    )
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONIOENCODING"}
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, env=kept | ascii_only)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith(b"?\n")
+
+
 def cpu_s_of_children() -> float:
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime

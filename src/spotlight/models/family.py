@@ -446,12 +446,11 @@ class ModelFamily(FamilyTraits, ABC):
     ) -> Path:
         """Write a LoRA for plain diffusers' ``load_lora_weights``; returns the file.
 
-        ``layers`` is peft's adapter state dict; ``metadata`` peft's LoraConfig fields (diffusers needs
-        alpha).
+        ``layers`` is peft's adapter state dict; ``metadata`` peft's LoraConfig fields.
         """
         with storing("the LoRA", directory, _NOT_STORED):
             names = list(denoisers(self.transformer))
-            return pipeline_export.save_lora(self.pipeline_class, directory, layers, metadata, names)
+            return pipeline_export.save_lora(directory, layers, metadata, names, self.native_layers)
 
     def save_merged(
         self,

@@ -232,6 +232,10 @@ class FamilyTraits:
     """Requirements per folder. All but transformers, VAE and scheduler are tokenizers and text encoders."""
     lora_targets: ClassVar[tuple[str, ...]]
     """Name suffixes of the linear layers that LoRA adapts by default."""
+    native_layers: ClassVar[Mapping[str, str]] = {}
+    """Ends of layers' names in the model's own code by those in diffusers, where ComfyUI reads only the
+    former in a LoRA, and diffusers both.
+    """
     activations: ClassVar[ActivationCosts]
     """For the memory plan."""
     usual_frames_per_latent: ClassVar[int] = 1

@@ -5,12 +5,14 @@ Invariant: the target path only ever holds complete output: it is written beside
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from spotlight.models.lora_file import LORA_FILE, TRANSFORMER, lora_folder, part_prefix
@@ -23,11 +25,11 @@ _SHARD_SIZE = "5GB"
 
 
 def save_lora(
-    pipeline_class: str,
     directory: Path,
     layers: Mapping[str, Tensor],
     metadata: Mapping[str, object],
     transformers: Sequence[str] = (TRANSFORMER,),
+    native: Mapping[str, str] | None = None,
 ) -> Path:
     """Write ``directory/pytorch_lora_weights.safetensors``, replacing an existing one.
 
@@ -38,36 +40,44 @@ def save_lora(
     apply B A as it is.
 
     Args:
-        pipeline_class: diffusers' class that will load it.
         layers: an unsharded adapter under peft's state-dict names (``WeightSlots.state``); of several
             transformers, with their component's name before each.
-        transformers: their components.
         metadata: peft's LoraConfig fields (``LoraSlots.metadata``).
+        transformers: their components.
+        native: see ``FamilyFacts.native_layers``; the names are diffusers' where it lacks one.
 
     Raises:
         ModelError: no layers.
     """
-    import diffusers
-
     if not layers:
         raise ModelError("a LoRA without layers cannot be written: was the model fully fine-tuned?")
     rank, alpha = (float(str(metadata[field])) for field in ("r", "lora_alpha"))
     scales = {True: alpha / rank, False: 1.0}
+    about = {f"{TRANSFORMER}.{field}": value for field, value in metadata.items()}
+    about[f"{TRANSFORMER}.lora_alpha"] = metadata["r"]
+    stated = json.dumps(about, indent=2, sort_keys=True, default=sorted)
     partial = f"partial-{LORA_FILE}"
     for name in reversed(transformers):
         folder, prefix = lora_folder(directory, name), part_prefix(name, transformers)
-        getattr(diffusers, pipeline_class).save_lora_weights(
-            folder,
-            transformer_lora_layers={
-                key.removeprefix(prefix): (tensor.detach().cpu() * scales[".lora_B." in key]).contiguous()
-                for key, tensor in layers.items()
-                if key.startswith(prefix)
-            },
-            transformer_lora_adapter_metadata={**metadata, "lora_alpha": metadata["r"]},
-            weight_name=partial,
-        )
+        own = {
+            key.removeprefix(prefix): (tensor.detach().cpu() * scales[".lora_B." in key]).contiguous()
+            for key, tensor in layers.items()
+            if key.startswith(prefix)
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        named = dict(zip(_file_names(list(own), native or {}), own.values(), strict=True))
+        save_file(named, folder / partial, {"format": "pt", "lora_adapter_metadata": stated})
         written = (folder / partial).replace(folder / LORA_FILE)
     return written
+
+
+def _file_names(keys: Sequence[str], native: Mapping[str, str]) -> list[str]:
+    renamed = []
+    for key in keys:
+        layer, half = key.split(".lora_")
+        own = [layer.removesuffix(end) + native[end] for end in native if layer.endswith(f".{end}")]
+        renamed += [f"diffusion_model.{name}.lora_{half}" for name in own]
+    return renamed if len(renamed) == len(keys) else [f"{TRANSFORMER}.{key}" for key in keys]
 
 
 def save_merged(

@@ -71,7 +71,9 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
         where = "the LoRA" if run.config.learner.mode == "lora" else "the model"
         hint = f"Once {where} is on a hub, its id takes the place of the path."
         if run.config.learner.mode == "lora":
-            hint += " Its layers have diffusers' names; B holds alpha / rank, so nothing has to scale it."
+            native = FAMILIES.load(run.config.model.family).native_layers
+            names = "the model's own names, as ComfyUI wants them" if native else "diffusers' names"
+            hint += f" Its layers have {names}; B holds alpha / rank, so nothing has to scale it."
         sections += ["## Use", f"```python\n{snippet}\n```\n\n{hint}"]
     if charts:
         sections += ["## Curves", *(f"![{_alt(name)}]({name})" for name in charts)]

@@ -120,9 +120,13 @@ class TrainingPasses:
         """Timesteps per pass, the same on every rank. May run trial passes, without side effects."""
         key = bound.key
         least = 1 if self._setting == "auto" else min(self._setting, bound.timesteps)
-        if self._recomputation is not None and key not in self._levels:
-            self._climb(bound, least, self._recomputation.blocks)
-        if self._setting != "auto" or self._levels.get(key, self._top) < self._top:
+        if self._recomputation is not None:
+            # Prompts are of other lengths on each rank: what one has measured, another may not have.
+            if not self._least(int(key in self._levels)):
+                self._climb(bound, least, self._recomputation.blocks)
+            if self._setting == "auto" and self._least(self._levels[key]) < self._top:
+                return least
+        if self._setting != "auto":
             return least
         while True:
             known = self._settled.get(key)

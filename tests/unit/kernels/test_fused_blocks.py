@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from spotlight_kernels import fuse as fusing
 from spotlight_kernels.fuse import BLOCKS, fuse, restore
+from spotlight_kernels.launch import Kernel
 
 CPU = torch.device("cpu")
 
@@ -199,3 +200,22 @@ def test_processors_keep_what_they_were_told() -> None:
     processor._attention_backend = "native"
     fuse(block, CPU, compare=False)
     assert (block.attn.processor, processor._attention_backend) == (processor, "native")  # type: ignore[union-attr]
+
+
+def test_tables_of_modulation_may_be_float32() -> None:
+    """As Wan's are where its layers are bfloat16."""
+    block = CASES["Wan"]().to(torch.bfloat16)
+    block.scale_shift_table = nn.Parameter(block.scale_shift_table.float())
+    found = fuse(nn.Sequential(block), CPU)
+    assert found.blocks == {"WanTransformerBlock": 1}
+
+
+def test_a_device_that_cannot_run_them_keeps_those_of_diffusers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(Kernel, "launch", fail)
+    block = CASES["Qwen-Image"]()
+    found = fuse(nn.Sequential(block), CPU)
+    assert "Failed to find C compiler" in found.left["QwenImageTransformerBlock"]
+    assert "forward" not in vars(block)

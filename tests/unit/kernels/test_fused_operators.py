@@ -175,3 +175,33 @@ def test_adapted_layers_are_a_layer_and_a_product(
         return made
 
     agree(lambda: lora_linears(x, layers), reference, leaves)
+
+
+@pytest.mark.parametrize(
+    "angles",
+    [
+        (torch.ones(4, 4), torch.ones(4, 4).t()),
+        (torch.ones(3, 4), torch.ones(3, 4)),
+        (torch.ones(3, 4, 4), torch.ones(3, 4, 4)),
+    ],
+)
+def test_angles_that_do_not_fit_are_refused(angles: tuple[Tensor, Tensor]) -> None:
+    stream = HeadStream(torch.ones(2, 4, 8), None, angles)
+    with pytest.raises(ValueError, match="angles have shapes"):
+        join_heads([stream], 8, 1e-6, rounded=False)
+
+
+def test_one_row_of_modulation_or_angles_is_for_all_pictures() -> None:
+    x, row = torch.randn(2, 4, 8), torch.randn(1, 8)
+    by = Modulation(scale=row, shift=row)
+    alone = Modulation(scale=row.expand(2, 8), shift=row.expand(2, 8))
+    pairs = [add_norm(x, None, each, 1e-6, rounded=False)[1] for each in (by, alone)]
+    assert torch.equal(*pairs)
+    cos, sin = torch.randn(1, 4, 4), torch.randn(1, 4, 4)
+    joined = [
+        join_heads([HeadStream(x, None, each)], 8, 0.0, rounded=False)
+        for each in ((cos, sin), (cos[0], sin[0]))
+    ]
+    assert torch.equal(*joined)
+    with pytest.raises(ValueError, match="modulation of"):
+        add_norm(x, None, Modulation(scale=torch.ones(3, 8)), 1e-6, rounded=False)

@@ -106,7 +106,10 @@ def _trouble(block: nn.Module, kind: Kind) -> str | None:
 
 
 def _difference(block: nn.Module, kind: Kind, device: torch.device) -> str | None:
-    far = distance(block, kind, device)
+    try:
+        far = distance(block, kind, device)
+    except Exception as error:  # noqa: BLE001 - whatever a compiler, driver or card lacks, diffusers' run
+        return f"fused, it cannot run on this device ({type(error).__name__}: {error})"
     if far <= TOLERANCE[_dtype(block)]:
         return None
     return f"fused, it differs from diffusers' by {far:.1e} on this device"
@@ -171,4 +174,6 @@ def _far(found: Tensor, wanted: Tensor) -> float:
 
 
 def _dtype(block: nn.Module) -> torch.dtype:
-    return next(block.parameters()).dtype
+    """Of what its layers compute in; tables of modulation may be float32 beside them."""
+    layers = (part for part in block.modules() if isinstance(part, nn.Linear))
+    return next(layer.weight.dtype for layer in layers)

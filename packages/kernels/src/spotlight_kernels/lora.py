@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from spotlight_kernels.operators import rows_of
 
@@ -108,6 +109,7 @@ class _LoraLinears(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         low, *rest = ctx.saved_tensors
         ends = 4 * len(gradients)

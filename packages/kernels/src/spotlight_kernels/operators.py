@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from spotlight_kernels import triton_heads, triton_rows
 from spotlight_kernels.launch import Kernel
@@ -226,6 +227,7 @@ class _JoinHeads(torch.autograd.Function):
         return cast(Tensor, ops.join_heads(*_by_kind(flat), size, eps, rounded))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         flat, start = ctx.saved_tensors, 0
         found: list[Any] = [None] * len(flat)
@@ -283,6 +285,7 @@ class _AddNorm(torch.autograd.Function):
         return total, (out if norm else None)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, from_total: Tensor | None, from_out: Tensor | None) -> tuple[Any, ...]:
         total, y, x, *parts = ctx.saved_tensors
         eps, _, _ = ctx.options
@@ -349,10 +352,26 @@ def _split(heads: int) -> tuple[int, int]:
     return block, -(-heads // block)
 
 
-def _angle_strides(cos: Tensor | None) -> tuple[int, int, int]:
-    if cos is None:
+def _angle_strides(cos: Tensor | None, sin: Tensor | None, x: Tensor, size: int) -> tuple[int, ...]:
+    """By picture, token and pair. Raises ValueError: a kernel would read past the angles."""
+    if cos is None or sin is None:
         return 0, 0, 0
-    return (0, *cos.stride()) if cos.ndim == 2 else cos.stride()  # type: ignore[return-value]
+    whole = [*x.shape[:2], size // 2]
+    fits = cos.shape[-2:] == (whole[1], whole[2]) and list(cos.shape[:-2]) in ([], [1], whole[:1])
+    if not fits or sin.shape != cos.shape or sin.stride() != cos.stride():
+        raise ValueError(
+            f"angles have shapes {list(cos.shape)} and {list(sin.shape)}, strides {cos.stride()} and "
+            f"{sin.stride()}; expected equal ones, of {whole} or without the batch"
+        )
+    return cos.expand(whole).stride()
+
+
+def _check_heads(x: Tensor, weight: Tensor | None, size: int) -> None:
+    """Raises ValueError: a kernel would read other elements than it is meant to."""
+    if x.stride(-1) != 1 or x.shape[-1] % size:
+        raise ValueError(f"heads of {size} in rows of {x.shape[-1]} with stride {x.stride(-1)}; expected 1")
+    if weight is not None and (weight.stride(-1) != 1 or weight.shape[0] not in (size, x.shape[-1])):
+        raise ValueError(f"a norm of {list(weight.shape)}; expected {[size]} or {[x.shape[-1]]}, contiguous")
 
 
 def _join_heads(
@@ -368,14 +387,23 @@ def _join_heads(
     start = 0
     for x, weight, cos, sin in zip(xs, weights, cosines, sines, strict=True):
         batch, tokens, width = x.shape
+        _check_heads(x, weight, size)
         out = joint.narrow(1, start, tokens)
         start += tokens
         block, loops = _split(width // size)
         across = weight is not None and weight.shape[0] != size
+        angles = _angle_strides(cos, sin, x, size)
         _heads_forward.launch(
             (batch * tokens,),
             (x, _or(weight, x), _or(cos, x), _or(sin, x), out),
-            (tokens, width // size, eps, *x.stride()[:2], *out.stride()[:2], *_angle_strides(cos)),
+            (
+                tokens,
+                width // size,
+                eps,
+                *x.stride()[:2],
+                *out.stride()[:2],
+                *angles,
+            ),
             (size, block, loops, weight is not None, across, cos is not None, rounded),
         )
     return joint
@@ -407,10 +435,18 @@ def _join_heads_backward(
     out = x.new_empty(x.shape)
     block, loops = _split(width // size)
     across = weight is not None and weight.shape[0] != size
+    angles = _angle_strides(cos, sin, x, size)
     _heads_backward.launch(
         (batch * tokens,),
         (x, _or(weight, x), _or(cos, x), _or(sin, x), gradient, out),
-        (tokens, width // size, eps, *x.stride()[:2], *gradient.stride()[:2], *_angle_strides(cos)),
+        (
+            tokens,
+            width // size,
+            eps,
+            *x.stride()[:2],
+            *gradient.stride()[:2],
+            *angles,
+        ),
         (size, block, loops, weight is not None, across, cos is not None),
     )
     return out
@@ -433,8 +469,20 @@ def _or(each: Tensor | None, other: Tensor) -> Tensor:
     return other if each is None else each
 
 
-def _stride(each: Tensor | None) -> int:
-    return 0 if each is None else each.stride(0)
+def _stride(each: Tensor | None, x: Tensor, chosen: Tensor | None = None) -> int:
+    """From a picture's row of modulation to the next one's; 0: one row is for all.
+
+    Raises:
+        ValueError: a kernel would read past the rows.
+    """
+    if each is None:
+        return 0
+    rows, wanted = each.shape[0], x.shape[0] + (chosen is not None)
+    if each.shape[1:] != x.shape[2:] or each.stride(-1) != 1 or rows not in (1, wanted):
+        raise ValueError(
+            f"modulation of {list(each.shape)}; expected {[wanted, x.shape[2]]}, rows contiguous"
+        )
+    return each.stride(0) if rows == wanted else 0
 
 
 def _add_norm(
@@ -456,7 +504,7 @@ def _add_norm(
     _rows_forward.launch(
         grid,
         (x, *(_or(each, x) for each in given), total, out),
-        (*x.shape[1:], eps, _stride(gate), _stride(scale), _stride(shift)),
+        (*x.shape[1:], eps, _stride(gate, x, chosen), _stride(scale, x, chosen), _stride(shift, x)),
         (*sizes, *(each is not None for each in given), norm, rounded),
         num_warps=warps,
         # A product and a sum in one instruction would skip the rounding between them.
@@ -488,7 +536,7 @@ def _add_norm_backward(
     _rows_backward.launch(
         grid,
         (*(_or(each, to_x) for each in (total, y, *given)), to_x, to_y),
-        (*to_x.shape[1:], eps, _stride(gate), _stride(scale)),
+        (*to_x.shape[1:], eps, _stride(gate, to_x, chosen), _stride(scale, to_x, chosen)),
         (*sizes, *(each is not None for each in given)),
         num_warps=warps,
     )

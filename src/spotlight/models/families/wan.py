@@ -42,6 +42,11 @@ class Wan(ModelFamily):
         "text_encoder": PipelineComponent(("UMT5EncoderModel",), weights=True, lazy=True),
     }
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
+    native_layers = {
+        f"{attention}.{name}": f"{own}.{letter}"
+        for attention, own in (("attn1", "self_attn"), ("attn2", "cross_attn"))
+        for name, letter in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
+    } | {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}
     activations = ActivationCosts(
         lora=23.5, full=31.5, elementwise=13.0, checkpointed=1.15, forward=12.5, decode=14.0
     )
@@ -92,12 +97,7 @@ class Wan(ModelFamily):
             )
 
     def check_parts(self) -> None:
-        """Sizes of transformers, VAE and text encoder that must agree; variants of other pipelines; ftfy."""
-        if find_spec("ftfy") is None:
-            raise ModelError(
-                "the package ftfy is not installed; expected it, because Wan was trained on prompts that it "
-                "cleaned, such as those with curly quotes: pip install ftfy"
-            )
+        """Sizes of transformers, VAE and text encoder that must agree; variants of other pipelines."""
         vae = self.vae.config
         require_equal(
             self.files.folder("vae") / "config.json",
@@ -163,6 +163,11 @@ class Wan(ModelFamily):
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
         """The pipeline's own embeddings without the zeros after them."""
+        if find_spec("ftfy") is None:
+            raise ModelError(
+                "the package ftfy is not installed; expected it, because Wan was trained on prompts that it "
+                "cleaned, such as those with curly quotes: pip install ftfy"
+            )
         embeds, _ = pipeline.encode_prompt(
             prompt,
             do_classifier_free_guidance=False,

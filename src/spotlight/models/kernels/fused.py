@@ -65,6 +65,9 @@ def use_fused(module: nn.Module, device: torch.device, *, asked: bool) -> bool:
     found = fuse_blocks(module, device)
     blocks = [f"{count} {name}" for name, count in found.blocks.items()]
     log.info("fused operators: %s", ", ".join([*blocks, "layers with adapters"]))
+    if asked and found.left and not found.blocks:
+        why = "; ".join(f"{name}: {each}" for name, each in found.left.items())
+        raise ModelError(f"model.kernels is 'fused', and no block is: {why}. Set it to reference")
     for name, why in found.left.items():
         log.warning("%s keeps diffusers' operators, which are slower (model.kernels): %s", name, why)
     return True

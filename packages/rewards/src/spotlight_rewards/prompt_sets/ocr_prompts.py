@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 
 from spotlight_rewards.prompt_sets.splitting import drawn, split
+from spotlight_rewards.reading.legibility import normalized
 
 _PLACES = (
     'a shop window with a sign that says "{}"',
@@ -58,12 +59,12 @@ def ocr_prompts(
     """Prompts of a training and a held-out set that share no text to draw.
 
     Args:
-        without: texts to draw that neither set may have, in any case and spacing.
+        without: texts to draw that neither set may have, however they are written.
 
     Raises:
         PromptSetError: there are fewer prompts than asked for.
     """
-    known = {_bare(text) for text in without}
+    known = {normalized(text) for text in without}
     groups = {words: list(_texts(words)) for words in ("one", "two", "three")}
     found = split(
         groups,
@@ -71,7 +72,7 @@ def ocr_prompts(
         held_out=held_out,
         seed=seed,
         wordings=lambda _: len(_PLACES),
-        without=frozenset(text for texts in groups.values() for text in texts if _bare(text) in known),
+        without=frozenset(text for texts in groups.values() for text in texts if normalized(text) in known),
     )
 
     def prompt(text: str, place: int) -> str:
@@ -90,7 +91,3 @@ def _texts(words: str) -> Iterator[str]:
         case "three":
             yield from (f"{verb} the {noun}" for verb, noun in product(_VERBS, _NOUNS))
             yield from (f"{a} and {b}" for a, b in permutations(_NOUNS, 2))
-
-
-def _bare(text: str) -> str:
-    return "".join(text.split()).lower()
