@@ -23,7 +23,7 @@ from spotlight.training.sharding import Ranks, process_group, shard
 Tensors: TypeAlias = dict[str, Tensor]
 UPDATES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """Types of base and gathered adapters."""
-SPLIT = ("qwen-image", "flux", "wan")
+SPLIT = ("qwen-image", "flux", "hunyuan-video", "wan")
 SHARDED = ("wan",)
 """Whose blocks have weights that stay float32, so that parts of blocks are gathered on their own."""
 HALF = torch.bfloat16
