@@ -115,6 +115,13 @@ def test_a_kept_product_that_is_written_to_is_an_error() -> None:
         model(torch.ones(5, 8, requires_grad=True)).sum().backward()
 
 
+def test_none_undoes_an_earlier_mode(world: World) -> None:
+    module: Any = world.fresh().transformer
+    for setting, expected in (("blocks", True), ("none", False), (2, True), ("none", False)):
+        recompute(module, setting)  # type: ignore[arg-type]
+        assert module.is_gradient_checkpointing is expected
+
+
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

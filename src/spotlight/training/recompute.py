@@ -54,6 +54,9 @@ def recompute(module: nn.Module, setting: Mode | int | Literal["auto"]) -> Recom
         ModelError: the model cannot.
     """
     if setting == "none":
+        for part in denoisers(module).values():
+            if getattr(part, "is_gradient_checkpointing", False):  # as an earlier call left it
+                cast(Any, part).disable_gradient_checkpointing()
         return None
     found = Recomputation(module)
     found.use(modes_of("blocks" if setting == "auto" else setting, found.blocks))
