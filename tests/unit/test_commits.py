@@ -6,13 +6,19 @@ import dataclasses
 
 import pytest
 import torch
-from test_serialization import SIZE, bits
+from test_serialization import SIZE, bits, forged
 
 from spotlight.diffusion.samplers import FlowSDE
 from spotlight.diffusion.schedule import RandomWindow
 from spotlight.models.condition import Condition
 from spotlight.rollout.commits import Committer, Packed, latents_of, restore
-from spotlight.rollout.serialization import SerializationError, pack_condition, unpack_condition
+from spotlight.rollout.serialization import (
+    SerializationError,
+    checksum_of,
+    pack_condition,
+    unpack_condition,
+    unpack_tensors,
+)
 from spotlight.rollout.state import Recipe, RolloutState
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight_rewards.base.prompts import PromptId
@@ -100,3 +106,20 @@ def test_what_is_absent_altered_or_of_another_state_is_refused() -> None:
             restore(state, latents, condition, RECIPE)
     with pytest.raises(SerializationError, match="it is a 'latent'"):
         latents_of(latents[0])
+
+
+def test_a_sound_checksum_does_not_make_up_for_missing_parts() -> None:
+    *latents, state = [value.data for value in Committer().begin([states("a")[WINDOW.stop]])]
+    header, tensors = unpack_tensors("commit", state)
+    for lacking in header:
+        cut = {key: value for key, value in header.items() if key != lacking}
+        with pytest.raises(ValueError, match=r"lacks a part|expected"):
+            restore(forged("commit", tensors, content=cut), latents, EMBEDDINGS, RECIPE)
+    for lacking in tensors:
+        cut = {name: tensor for name, tensor in tensors.items() if name != lacking}
+        with pytest.raises(SerializationError, match="lacks a part"):
+            restore(forged("commit", cut, content=header), latents, EMBEDDINGS, RECIPE)
+    latents[-1] = forged("latent", {"latents": torch.zeros(3)}, content={})
+    names = [f"{index}.{checksum_of(latent)}" for index, latent in enumerate(latents)]
+    with pytest.raises(SerializationError, match="expected one shape"):
+        restore(forged("commit", tensors, content={**header, "kept": names}), latents, EMBEDDINGS, RECIPE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -172,6 +173,26 @@ def test_another_kind_is_refused() -> None:
         serialization.unpack_sample(serialization.pack_image(made))
     with pytest.raises(SerializationError, match="cannot be read"):
         serialization.unpack_condition(safetensors.torch.save({"embeds": torch.ones(2)}))
+
+
+def forged(kind: str, tensors: Mapping[str, torch.Tensor], **about: object) -> bytes:
+    """A value with a sound checksum, whatever it holds."""
+    about = {"format": serialization._FORMAT, "kind": kind, "name": "r", **about}
+    header = {"checksum": serialization._checksum(about, tensors), **about}
+    return safetensors.torch.save(dict(tensors), {"header": json.dumps(header)})
+
+
+def test_a_sound_checksum_of_something_else_is_refused() -> None:
+    abouts: list[dict[str, object]] = [{}, {"content": [1]}, {"content": None}]
+    for about in abouts:
+        with pytest.raises(SerializationError, match="expected a JSON object"):
+            serialization.unpack_tensors("commit", forged("commit", {}, **about))
+    with pytest.raises(SerializationError, match="expected 'image'"):
+        serialization.unpack_image(forged("image", {"picture": torch.zeros(1)}, content={}))
+    deep = ("[" * 100_000).encode()
+    for read in (serialization.checksum_of, serialization.unpack_condition):
+        with pytest.raises(SerializationError, match="cannot be read"):
+            read(len(deep).to_bytes(8, "little") + deep)
 
 
 def test_the_header_is_json_that_others_can_read() -> None:

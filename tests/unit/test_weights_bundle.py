@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.slots import CopySlots, LoraSlots, WeightSlots
 from spotlight.weights import bundle, staging
-from spotlight.weights.bundle import Bindable, WeightsManifest, bind, content_digest, pack, read
+from spotlight.weights.bundle import Bindable, WeightsManifest, _header, bind, content_digest, pack, read
 from spotlight.weights.weight_errors import WeightsError
 
 SLOTS = ("policy", "old")
@@ -140,7 +140,19 @@ def test_no_cut_bundle_is_ever_bound(cut: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "forged", [b"", b"\1", b"[]", b"{}", b'{"policy/w": {"dtype": "F32", "shape": [2]}}']
+    "forged",
+    [
+        b"",
+        b"\1",
+        b"[]",
+        b"{}",
+        b'{"policy/w": {"dtype": "F32", "shape": [2]}}',
+        pytest.param(b"[" * 100_000, id="deep"),
+        pytest.param(_header(["policy/w"], [(torch.float32, (-1, -1))])[8:], id="negative"),
+        pytest.param(
+            _header([*"abc"], [(torch.uint8, (1,)), (torch.int16, (1,)), (torch.uint8, (1,))])[8:], id="askew"
+        ),
+    ],
 )
 def test_a_header_that_does_not_describe_its_bytes_is_refused(forged: bytes) -> None:
     data = len(forged).to_bytes(8, "little") + forged + bytes(4)

@@ -12,7 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -164,6 +164,20 @@ def restore(
         SerializationError: something is damaged, or not what it was when the state was committed.
         ValueError: the rollout began with another recipe.
     """
+    try:
+        header, tensors = _joined(data, latents, condition)
+        return from_tensors(header, tensors, recipe, device)
+    except (LookupError, TypeError) as error:
+        raise SerializationError(
+            f"a committed state lacks a part, or has another in its place ({type(error).__name__}: {error}): "
+            "make it new"
+        ) from error
+
+
+def _joined(
+    data: bytes, latents: Sequence[bytes], condition: Condition | None
+) -> tuple[Mapping[str, object], dict[str, Tensor]]:
+    """Header and tensors of the state."""
     names = latents_of(data)
     header, tensors = unpack_tensors(_STATE, data)
     found = [f"{index}.{checksum_of(latent)}" for index, latent in enumerate(latents)]
@@ -172,6 +186,8 @@ def restore(
             f"found latents {found}, but a state was committed with {names}: make it new"
         )
     kept = [unpack_tensors(_LATENT, latent)[1]["latents"] for latent in latents]
+    if len(shapes := {latent.shape for latent in kept}) > 1:
+        raise SerializationError(f"found latents of shapes {sorted(shapes)}, expected one shape: make it new")
     if kept:
         tensors = {"latents": kept[-1], **tensors}
     tensors["kept"] = torch.stack(kept) if kept else torch.empty(0)
@@ -183,4 +199,4 @@ def restore(
                 f"{expected}: make it new"
             )
         tensors |= {CONDITION + name: tensor for name, tensor in condition.tensors.items()}
-    return from_tensors(header, tensors, recipe, device)
+    return header, tensors

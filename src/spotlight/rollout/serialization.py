@@ -22,6 +22,8 @@ from spotlight.models.condition import Condition
 from spotlight.rollout.state import FinishedRollout, SampleTensors
 
 _FORMAT = 2
+_UNREADABLE = (SafetensorError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+"""What reading bytes of others may raise."""
 
 
 class SerializationError(ValueError):
@@ -52,6 +54,8 @@ def pack_image(finished: FinishedRollout) -> bytes:
 def unpack_image(data: bytes) -> NDArray[np.uint8]:
     """[height, width, 3] uint8, or [frames, height, width, 3] of a video. Raises SerializationError."""
     _, tensors = unpack_tensors("image", data)
+    if "image" not in tensors:
+        _refuse("image", data, f"it holds {sorted(tensors)}, expected 'image'")
     image: NDArray[np.uint8] = tensors["image"].numpy()
     return image
 
@@ -71,7 +75,7 @@ def checksum_of(data: bytes) -> str:
     """That of packed tensors. Raises SerializationError."""
     try:
         return str(_header(data)["checksum"])
-    except (ValueError, LookupError, TypeError) as error:
+    except _UNREADABLE as error:
         _refuse("value", data, f"it cannot be read ({type(error).__name__}: {error})")
 
 
@@ -92,15 +96,17 @@ def unpack_tensors(kind: str, data: bytes) -> tuple[Mapping[str, object], dict[s
         tensors = safetensors.torch.load(data)
         about = _header(data)
         checksum = about.pop("checksum")
-    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
+        found = _checksum(about, tensors)
+    except _UNREADABLE as error:
         _refuse(kind, data, f"it cannot be read ({type(error).__name__}: {error})")
-    found = _checksum(about, tensors)
     if found != checksum:
         _refuse(kind, data, f"its checksum is {found}, expected {checksum}")
     found_kind, found_format = about.get("kind"), about.get("format")
     if (found_kind, found_format) != (kind, _FORMAT):
         _refuse(kind, data, f"it is a {found_kind!r} of format {found_format}; expected {_FORMAT}")
-    return about["content"], tensors
+    if not isinstance(content := about.get("content"), dict):
+        _refuse(kind, data, f"its content is {content!r}, expected a JSON object")
+    return content, tensors
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -129,7 +135,7 @@ def _refuse(kind: str, data: bytes, why: str) -> NoReturn:
     try:
         about = _header(data)
         claim = f", said to be the {about['kind']} of {about['name']!r}"
-    except (ValueError, LookupError, TypeError):
+    except _UNREADABLE:
         claim = ""
     raise SerializationError(
         f"serialized {kind} ({len(data)} bytes{claim}): {why}. "

@@ -252,7 +252,7 @@ def _checked(manifest: WeightsManifest, data: Tensor, *, hashed: bool = False) -
         )
     try:
         names, kinds, flat = _parsed(data)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise WeightsError(f"weights of {manifest} are no bundle: {error!r}; {_FETCH_AGAIN}") from error
     slots = {slot for slot, _ in names}
     if slots != set(manifest.slots):
@@ -264,14 +264,15 @@ def _checked(manifest: WeightsManifest, data: Tensor, *, hashed: bool = False) -
 
 
 def _parsed(data: Tensor) -> tuple[list[tuple[str, str]], list[Kind], Tensor]:
-    """Names and kinds of a bundle's tensors, and their bytes. ValueError if it is none of :func:`pack`."""
+    """Names and kinds of a bundle's tensors, and their bytes. Raises if it is none of :func:`pack`."""
     raw = data[: 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")].numpy().tobytes()
     fields = json.loads(raw[8:])
     kinds: list[Kind] = [(_DTYPES[field["dtype"]], tuple(field["shape"])) for field in fields.values()]
     if raw != _header(list(fields), kinds) or len(raw) + sum(map(nbytes, kinds)) != data.numel():
         raise ValueError("its header does not describe its bytes")
     names = [(slot, rest) for slot, _, rest in (name.partition("/") for name in fields)]
-    return names, kinds, data[len(raw) :]
+    carve(flat := data[len(raw) :], kinds)  # raises where a shape is negative, or a tensor begins askew
+    return names, kinds, flat
 
 
 def bind(
