@@ -39,8 +39,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from benchmarks._flop_counter import flop_counter
 from benchmarks._measure import Clock, machine, ratio, take_turns, wide_console
 from spotlight.models import peft_layers
 from spotlight.models.condition import Condition
@@ -76,26 +76,6 @@ MODES: tuple[Mode, ...] = ("none", "elementwise", "blocks")
 _NAMESPACES = ("aten", "spotlight_kernels")
 _ALLOCATIONS = ("empty", "detach", "alias", "_unsafe_view", "lift_fresh")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm")
-
-
-def _attention(q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
-    return int(sdpa_flop_count(q, k, v))  # type: ignore[no-untyped-call]
-
-
-def _attention_backward(gradient: Any, q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
-    return int(sdpa_backward_flop_count(gradient, q, k, v))  # type: ignore[no-untyped-call]
-
-
-def _added_product(_: Any, a: Any, b: Any, **__: object) -> int:
-    return int(2 * a[0] * a[1] * b[1])
-
-
-_UNKNOWN = {
-    torch.ops.aten.addmm_: _added_product,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-}
-"""What torch's counter of operations does not know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +294,7 @@ def count(
     recompute(forward.slots.modules()["policy"], mode)
     with torch.no_grad():
         forward()  # rotary tables and bfloat16 copies are kept
-    counting = FlopCounterMode(display=False, custom_mapping=_UNKNOWN)
+    counting = flop_counter()
     with ExitStack() as stack:
         stack.enter_context(torch.set_grad_enabled(gradient))
         stack.enter_context(counting)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks._flop_counter import flop_counter
 from benchmarks._measure import Clock, take_turns
 from benchmarks.gpu.lab import Lab
 from spotlight.models.kernels.device_rates import copy_bytes_s, product_flop_s, timed_s
@@ -55,7 +55,7 @@ def spread(seconds: Mapping[str, list[float]]) -> dict[str, object]:
 
 def flops(run: Callable[[], object]) -> int:
     """Floating-point operations of matrix products, convolutions and attention, counted by shape."""
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         run()
     return int(counter.get_total_flops())
 

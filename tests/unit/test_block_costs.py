@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from benchmarks.block_costs import (
     EVERY,
     FUSED,
@@ -18,6 +19,9 @@ from benchmarks.block_costs import (
     published,
     tokens,
 )
+from benchmarks.gpu.timing import flops
+
+from spotlight_kernels.lora import AdaptedLinear, lora_linears
 
 PUBLISHED = published(QWEN)
 WIDTH = int(PUBLISHED["num_attention_heads"]) * int(PUBLISHED["attention_head_dim"])
@@ -136,3 +140,13 @@ def test_fused_blocks_move_a_third_and_multiply_the_same(model: str) -> None:
         )
         assert fused.elementwise_bytes < copies.elementwise_bytes / 2.5
         assert fused.flops == copies.flops
+
+
+def test_the_wide_products_of_an_adapted_layer_are_counted() -> None:
+    rows, inputs, outputs, rank = 6, 16, 32, 4
+    x, weight = torch.randn(rows, inputs, requires_grad=True), torch.randn(outputs, inputs)
+    a, b = (torch.randn(*shape, requires_grad=True) for shape in ((rank, inputs), (outputs, rank)))
+    wide, narrow = 2 * rows * inputs * outputs, 2 * rows * rank * (inputs + outputs)
+    (y,) = lora_linears(x, [AdaptedLinear(weight, None, a, b, 1.0)])
+    assert flops(lambda: lora_linears(x, [AdaptedLinear(weight, None, a, b, 1.0)])) == wide + narrow
+    assert flops(y.sum().backward) == wide + 2 * narrow, "the weight itself has no gradient"

@@ -401,6 +401,19 @@ def test_a_run_with_a_key_of_another_name_is_read_and_resumed(
     check_run_directory(tmp_path, "old", dump_config(now), RESUMABLE_KEYS, with_new_keys)
 
 
+def test_a_key_of_another_name_yields_to_an_override_and_is_refused_beside_the_new_one(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text("learner: {gradient_checkpointing: false}")
+    assert load_config(path).learner.recompute == "none"
+    assert load_config(path, ["learner.recompute=elementwise"]).learner.recompute == "elementwise"
+    path.write_text("learner: {gradient_checkpointing: false, recompute: blocks}")
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing.*False.*only learner\.recompute"):
+        load_config(path)
+    assert load_dump(path).learner.recompute == "blocks"
+
+
 def test_removed_keys_are_no_difference_where_this_version_refuses_the_rest() -> None:
     tree = load_config(None, ["exploration={}"]).model_dump(mode="json") | {"iterations": "many"}
     exploration = tree["exploration"] | {"rungs": None}

@@ -46,6 +46,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """
     preset = any(text.startswith("like=") for text in overrides)
     tree = {} if path is None and preset else read_tree(path or EMBEDDED)
+    read, problems = without_removed(tree)
+    tree = tree if problems else read  # an old file's key under its new name, which an override may set
     # Apply a change of algorithm first: all its keys but those of groups start from its own defaults.
     for override in sorted(overrides, key=lambda text: not text.startswith((f"{_ALGORITHM}=", "algorithm="))):
         apply_override(tree, override)

@@ -104,8 +104,14 @@ def _taken_out(tree: dict[str, Any], removed: Removed) -> Iterator[Problem]:
     value = node[leaf]
     if removed.value is None:
         del node[leaf]
-        if removed.now is not None:
-            node[removed.now.rpartition(".")[2]] = removed.renamed(value)
+        now = (removed.now or "").rpartition(".")[2]
+        if now in node:
+            yield Problem(
+                removed.key, repr(value), f"only {removed.now}, its new name, is set", "Leave it out."
+            )
+            return
+        if now:
+            node[now] = removed.renamed(value)
         if value not in removed.off:
             yield Problem(removed.key, repr(value), "nothing: this version has no such key", removed.remedy)
     elif value == removed.value:
