@@ -112,12 +112,15 @@ class LearnerConfig(Section):
     """What the backward pass computes again instead of keeping it. ``elementwise``: all but matrix products
     and attention, about half the memory for little time; ``blocks``: everything, the least memory for about a
     third more time; a number n: all of every n-th block, nothing of the others; ``auto``: as little as fits
-    into memory, measured the first time a shape occurs. Gradients are equal.
+    into memory, measured the first time a shape occurs. Gradients are equal. A pass of ``auto`` that runs out
+    of memory all the same is repeated with more recomputation by one rank; it ends several, which wait for
+    each other within it: leave them more room with ``pass_memory_gib``.
     """
     timesteps_per_pass: PositiveInt | Literal["auto"] = 1
     """Maximum number of training timesteps of a micro-batch per forward and backward. Activations grow in
     proportion; sharded weights are gathered once for all of them. ``auto``: as many as fit into memory,
-    measured the first time a shape occurs.
+    measured the first time a shape occurs; fewer where a pass of one rank runs out of memory, which ends
+    several.
     """
     pass_memory_gib: PositiveFloat | None = None
     """With ``timesteps_per_pass: auto`` or ``recompute: auto``, memory that a pass may use; default: what is
