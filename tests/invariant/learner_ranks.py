@@ -106,7 +106,7 @@ SCARCE, AMPLE = 1, 2**40
 UNEQUAL: dict[str, tuple[list[str], list[int], dict[str, Any]]] = {
     # Micro-batches (prompt/member of each rank), bytes that a pass of each may use, settings.
     "one rank knows the shape": (
-        ["0/0 1/0", "0/1 2/0", "1/1 2/1"], [AMPLE, AMPLE, AMPLE], {"recompute": "auto"}
+        ["0/0 1/0", "0/1 2/0", "1/1 2/1"], [SCARCE, SCARCE, SCARCE], {"recompute": "auto"}
     ),
     "ranks know other levels": (
         ["0/0 1/0", "1/1 2/0", "0/1 2/1"],
