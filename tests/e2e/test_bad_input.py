@@ -253,7 +253,7 @@ def test_a_full_disk_stops_the_run_and_loses_nothing_committed(
         pytest.skip("this user may not mount a small disk")
     assert ended.error is not None
     assert ended.error.startswith("StoreError: ")
-    for part in (str(small / name), "no space left (0.0 MiB free)", "run the same command again"):
+    for part in (str(small / name), "no space left (0 B free)", "run the same command again"):
         assert part in ended.error
 
     ended = run_process(arguments, answer=answer)

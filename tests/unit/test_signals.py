@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 
 import pytest
 
@@ -29,6 +30,14 @@ def test_only_a_second_interrupt_stops_at_once() -> None:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert requests == ["stop", "stop"]
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_not_ignored() -> Iterator[None]:
+    """Whoever runs the tests may have them ignored, as nohup does."""
+    former = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, former)
 
 
 def test_a_closed_terminal_stops_after_a_checkpoint_unless_hangups_are_ignored() -> None:
