@@ -437,10 +437,6 @@ def test_a_trace_is_played(cluster: LocalCluster, listener: RecordingListener) -
     assert [node.name for node in cluster.nodes()] == [cluster.first.name]
 
 
-# -- nothing is left ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # test_ray_run.py kills a head, and looks for what is left of its Ray
 def test_two_nodes_of_a_machine_may_have_the_same_gpu(cluster: LocalCluster) -> None:
     def gpus() -> list[int]:
         return list(ray.get_gpu_ids())
@@ -456,6 +452,10 @@ def test_two_nodes_of_a_machine_may_have_the_same_gpu(cluster: LocalCluster) -> 
     wait_until(lambda: len(read_view(ray.nodes()).nodes) == 1)
 
 
+# -- nothing is left ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # test_ray_run.py kills a head, and looks for what is left of its Ray
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_of_an_owner_that_is_ended(end: signal.Signals) -> None:
     program = textwrap.dedent(
