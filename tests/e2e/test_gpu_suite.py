@@ -28,7 +28,7 @@ QUICK = {
 THERE = """
 PIL absl accelerate anyio attr certifi charset_normalizer click cloudpickle colorama dateutil filelock fsspec
 google grpc h11 hf_xet httpcore httpx huggingface_hub hypothesis idna iniconfig jinja2 markdown markdown_it
-markupsafe mdurl mpmath networkx numpy packaging peft pluggy psutil pygments pytest pytest_timeout regex
+markupsafe mdurl mpmath networkx numpy packaging peft pluggy psutil py pygments pytest pytest_timeout regex
 requests rich safetensors scipy setuptools shellingham sympy tensorboard tokenizers torch torchgen tqdm
 transformers triton typer functorch urllib3 werkzeug xdist yaml
 """
