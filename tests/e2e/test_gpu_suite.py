@@ -26,11 +26,12 @@ QUICK = {
 
 # What a GPU machine has with torch's usual company, and what is carried there (docs/howto/gpu-suite.md).
 THERE = """
-PIL absl accelerate anyio attr certifi charset_normalizer click cloudpickle colorama dateutil filelock fsspec
-google grpc h11 hf_xet httpcore httpx huggingface_hub hypothesis idna iniconfig jinja2 markdown markdown_it
-markupsafe mdurl mpmath networkx numpy packaging peft pluggy psutil py pygments pytest pytest_timeout regex
-requests rich safetensors scipy setuptools shellingham sympy tensorboard tokenizers torch torchgen tqdm
-transformers triton typer functorch urllib3 werkzeug xdist yaml
+PIL absl accelerate anyio attr certifi charset_normalizer click cloudpickle colorama dateutil
+execnet filelock fsspec google grpc h11 hf_xet httpcore httpx huggingface_hub hypothesis idna
+iniconfig jinja2 markdown markdown_it markupsafe mdurl mpmath networkx numpy packaging peft pluggy
+psutil py pygments pytest pytest_timeout regex requests rich safetensors scipy setuptools
+shellingham sortedcontainers sympy tensorboard tokenizers torch torchgen tqdm transformers triton
+typer functorch urllib3 werkzeug xdist yaml
 """
 CARRIED = (
     "annotated_types annotated_doc diffusers importlib_metadata pydantic pydantic_core typing_extensions "
@@ -41,15 +42,16 @@ GUARD = """
 import sys
 from importlib.machinery import PathFinder
 
-OURS = {{"benchmarks", "spotlight", "spotlight_kernels", "spotlight_rewards", "cython_runtime"}}
+OURS = {{"benchmarks", "spotlight", "spotlight_kernels", "spotlight_rewards", "tests", "cython_runtime"}}
 ALLOWED = set({allowed!r}.split()) | set(sys.stdlib_module_names) | OURS
 
 class OnlyThere(PathFinder):
     @classmethod
     def find_spec(cls, name, path=None, target=None):
         top = name.partition(".")[0]
-        found = top in ALLOWED or top.startswith("_")
-        return super().find_spec(name, path, target) if found else None
+        spec = super().find_spec(name, path, target)
+        ours = spec is not None and "/tests/" in str(spec.origin) and "site-packages" not in spec.origin
+        return spec if ours or top in ALLOWED or top.startswith("_") else None
 
 sys.meta_path[:] = [OnlyThere if finder is PathFinder else finder for finder in sys.meta_path]
 """
