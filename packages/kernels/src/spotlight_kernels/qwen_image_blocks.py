@@ -62,8 +62,7 @@ def double(
     """As the block's own; ``modulate_index`` is None, as only blocks that cannot be fused have one."""
     image = Normed.of(hidden_states, self.img_mod(temb).chunk(6, dim=-1), self.img_norm1.eps)
     text = Normed.of(encoder_hidden_states, self.txt_mod(temb).chunk(6, dim=-1), self.txt_norm1.eps)
-    branches = self.attn.processor(
-        self.attn,
+    branches = self.attn(
         hidden_states=image.out,
         encoder_hidden_states=text.out,
         encoder_hidden_states_mask=encoder_hidden_states_mask,
