@@ -131,7 +131,7 @@ class WeightSlots(ABC):
 
     def _written(self, slot: Slot) -> _Written:
         both = (*self.parameters("policy").values(), *self.parameters(slot).values())
-        # Sharding replaces parameters, whose writes count anew.
+        # Sharding replaces parameters; those count their writes from zero.
         return [(WeakIdRef(parameter), parameter._version) for parameter in both]
 
     def _check_slot(self, slot: Slot) -> None:

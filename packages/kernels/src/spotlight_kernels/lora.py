@@ -85,7 +85,7 @@ def _outputs(x: Tensor, layers: Sequence[AdaptedLinear]) -> tuple[list[Tensor], 
 
 
 def _scaled(low: Tensor, layers: Sequence[AdaptedLinear]) -> Tensor:
-    """Not in place: whoever recomputes elementwise work has kept the product."""
+    """Not in place: recomputation of elementwise work has kept the product."""
     scale, *others = {layer.scale for layer in layers}
     if not others:
         return low if scale == 1 else low * scale

@@ -61,7 +61,7 @@ CODE = "code of "
 
 
 def same_scorer(before: str, now: str) -> bool:
-    """Whether scores may stand next to each other; of code nobody can tell, so that another version may."""
+    """Whether scores may stand next to each other; of code this is unknown, so another version may."""
     return before == now or before.startswith(CODE)
 
 
