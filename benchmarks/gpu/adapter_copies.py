@@ -20,10 +20,10 @@ from benchmarks.gpu.lab import Lab, Shape
 from benchmarks.gpu.suite import Outcome
 from benchmarks.gpu.timing import interleaved, kernels, medians, spread
 from spotlight.models.families.qwen_image import QwenImage
-from spotlight.models.shared.random_blocks import random_adapters
 from spotlight.models.slots import LoraSlots
 from spotlight.training.passes import MicroBatchPolicy
 from spotlight.training.recompute import recompute
+from spotlight_plan.commands.gpu.random_blocks import random_adapters
 
 COPIES, AUTOCAST = "bfloat16 copies", "float32 under autocast"
 

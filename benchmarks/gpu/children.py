@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from benchmarks.gpu import lab as model
 from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.runner import die_with_parent
-from spotlight.models.shared.random_blocks import random_adapters
 from spotlight.models.skeleton import base_state, modules_of
 from spotlight.rollout.commits import Committer, latents_of, restore
 from spotlight.rollout.sequence_parallel import rendezvous
@@ -31,6 +30,7 @@ from spotlight.training.learner import Learner
 from spotlight.training.sharding import shard_module
 from spotlight.weights.peers import WeightServer
 from spotlight.weights.served_weights import ServedWeights
+from spotlight_plan.commands.gpu.random_blocks import random_adapters
 
 DIGEST = "base"
 STEPS = 8

@@ -28,7 +28,6 @@ from spotlight.models.condition import Condition, ConditionBatch
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.kernels.fused import use_fused, use_reference
 from spotlight.models.media import MediaSize
-from spotlight.models.shared.random_blocks import draw, random_adapters
 from spotlight.models.skeleton import filling
 from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
@@ -39,6 +38,7 @@ from spotlight.testbed import PIPELINE_DIR
 from spotlight.training.learner import Learner, TrainingSample
 from spotlight.training.sharding import Ranks
 from spotlight_kernels.fuse import fuse
+from spotlight_plan.commands.gpu.random_blocks import draw, random_adapters
 from spotlight_rewards.base.prompts import PromptId
 
 CLIP_RANGE = 1e-5

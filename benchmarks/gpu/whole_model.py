@@ -22,9 +22,9 @@ from benchmarks.gpu.lab import SEED, Lab
 from benchmarks.gpu.suite import IN_MEMORY, Outcome, Skip
 from spotlight.models.family import ModelFamily
 from spotlight.models.family_facts import TinyModel
-from spotlight.models.shared.random_blocks import draw
 from spotlight.models.skeleton import filling
 from spotlight.registry import FAMILIES
+from spotlight_plan.commands.gpu.random_blocks import draw
 
 FAMILY_BY_MEMORY = ((100, "qwen-image"), (0, "z-image"))
 """The first whose GiB of GPU memory are there: a learner and a worker hold the model once each."""

@@ -8,6 +8,7 @@ from spotlight_rewards.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from typer import Typer
 
@@ -104,6 +105,13 @@ SINKS: Registry[SinkFactory] = Registry(
 
 COMMANDS: Registry[Callable[[Typer], None]] = Registry("the commands' entry point", "spotlight.commands", {})
 """Commands of other packages: a function that adds them to the command line."""
+
+CHECKS: Registry[Callable[[str, int | None, Path | None], None]] = Registry(
+    "the option of `spotlight doctor`", "spotlight.checks", {}
+)
+"""Longer checks of other packages, by the option of ``spotlight doctor`` that asks for one: a function of the
+model asked about, its side in pixels (None: the model's own), and where a report goes (None: nowhere).
+"""
 
 FLEET_POLICIES: Registry[type[FleetPolicy]] = Registry(
     "policies",

@@ -21,13 +21,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from spotlight.models.shared.random_blocks import random_adapters
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.communicators import Gloo, _half
 from spotlight.rollout.sequence_parallel.membership import SpGroup, SpMembership
 from spotlight.rollout.sequence_parallel.ulysses import SequenceParallel
 from spotlight.scheduler.types import WorkerId
 from spotlight.training.sharding import Meeting, Ranks, average_gradients, process_group
+from spotlight_plan.commands.gpu.random_blocks import random_adapters
 
 _processes = multiprocessing.get_context("forkserver")
 BUCKET_BYTES = 2**16

@@ -194,6 +194,8 @@ HOLD_MODELS = {
     )
 }
 """Modules of light rooms that hold a reward's models: only a function of that reward imports them."""
+MEASURE_CARDS = "spotlight_plan.commands.gpu."
+"""Modules that need torch to measure with: only their package's function imports them."""
 
 
 @cache
@@ -377,7 +379,9 @@ def modules_of(name: str) -> list[str]:
         for path in sorted((source / room).rglob("*.py"))
         if path.stem != "__main__"
     ]
-    return [module for module in modules if module not in HOLD_MODELS]
+    return [
+        module for module in modules if module not in HOLD_MODELS and not module.startswith(MEASURE_CARDS)
+    ]
 
 
 @pytest.fixture(scope="module")

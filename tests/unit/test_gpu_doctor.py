@@ -13,13 +13,20 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from spotlight.cli.gpu import gpu_check
-from spotlight.cli.gpu.asked_model import find_model
-from spotlight.cli.gpu.between_cards import all_reduce_rate
-from spotlight.cli.gpu.family_timing import TimedWork, time_blocks
-from spotlight.cli.gpu.fitting_batches import fitting_batches
-from spotlight.cli.gpu.gpu_check import Effort, check_gpus
-from spotlight.cli.gpu.gpu_report import (
+from spotlight.cli.main import app
+from spotlight.dry_run.fitting_sizes import USABLE
+from spotlight.models.media import MediaSize
+from spotlight.models.model_errors import ModelError
+from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.models.shared.flop_count import forward_operations
+from spotlight.registry import CHECKS, FAMILIES
+from spotlight_plan.commands.gpu import gpu_check
+from spotlight_plan.commands.gpu.asked_model import find_model
+from spotlight_plan.commands.gpu.between_cards import all_reduce_rate
+from spotlight_plan.commands.gpu.family_timing import TimedWork, time_blocks
+from spotlight_plan.commands.gpu.fitting_batches import fitting_batches
+from spotlight_plan.commands.gpu.gpu_check import Effort, check_gpus
+from spotlight_plan.commands.gpu.gpu_report import (
     DENOISING,
     UPDATE,
     FewBlocks,
@@ -28,14 +35,7 @@ from spotlight.cli.gpu.gpu_report import (
     whole_cost,
     whole_passes,
 )
-from spotlight.cli.main import app
-from spotlight.dry_run.fitting_sizes import USABLE
-from spotlight.models.media import MediaSize
-from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
-from spotlight.models.shared.flop_count import forward_operations
-from spotlight.models.shared.random_blocks import depth_of, random_blocks, with_depth
-from spotlight.registry import FAMILIES
+from spotlight_plan.commands.gpu.random_blocks import depth_of, random_blocks, with_depth
 
 CPU = torch.device("cpu")
 SMALL = Effort(product_side=64, copy_bytes=2**16, reduce_bytes=2**16, few=1, more=2, pass_s=0.0)
@@ -199,3 +199,10 @@ def test_without_a_gpu_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
     assert "expected" in result.stderr
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert "driver" in str(gpu_check.missing_gpu())
+
+
+def test_without_the_package_that_measures_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CHECKS, "_added", {})
+    result = CliRunner().invoke(app, ["doctor", "--gpu"])
+    assert result.exit_code == 2
+    assert "pip install 'spotlight-rl[plan]'" in result.stderr

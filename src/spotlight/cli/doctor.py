@@ -14,7 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from spotlight.cli.run_argument import RUNS
-from spotlight_rewards.commands.exit_codes import EXIT_STOPPED_BY_ERROR, errors_without_traceback, failure
+from spotlight.registry import CHECKS
+from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 from spotlight_rewards.commands.options import silence_loading_bars
 
 _Model: TypeAlias = Annotated[
@@ -134,10 +135,10 @@ def _check_machine(runs_dir: Path) -> None:
 
 def _check_gpus(model: str, side_px: int | None, json: Path | None) -> None:
     silence_loading_bars()
-    from spotlight.cli.gpu.asked_model import find_model
-    from spotlight.cli.gpu.gpu_check import check_gpus, missing_gpu
-
-    if (why := missing_gpu()) is not None:
-        raise failure(f"no GPU to measure: {why}.", EXIT_STOPPED_BY_ERROR)
+    if "gpu" not in CHECKS:
+        raise failure(
+            "--gpu is asked, of a package that is not installed; expected spotlight-plan. "
+            "pip install 'spotlight-rl[plan]'."
+        )
     with errors_without_traceback():
-        check_gpus(find_model(model, side_px), json, Console(highlight=False))
+        CHECKS.load("gpu")(model, side_px, json)

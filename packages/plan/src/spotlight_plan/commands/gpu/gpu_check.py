@@ -19,19 +19,26 @@ from diffusers.utils import logging as diffusers_logging
 from rich.console import Console
 
 import spotlight
-from spotlight.cli.gpu.asked_model import AskedModel
-from spotlight.cli.gpu.between_cards import all_reduce_rate
-from spotlight.cli.gpu.family_timing import TimedWork, time_blocks
-from spotlight.cli.gpu.fitting_batches import fitting_batches
-from spotlight.cli.gpu.gpu_report import CardRates, GpuReport, Link, depths_to_time, named, whole_passes
-from spotlight.cli.gpu.gpu_tables import print_report
 from spotlight.data.media_size import media_size
 from spotlight.models.kernels import attention
 from spotlight.models.kernels.device_rates import copy_bytes_s, product_flop_s
 from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.model_errors import ModelError
-from spotlight.models.shared.random_blocks import depth_of
 from spotlight.training.device_memory import free_bytes, release
+from spotlight_plan.commands.gpu.asked_model import AskedModel
+from spotlight_plan.commands.gpu.between_cards import all_reduce_rate
+from spotlight_plan.commands.gpu.family_timing import TimedWork, time_blocks
+from spotlight_plan.commands.gpu.fitting_batches import fitting_batches
+from spotlight_plan.commands.gpu.gpu_report import (
+    CardRates,
+    GpuReport,
+    Link,
+    depths_to_time,
+    named,
+    whole_passes,
+)
+from spotlight_plan.commands.gpu.gpu_tables import print_report
+from spotlight_plan.commands.gpu.random_blocks import depth_of
 from spotlight_rewards.base.file_errors import storage_errors
 
 

@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.cli.gpu.gpu_report import ROWS_MAX, CardRates, FittingBatch, GpuReport, Link, WholePass, named
 from spotlight.report.wording import plural, size
+from spotlight_plan.commands.gpu.gpu_report import (
+    ROWS_MAX,
+    CardRates,
+    FittingBatch,
+    GpuReport,
+    Link,
+    WholePass,
+    named,
+)
 
 
 def print_report(report: GpuReport, console: Console) -> None:

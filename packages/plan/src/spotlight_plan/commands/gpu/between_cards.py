@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spotlight.cli.gpu.gpu_report import Link
 from spotlight.models.kernels.device_rates import repeated_s
+from spotlight_plan.commands.gpu.gpu_report import Link
 
 
 def all_reduce_rate(cards: int, size_bytes: int, deadline_s: float, *, backend: str = "nccl") -> Link:

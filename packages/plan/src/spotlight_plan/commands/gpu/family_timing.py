@@ -12,7 +12,6 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from spotlight.cli.gpu.gpu_report import DENOISING, UPDATE, FewBlocks, PassTime
 from spotlight.models import peft_layers
 from spotlight.models.condition import GRIDS, Condition, Guidance
 from spotlight.models.experts import denoisers
@@ -22,10 +21,11 @@ from spotlight.models.kernels.fused import fuse_blocks, missing
 from spotlight.models.media import MediaSize
 from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.models.shared.flop_count import ForwardLog
-from spotlight.models.shared.random_blocks import random_adapters, random_blocks
 from spotlight.models.slots import LoraSlots
 from spotlight.training.device_memory import release
 from spotlight.training.recompute import Mode, recompute
+from spotlight_plan.commands.gpu.gpu_report import DENOISING, UPDATE, FewBlocks, PassTime
+from spotlight_plan.commands.gpu.random_blocks import random_adapters, random_blocks
 
 _ROUNDS = 3, 15
 

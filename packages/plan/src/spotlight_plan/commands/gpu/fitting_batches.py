@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from spotlight.cli.gpu.gpu_report import ROWS_MAX, FittingBatch
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting_sizes import USABLE
 from spotlight.dry_run.memory_plan import memory_parts, peak_bytes, worker_parts
 from spotlight.dry_run.model_plan import ModelSizes, family_of
 from spotlight.dry_run.run_plan import parameters_trained
+from spotlight_plan.commands.gpu.gpu_report import ROWS_MAX, FittingBatch
 
 MODES = ("none", "elementwise", "blocks")
 """Values of ``learner.recompute``."""

@@ -1,1 +1,0 @@
-"""``spotlight doctor --gpu``: what cards do, measured."""
