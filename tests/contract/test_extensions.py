@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner
 
 from spotlight.algorithms import build_algorithm
@@ -416,8 +417,11 @@ def test_a_package_whose_commands_cannot_be_loaded_leaves_the_others(tmp_path: P
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: bad\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[spotlight.commands]\nbad = not_there:add_to\nplan = bad:add_to\n"
+        "[spotlight.commands]\nbad = not_there:add_to\nworse = worse:add_to\nplan = bad:add_to\n"
+        "[spotlight.rewards]\nocr = worse:read\nneedy = needy:score\n"
     )
+    (tmp_path / "worse.py").write_text("def add_to(app):\n    app.no_such_thing()\n", encoding="utf-8")
+    (tmp_path / "needy.py").write_text("import nowhere_to_be_found\n", encoding="utf-8")
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -431,8 +435,14 @@ def test_a_package_whose_commands_cannot_be_loaded_leaves_the_others(tmp_path: P
 
     version, plan = run("version"), run("plan", "paper-512")
     assert version.returncode == 0
-    assert len(version.stderr.splitlines()) == 2
+    assert len(version.stderr.splitlines()) == 3
+    assert "the commands of the package bad are left out: adding them raised AttributeError" in version.stderr
     assert "the package bad registers as 'not_there:add_to'" in version.stderr
     assert "'plan', which the package" in version.stderr
     assert plan.returncode == 2
     assert "pip install 'spotlight-rl[plan]'" in plan.stderr
+    assert "rewards.name 'ocr' of the package bad is not used" in " ".join(run("doctor").stdout.split())
+    picture = tmp_path / "a.png"
+    Image.new("RGB", (8, 8)).save(picture)
+    score = run("score", "needy", str(picture))
+    assert "'needy' of the package bad needs the module 'nowhere_to_be_found'" in score.stderr, score.stderr

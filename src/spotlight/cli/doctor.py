@@ -109,6 +109,7 @@ def _check_machine(runs_dir: Path) -> None:
     checks: tuple[Callable[[], Iterator[Finding]], ...] = (
         doctor_checks.python,
         doctor_checks.packages,
+        doctor_checks.extensions,
         doctor_checks.device,
         doctor_checks.kernels,
         doctor_checks.cpu,

@@ -14,7 +14,8 @@ from spotlight.cli.doctor import Finding, Verdict
 from spotlight.report.wording import size
 
 _DISTRIBUTION = "spotlight-rl"
-_FROM_CLONE = "pip install -e . -e packages/rewards -e packages/plan -e packages/dashboard (in the clone)"
+_PACKAGES = ("kernels", "rewards", "plan", "dashboard")
+_FROM_CLONE = f"pip install -e . {' '.join(f'-e packages/{name}' for name in _PACKAGES)} (in the clone)"
 _DISK_MIN_BYTES = 2**30
 _MEMORY_MIN_BYTES = 4 * 2**30
 _SHM_MIN_BYTES = 2**30
@@ -55,6 +56,17 @@ def packages() -> Iterator[Finding]:
             yield Finding(Verdict.FAIL, name, f"{installed}, {needs}", remedy)
         elif name in {"torch", "diffusers"}:
             yield Finding(Verdict.OK, name, f"{installed} ({needs})")
+
+
+def extensions() -> Iterator[Finding]:
+    """Entry points of installed packages that nothing can name."""
+    from spotlight import registry
+    from spotlight_rewards.registry import REWARDS, Registry
+
+    for each in (REWARDS, *vars(registry).values()):
+        for ignored in each.ignored() if isinstance(each, Registry) else ():
+            remedy = "Spotlight's own of this name is taken: its package must choose another name."
+            yield Finding(Verdict.WARN, "entry points", f"{ignored} is not used", remedy)
 
 
 def device() -> Iterator[Finding]:

@@ -75,11 +75,14 @@ for name, command, panel in (
 
 for _package in COMMANDS:
     try:
-        _add_to = COMMANDS.load(_package)
+        COMMANDS.load(_package)(app)
     except RegistryError as error:  # the other commands work without that package
         complain(str(error))
-    else:
-        _add_to(app)
+    except Exception as error:  # noqa: BLE001 - what other packages' code raises, too
+        complain(
+            f"the commands of {COMMANDS.origin(_package)} are left out: adding them raised "
+            f"{type(error).__name__}: {error}. Repair that package or uninstall it."
+        )
 
 
 def _say_how_to_install(context: typer.Context) -> None:

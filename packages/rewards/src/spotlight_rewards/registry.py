@@ -126,6 +126,19 @@ class Registry(Generic[T]):
         known = f"{', '.join(names)} or {last}" if names else last
         return f"{known} (an installed package can add one: entry points {self.group})"
 
+    def origin(self, name: str) -> str | None:
+        """The package that registered a name, in words; None: it is built in, or not registered."""
+        entries = [] if name in self.built_in else self._added.get(name, [])
+        return _origin(entries[0]) if entries else None
+
+    def ignored(self) -> list[str]:
+        """Entry points that no name leads to, in words: their names are built-in ones."""
+        return [
+            f"{self.key} {name!r} of {_origin(entry)}"
+            for name in self.built_in
+            for entry in self._added.get(name, [])
+        ]
+
     @cached_property
     def _added(self) -> Mapping[str, list[EntryPoint]]:
         added: dict[str, list[EntryPoint]] = {}

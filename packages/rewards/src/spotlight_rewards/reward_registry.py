@@ -219,9 +219,10 @@ def _import(name_or_path: str, module: str) -> ModuleType:
                 f"({directory}) nor among the installed packages. Start in the directory that holds it, "
                 "or install the package that does."
             ) from error
+        of = REWARDS.origin(name_or_path)
         raise RewardSetupError(
-            f"reward {name_or_path!r}: its module {module!r} needs the module {error.name!r}, which is not "
-            "installed. Install it in this environment, or remove the import."
+            f"reward {name_or_path!r}: its module {module!r}{f' of {of}' if of else ''} needs the module "
+            f"{error.name!r}, which is not installed. Install it in this environment, or remove the import."
         ) from error
     except Exception as error:
         raise RewardSetupError(
