@@ -61,6 +61,7 @@ class Head:
         answer_s: float = ANSWER_S,
         reserved: int = 1,
         start_s: float = 120,
+        step_s: float = 120,
     ) -> None:
         self.config = config_of(root, pipeline, algorithm)
         self.paths = RunPaths(self.config.runs_dir / self.config.name)
@@ -79,7 +80,7 @@ class Head:
             self.launcher,
             prompts_of(self.config),
             self.notes.append,
-            Deadlines(start_s=start_s, load_s=120, answer_s=answer_s),
+            Deadlines(start_s=start_s, load_s=120, answer_s=answer_s, step_s=step_s),
         )
         self.tasks: list[asyncio.Task[None]] = []
 
@@ -279,6 +280,33 @@ def test_ranks_without_room_are_reported_and_started_again(
     (detail,) = head.notes
     assert "learner ranks 0, 1 of 2 did not answer begin within 1 s" in detail
     assert "are the resources that they ask for free?" in detail
+
+
+async def frozen(head: Head, batches: list[Batch]) -> None:
+    async with head:
+        await head.restore(None, 0)
+        for batch in batches:
+            await head.train(batch)
+        last = batches[-1]
+        ranks = [head.process_of(rank) for rank in range(2)]
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        head.beside(head.ask(last.effect, last.rollouts, head.keep(last)), "prepare")
+        await head.until(lambda: bool(head.losses))
+        ((_, detail),) = head.losses
+        assert "learner ranks 0, 1 of 2 did not answer train within" in detail
+        assert "within 3600 s" not in detail
+        await head.until(lambda: not any(map(_lives, ranks)))
+
+
+@pytest.mark.slow
+def test_a_frozen_learner_is_killed_after_what_its_calls_took(
+    cluster: str, random_pipeline: Path, tmp_path: Path
+) -> None:
+    head = Head(cluster, tmp_path, random_pipeline, "nft", answer_s=3600, step_s=2)
+    learning = inline_learning(head.config)
+    batches = [make_batch(head.config, learning, number, number) for number in range(4)]
+    asyncio.run(frozen(head, batches))
 
 
 def test_a_rank_that_hangs_is_killed(cluster: str, random_pipeline: Path, tmp_path: Path) -> None:

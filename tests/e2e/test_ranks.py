@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from main_job import (
     GRPO,
     NFT,
     ONE_AT_ONCE,
+    At,
     Job,
     Outcome,
     clean_audit,
@@ -28,6 +30,7 @@ from test_reward_failures import arguments as moody_arguments
 from spotlight.registry import FAMILIES
 from spotlight.scheduler.types import DropReason
 from spotlight.store.ledger.ledger_audit import AuditLimits
+from spotlight.store.metrics import read_metrics
 
 FOUR = AuditLimits(group_size=4)
 RANKS = (
@@ -144,6 +147,57 @@ def test_a_batch_that_does_not_divide_by_the_ranks_is_refused_by_all(job: Job) -
             in each.error
         )
     assert not (job.root / "indivisible").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["work rollout", "work training"])
+def test_ranks_stop_together_and_go_on_exactly(job: Job, moment: str) -> None:
+    overrides = [*NFT, *RANKS, "checkpoint.every=9"]
+    run, straight = job.root / f"two-stopped-{moment[5:]}", job.root / f"two-straight-{moment[5:]}"
+    run_ranks(2, job.arguments(straight.name, *overrides), answer=job.root / straight.name)
+    count = sum(moment in each for each in moments_of(straight))
+    second = At(moment, count // 2 + 1, signal.SIGTERM)  # of iteration 1
+    ended = run_ranks(2, job.arguments(run.name, *overrides), second, answer=job.root / run.name)
+    assert [(each.exit_code, each.stopped, each.iterations) for each in ended] == [(0, True, (0,))] * 2
+    assert newest_checkpoint(run).name.endswith("iteration-000001")
+    ended = run_ranks(2, job.arguments(run.name, *overrides), answer=job.root / run.name)
+    assert [each.iterations for each in ended] == [(1,)] * 2
+    assert (outcome(run).ledger, outcome(run).metrics) == (
+        outcome(straight).ledger,
+        outcome(straight).metrics,
+    )
+    assert largest_difference(run, straight) == 0
+
+
+def moments_of(run: Path) -> list[str]:
+    moments: list[str] = json.loads(run.with_suffix(".0").read_text(encoding="utf-8"))["moments"]
+    return moments
+
+
+@pytest.mark.slow
+def test_one_command_starts_ranks_and_stops_them(job: Job) -> None:
+    arguments = job.arguments("one-command", *NFT, *RANKS, "iterations=40", "checkpoint.every=99")
+    run = job.root / "one-command"
+    command = [sys.executable, "-m", "spotlight.cli", "train", "--plain", "--ranks", "2", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        printed = ""
+        for line in process.stdout:
+            printed += line.decode()
+            if "SIGTERM" not in printed and len(read_metrics(run)) >= 3:
+                process.send_signal(signal.SIGTERM)
+                printed += "(SIGTERM)"
+    assert process.returncode == 130, printed
+    assert "Stopped; the same command resumes." in printed
+    assert printed.count("SIGTERM: stopping") == 1, "of rank 0 alone"
+    assert newest_checkpoint(run)
+    subprocess.run(
+        [*command, "iterations=4"], check=True, timeout=600, cwd=Path(__file__).parent, env=environment
+    )
+    clean_audit(run, FOUR)
 
 
 @pytest.mark.slow

@@ -204,7 +204,7 @@ def test_the_head_is_told_to_stop_and_the_same_command_finishes(job: Job) -> Non
         it.wait_for("SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE iteration >= 1")
         it.process.send_signal(signal.SIGTERM)
         assert it.end() == 130, it.printed
-        assert "stopping after the next checkpoint" in it.printed
+        assert "SIGTERM: stopping where the same command can resume exactly" in it.printed
         it.require_nothing_left()
     assert not (run / "summary.json").exists()
     with running(run, arguments) as it:

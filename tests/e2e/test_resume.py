@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from main_job import (
     ALGORITHMS,
+    GRPO,
     NFT,
     At,
     Job,
@@ -90,33 +91,59 @@ def test_killed_at_any_moment_a_resumed_run_equals_the_uninterrupted_one(
         assert attempts.fetchall(), "what a killed attempt did is recorded"
 
 
-def test_sigterm_stops_after_the_next_checkpoint_and_the_same_command_goes_on(
-    job: Job, straight: Straight
+@pytest.mark.parametrize(
+    ("moment", "every", "then"),
+    [
+        (At("work rollout", 5, signal.SIGTERM), 9, "the checkpoint that iteration 1 begins with is written"),
+        (At("work training", 2, signal.SIGTERM), 9, "the checkpoint that iteration 1 begins with is written"),
+        (At("work training", 2, signal.SIGTERM), 1, "a resumed run begins iteration 1 again"),
+    ],
+    ids=["rollout", "training", "nothing-to-save"],
+)
+def test_sigterm_stops_before_the_first_update_and_the_same_command_goes_on(
+    job: Job, straight: Straight, moment: At, every: int, then: str
 ) -> None:
-    arguments = job.arguments("terminated", *NFT)
-    run, answer = job.root / "terminated", job.root / "terminated.json"
-    ended = run_process(arguments, At("work training", 2, signal.SIGTERM), answer=answer)
+    name = f"terminated-{moment.label[5:]}-{every}"
+    arguments = job.arguments(name, *NFT, f"checkpoint.every={every}")
+    run, answer = job.root / name, job.root / f"{name}.json"
+    ended = run_process(arguments, moment, answer=answer)
     assert ended.exit_code == 0
     assert ended.stopped
-    assert ended.iterations == (0, 1)
-    assert any("SIGTERM: stopping after the next checkpoint" in note for note in ended.notes)
-    assert newest_checkpoint(run).name.endswith("iteration-000002")
+    assert ended.iterations == (0,)
+    said = [note for note in ended.notes if "SIGTERM" in note]
+    assert len(said) == 1
+    assert "a second SIGTERM stops at once" in said[0]
+    assert any(then in note for note in ended.notes), ended.notes
+    assert newest_checkpoint(run).name.endswith("iteration-000001")
     assert not (run / "summary.json").exists()
-    assert clean_audit(run).gpu_seconds_by_phase[Phase.LOST] == 0
+    clean_audit(run)
 
     ended = run_process(arguments, answer=answer)
-    assert ended.iterations == (2, 3)
-    assert any("resuming after iteration 2" in note for note in ended.notes)
+    assert ended.iterations == (1, 2, 3)
+    assert any("resuming after iteration 1" in note for note in ended.notes)
     assert outcome(run) == straight("diffusion-nft with EMA")[1]
-    report = clean_audit(run)
-    assert [bill.ended for bill in report.attempts] == [Ending.STOPPED, Ending.FINISHED]
-    assert report.gpu_seconds_by_phase[Phase.LOST] == 0
+    assert [bill.ended for bill in clean_audit(run).attempts] == [Ending.STOPPED, Ending.FINISHED]
+
+
+@pytest.mark.slow
+def test_sigterm_after_an_update_trains_the_iteration_to_its_end(job: Job, straight: Straight) -> None:
+    arguments = job.arguments("updated", *GRPO, "checkpoint.every=9")
+    run, answer = job.root / "updated", job.root / "updated.json"
+    second_update = At("work training", 4, signal.SIGTERM)
+    ended = run_process(arguments, second_update, answer=answer)
+    assert ended.stopped
+    assert ended.iterations == (0, 1)
+    assert newest_checkpoint(run).name.endswith("iteration-000002")
+    assert clean_audit(run).gpu_seconds_by_phase[Phase.LOST] == 0
+    assert run_process(arguments, answer=answer).iterations == (2, 3)
+    assert outcome(run) == straight("flow-grpo, 2 updates")[1]
+    assert clean_audit(run).gpu_seconds_by_phase[Phase.LOST] == 0
 
 
 def test_a_second_sigint_stops_at_once_and_loses_nothing_committed(job: Job, straight: Straight) -> None:
     arguments = job.arguments("interrupted", *NFT)
     run, answer = job.root / "interrupted", job.root / "interrupted.json"
-    signals = (At("work rollout", 5, signal.SIGINT), At("work training", 2, signal.SIGINT))
+    signals = (At("work rollout", 5, signal.SIGINT), At("work rollout", 6, signal.SIGINT))
     ended = run_process(arguments, *signals, answer=answer)
     assert ended.exit_code == 1  # KeyboardInterrupt
     assert ended.notes == ()

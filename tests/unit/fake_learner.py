@@ -120,7 +120,7 @@ class World:
         self.launcher = FakeLauncher(world, answers)
         self.notes: list[str] = []
         self.group = LearnerGroup(
-            self.launcher, [], self.notes.append, Deadlines(start_s=20, load_s=100, answer_s=50)
+            self.launcher, [], self.notes.append, Deadlines(start_s=20, load_s=100, answer_s=50, step_s=4)
         )
         self.done: list[Any] = []
         self.lost: list[str] = []

@@ -476,3 +476,82 @@ def test_unusable_plans_and_prompts_are_refused() -> None:
         Controller(dataclasses.replace(PLAN, ranks=3), TRAIN, TEST)
     with pytest.raises(ValueError, match="two prompts share the id train0"):
         Controller(PLAN, TRAIN, [Prompt(PromptId("train0"), "something else", {})])
+
+
+# -- a stop on request -------------------------------------------------------------------------------------
+
+
+def committed_by(run: Run) -> list[CommitCheckpoint]:
+    return [effect for effect in run.log if isinstance(effect, CommitCheckpoint)]
+
+
+def decided(run: Run, since: int = 0) -> list[tuple[int, object]]:
+    records = ((each.position, each.record) for each in run.log if isinstance(each, WriteRecord))
+    return [numbered for numbered in records if numbered[0] > since]
+
+
+def stopped_after(plan: Plan, events: int) -> Run | None:
+    """A run that is asked to stop after so many answers, at its end; None: it has fewer."""
+    run, answered = Run(plan), 0
+    while True:
+        if not run.todo:
+            run.pull(4)
+        effect = run.todo.pop(0)
+        if isinstance(effect, FinishRun):
+            return run if answered > events else None
+        for event in run.answers(effect):
+            if answered == events:
+                run.feed(ev.StopRequested())
+            answered += 1
+            run.feed(event)
+            if isinstance(run.log[-1], FinishRun):
+                return run if answered > events else None
+
+
+@pytest.mark.parametrize("every", [1, 2, 9])
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_stop_at_any_moment_is_resumed_exactly(every: int, updates: int) -> None:
+    plan = dataclasses.replace(PLAN, iterations=4, checkpoint_every=every, updates_per_batch=updates)
+    whole = Run(plan)
+    whole.until(FinishRun)
+    for events in range(10**6):
+        if (run := stopped_after(plan, events)) is None:
+            break
+        assert run.log[-1] in (FinishRun(None, stopped=True), FinishRun(None))
+        trained = run.controller.iteration
+        saved = committed_by(run)
+        # Nothing of an iteration that was trained to its end is lost.
+        assert (saved[-1].iteration if saved else 0) == trained
+        if run.log[-1] == FinishRun(None) or not saved:
+            continue
+        resumed = Run(plan)
+        resumed.log.clear()
+        resumed.start(Controller.restore(plan, TRAIN, TEST, saved[-1].snapshot))
+        resumed.until(FinishRun)
+        kept = [numbered for numbered in decided(run) if numbered[0] <= saved[-1].position]
+        assert [repr(each) for each in kept + decided(resumed)] == [repr(each) for each in decided(whole)]
+    assert events > 20
+
+
+def test_a_run_without_nodes_stops_at_once() -> None:
+    run = Run(dataclasses.replace(PLAN, checkpoint_every=9))
+    run.feed(ev.NodeLost(NODE.id))
+    assert run.feed(ev.StopRequested())[-1] == FinishRun(None, stopped=True)
+    assert run.controller.stop_note == "a resumed run begins iteration 0 again"
+
+
+def test_before_the_learner_is_up_a_run_stops_at_once() -> None:
+    controller = Controller(PLAN, TRAIN, TEST)
+    assert controller.handle(ev.StopRequested(), 0.0) == [FinishRun(None, stopped=True)]
+
+
+def test_a_lost_learner_ends_a_run_that_is_to_stop() -> None:
+    run = Run(dataclasses.replace(PLAN, updates_per_batch=2))
+    step = run.until(StepOptimizer)
+    assert (
+        run.feed(ev.StopRequested()) == []
+    )  # the step is under way, and the iteration is trained to its end
+    assert run.controller.stop_note.startswith("iteration 0 is trained to its end first")
+    for event in run.answers(step):
+        run.feed(event)
+    assert run.feed(ev.LearnerLost("frozen"))[-1] == FinishRun(None, stopped=True)

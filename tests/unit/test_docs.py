@@ -102,6 +102,9 @@ def written_out(words: Sequence[str]) -> list[str]:
         if option in words[:-1]:
             at = words.index(option)
             words[at : at + 2] = ["fleet.driver=ray", f"fleet.target.{key}={words[at + 1]}"]
+    if "--ranks" in words[:-1]:
+        at = words.index("--ranks")
+        del words[at : at + 2]
     if "--like" in words[:-1]:
         at = words.index("--like")
         words[at : at + 2] = [f"like={words[at + 1]}"]

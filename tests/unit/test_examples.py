@@ -17,7 +17,7 @@ from spotlight_rewards.reward_registry import load, parse
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))
-RANKS = re.compile(r"torchrun --nproc-per-node (\d+) -m spotlight\.cli train examples/\S+(.*)")
+RANKS = re.compile(r"spotlight train examples/\S+ --ranks (\d+)(.*)")
 """Command lines in an example's header: the ranks, and the overrides of a variant."""
 
 

@@ -16,8 +16,10 @@ from virtual_time import played, settle
 
 from spotlight.cluster.learner.failures import STUCK_MAX, Failures
 from spotlight.cluster.learner.learner_group import LearnerError
-from spotlight.cluster.learner.life import FINAL
+from spotlight.cluster.learner.life import FINAL, CallLimits, Deadlines
 from spotlight.scheduler import effects as ef
+from spotlight.scheduler.cluster.answer_limits import AGREE, REMEMBERED
+from spotlight.scheduler.types import MicroBatch, RolloutId
 from spotlight.training.settings import TrainingError
 from spotlight_rewards.base.errors import ConfigError, Problem
 
@@ -103,6 +105,73 @@ def test_a_survivors_error_waits_for_the_death_that_caused_it() -> None:
         assert "learner rank 1 died" in detail
 
     played(scene())
+
+
+async def answered_after(world: World, seconds: float, rollouts: int = 1) -> None:
+    """A micro-batch, to which the only rank answers so late."""
+    (rank,) = world.launcher.lives[-1]
+    micro_batch = MicroBatch(0, 0, tuple(RolloutId(str(n)) for n in range(rollouts)), rollouts)
+    world.ask(world.train(ef.TrainMicroBatch(micro_batch, 0)))
+    await settle()
+    await asyncio.sleep(seconds)
+    for call in rank.waiting:
+        if not call.done():
+            call.set_result("answered")
+    await settle()
+
+
+def test_a_frozen_learner_is_lost_after_four_times_what_its_calls_took() -> None:
+    async def scene() -> None:
+        world = World(world=1, accumulate=PENDING)
+        await world.up()
+        await answered_after(world, 40)  # compiles, and is not measured
+        for seconds in (3, 3, 3):
+            await answered_after(world, seconds)
+        await answered_after(world, 11.9)
+        assert not world.lost
+        await answered_after(world, 45, rollouts=2)  # another kind of call
+        assert not world.lost
+        await answered_after(world, 13)
+        assert "learner ranks 0 of 1 did not answer train within 12 s" in world.lost[0]
+        await world.up()
+        await answered_after(world, 45)
+        await answered_after(world, 45)
+        assert len(world.lost) == 1, "what was measured before a loss for lateness does not count"
+
+    played(scene())
+
+
+def test_a_new_life_knows_how_long_calls_take_once_it_is_warm() -> None:
+    async def scene() -> None:
+        world = World(world=1, accumulate=PENDING)
+        await world.up()
+        for _ in range(5):
+            await answered_after(world, 0.5)
+        world.launcher.lives[-1][0].die()
+        await settle()
+        await world.up()
+        await answered_after(world, 45)
+        assert len(world.lost) == 1
+        await answered_after(world, 5)
+        assert "did not answer train within 4 s" in world.lost[1], "no less than step_s"
+
+    played(scene())
+
+
+@given(st.lists(st.floats(0.01, 500), min_size=1, max_size=60), st.booleans())
+def test_limits_of_calls_follow_what_they_took(seconds: list[float], saves: bool) -> None:
+    deadlines = Deadlines(start_s=600, answer_s=3600, step_s=120)
+    limits, kind = CallLimits(deadlines), ("save" if saves else "TrainMicroBatch", 0)
+    assert limits.limit_s(kind, warm=True) == 3600
+    for took in seconds:
+        limits.measured(kind, took)
+    recent = sorted(seconds[-REMEMBERED:])
+    limit_s = limits.limit_s(kind, warm=True)
+    assert limits.limit_s(("other", 0), warm=True) == 3600
+    assert limits.limit_s(kind, warm=False) >= 3600
+    if len(recent) >= AGREE:
+        assert max(deadlines.start_s if saves else 120, 4 * recent[(len(recent) - 1) // 2]) <= limit_s
+        assert limit_s <= max(deadlines.start_s if saves else 120, 4 * recent[-1])
 
 
 def test_a_late_answer_costs_the_life() -> None:

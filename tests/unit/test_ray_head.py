@@ -18,6 +18,7 @@ from spotlight.cluster.remote_calls import AbandonedError, RayLostError
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.cluster.recovery import Recovery
+from spotlight.scheduler.stages import Stage
 from spotlight.scheduler.types import Node, NodeId, NodeKind, Phase, Purpose
 from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger import ledger_queries as queries
@@ -288,16 +289,38 @@ def test_a_restore_that_was_ordered_before_a_later_loss_starts_nothing(tmp_path:
     assert it.learner.life == 1
 
 
-def test_a_stop_comes_after_the_next_checkpoint(tmp_path: Path) -> None:
-    with world(tmp_path) as it:
+@pytest.mark.parametrize(("asked", "every", "saved"), [("prepare", 1, 1), ("prepare", 9, 1), ("step", 9, 2)])
+def test_a_stop_comes_where_a_resume_is_exact(tmp_path: Path, asked: str, every: int, saved: int) -> None:
+    with world(tmp_path, f"checkpoint.every={every}") as it:
         it.join(RESERVED, SPOT)
-        it.when("prepare", it.head.request_stop, 2)
+        it.when(asked, it.head.request_stop, 2)
         it.run()
         assert it.head.stopped
-    assert committed(tmp_path) == 2
+    assert committed(tmp_path) == saved
     report = clean(tmp_path)
     assert [bill.ended for bill in report.attempts] == [Ending.STOPPED]
     assert not report.finished
+
+
+@pytest.mark.parametrize("every", [1, 9])
+def test_a_run_without_a_node_to_roll_out_can_be_stopped(tmp_path: Path, every: int) -> None:
+    with world(tmp_path, f"checkpoint.every={every}") as it:
+        it.join(RESERVED, SPOT)
+
+        def vanish() -> None:
+            it.inbox.put(ev.NodeLost(RESERVED.id))
+            it.inbox.put(ev.NodeLost(SPOT.id))
+            stop_once_stuck()
+
+        def stop_once_stuck() -> None:
+            stuck = it.controller.stage is Stage.ROLLING and not it.controller.cluster.hosts
+            it.loop.call_later(0.01, it.head.request_stop if stuck else stop_once_stuck)
+
+        it.when("publish", vanish)
+        it.run()
+        assert it.head.stopped
+    assert committed(tmp_path) == 1
+    clean(tmp_path)
 
 
 def test_a_blob_store_that_is_gone_is_a_clear_end(tmp_path: Path) -> None:

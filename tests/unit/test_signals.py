@@ -21,15 +21,26 @@ class RecordedProgress(RunProgress):
         self.notes.append(text)
 
 
-def test_only_a_second_interrupt_stops_at_once() -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_only_the_same_signal_again_stops_at_once(number: signal.Signals) -> None:
     progress, requests = RecordedProgress(), list[str]()
+    others = {signal.SIGINT, signal.SIGTERM} - {number}
     with stopping_gracefully(lambda: requests.append("stop"), progress):
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGINT)
-        assert [note.split(":")[0] for note in progress.notes] == ["SIGTERM", "SIGINT"]
+        for each in (number, *others):
+            os.kill(os.getpid(), each)
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert requests == ["stop", "stop"]
+            os.kill(os.getpid(), number)
+    assert f"{number.name}: stopping" in progress.notes[0]
+    assert f"a second {number.name} stops at once" in progress.notes[0]
+    assert len(progress.notes) == len(requests) == 1 + len(others)
+
+
+def test_under_torchrun_the_note_names_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = RecordedProgress()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with stopping_gracefully(lambda: None, progress):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert "torchrun kills its ranks after --shutdown-timeout, 30 s by default" in progress.notes[0]
 
 
 @pytest.fixture(autouse=True)
@@ -40,11 +51,11 @@ def hangups_are_not_ignored() -> Iterator[None]:
     signal.signal(signal.SIGHUP, former)
 
 
-def test_a_closed_terminal_stops_after_a_checkpoint_unless_hangups_are_ignored() -> None:
+def test_a_closed_terminal_stops_a_run_unless_hangups_are_ignored() -> None:
     progress, requests = RecordedProgress(), list[str]()
     with stopping_gracefully(lambda: requests.append("stop"), progress):
         os.kill(os.getpid(), signal.SIGHUP)
-    assert progress.notes == ["SIGHUP: stopping after the next checkpoint; the same command resumes"]
+    assert [note.split(":")[0] for note in progress.notes] == ["SIGHUP"]
     former = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     try:
         with ending_at_once(), stopping_gracefully(lambda: requests.append("stop"), progress):

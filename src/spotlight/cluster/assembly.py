@@ -238,7 +238,7 @@ async def _learner(
         launcher,
         materials.used,
         materials.observer.note,
-        Deadlines(start_s=fleet.start_s, answer_s=fleet.learner_s),
+        Deadlines(start_s=fleet.start_s, answer_s=fleet.learner_s, step_s=fleet.lease_s),
     )
     stack.push_async_callback(asyncio.to_thread, launcher.close)
     stack.push_async_callback(learner.stop)

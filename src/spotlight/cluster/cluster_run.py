@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import ray
@@ -205,7 +206,9 @@ async def _drive(materials: Materials, room: AttemptRoom) -> RunResult:
                 spot = room.providers.get(NodeKind.SPOT)
                 taken = spot if isinstance(spot, EmulatedProvider) else None
                 stack.enter_context(Market(spot_trace(config.fleet), taken or LocalMachines(site.emulated)))
-            stack.enter_context(stopping_gracefully(head.request_stop, materials.observer))
+            # From a signal handler, only this wakes a loop that waits.
+            stop = partial(asyncio.get_running_loop().call_soon_threadsafe, head.request_stop)
+            stack.enter_context(stopping_gracefully(stop, materials.observer))
             weights = await head.parts.conversations.supervise(head.run(checkpoint))
             path = room.directory.path
             if weights is None:

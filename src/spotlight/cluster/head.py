@@ -103,14 +103,13 @@ class _Effort:
 
 @dataclass(slots=True)
 class Head:
-    """Drives one run to its end, or to the next checkpoint after :meth:`request_stop`."""
+    """Drives one run to its end, or after :meth:`request_stop` to where a resume is exact."""
 
     parts: HeadParts
     log: IterationLog = field(default_factory=IterationLog)
     error: str | None = None
     stopped: bool = False
     _over: bool = False
-    _stop_requested: bool = False
     _ending: dict[NodeKind, set[NodeId]] = field(default_factory=dict)
     _groups: dict[WorkerId, tuple[int, tuple[WorkerId, ...]]] = field(default_factory=dict)
     _effort: _Effort = field(default_factory=_Effort)
@@ -166,8 +165,8 @@ class Head:
         return None
 
     def request_stop(self) -> None:
-        """Stop after the next committed checkpoint. Safe in a signal handler: it only sets a flag."""
-        self._stop_requested = True
+        """Stop where a resume is exact."""
+        self.parts.inbox.put(ev.StopRequested())
 
     async def _receive_reports(self) -> None:
         while True:
@@ -190,6 +189,8 @@ class Head:
         effects = controller.handle(event, now)
         parts.accounts.observe(event, effects, now, parts.recorder)
         match event:
+            case ev.StopRequested():
+                parts.observer.note(controller.stop_note)
             case ev.WeightsPulled(worker):
                 parts.workers.prove(worker)
             case ev.NodeLost(machine):
@@ -293,8 +294,8 @@ class Head:
                 self.log.put(row)
                 if text:
                     parts.incidents.nodes_wanted(kind, text)
-            case ef.FinishRun(error):
-                self.error, self._over = error, True
+            case ef.FinishRun(error, stopped):
+                self.error, self.stopped, self._over = error, stopped, True
 
     def _tell_group(self, effect: ef.FormGroup | ef.StopGroup) -> None:
         self._groups[effect.leader] = effect.epoch, effect.members
@@ -415,10 +416,6 @@ class Head:
             await parts.samples.sweep(parts.controller.work.names)
         await parts.learner.save(parts.recorder.committing(effect))
         parts.accounts.write(parts.recorder)
-        if self._stop_requested:
-            self.stopped = self._over = True
-            parts.inbox.wake()
-            return
         if not behind:
             await parts.samples.sweep(parts.controller.work.names)
         parts.inbox.put(ev.CheckpointCommitted(effect.iteration))

@@ -17,7 +17,7 @@ import time
 from base64 import b64decode, b64encode
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -72,6 +72,8 @@ NODE = Node(
     rolls_out=True,
 )
 WORKER = WorkerId(f"{NODE.id}/0")
+_LOOK_S = 1.0
+"""So often a driver that waits for scores looks for a request to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +153,7 @@ class _Scoring:
 
 @dataclass(slots=True)
 class InlineDriver:
-    """Drives one run to its end, or to the next checkpoint after ``request_stop``."""
+    """Drives one run to its end, or after ``request_stop`` to where a resume is exact."""
 
     parts: InlineParts
     _events: deque[ev.Event] = field(default_factory=deque)
@@ -166,6 +168,7 @@ class InlineDriver:
     _error: str | None = None
     _over: bool = False
     _stop_requested: bool = False
+    _stopping: bool = False
     _stopped: bool = False
     _to_train: list[int] = field(default_factory=list)
     _spent: Counter[Phase] = field(default_factory=Counter)
@@ -177,6 +180,8 @@ class InlineDriver:
         while not self._over:
             event = self._next_event()
             effects = self.parts.controller.handle(event, self.parts.clock.elapsed_s)
+            if isinstance(event, ev.StopRequested):
+                self.parts.observer.note(self.parts.controller.stop_note)
             if isinstance(event, ev.GroupPulled) and not any(isinstance(e, ef.GrantLease) for e in effects):
                 raise RuntimeError("rollouts are outstanding, but the only worker was granted none")
             for effect in effects:
@@ -185,7 +190,7 @@ class InlineDriver:
         return self._error
 
     def request_stop(self) -> None:
-        """Stop after the next committed checkpoint. Only sets a flag, so a signal handler may call it."""
+        """Stop where a resume is exact. Only sets a flag, so a signal handler may call it."""
         self._stop_requested = True
 
     @property
@@ -194,6 +199,9 @@ class InlineDriver:
         return self._stopped
 
     def _next_event(self) -> ev.Event:
+        # Where ranks wait for each other anyway, about once per lease, micro-batch and iteration.
+        if not self._events or isinstance(self._events[0], ev.MicroBatchTrained | ev.WeightsPublished):
+            self._agree_to_stop()
         if self._events:
             return self._events.popleft()
         self._submit()
@@ -203,9 +211,28 @@ class InlineDriver:
         if self.parts.controller.queue.outstanding:
             return self._pull()
         if self._scoring:
-            self._collect(self._scoring.popleft())
+            if self._scored(self._scoring[0]):
+                self._collect(self._scoring.popleft())
             return self._next_event()
         raise RuntimeError(f"nothing left to do in {self.parts.controller.stage}, but the run is not over")
+
+    def _agree_to_stop(self) -> bool:
+        """Whether any rank was asked to stop, which is first said to the controller; collective."""
+        if not self._stopping and any(self.parts.ranks.share(self._stop_requested)):
+            self._stopping = True
+            self._events.appendleft(ev.StopRequested())
+        return self._stopping
+
+    def _scored(self, scoring: _Scoring) -> bool:
+        """Wait until all ranks have their scores; False: until one was asked to stop. Collective."""
+        with self.parts.clock.phase(Phase.REWARD):
+            while not self._stopping:
+                wait([scoring.future], timeout=_LOOK_S)
+                if all(self.parts.ranks.share(scoring.future.done())):
+                    break
+                if self._agree_to_stop():
+                    return False
+        return True
 
     def _pull(self) -> ev.GroupPulled:
         assert self._group is not None, "the worker's handshake is done before anything else"
@@ -257,8 +284,8 @@ class InlineDriver:
                 self._events.append(ev.WeightsPublished(version))
             case ef.CommitCheckpoint():
                 self._checkpoint(effect)
-            case ef.FinishRun(error):
-                self._error, self._over = error, True
+            case ef.FinishRun(error, stopped):
+                self._error, self._stopped, self._over = error, stopped, True
             case ef.StopGroup() | ef.AbandonLease() | ef.RollBack():
                 raise RuntimeError(f"{effect} for a cluster of one worker, which answers at once")
             case ef.RestoreLearner() | ef.PrepareLearner() | ef.EndLearner():
@@ -463,9 +490,7 @@ class InlineDriver:
         with self.parts.clock.phase(Phase.CHECKPOINT):
             self.parts.recorder.checkpoint(effect, self.parts.feed.learner)
         self._account()
-        self._stopped = self._over = any(self.parts.ranks.share(self._stop_requested))
-        if not self._over:
-            self._events.append(ev.CheckpointCommitted(effect.iteration))
+        self._events.append(ev.CheckpointCommitted(effect.iteration))
 
     def _account(self) -> None:
         seconds = self.parts.clock.take()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,20 +12,21 @@ from spotlight.runtime.observer import Observer
 
 
 @contextmanager
-def stopping_gracefully(request_stop: Callable[[], None], observer: Observer) -> Iterator[None]:
-    """SIGTERM, SIGHUP unless it is ignored (nohup), and the first SIGINT stop after the next checkpoint; a
-    second SIGINT stops at once.
+def stopping_gracefully(request_stop: Callable[[], object], observer: Observer) -> Iterator[None]:
+    """SIGINT, SIGTERM, and SIGHUP unless it is ignored (nohup) stop the run where a resume is exact; the same
+    signal again stops at once. Another one does not: a launcher may answer Ctrl-C with a SIGTERM of its own.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.default_int_handler)
         request_stop()
+        name = signal.Signals(number).name
         observer.note(
-            f"{signal.Signals(number).name}: stopping after the next checkpoint; the same command resumes"
+            f"{name}: stopping where the same command can resume exactly; a second {name} stops at once, and "
+            f"loses what is not in a checkpoint{_limit()}"
         )
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    with _on_signals((signal.SIGINT, *_ending()), stop):
+    with on_signals((signal.SIGINT, *signals_that_end()), stop):
         yield
 
 
@@ -33,19 +35,27 @@ def ending_at_once() -> Iterator[None]:
     """SIGTERM and SIGHUP act as Ctrl-C does, so that a process that is still loading ends in order; without
     a handler the first process of a container would not end at all.
     """
-    with _on_signals(_ending(), signal.default_int_handler):
+    with on_signals(signals_that_end(), signal.default_int_handler):
         yield
 
 
-def _ending() -> list[signal.Signals]:
+def _limit() -> str:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    return ". torchrun kills its ranks after --shutdown-timeout, 30 s by default"
+
+
+def signals_that_end() -> list[signal.Signals]:
+    """Besides SIGINT: SIGTERM, and SIGHUP unless it is ignored."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [signal.SIGTERM] if ignored else [signal.SIGTERM, signal.SIGHUP]
 
 
 @contextmanager
-def _on_signals(
+def on_signals(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
 ) -> Iterator[None]:
+    """Handle signals within the block."""
     before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield

@@ -54,6 +54,7 @@ from spotlight.scheduler.effects import (
     ReportEvaluation,
     ReportPipeline,
     RollBack,
+    StepOptimizer,
     TrainMicroBatch,
     WriteRecord,
 )
@@ -106,6 +107,8 @@ class Controller:
         self.fleet = make_fleet(plan, self.cluster)
         self.learner = LearnerLife(plan.ranks, self.fleet, self._snapshot(), plan.ranks_min)
         self._undo: list[Effect] = []
+        self._stopping = False
+        self._begun = self.learner.committed, 0
 
     @property
     def waits_for_rewards(self) -> bool:
@@ -199,13 +202,19 @@ class Controller:
             case ev.BatchPrepared() | ev.MicroBatchTrained() | ev.OptimizerStepped() | ev.BatchFinished():
                 self._trained(event)
             case ev.EvaluationReported(_, lineage):
-                if lineage == self.cluster.lineage:
+                # A state that is saved early no longer waits for the report.
+                if lineage == self.cluster.lineage and self.stage is not Stage.COMMITTING:
                     self._stages.move(Trigger.EVALUATION_REPORTED)
                     self._evaluation_reported()
             case ev.WeightsPublished(version):
                 self._published(version)
             case ev.CheckpointCommitted():
                 self._checkpoint_committed()
+            case ev.StopRequested():
+                self._stopping = True
+                self._stop_where_exact()
+            case ev.LearnerLost() if self._stopping:
+                self._stop(None)  # what is committed is all that is left
             case ev.LearnerLost():
                 if self.stage is not Stage.IDLE:
                     self._roll_back()
@@ -251,7 +260,9 @@ class Controller:
         behind = self.learner.saving is not None and self.stage is not Stage.COMMITTING
         self.learner.saved()
         self.work.discard(self.work.unsaved.take())
-        if not behind:
+        if self._stopping:
+            self._stop_where_exact()
+        elif not behind:
             self._stages.move(Trigger.CHECKPOINT_COMMITTED)
             self._start_iteration()
 
@@ -450,20 +461,26 @@ class Controller:
         self.work.published(self._published_before)
         self._published_before = version
         self.iteration += 1
-        if self.iteration % self.plan.checkpoint_every and self.iteration < self.plan.iterations:
+        # Includes the records of this event: the driver writes them before the checkpoint.
+        self._begun = self._snapshot(), self.ledger.position
+        due = self._stopping or self.iteration % self.plan.checkpoint_every == 0
+        if due or self.iteration >= self.plan.iterations:
+            self._commit(Trigger.CHECKPOINT_DUE)
+        else:
             self._stages.move(Trigger.WEIGHTS_PUBLISHED)
             self._start_iteration()
-            return
-        self._stages.move(Trigger.CHECKPOINT_DUE)
-        # Includes the records of this event: the driver writes them before the checkpoint.
-        saving = self.learner.saving = self._snapshot()
-        self.work.effects.append(CommitCheckpoint(self.iteration, self.ledger.position, saving.to_dict()))
+
+    def _commit(self, why: Trigger) -> None:
+        """Save the state that the iteration began with."""
+        self._stages.move(why)
+        self.learner.saving, position = self._begun
+        self.work.effects.append(CommitCheckpoint(self.iteration, position, self.learner.saving.to_dict()))
 
     @property
     def _commits_behind(self) -> bool:
         """Whether a checkpoint has been ordered that the next iteration does not wait for."""
         behind = self.stage is Stage.COMMITTING and self.plan.cluster.learner_moves
-        return behind and self.iteration < self.plan.iterations
+        return behind and not self._stopping and self.iteration < self.plan.iterations
 
     def _report_pipeline(self) -> None:
         filled, samples = self.cluster.pace.filled_s, dict[str, int]()
@@ -506,10 +523,41 @@ class Controller:
             self._report_pipeline()
         self.work.effects.append(FinishRun(None))
 
-    def _stop(self, error: str) -> None:
+    def _stop(self, error: str | None) -> None:
+        """End early: because of an error, or without one on request."""
         self._stages.move(Trigger.RUN_STOPPED)
         self.work.effects = [e for e in self.work.effects if isinstance(e, DiscardSamples)]
-        self.work.effects.append(FinishRun(error))
+        self.work.effects.append(FinishRun(error, stopped=error is None))
+
+    # -- a stop on request -----------------------------------------------------------------------------
+
+    @property
+    def stop_note(self) -> str:
+        """What is left to do, and what is lost, when the run was asked to stop."""
+        if self.stage is Stage.OVER:
+            return f"a resumed run begins iteration {self.iteration} again"
+        if self._updated:
+            return f"iteration {self.iteration} is trained to its end first, since updates of it are applied"
+        return f"the checkpoint that iteration {self.iteration} begins with is written first"
+
+    @property
+    def _updated(self) -> bool:
+        """Whether the learner's weights are no longer, or not for long, those of the iteration's rollouts."""
+        stepping = isinstance(self.training.task, StepOptimizer)
+        return stepping or self.version != self._published_before
+
+    def _stop_where_exact(self) -> None:
+        """Stop unless something has to be saved before.
+
+        Rollouts can only be made again by the weights that they name. So a run resumes from the start of an
+        iteration, and its state then is the learner's until the first update.
+        """
+        if self._updated or self.learner.saving is not None:
+            return
+        if self.learner.up and self.learner.committed.iteration != self.iteration:
+            self._commit(Trigger.SAVED_EARLY)
+        else:
+            self._stop(None)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

@@ -358,9 +358,15 @@ class ReportFleet:
 
 @dataclass(frozen=True, slots=True)
 class FinishRun:
-    """End the run; ``error`` says why it stopped early, with the remedy."""
+    """End the run.
+
+    Attributes:
+        error: why it stopped early, with the remedy.
+        stopped: it was asked to, and is to be resumed.
+    """
 
     error: str | None
+    stopped: bool = False
 
 
 TrainEffect: TypeAlias = PrepareBatch | TrainMicroBatch | StepOptimizer | FinishBatch

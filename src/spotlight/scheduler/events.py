@@ -37,6 +37,11 @@ class RunStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The run is to stop at the next point from which a resume goes on exactly."""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutFailed:
     """A rollout could not be finished (non-finite numbers, failed decode)."""
 
@@ -341,6 +346,7 @@ ClusterEvent: TypeAlias = (
 
 Event: TypeAlias = (
     RunStarted
+    | StopRequested
     | RolloutFailed
     | SamplesRewarded
     | RewardFailed

@@ -53,12 +53,17 @@ class Trigger(StrEnum):
     ITERATIONS_DONE = "iterations done"
     """The last evaluation is reported; nothing is left to train."""
     RUN_STOPPED = "run stopped"
-    """By an error the user has to fix."""
+    """By an error the user has to fix, or on request."""
+    SAVED_EARLY = "saved early"
+    """On request, before the iteration's first update: what was there when it began is saved."""
 
+
+_INTERRUPTED = {Trigger.LEARNER_LOST: Stage.STARTING, Trigger.RUN_STOPPED: Stage.OVER}
 
 TRANSITIONS: Mapping[Stage, Mapping[Trigger, Stage]] = {
     Stage.IDLE: {
         Trigger.RUN_STARTED: Stage.STARTING,
+        Trigger.RUN_STOPPED: Stage.OVER,
     },
     Stage.STARTING: {
         Trigger.ROLLOUTS_HELD_BACK: Stage.PREPARING,
@@ -66,35 +71,35 @@ TRANSITIONS: Mapping[Stage, Mapping[Trigger, Stage]] = {
     },
     Stage.PREPARING: {
         Trigger.GROUPS_DECIDED: Stage.ROLLING,
-        Trigger.LEARNER_LOST: Stage.STARTING,
-        Trigger.RUN_STOPPED: Stage.OVER,
+        **_INTERRUPTED,
+        Trigger.SAVED_EARLY: Stage.COMMITTING,
     },
     Stage.ROLLING: {
         Trigger.SAMPLES_SCORED: Stage.LEARNING,
         Trigger.EVALUATION_SCORED: Stage.REPORTING,
-        Trigger.LEARNER_LOST: Stage.STARTING,
-        Trigger.RUN_STOPPED: Stage.OVER,
+        **_INTERRUPTED,
+        Trigger.SAVED_EARLY: Stage.COMMITTING,
     },
     Stage.REPORTING: {
         Trigger.EVALUATION_REPORTED: Stage.LEARNING,
-        Trigger.LEARNER_LOST: Stage.STARTING,
-        Trigger.RUN_STOPPED: Stage.OVER,
+        **_INTERRUPTED,
+        Trigger.SAVED_EARLY: Stage.COMMITTING,
     },
     Stage.LEARNING: {
         Trigger.BATCH_FINISHED: Stage.PUBLISHING,
         Trigger.ITERATIONS_DONE: Stage.OVER,
-        Trigger.LEARNER_LOST: Stage.STARTING,
-        Trigger.RUN_STOPPED: Stage.OVER,
+        **_INTERRUPTED,
+        Trigger.SAVED_EARLY: Stage.COMMITTING,
     },
     Stage.PUBLISHING: {
         Trigger.WEIGHTS_PUBLISHED: Stage.STARTING,
         Trigger.CHECKPOINT_DUE: Stage.COMMITTING,
-        Trigger.LEARNER_LOST: Stage.STARTING,
+        **_INTERRUPTED,
     },
     Stage.COMMITTING: {
         Trigger.CHECKPOINT_COMMITTED: Stage.STARTING,
         Trigger.CHECKPOINT_BEGUN: Stage.STARTING,
-        Trigger.LEARNER_LOST: Stage.STARTING,
+        **_INTERRUPTED,
     },
     Stage.OVER: {},
 }

@@ -314,9 +314,13 @@ class Learner:
         self._regrouped.clear()
 
     def save(self, directory: Path) -> None:
-        """Save everything needed to resume; see :func:`state.save`."""
-        if self._update.announced is not None or self._waiting:
-            raise RuntimeError("save() within a batch: checkpoints are between two batches")
+        """Save everything needed to resume; see :func:`state.save`.
+
+        Raises:
+            RuntimeError: an update of an unfinished batch is applied.
+        """
+        if self._stepped and (self._update.announced is not None or self._waiting):
+            raise RuntimeError("save() within a batch of which an update is applied: finish it first")
         state.save(directory, self.slots, self.optimizer, self._counters, self.ranks)
 
     def load(self, directory: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -82,6 +83,16 @@ BudgetOption: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+RanksOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks",
+        metavar="N",
+        min=1,
+        help="Train with N processes of this machine, one per GPU; they are started, and end, together.",
+        show_default=False,
+    ),
+]
 PlainOption: TypeAlias = Annotated[
     bool, typer.Option("--plain", help="One line per event, as when the output is not a terminal.")
 ]
@@ -108,6 +119,7 @@ def train(
     arguments: ConfigArgument = None,
     dry_run: DryRunOption = False,
     smoke: SmokeOption = False,
+    ranks: RanksOption = None,
     address: AddressOption = None,
     deadline_h: DeadlineOption = None,
     budget_usd: BudgetOption = None,
@@ -118,7 +130,8 @@ def train(
 ) -> None:
     """Train a Diffusion Transformer by reinforcement learning; the same command resumes an interrupted run.
 
-    Ctrl-C (or SIGTERM, or a closed terminal) stops after the next checkpoint; a second Ctrl-C stops at once.
+    Ctrl-C (or SIGTERM, or a closed terminal) stops as soon as a resume is exact: before an iteration's first
+    update at once, then at the iteration's end. A second one stops at once.
     Exit status: 0 finished, 1 stopped by an error, 2 not started, 130 interrupted.
 
     [bold]Examples[/bold]
@@ -131,7 +144,7 @@ def train(
 
       spotlight train qwen.yaml --smoke
 
-      torchrun --nproc-per-node 8 -m spotlight.cli train qwen.yaml
+      spotlight train qwen.yaml --ranks 8
 
       spotlight train fleet.driver=ray fleet.spot.trace=minute
 
@@ -159,9 +172,15 @@ def train(
         if smoke:
             given += _smoke(config)
             config = load_config(*split_arguments(given))
+        if ranks is not None:
+            _require_ranks(config, ranks, smoke)
     if dry_run:
         _print_plan(config, given)
         return
+    if (ranks or 1) > 1 and "WORLD_SIZE" not in os.environ:
+        from spotlight.cli.runs.rank_processes import run_ranks
+
+        raise typer.Exit(run_ranks(ranks or 1, [sys.executable, "-m", "spotlight.cli", *sys.argv[1:]]))
     beside = (dashboard or keep_dashboard) and int(os.environ.get("RANK", "0")) == 0
     result = _run(config, plain, dashboard=beside, keep_dashboard=keep_dashboard, profile=profile or 0)
     if int(os.environ.get("RANK", "0")) == 0:
@@ -170,6 +189,19 @@ def train(
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
     if result.stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _require_ranks(config: RunConfig, ranks: int, smoke: bool) -> None:
+    if config.fleet.driver == "ray":
+        raise failure(
+            f"--ranks {ranks}: expected fleet.driver=inline. On Ray set fleet.learner_ranks={ranks}."
+        )
+    if smoke and ranks > 1:
+        raise failure(f"--ranks {ranks}: --smoke runs in one process. Leave one of them out.")
+    if (started := int(os.environ.get("WORLD_SIZE", ranks))) != ranks:
+        raise failure(
+            f"--ranks {ranks}: found {started} ranks that are started already (torchrun). Leave --ranks out."
+        )
 
 
 def _smoke(config: RunConfig) -> list[str]:
@@ -269,7 +301,7 @@ def _print_result(result: RunResult) -> None:
     if result.error is not None:
         complain(f"the run stopped: {result.error}")
     elif result.stopped:
-        console.print("Stopped after a checkpoint; the same command resumes.")
+        console.print("Stopped; the same command resumes.")
     else:
         with errors_without_traceback(EXIT_STOPPED_BY_ERROR):
             _finish(console, result.directory)

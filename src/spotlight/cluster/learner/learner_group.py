@@ -22,7 +22,7 @@ from typing import Protocol
 
 from spotlight.cluster.learner.failures import RAISED_MAX, STUCK_MAX, Failures
 from spotlight.cluster.learner.learner_rank import LearnerRank
-from spotlight.cluster.learner.life import FINAL, Deadlines, End, Life, RankHandle, described
+from spotlight.cluster.learner.life import FINAL, CallLimits, Deadlines, End, Life, RankHandle, described
 from spotlight.cluster.remote_calls import AbandonedError, Notify
 from spotlight.weights.bundle import WeightsManifest
 from spotlight_rewards.base.errors import UserError
@@ -69,6 +69,7 @@ class LearnerGroup:
     ) -> None:
         self._launcher, self._prompts, self._note = launcher, prompts, note
         self._deadlines = deadlines or Deadlines()
+        self._limits = CallLimits(self._deadlines)
         self._life: Life | None = None
         self._second: tuple[Life, asyncio.Task[None]] | None = None
         self._watches: set[asyncio.Task[None]] = set()
@@ -169,7 +170,7 @@ class LearnerGroup:
         """
         await self._drop_second()
         self._lives += 1
-        life = Life(self._lives, self._deadlines)
+        life = Life(self._lives, self._limits)
         beside = self._life.number if self.is_up and self._life is not None else None
         forming = asyncio.ensure_future(self._form(life, beside))
         self._second = life, forming
@@ -219,7 +220,7 @@ class LearnerGroup:
 
     def _begin_life(self) -> Life:
         self._lives += 1
-        self._life = Life(self._lives, self._deadlines)
+        self._life = Life(self._lives, self._limits)
         return self._life
 
     async def _pause(self, life: Life, seconds: float) -> None:

@@ -196,7 +196,10 @@ class FleetConfig(Section):
     ``learner.autocast: bfloat16``, which rounds adapters anyway; ``auto`` takes it there alone.
     """
     learner_s: PositiveFloat = 3600.0
-    """Limit for one call of the learner (a micro-batch, a checkpoint) before it counts as lost."""
+    """Limit for one call of the learner (a micro-batch, a checkpoint) before it counts as lost, until calls
+    like it are measured. Then it has four times what the last took, and at least ``lease_s``, or where files
+    are written ``start_s``.
+    """
     learner_collective_s: PositiveFloat = 600.0
     """A rank of the learner that keeps the others waiting in a collective for this long is given up: the
     learner ends, and on Ray starts again. Under torchrun ranks also wait for each other's rewards and for

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -24,11 +25,26 @@ MORE_MAX = 2.0
 """An interval counts up to so many times if more rollouts are held than were then."""
 REMEMBERED = 15
 """Intervals of a kind from which the median is taken."""
-_AGREE = 2
+AGREE = 2
 """Fewer intervals tell nothing."""
 
 _Measure: TypeAlias = tuple[GroupKind, bool, bool]
 """Of which groups, on GPUs that train or not; and whether with the decoding that ends a rollout."""
+
+
+def longest_s(
+    measured: Iterable[Sequence[float]], first_s: float, least_s: float = 0.0, *, warm: bool
+) -> float:
+    """How long an answer may take, from what the last took.
+
+    Args:
+        measured: ascending intervals by what they contain; empty: too few.
+        warm: the process has answered like this before; else it may compile, for ``first_s``.
+    """
+    found = [each for each in measured if each]
+    most_s = max((each[(len(each) - 1) // 2] for each in found), default=0.0)  # medians
+    some_s = max((each[-3] for each in found if len(each) > 2), default=0.0)
+    return max(least_s, min(first_s, SLOWER_MAX * some_s) if warm else first_s, SLOWER_MAX * most_s)
 
 
 @dataclass(slots=True)
@@ -102,15 +118,12 @@ class AnswerLimits:
         steps_s, ends_s = self._scaled_s(group, ends=False), self._scaled_s(group, ends=True)
         ended = group.kind.degree, True
         warm = bool(ends_s) and all(ended in self._first.get(name, ()) for name in group.members)
-        most_s = max(each[(len(each) - 1) // 2] if each else 0.0 for each in (steps_s, ends_s))  # medians
-        some_s = max(each[-3] if len(each) > 2 else 0.0 for each in (steps_s, ends_s))
-        first_s = min(self.first_s, SLOWER_MAX * some_s) if warm else self.first_s
-        return max(least_s, first_s, SLOWER_MAX * most_s)
+        return longest_s((steps_s, ends_s), self.first_s, least_s, warm=warm)
 
     def _scaled_s(self, group: _MeasuredGroup, *, ends: bool) -> list[float]:
         """Intervals of its kind, as long as they may be with what it has, ascending; none if too few."""
         recent = self._intervals.get((group.kind, group.trains, ends), ())
-        if len(recent) < _AGREE:
+        if len(recent) < AGREE:
             return []
         has = group.rollouts
         return sorted(

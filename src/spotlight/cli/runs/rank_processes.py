@@ -1,0 +1,127 @@
+"""``spotlight train --ranks N``: one process per rank on this machine, started and supervised.
+
+Like ``torchrun``, but a stop takes as long as a checkpoint takes: signals are passed on to all ranks, once
+each, and nobody kills a rank that still works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType
+
+from spotlight.runtime.signals import ending_at_once, on_signals, signals_that_end
+from spotlight_rewards.commands.exit_codes import EXIT_INTERRUPTED, complain
+
+FOLLOW_S = 30.0
+"""When a rank failed, the others have so long to end by themselves."""
+_TAIL = 20
+_PR_SET_PDEATHSIG = 1
+
+
+def run_ranks(count: int, command: Sequence[str], follow_s: float = FOLLOW_S) -> int:
+    """Run ``command`` as ``count`` ranks that meet at 127.0.0.1; the terminal is rank 0's.
+
+    Returns:
+        The exit status of the first rank that failed (128 + N for signal N), else that of a stop, else 0.
+    """
+    with ending_at_once(), _started(count, command) as (processes, logs):
+        ends = queue.SimpleQueue[int]()
+        for rank, process in enumerate(processes):
+            threading.Thread(target=_report, args=(rank, process, ends), daemon=True).start()
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            for process in processes:
+                process.send_signal(number)
+
+        with on_signals((signal.SIGINT, *signals_that_end()), forward):
+            return _supervise(processes, logs, ends, follow_s)
+
+
+def _supervise(
+    processes: Sequence[subprocess.Popen[bytes]], logs: Path, ends: queue.SimpleQueue[int], follow_s: float
+) -> int:
+    failed, stopped = 0, False
+    for _ in processes:
+        try:
+            rank = ends.get(timeout=follow_s if failed else None)
+        except queue.Empty:
+            for process in processes:  # they wait for one that is gone
+                process.kill()
+            rank = ends.get()
+        code = processes[rank].wait()
+        stopped = stopped or code == EXIT_INTERRUPTED
+        if code not in (0, EXIT_INTERRUPTED) and not failed:
+            failed = 128 - code if code < 0 else code
+            how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
+            complain(f"rank {rank} ended {how}, so all end.{_said(rank, logs)}")
+    return failed or (EXIT_INTERRUPTED if stopped else 0)
+
+
+def _said(rank: int, logs: Path) -> str:
+    if rank == 0:
+        return ""
+    log = _log_of(rank, logs)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+    return "\n".join([f" The end of {log}:", *lines])
+
+
+def _report(rank: int, process: subprocess.Popen[bytes], ends: queue.SimpleQueue[int]) -> None:
+    process.wait()
+    ends.put(rank)
+
+
+@contextmanager
+def _started(count: int, command: Sequence[str]) -> Iterator[tuple[list[subprocess.Popen[bytes]], Path]]:
+    """The ranks, and the folder of the logs of all but rank 0, which stays if one failed."""
+    logs = Path(tempfile.mkdtemp(prefix="spotlight-ranks-"))
+    processes: list[subprocess.Popen[bytes]] = []
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def end_with_parent() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        for rank in range(count):
+            world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "RANK": rank, "LOCAL_RANK": rank}
+            names = {name: str(value) for name, value in world.items()}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            with ExitStack() as stack:
+                log = None if rank == 0 else stack.enter_context(_log_of(rank, logs).open("wb"))
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env={"OMP_NUM_THREADS": "1", **os.environ, **names, **meeting},
+                        stdin=None if rank == 0 else subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,  # what a terminal signals is passed on, once
+                        preexec_fn=end_with_parent,
+                    )
+                )
+        yield processes, logs
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+        if all(process.returncode in (0, EXIT_INTERRUPTED) for process in processes):
+            shutil.rmtree(logs, ignore_errors=True)
+
+
+def _log_of(rank: int, logs: Path) -> Path:
+    return logs / f"rank-{rank}.log"
