@@ -201,7 +201,7 @@ def test_on_a_terminal_the_bars_are_live_and_sigint_stops_after_a_checkpoint(job
     output, code = run_on_a_terminal(["train", *arguments], interrupt_at="1/500")
     assert code == 130, output
     assert "SIGINT" in output
-    assert "Stopped after a checkpoint; the same command resumes." in " ".join(output.split())
+    assert "Stopped; the same command resumes." in " ".join(output.split())
     assert list(RunPaths(job.root / "on-a-terminal").checkpoints.glob("*-iteration-*"))
 
 
