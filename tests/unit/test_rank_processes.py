@@ -10,6 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from spotlight.cli.main import app
 
 PARENT = """
 import sys
@@ -108,3 +111,35 @@ def test_ranks_of_a_killed_parent_are_told_to_stop(tmp_path: Path) -> None:
     process.kill()
     process.communicate(timeout=60)  # the pipes are closed when rank 0 has ended
     assert (tmp_path / "met-0").read_text() == "SIGTERM\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "started", "message"),
+    [
+        (
+            ["--ranks", "2", "fleet.driver=ray"],
+            None,
+            "--ranks is 2 with fleet.driver=ray; expected no --ranks",
+        ),
+        (["--ranks", "2", "--smoke"], None, "--ranks is 2 with --smoke; expected one process"),
+        (["--ranks", "2"], "3", "--ranks is 2; expected 3, which torchrun has started"),
+        (["--ranks", "5"], None, "Cannot use this configuration on 5 ranks"),
+        (["--ranks", "5", "--dry-run"], None, "Cannot use this configuration on 5 ranks"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_before_any_starts(
+    arguments: list[str], started: str | None, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if started is not None:
+        monkeypatch.setenv("WORLD_SIZE", started)
+    result = CliRunner().invoke(app, ["train", *arguments])
+    assert result.exit_code == 2, result.output
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_dry_run_is_of_the_ranks_that_are_asked_for() -> None:
+    wide = ["train", "--dry-run", "algorithm.name=dgpo", "learner.micro_batch_size=8"]
+    assert "Other numbers of --ranks may do" in " ".join(CliRunner().invoke(app, wide).output.split())
+    two = CliRunner().invoke(app, [*wide, "--ranks", "2"])
+    assert two.exit_code == 0, two.output
+    assert "In one process" not in two.output

@@ -138,7 +138,7 @@ def _check_gpus(model: str, side_px: int | None, json: Path | None) -> None:
     silence_loading_bars()
     if "gpu" not in CHECKS:
         raise failure(
-            "--gpu is asked, of a package that is not installed; expected spotlight-plan. "
+            "--gpu needs the package spotlight-plan, which is not installed. "
             "pip install 'spotlight-rl[plan]'."
         )
     with errors_without_traceback():

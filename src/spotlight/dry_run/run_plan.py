@@ -98,17 +98,20 @@ class RunPlan:
     seconds_per_iteration: float | None
 
 
-def make_plan(config: RunConfig) -> RunPlan:
+def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
     """Plan a run.
 
+    Args:
+        ranks: processes that share the work without Ray; None: as many as were started, or one.
+
     Raises:
-        ConfigError: unreadable or unset prompt file, too few held-out prompts, or what does not fit the ranks
-            of ``torchrun`` that there are; see :func:`require_supported`.
+        ConfigError: unreadable or unset prompt file, too few held-out prompts, or what does not fit the
+            ranks; see :func:`require_supported`.
         PromptFileError: missing or malformed prompts.
         RewardSetupError: see :func:`require_rewards`.
         ModelError: unusable model directory, LoRA target without match; see :func:`require_supported`.
     """
-    notes = _rank_notes(config)
+    notes = _rank_notes(config, ranks)
     require_rewards(config)
     require_model(config)
     prompts = load_prompts(config)
@@ -149,16 +152,15 @@ def make_plan(config: RunConfig) -> RunPlan:
     )
 
 
-def _rank_notes(config: RunConfig) -> list[str]:
-    """What does not fit one process, where ``torchrun`` may start several; raises where it has."""
+def _rank_notes(config: RunConfig, ranks: int | None) -> list[str]:
+    """What does not fit one process, where a number of ranks is not chosen; raises where it is."""
     if config.fleet.driver != "inline":
         return []
-    started = os.environ.get("WORLD_SIZE")
-    ranks = int(started or 1)
-    problems = list(config.rank_problems(ranks, ()))
-    if problems and started:
-        raise ConfigError(f"this configuration on {ranks} ranks", problems)
-    return [f"In one process: {each} Other numbers of ranks under torchrun may do." for each in problems]
+    chosen = ranks or int(os.environ.get("WORLD_SIZE", "0"))
+    problems = list(config.rank_problems(chosen or 1, ()))
+    if problems and chosen:
+        raise ConfigError(f"this configuration on {chosen} ranks", problems)
+    return [f"In one process: {each} Other numbers of --ranks may do." for each in problems]
 
 
 def forwards_per_velocity(config: RunConfig) -> int:

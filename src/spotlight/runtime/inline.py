@@ -6,9 +6,9 @@ It decides nothing. To the controller it is a cluster of one worker that answers
 Scoring runs beside denoising, in the reward pool's processes; results are consumed in submission order, so
 the same configuration gives the same ledger, bit for bit.
 
-Under ``torchrun`` every rank runs this loop with its own replica of the controller. Replicas agree because
-the controller is pure and sees the same events: results local to a rank (finished rollouts, scores) are
-shared before they become events.
+Of several ranks (``--ranks``, ``torchrun``) every one runs this loop with its own replica of the controller.
+Replicas agree because the controller is pure and sees the same events: results local to a rank (finished
+rollouts, scores) are shared before they become events.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _keep_freed_memory() -> None:
 _DENOISING = "Lower rollout.batch_size (or set learner.keep_gathered=false where ranks share the model)"
 _ALWAYS = (
     "model.dtype=bfloat16 with learner.autocast=bfloat16 and learner.mode=lora, a smaller learner.lora.rank, "
-    "or more GPUs under torchrun, which divide the model"
+    "or more GPUs (--ranks), which divide the model"
 )
 _HELPS = {
     Phase.ROLLOUT: _DENOISING,

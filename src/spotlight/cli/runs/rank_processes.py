@@ -1,12 +1,14 @@
 """``spotlight train --ranks N``: one process per rank on this machine, started and supervised.
 
-Like ``torchrun``, but a stop takes as long as a checkpoint takes: signals are passed on to all ranks, once
-each, and nobody kills a rank that still works.
+Like ``torchrun``, which kills ranks that take longer than a limit to stop, and ends with status 1 then. Here
+signals are passed on to all ranks, once each, nobody kills a rank that still works, and the command ends as
+one process would.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import queue
 import shutil
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -52,10 +55,10 @@ def run_ranks(count: int, command: Sequence[str], follow_s: float = FOLLOW_S) ->
 def _supervise(
     processes: Sequence[subprocess.Popen[bytes]], logs: Path, ends: queue.SimpleQueue[int], follow_s: float
 ) -> int:
-    failed, stopped = 0, False
+    failed, stopped, end_s = 0, False, math.inf
     for _ in processes:
         try:
-            rank = ends.get(timeout=follow_s if failed else None)
+            rank = ends.get(timeout=max(0.0, end_s - time.monotonic()) if failed else None)
         except queue.Empty:
             for process in processes:  # they wait for one that is gone
                 process.kill()
@@ -64,6 +67,7 @@ def _supervise(
         stopped = stopped or code == EXIT_INTERRUPTED
         if code not in (0, EXIT_INTERRUPTED) and not failed:
             failed = 128 - code if code < 0 else code
+            end_s = time.monotonic() + follow_s
             how = f"by {signal.Signals(-code).name}" if code < 0 else f"with status {code}"
             complain(f"rank {rank} ended {how}, so all end.{_said(rank, logs)}")
     return failed or (EXIT_INTERRUPTED if stopped else 0)

@@ -18,6 +18,7 @@ from rich.text import Text
 from spotlight.cli.config_command import split_arguments
 from spotlight.garbage import lasting
 from spotlight.testbed import TESTBEDS
+from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.commands.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_NOT_STARTED,
@@ -175,7 +176,7 @@ def train(
         if ranks is not None:
             _require_ranks(config, ranks, smoke)
     if dry_run:
-        _print_plan(config, given)
+        _print_plan(config, given, ranks)
         return
     if (ranks or 1) > 1 and "WORLD_SIZE" not in os.environ:
         from spotlight.cli.runs.rank_processes import run_ranks
@@ -194,14 +195,18 @@ def train(
 def _require_ranks(config: RunConfig, ranks: int, smoke: bool) -> None:
     if config.fleet.driver == "ray":
         raise failure(
-            f"--ranks {ranks}: expected fleet.driver=inline. On Ray set fleet.learner_ranks={ranks}."
+            f"--ranks is {ranks} with fleet.driver=ray; expected no --ranks there. Leave it out, and set "
+            f"fleet.learner_ranks={ranks}."
         )
     if smoke and ranks > 1:
-        raise failure(f"--ranks {ranks}: --smoke runs in one process. Leave one of them out.")
+        raise failure(f"--ranks is {ranks} with --smoke; expected one process. Leave one of them out.")
     if (started := int(os.environ.get("WORLD_SIZE", ranks))) != ranks:
         raise failure(
-            f"--ranks {ranks}: found {started} ranks that are started already (torchrun). Leave --ranks out."
+            f"--ranks is {ranks}; expected {started}, which torchrun has started. Leave --ranks out."
         )
+    if ranks > 1 and (problems := list(config.rank_problems(ranks, ()))):
+        # Said once, before any is started: each of them would say the same.
+        raise ConfigError(f"this configuration on {ranks} ranks", problems)
 
 
 def _smoke(config: RunConfig) -> list[str]:
@@ -225,14 +230,14 @@ def _smoke(config: RunConfig) -> list[str]:
     return replaced
 
 
-def _print_plan(config: RunConfig, arguments: Sequence[str]) -> None:
+def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) -> None:
     from spotlight.cli.runs.plan_table import print_plan
     from spotlight.cluster.local.emulation import require_learner_room
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
 
     with errors_without_traceback(), lasting():
-        plan, fleet = make_plan(config), plan_fleet(config.fleet)
+        plan, fleet = make_plan(config, ranks), plan_fleet(config.fleet)
         require_learner_room(config)
     console = Console(highlight=False)
     print_plan(console, config, plan, fleet)

@@ -136,7 +136,7 @@ class FleetConfig(Section):
     """Where the run executes, and what that costs."""
 
     driver: Literal["inline", "ray"] = "inline"
-    """``inline``: in this process (or torchrun's). ``ray``: on a cluster whose spot nodes may vanish."""
+    """``inline``: in this process, or ``--ranks``. ``ray``: on a cluster whose spot nodes may vanish."""
     address: str | None = None
     """Address of a running Ray cluster (``auto``, host:port); default: start one on this machine."""
     price_usd_h: Annotated[float, Field(ge=0)] = 0.05
@@ -254,7 +254,7 @@ class FleetConfig(Section):
         *(Requires(key, _INLINE, UNSET, _RAY)
           for key in ("fleet.address", "fleet.spot.nodes", "fleet.spot.trace")),
         Requires("fleet.learner_ranks", _INLINE, 1,
-                 "Start so many ranks with torchrun, or set fleet.driver=ray."),
+                 "Start so many by --ranks, or set fleet.driver=ray."),
         Requires("fleet.learner_placement", _INLINE, "reserved", _RAY),
         Requires("fleet.publish", _INLINE, "auto", f"One process sends no weights. {_RAY}"),
         *(Requires(key, {"fleet.driver": "ray", "fleet.address": SET}, UNSET,

@@ -51,7 +51,7 @@ class EmaConfig(Section):
 
 
 def _batch_problems(run: RunConfig) -> Iterator[Problem]:
-    # Inline, only torchrun knows the number of ranks: it is checked again then.
+    # Inline, the command knows the number of ranks, not the configuration: it is checked again then.
     ranks = run.fleet.learner_ranks if run.fleet.driver == "ray" else 1
     yield from run.learner.batch_problems(run.rollout, ranks, run.algorithm.train_samples)
 
@@ -227,7 +227,7 @@ class LearnerConfig(Section):
         """Batch sizes that do not divide, with the nearest that do.
 
         Args:
-            ranks: processes that share the work (``fleet.learner_ranks``, ``torchrun --nproc-per-node``).
+            ranks: processes that share the work (``--ranks``, ``fleet.learner_ranks``).
             train_samples: samples trained of each group; None: all.
         """
         prompts, group = rollout.prompts_per_iteration, train_samples or rollout.group_size
@@ -249,7 +249,7 @@ class LearnerConfig(Section):
             yield Problem(
                 size_key, str(group),
                 f"samples of an update ({update_samples}) divisible by the {ranks} ranks",
-                f"Take {divisors_near(update_samples, ranks)} ranks (fleet.learner_ranks, or torchrun's), "
+                f"Take {divisors_near(update_samples, ranks)} ranks (--ranks; on Ray fleet.learner_ranks), "
                 f"or {size_key}={-(-group // ranks) * ranks}.",
             )  # fmt: skip
             return
