@@ -104,7 +104,6 @@ def test_ranks_that_end_well_end_the_command_well(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the parent's death is told by Linux alone")
 def test_ranks_of_a_killed_parent_are_told_to_stop(tmp_path: Path) -> None:
     process = start(tmp_path, WAIT)
     wait_for_ranks(tmp_path, process)
@@ -121,7 +120,8 @@ def test_ranks_of_a_killed_parent_are_told_to_stop(tmp_path: Path) -> None:
             None,
             "--ranks is 2 with fleet.driver=ray; expected no --ranks",
         ),
-        (["--ranks", "2", "--smoke"], None, "--ranks is 2 with --smoke; expected one process"),
+        (["--ranks", "2", "--smoke"], None, "--smoke on 2 ranks; expected one process"),
+        (["--smoke"], "3", "--smoke on 3 ranks; expected one process"),
         (["--ranks", "2"], "3", "--ranks is 2; expected 3, which torchrun has started"),
         (["--ranks", "5"], None, "Cannot use this configuration on 5 ranks"),
         (["--ranks", "5", "--dry-run"], None, "Cannot use this configuration on 5 ranks"),

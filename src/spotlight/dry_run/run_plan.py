@@ -99,19 +99,15 @@ class RunPlan:
 
 
 def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
-    """Plan a run.
-
-    Args:
-        ranks: processes that share the work without Ray; None: as many as were started, or one.
+    """Plan a run; ``ranks`` as for :func:`rank_notes`.
 
     Raises:
-        ConfigError: unreadable or unset prompt file, too few held-out prompts, or what does not fit the
-            ranks; see :func:`require_supported`.
+        ConfigError: unset or unreadable prompt file, too few held-out prompts; see :func:`rank_notes`.
         PromptFileError: missing or malformed prompts.
         RewardSetupError: see :func:`require_rewards`.
         ModelError: unusable model directory, LoRA target without match; see :func:`require_supported`.
     """
-    notes = _rank_notes(config, ranks)
+    notes = rank_notes(config, ranks)
     require_rewards(config)
     require_model(config)
     prompts = load_prompts(config)
@@ -152,12 +148,17 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
     )
 
 
-def _rank_notes(config: RunConfig, ranks: int | None) -> list[str]:
-    """What does not fit one process, where a number of ranks is not chosen; raises where it is."""
-    if config.fleet.driver != "inline":
-        return []
+def rank_notes(config: RunConfig, ranks: int | None) -> list[str]:
+    """What does not fit one process, though it may fit several.
+
+    Args:
+        ranks: processes that share the work without Ray; None: as many as torchrun has started, if it has.
+
+    Raises:
+        ConfigError: the ranks are chosen, and the configuration does not fit them.
+    """
     chosen = ranks or int(os.environ.get("WORLD_SIZE", "0"))
-    problems = list(config.rank_problems(chosen or 1, ()))
+    problems = list(config.rank_problems(chosen or 1, ())) if config.fleet.driver == "inline" else []
     if problems and chosen:
         raise ConfigError(f"this configuration on {chosen} ranks", problems)
     return [f"In one process: {each} Other numbers of --ranks may do." for each in problems]

@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -91,26 +90,23 @@ def _started(count: int, command: Sequence[str]) -> Iterator[tuple[list[subproce
     """The ranks, and the folder of the logs of all but rank 0, which stays if one failed."""
     logs = Path(tempfile.mkdtemp(prefix="spotlight-ranks-"))
     processes: list[subprocess.Popen[bytes]] = []
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    libc = ctypes.CDLL(None)
 
     def end_with_parent() -> None:
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     try:
         for rank in range(count):
-            world = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "RANK": rank, "LOCAL_RANK": rank}
-            names = {name: str(value) for name, value in world.items()}
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            world = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "RANK": str(rank)}
+            meeting = {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
             with ExitStack() as stack:
                 log = None if rank == 0 else stack.enter_context(_log_of(rank, logs).open("wb"))
                 processes.append(
                     subprocess.Popen(
                         command,
-                        env={"OMP_NUM_THREADS": "1", **os.environ, **names, **meeting},
+                        env={"OMP_NUM_THREADS": "1", **os.environ, **world, **meeting},
                         stdin=None if rank == 0 else subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,

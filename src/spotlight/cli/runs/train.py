@@ -18,7 +18,6 @@ from rich.text import Text
 from spotlight.cli.config_command import split_arguments
 from spotlight.garbage import lasting
 from spotlight.testbed import TESTBEDS
-from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.commands.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_NOT_STARTED,
@@ -170,11 +169,10 @@ def train(
         named = [f"{key}={value}" for key, value in options.items() if value is not None]
         given = [*(arguments or []), *(["fleet.driver=ray"] if named else []), *named]
         config = load_config(*split_arguments(given))
+        _require_ranks(config, ranks, smoke)
         if smoke:
             given += _smoke(config)
             config = load_config(*split_arguments(given))
-        if ranks is not None:
-            _require_ranks(config, ranks, smoke)
     if dry_run:
         _print_plan(config, given, ranks)
         return
@@ -192,21 +190,26 @@ def train(
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
-def _require_ranks(config: RunConfig, ranks: int, smoke: bool) -> None:
+def _require_ranks(config: RunConfig, asked: int | None, smoke: bool) -> None:
+    started = int(os.environ.get("WORLD_SIZE", asked or 1))
+    if smoke and (ranks := max(started, asked or 1)) > 1:
+        raise failure(
+            f"--smoke on {ranks} ranks; expected one process. Leave out --smoke, or --ranks and torchrun."
+        )
+    if asked is None:
+        return
     if config.fleet.driver == "ray":
         raise failure(
-            f"--ranks is {ranks} with fleet.driver=ray; expected no --ranks there. Leave it out, and set "
-            f"fleet.learner_ranks={ranks}."
+            f"--ranks is {asked} with fleet.driver=ray; expected no --ranks there. Leave it out, and set "
+            f"fleet.learner_ranks={asked}."
         )
-    if smoke and ranks > 1:
-        raise failure(f"--ranks is {ranks} with --smoke; expected one process. Leave one of them out.")
-    if (started := int(os.environ.get("WORLD_SIZE", ranks))) != ranks:
+    if started != asked:
         raise failure(
-            f"--ranks is {ranks}; expected {started}, which torchrun has started. Leave --ranks out."
+            f"--ranks is {asked}; expected {started}, which torchrun has started. Leave --ranks out."
         )
-    if ranks > 1 and (problems := list(config.rank_problems(ranks, ()))):
-        # Said once, before any is started: each of them would say the same.
-        raise ConfigError(f"this configuration on {ranks} ranks", problems)
+    from spotlight.dry_run.run_plan import rank_notes
+
+    rank_notes(config, asked)  # before any is started: each of them would say the same
 
 
 def _smoke(config: RunConfig) -> list[str]:
@@ -216,10 +219,6 @@ def _smoke(config: RunConfig) -> list[str]:
     from spotlight.store.run_directory import RunPaths
 
     silence_loading_bars()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise failure(
-            "--smoke: found several ranks (torchrun); expected one process. Start it without torchrun."
-        )
     replaced = smoke_overrides(config)
     name = replaced[0].partition("=")[2]
     shutil.rmtree(RunPaths(config.runs_dir / name).path, ignore_errors=True)  # of an earlier smoke run
