@@ -36,7 +36,7 @@ def made(name: str, kind: torch.dtype = torch.float32) -> tuple[nn.Module, dict[
     def new(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(kind)
 
-    return block, fusing._kind(type(block).__name__).example(block, new, 2, 1)
+    return block, fusing._kind(type(block).__name__).example(block, new, 2, 2)
 
 
 def outputs(block: nn.Module, arguments: Mapping[str, Any]) -> list[Tensor]:
