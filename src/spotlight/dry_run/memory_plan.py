@@ -15,6 +15,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.config.sections.algorithm import BatchStartSection
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, TransformerSizes, bind_targets
+from spotlight.models.quantised import Quantize, held_bytes, is_held
 from spotlight.rollout.limits import decode_batch
 from spotlight.training.timesteps import largest_pass
 
@@ -197,7 +198,7 @@ def weight_copies(config: RunConfig) -> int:
 def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Estimate]:
     size = 2 if config.model.dtype == "bfloat16" else 4
     if config.learner.mode == "lora":
-        yield Estimate("frozen DiT", model.parameters * size, f"{size} B x parameters", divided=True)
+        yield from _frozen(config.model.quantize, model, size)
     yield Estimate("VAE", model.vae_parameters * 4, "4 B x parameters")
     copies = weight_copies(config)
     what = "adapters" if config.learner.mode == "lora" else "DiT"
@@ -212,10 +213,24 @@ def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Est
     yield Estimate("text encoder", model.text_encoder_parameters * size, formula, "set-up")
 
 
+def _frozen(quantize: Quantize, model: ModelSizes, size: int) -> Iterator[Estimate]:
+    if quantize == "none":
+        yield Estimate("frozen DiT", model.parameters * size, f"{size} B x parameters", divided=True)
+        return
+    held = {name: shape for name, shape in model.linears.items() if is_held(name)}
+    packed = sum(held_bytes(quantize, *shape) for shape in held.values())
+    count = sum(map(math.prod, held.values()))
+    formula = f"{packed / max(count, 1):.3f} B x weights of linear layers in blocks + {size} B x others"
+    yield Estimate("frozen DiT", packed + size * (model.parameters - count), formula, divided=True)
+    largest = max(map(math.prod, held.values()), default=0)
+    yield Estimate("a layer's whole weight", largest * size, f"{size} B x the largest's, while it computes")
+
+
 def _merged(config: RunConfig, model: ModelSizes, family: type[ModelFamily]) -> Iterator[Estimate]:
     """Rollouts merge the adapter into float32 base weights: a second copy of the adapted layers."""
     learner = config.learner
-    if learner.mode == "lora" and config.model.dtype == "float32" and learner.autocast == "none":
+    whole = config.model.dtype == "float32" and config.model.quantize == "none"
+    if learner.mode == "lora" and whole and learner.autocast == "none":
         targets = family.lora_targets if learner.lora.targets is None else learner.lora.targets
         adapted = sum(outputs * inputs for outputs, inputs in bind_targets(model, targets).values())
         yield Estimate(_MERGED, adapted * 4, "4 B x weights of the adapted layers", "rollout")

@@ -45,6 +45,7 @@ from spotlight.models.pipeline_files import (
     transformer_names,
     without_transformer_weights,
 )
+from spotlight.models.quantised import Quantize
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.shared.noise_levels import scheduler_config, shift
 from spotlight.models.shared.transformer_files import (
@@ -124,6 +125,7 @@ class ModelFamily(FamilyTraits, ABC):
         read_transformer: bool = True,
         transformer: str | None = None,
         deferred: bool = False,
+        quantize: Quantize = "none",
     ) -> Self:
         """Load transformer, VAE and scheduler; the text encoders are loaded on the first uncached prompt.
 
@@ -140,6 +142,7 @@ class ModelFamily(FamilyTraits, ABC):
                 two transformers, a directory with one of each component's name.
             deferred: leaves the transformer's parameters on the meta device, without memory, to be sharded
                 and then read by :meth:`read_weights`. Their files are checked at once.
+            quantize: how the transformer's linear layers are held: see :mod:`spotlight.models.quantised`.
 
         Raises:
             ModelError: the model is unusable; where possible, before weights are read.
@@ -152,7 +155,7 @@ class ModelFamily(FamilyTraits, ABC):
         files = locate(path, revision=revision, pipeline_class=cls.pipeline_class, components=wanted)
         scheduler, names = cls.make_scheduler(files), cls.transformers(files)
         weights = weight_sources(files, names, transformer) if read_transformer else None
-        module = load_transformers(files, names, dtype, device, weights, deferred=deferred)
+        module = load_transformers(files, names, dtype, device, weights, deferred=deferred, quantize=quantize)
         return cls(
             files,
             module,

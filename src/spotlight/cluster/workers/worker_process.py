@@ -184,7 +184,7 @@ class WorkerProcess:
 
     def _base_mark(self) -> str:
         model = self._config.model
-        return f"{model.family}:{model.path}:{model.revision}:{model.dtype}"
+        return f"{model.family}:{model.path}:{model.revision}:{model.dtype}:{model.quantize}"
 
     def _assemble(self, family: ModelFamily, negative: Condition, pull: PullWeights) -> WorkerLoop:
         config, place = self._config, self._place
