@@ -19,24 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeAlias, assert_never
+from typing import Self
 
-from spotlight.scheduler.records import (
-    CommitRejected,
-    PromptSeen,
-    Record,
-    RolloutIssued,
-    SampleDropped,
-    SampleEvaluated,
-    SampleExplored,
-    SampleFinished,
-    SampleScored,
-    SampleTrained,
-    StepApplied,
-    VersionPublished,
-)
+from spotlight.scheduler.records import Record
 from spotlight.scheduler.types import Filler, Lease, Phase, RolloutId, WorkerId
 from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_digest import RunningDigest
 from spotlight.store.ledger.ledger_schema import (
     INDEXES,
     RECORD_TABLES,
@@ -45,19 +33,12 @@ from spotlight.store.ledger.ledger_schema import (
     SCORES_VIEW,
     Ending,
     Incident,
-    RolloutOutcome,
     upgrade_from,
 )
+from spotlight.store.ledger.record_rows import rows_of
 from spotlight.store.store_errors import LedgerError
-from spotlight_rewards.base.file_errors import storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_error
 from spotlight_rewards.base.prompts import PromptId
-
-_Values: TypeAlias = tuple[str | int | float | None, ...]
-
-_OUTCOME = (
-    "INSERT INTO outcomes (seq, rollout, purpose, kind, optimizer_step, reason, detail) "
-    "VALUES (?1, ?2, COALESCE((SELECT purpose FROM rollouts WHERE id = ?2), 'never issued'), ?3, ?4, ?5, ?6)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +77,16 @@ class SqliteLedger:
             raise storage_error("cannot open the ledger", path, error) from error
         try:
             self._prepare()
+            self._position = queries.position(self._connection)
+            self._cost_usd = queries.cost_usd(self._connection)
         except sqlite3.Error as error:
             self._connection.close()
-            raise storage_error("cannot open the ledger", path, error) from error
+            raise self._failed("cannot open the ledger", error) from error
         except LedgerError:
             self._connection.close()
             raise
-        self._position = queries.position(self._connection)
-        self._cost_usd = queries.cost_usd(self._connection)
         self._attempt: int | None = None
+        self._digest = RunningDigest()
 
     def _prepare(self) -> None:
         is_new = queries.is_empty_database(self._connection, self._path)
@@ -157,7 +139,7 @@ class SqliteLedger:
 
     def _insert(self, number: int, record: Record) -> None:
         try:
-            for statement, values in _rows(number, record):
+            for statement, values in rows_of(number, record):
                 self._connection.execute(statement, values)
         except sqlite3.IntegrityError as error:
             raise LedgerError(
@@ -371,7 +353,33 @@ class SqliteLedger:
                 (attempt, self._position, position),
             )
         self._position = position
+        self._digest.forget_after(position)
         return forgotten
+
+    def digest_at(self, position: int) -> str:
+        """The digest that a checkpoint at ``position`` names; see ``ledger_digest.py``."""
+        with self._reading():
+            return self._digest.at(self._connection, position)
+
+    def record_checkpoint(self, position: int, iteration: int) -> None:
+        """Record that a checkpoint was committed."""
+        attempt = self._current_attempt()
+        with self._transaction(f"the checkpoint at record {position}"):
+            self._connection.execute(
+                "INSERT INTO checkpoints (attempt, position, iteration) VALUES (?, ?, ?)",
+                (attempt, position, iteration),
+            )
+
+    def furthest_checkpoint(self) -> int | None:
+        """See :func:`~spotlight.store.ledger.ledger_queries.furthest_checkpoint`."""
+        return queries.furthest_checkpoint(self._connection)
+
+    def require_sound(self) -> None:
+        """Read the whole file. Raises LedgerError if it is damaged."""
+        with self._reading():
+            damages = queries.file_damages(self._connection)
+        if damages:
+            raise queries.damaged(self._path, "; ".join(damages[:3]))
 
     def digest(self) -> str:
         """SHA-256 over decisions and measurements; see :mod:`spotlight.store.ledger.ledger_queries`."""
@@ -409,6 +417,18 @@ class SqliteLedger:
         self.close()
 
     @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._failed("the ledger cannot be read", error) from error
+
+    def _failed(self, what: str, error: sqlite3.Error) -> StoreError:
+        if queries.is_damage(error):
+            return queries.damaged(self._path, error)
+        return storage_error(what, self._path, error)
+
+    @contextmanager
     def _transaction(self, what: str) -> Iterator[None]:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
@@ -419,7 +439,7 @@ class SqliteLedger:
             raise LedgerError(f"{self._path}: {what}: breaks the accounting: {error}") from error
         except sqlite3.Error as error:
             self._abandon()
-            raise storage_error(f"the ledger cannot take {what}", self._path, error) from error
+            raise self._failed(f"the ledger cannot take {what}", error) from error
         except BaseException:
             self._abandon()
             raise
@@ -427,55 +447,3 @@ class SqliteLedger:
     def _abandon(self) -> None:
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
-
-
-def _rows(number: int, record: Record) -> Iterator[tuple[str, _Values]]:
-    match record:
-        case PromptSeen(prompt):
-            metadata = json.dumps(dict(prompt.metadata), sort_keys=True, ensure_ascii=False)
-            yield "INSERT INTO prompts VALUES (?, ?, ?, ?)", (number, prompt.id, prompt.text, metadata)
-        case RolloutIssued(rollout):
-            yield (
-                "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    number,
-                    rollout.id,
-                    rollout.purpose,
-                    rollout.iteration,
-                    rollout.prompt_id,
-                    rollout.member,
-                    rollout.seed,
-                    rollout.steps,
-                    rollout.version,
-                ),
-            )
-        case SampleFinished(rollout_id, version, worker, epoch, preview):
-            yield "INSERT INTO samples VALUES (?, ?, ?, ?, ?)", (number, rollout_id, version, worker, epoch)
-            if preview is not None:
-                yield "INSERT INTO kept_previews VALUES (?, ?)", (rollout_id, preview)
-        case SampleScored(rollout_id, scores):
-            if not scores:
-                raise LedgerError(
-                    f"record {number} has no scores: {record!r}; drop the sample with a reason instead."
-                )
-            for name, value in scores.items():
-                yield "INSERT INTO rewards VALUES (?, ?, ?, ?)", (number, rollout_id, name, float(value))
-        case SampleTrained(rollout_id, step):
-            yield _OUTCOME, (number, rollout_id, RolloutOutcome.TRAINED, step, None, None)
-        case SampleDropped(rollout_id, reason, detail):
-            yield _OUTCOME, (number, rollout_id, RolloutOutcome.DROPPED, None, reason, detail)
-        case SampleEvaluated(rollout_id):
-            yield _OUTCOME, (number, rollout_id, RolloutOutcome.EVALUATED, None, None, None)
-        case SampleExplored(rollout_id):
-            yield _OUTCOME, (number, rollout_id, RolloutOutcome.EXPLORED, None, None, None)
-        case StepApplied(version, iteration, update, samples, loss, grad_norm):
-            yield (
-                "INSERT INTO optimizer_steps VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (number, version, iteration, update, samples, loss, grad_norm),
-            )
-        case VersionPublished(version):
-            yield "INSERT INTO versions VALUES (?, ?)", (number, version)
-        case CommitRejected(rollout_or_none, reason_text):
-            yield "INSERT INTO rejected VALUES (?, ?, ?)", (number, rollout_or_none, reason_text)
-        case _:
-            assert_never(record)
