@@ -19,9 +19,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeAlias, assert_never
 
-from spotlight.scheduler.records import Record
+from spotlight.scheduler.records import (
+    CommitRejected,
+    PromptSeen,
+    Record,
+    RolloutIssued,
+    SampleDropped,
+    SampleEvaluated,
+    SampleExplored,
+    SampleFinished,
+    SampleScored,
+    SampleTrained,
+    StepApplied,
+    VersionPublished,
+)
 from spotlight.scheduler.types import Filler, Lease, Phase, RolloutId, WorkerId
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_digest import RunningDigest
@@ -33,12 +46,19 @@ from spotlight.store.ledger.ledger_schema import (
     SCORES_VIEW,
     Ending,
     Incident,
+    RolloutOutcome,
     upgrade_from,
 )
-from spotlight.store.ledger.record_rows import rows_of
 from spotlight.store.store_errors import LedgerError
 from spotlight_rewards.base.file_errors import StoreError, storage_error
 from spotlight_rewards.base.prompts import PromptId
+
+_Values: TypeAlias = tuple[str | int | float | None, ...]
+
+_OUTCOME = (
+    "INSERT INTO outcomes (seq, rollout, purpose, kind, optimizer_step, reason, detail) "
+    "VALUES (?1, ?2, COALESCE((SELECT purpose FROM rollouts WHERE id = ?2), 'never issued'), ?3, ?4, ?5, ?6)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +159,7 @@ class SqliteLedger:
 
     def _insert(self, number: int, record: Record) -> None:
         try:
-            for statement, values in rows_of(number, record):
+            for statement, values in _rows(number, record):
                 self._connection.execute(statement, values)
         except sqlite3.IntegrityError as error:
             raise LedgerError(
@@ -447,3 +467,55 @@ class SqliteLedger:
     def _abandon(self) -> None:
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
+
+
+def _rows(number: int, record: Record) -> Iterator[tuple[str, _Values]]:
+    match record:
+        case PromptSeen(prompt):
+            metadata = json.dumps(dict(prompt.metadata), sort_keys=True, ensure_ascii=False)
+            yield "INSERT INTO prompts VALUES (?, ?, ?, ?)", (number, prompt.id, prompt.text, metadata)
+        case RolloutIssued(rollout):
+            yield (
+                "INSERT INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    number,
+                    rollout.id,
+                    rollout.purpose,
+                    rollout.iteration,
+                    rollout.prompt_id,
+                    rollout.member,
+                    rollout.seed,
+                    rollout.steps,
+                    rollout.version,
+                ),
+            )
+        case SampleFinished(rollout_id, version, worker, epoch, preview):
+            yield "INSERT INTO samples VALUES (?, ?, ?, ?, ?)", (number, rollout_id, version, worker, epoch)
+            if preview is not None:
+                yield "INSERT INTO kept_previews VALUES (?, ?)", (rollout_id, preview)
+        case SampleScored(rollout_id, scores):
+            if not scores:
+                raise LedgerError(
+                    f"record {number} has no scores: {record!r}; drop the sample with a reason instead."
+                )
+            for name, value in scores.items():
+                yield "INSERT INTO rewards VALUES (?, ?, ?, ?)", (number, rollout_id, name, float(value))
+        case SampleTrained(rollout_id, step):
+            yield _OUTCOME, (number, rollout_id, RolloutOutcome.TRAINED, step, None, None)
+        case SampleDropped(rollout_id, reason, detail):
+            yield _OUTCOME, (number, rollout_id, RolloutOutcome.DROPPED, None, reason, detail)
+        case SampleEvaluated(rollout_id):
+            yield _OUTCOME, (number, rollout_id, RolloutOutcome.EVALUATED, None, None, None)
+        case SampleExplored(rollout_id):
+            yield _OUTCOME, (number, rollout_id, RolloutOutcome.EXPLORED, None, None, None)
+        case StepApplied(version, iteration, update, samples, loss, grad_norm):
+            yield (
+                "INSERT INTO optimizer_steps VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (number, version, iteration, update, samples, loss, grad_norm),
+            )
+        case VersionPublished(version):
+            yield "INSERT INTO versions VALUES (?, ?)", (number, version)
+        case CommitRejected(rollout_or_none, reason_text):
+            yield "INSERT INTO rejected VALUES (?, ?, ?)", (number, rollout_or_none, reason_text)
+        case _:
+            assert_never(record)
