@@ -89,9 +89,11 @@ def open_readonly(path: Path) -> sqlite3.Connection:
         raise
     except sqlite3.Error as error:
         connection.close()
-        raise LedgerError(
-            f"{path}: cannot be read: {error}. Reading needs write access to its folder."
-        ) from error
+        remedy = "Close the program that holds its lock" if is_locked(error) else "Reading needs write access"
+        remedy = "Reading needs write access to its folder"
+        if is_locked(error):
+            remedy = "Close the program that locks it"
+        raise LedgerError(f"{path}: cannot be read: {error}. {remedy}.") from error
     return connection
 
 
@@ -111,6 +113,11 @@ def is_damage(error: sqlite3.Error) -> bool:
     """Whether the file is not what SQLite wrote: a bad page, or text that is none."""
     code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
     return code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) or "decode to UTF-8" in str(error)
+
+
+def is_locked(error: sqlite3.Error) -> bool:
+    """Whether another program's lock is in the way."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def is_empty_database(connection: sqlite3.Connection, path: Path) -> bool:

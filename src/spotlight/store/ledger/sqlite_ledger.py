@@ -5,6 +5,7 @@ Invariants:
 - Records are numbered 1, 2, 3, ... without gaps. ``ledger_schema.py`` refuses rows that break the accounting.
 - :meth:`SqliteLedger.append` is atomic; on return the records are on disk (WAL, ``synchronous=FULL``).
 - Single writer: the holder of the run directory's lock (``store/run_directory.py``).
+- A lock that another program holds on the file is waited for, however long.
 
 To resume from a checkpoint at position p, :meth:`begin_attempt` closes the dead attempt, :meth:`rollback`
 removes the records after p, then the controller replays them under the same numbers.
@@ -13,8 +14,9 @@ removes the records after p, then the controller replays them under the same num
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +63,9 @@ _OUTCOME = (
 )
 
 
+log = logging.getLogger("spotlight")
+
+
 @dataclass(frozen=True, slots=True)
 class GpuSpend:
     """Seconds one worker's GPU spent in one phase, and the price at that time."""
@@ -80,23 +85,34 @@ class GrantedLease:
     granted_at: float
 
 
-class SqliteLedger:
-    """The sole writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it."""
+_LOOK_S = 1.0
+"""How long SQLite waits for a lock before a signal is looked for."""
 
-    def __init__(self, path: Path) -> None:
+
+class SqliteLedger:
+    """The sole writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it.
+
+    Attributes:
+        waits: whether to wait while another program holds a lock; else that is a StoreError.
+    """
+
+    def __init__(self, path: Path, note: Callable[[str], None] = log.warning) -> None:
         """Open or create the ledger.
+
+        Args:
+            note: told once when a lock is waited for, and when it is free.
 
         Raises:
             LedgerError: not a ledger of this version.
             StoreError: the file cannot be created or written.
         """
-        self._path = path
+        self._path, self._note, self.waits = path, note, True
         try:
-            self._connection = sqlite3.connect(path, isolation_level=None)
+            self._connection = sqlite3.connect(path, isolation_level=None, timeout=_LOOK_S)
         except sqlite3.Error as error:
             raise storage_error("cannot open the ledger", path, error) from error
         try:
-            self._prepare()
+            self._unlocked(self._prepare)
             self._position = queries.position(self._connection)
             self._cost_usd = queries.cost_usd(self._connection)
         except sqlite3.Error as error:
@@ -117,7 +133,6 @@ class SqliteLedger:
             "journal_mode = WAL",
             "synchronous = FULL",
             "foreign_keys = ON",
-            "busy_timeout = 10000",
         ):
             self._connection.execute(f"PRAGMA {pragma}")
         if is_new:
@@ -448,12 +463,31 @@ class SqliteLedger:
             return queries.damaged(self._path, error)
         return storage_error(what, self._path, error)
 
+    def _unlocked(self, act: Callable[[], object]) -> None:
+        """Do what needs a lock, which may be done again while another program holds it."""
+        told = False
+        while True:
+            try:
+                act()
+                break
+            except sqlite3.OperationalError as error:
+                if not (self.waits and queries.is_locked(error)):
+                    raise
+            if not told:
+                self._note(
+                    f"{self._path} is locked by another program, such as a viewer or a backup: the run waits "
+                    "until it is released, and is paid for meanwhile. Close that program."
+                )
+                told = True
+        if told:
+            self._note(f"{self._path} is released: the run goes on")
+
     @contextmanager
     def _transaction(self, what: str) -> Iterator[None]:
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._unlocked(lambda: self._connection.execute("BEGIN IMMEDIATE"))
             yield
-            self._connection.execute("COMMIT")
+            self._unlocked(lambda: self._connection.execute("COMMIT"))
         except sqlite3.IntegrityError as error:
             self._abandon()
             raise LedgerError(f"{self._path}: {what}: breaks the accounting: {error}") from error
