@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from spotlight.cli import doctor_checks
 from spotlight.cli.doctor import Verdict
-from spotlight.config.load import build_config
+from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fit.whole_run import Needs
 from spotlight.dry_run.fitting_sizes import USABLE
-from spotlight.dry_run.memory_plan import Phase, phase_bytes
+from spotlight.dry_run.memory_plan import Phase, peak_bytes, phase_bytes
 from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
-from spotlight.dry_run.reward_plan import reward_places
-from spotlight.dry_run.run_plan import parameters_trained
+from spotlight.dry_run.reward_plan import reward_parts, reward_places
+from spotlight.dry_run.run_plan import make_plan, parameters_trained
 from spotlight.registry import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
+SMALL_RECIPES = sorted((ROOT / "examples").glob("[0-9]*gb-*.yaml"))
 TEXT_TOKENS = 64
 
 
@@ -102,3 +106,38 @@ def test_the_doctor_names_what_a_gpu_can_train(monkeypatch: pytest.MonkeyPatch) 
     assert "--fit auto" in sixteen.found
     assert four.verdict is Verdict.WARN
     assert "no published model" in four.found
+
+
+@pytest.mark.parametrize("recipe", SMALL_RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_the_gpu_of_its_name_with_its_rewards_on_the_cpu(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config(recipe)
+    gib = int(recipe.stem.partition("gb-")[0])
+    plan = make_plan(config)
+    assert peak_bytes(plan.memory) <= USABLE * gib * GIB
+    assert not [part for part in plan.memory if part.part.startswith("reward ")]
+    (found,) = (found for size, found in plan.small if size == gib)
+    assert not found.changes
+    assert "Estimated" in recipe.read_text(encoding="utf-8").partition("Sources of the figures")[0]
+
+
+def test_a_reward_on_the_same_gpu_is_in_the_plan_until_it_is_on_the_cpu(tmp_path: Path) -> None:
+    """Unknown weights are only known to fit nowhere."""
+    weights = tmp_path / "model.safetensors"
+    save_file({"weight": np.zeros((1000,), np.float32)}, weights)
+    known, unknown = (
+        {"name": "clip-score", "params": {"model": str(each)}} for each in (tmp_path, "no/such")
+    )
+
+    def beside(reward: dict[str, object], **place: str) -> list[float]:
+        run = build_config(
+            {"data": {"train": "testbed", "test": "testbed"}, "rewards": [reward | place]}, "it"
+        )
+        return [part.bytes for part in reward_parts(run, reward_places(run), unknown_bytes=math.inf)]
+
+    assert beside(known, device="auto") == [4000 + 0.4 * GIB] == beside(known, device="learner")
+    assert beside(unknown, device="auto") == [math.inf]
+    assert beside(known, device="cpu") == beside(unknown, device="cpu") == []
+    assert beside({"name": "jpeg_size"}) == []
