@@ -36,7 +36,7 @@ def memory(of: RunConfig) -> Sequence[Estimate]:
     rewards = 30 * sum(reward.device != "cpu" for reward in of.rewards)
     kept = RECOMPUTED.get(str(of.learner.recompute), 2)
     return (
-        Estimate("text encoder", 90, "", "text encoding"),
+        Estimate("text encoder", 90, "", "host" if of.model.text_encoder == "cpu" else "text encoding"),
         Estimate("DiT", 100, "", "once loaded"),
         Estimate("rewards", rewards, ""),
         Estimate("forward", of.rollout.batch_size, "", "denoising"),
@@ -93,6 +93,16 @@ def test_rewards_leave_the_gpu_last_and_as_an_override_that_can_be_saved() -> No
     again = load_config(None, ["data.train=testbed", *found.overrides])
     assert [reward.device for reward in again.rewards] == ["cpu", "cpu"]
     assert again.learner.micro_batch_size == found.config.learner.micro_batch_size == 1
+
+
+def test_a_text_encoder_that_is_too_large_alone_goes_to_the_cpu() -> None:
+    def large(of: RunConfig) -> Sequence[Estimate]:
+        when = "host" if of.model.text_encoder == "cpu" else "text encoding"
+        return [each for each in memory(of) if each.part != "rewards"] + [Estimate("text", 300, "", when)]
+
+    found = fit(config(), large, 300)
+    assert changed(found) == {"model.text_encoder": "cpu"}
+    assert fit(config(), large, 390).changes == ()
 
 
 def test_groups_that_are_compared_are_not_cut() -> None:

@@ -91,6 +91,10 @@ def _rewards_on_the_cpu(config: RunConfig) -> Sequence[object]:
     return () if moved == tuple(reward.device for reward in config.rewards) else (moved,)
 
 
+def _text_on_the_cpu(config: RunConfig) -> Sequence[object]:
+    return () if config.model.text_encoder == "cpu" else ("cpu",)
+
+
 def _halves(number: int) -> Sequence[int]:
     return () if number == 1 else (number // 2, *_halves(number // 2))
 
@@ -120,5 +124,11 @@ SAVINGS: tuple[Saving, ...] = (
         "models that score run on CPU cores, while the next pictures are drawn",
         PHASES,
         _rewards_on_the_cpu,
+    ),
+    Saving(
+        "model.text_encoder",
+        "up to a minute for each prompt, once",
+        ("text encoding",),
+        _text_on_the_cpu,
     ),
 )
