@@ -108,16 +108,16 @@ def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
     """Read a state saved by any number of ranks; every rank must call this.
 
     Raises:
-        StateError: a file is missing or damaged, or of another model, base, LoRA shape or set of slots; nothing
-            has changed. If a sharded state proves damaged during the read, load another one before using the
+        StateError: a file is missing or damaged, or of another model, base, LoRA shape or slots; nothing has
+            changed. If a sharded state proves damaged during the read, load another one before using the
             learner.
     """
     index = _read_index(directory / INDEX)
     if index.base != (found := digest_of(slots.packed())):
         raise StateError(
-            f"{directory / INDEX} was trained beside a quantised base of digest {index.base[:12] or 'none'}, and "
-            f"this one has {found[:12] or 'none'}; expected the same: resume with the model files that the run "
-            "began with, and the package"
+            f"{directory / INDEX} was trained beside a quantised base of digest {index.base[:12] or 'none'}, "
+            f"and this one has {found[:12] or 'none'}; expected the same: resume with the model files and the "
+            "package that the run began with"
         )
     steps = index.optimizer_steps
     parameters = slots.trainable_parameters()
