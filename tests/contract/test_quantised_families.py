@@ -34,7 +34,10 @@ from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
 from spotlight.training.learner import Learner
+from spotlight.training.learner_state import StateError
+from spotlight.weights.bundle import WeightsManifest, bind, pack
 from spotlight.weights.flat import digest_of
+from spotlight.weights.weight_errors import WeightsError
 from spotlight_kernels.quantised.linear import QuantisedLinear
 
 KINDS = ("int8", "nf4")
@@ -240,3 +243,20 @@ for path in (small, large):
     )
 print(memory("VmHWM") - before)
 """
+
+
+def test_checkpoints_and_versions_are_for_the_base_that_they_were_trained_beside(tmp_path: Path) -> None:
+    _, learner = learner_of("qwen-image", load("qwen-image", tmp_path, quantize="nf4"))
+    learner.save(tmp_path / "state")
+    learner.load(tmp_path / "state")
+    slots, base = learner.slots, digest_of(learner.slots.packed())
+    manifest, data = pack(0, 0, {"policy": slots.state("policy")}, slots.modules_bound, base=base)
+    bind(WeightsManifest.from_json(manifest.to_json()), data, slots, base=base)
+    next(iter(slots.packed().values()))[0] ^= 1
+    with pytest.raises(StateError, match="trained beside a quantised base of digest"):
+        learner.load(tmp_path / "state")
+    with pytest.raises(WeightsError, match="trained beside a quantised base of digest"):
+        bind(manifest, data, slots, base=digest_of(slots.packed()))
+    _, plain = learner_of("qwen-image", load("qwen-image", tmp_path))
+    with pytest.raises(StateError, match="and this one has none"):
+        plain.load(tmp_path / "state")

@@ -56,13 +56,16 @@ def held(model: nn.Module) -> dict[str, QuantisedLinear]:
     return {name.removesuffix(".base_layer"): layer for name, layer in layers}
 
 
-def packed_names(model: nn.Module) -> set[str]:
-    """Names of the tensors that those layers hold in the place of their weights."""
-    return {f"{name}.{part}" for name, layer in held(model).items() for part in layer.parts()}
+def packed_state(model: nn.Module) -> dict[str, Tensor]:
+    """Views of what those layers hold, by name."""
+    layers = held(model).items()
+    return {
+        f"{name}.{part}": getattr(layer, part).detach() for name, layer in layers for part in layer.parts()
+    }
 
 
 def as_stored(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor | StoredWeight]:
     """A model's tensors under their names in its files: whole weights in the place of what is packed."""
-    packed = packed_names(model)
+    packed = packed_state(model)
     own = {name: tensor for name, tensor in tensors.items() if name not in packed}
     return own | {f"{name}.weight": layer.stored for name, layer in held(model).items()}

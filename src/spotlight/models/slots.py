@@ -29,7 +29,7 @@ from spotlight.models import peft_layers
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import AdapterCopies, LoraSpec
-from spotlight.models.quantised import held, packed_names
+from spotlight.models.quantised import held, packed_state
 from spotlight.models.shared.sharded import gathers, is_sharded
 from spotlight.models.shared.update_rounding import UpdateRounding
 
@@ -85,6 +85,10 @@ class WeightSlots(ABC):
         Args:
             rounding: rounds the trained tensors to its types; default: they get those of the base.
         """
+
+    def packed(self) -> dict[str, Tensor]:
+        """What a frozen base holds in few bits, the same for all slots."""
+        return {}
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The policy's parameters, by name, for the optimizer."""
@@ -254,6 +258,9 @@ class LoraSlots(WeightSlots):
     def modules(self) -> dict[Slot, nn.Module]:
         return {"policy": self._module}
 
+    def packed(self) -> dict[str, Tensor]:
+        return packed_state(self._module)
+
     def metadata(self) -> dict[str, object]:
         """peft's LoraConfig fields, as ``save_lora`` stores them beside the weights: those that are not its
         defaults, because an older peft refuses fields that it does not know.
@@ -282,7 +289,7 @@ class LoraSlots(WeightSlots):
         return state
 
     def _base(self) -> dict[str, Tensor]:
-        packed = packed_names(self._module)
+        packed = self.packed()
         own = peft_layers.base_parameters(self._module).items()
         base = {name: tensor for name, tensor in own if name not in packed}
         for layer in held(self._module) if packed else ():

@@ -212,7 +212,8 @@ class WorkerProcess:
             rested=profiler.close,
         )
         dtype = build.torch_dtype(fleet.published_dtype(config))
-        loader = BundleLoader(self._home, self._cache, slots, rollout_slots(config, algorithm), dtype)
+        used, base = rollout_slots(config, algorithm), digest_of(slots.packed())
+        loader = BundleLoader(self._home, self._cache, slots, used, dtype, base)
         return WorkerLoop(
             place.worker,
             place.epoch,
