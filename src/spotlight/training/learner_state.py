@@ -116,8 +116,8 @@ def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
     if index.base != (found := digest_of(slots.packed())):
         raise StateError(
             f"{directory / INDEX} was trained beside a quantised base of digest {index.base[:12] or 'none'}, "
-            f"and this one has {found[:12] or 'none'}; expected the same: resume with the model files and the "
-            "package that the run began with"
+            f"and this one has {found[:12] or 'none'}; expected the same: resume with the model files and "
+            "the package that the run began with"
         )
     steps = index.optimizer_steps
     parameters = slots.trainable_parameters()

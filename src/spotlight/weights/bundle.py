@@ -314,8 +314,8 @@ def bind(
     if manifest.base != base:
         raise WeightsError(
             f"weights of {manifest}: trained beside a quantised base of digest "
-            f"{manifest.base[:12] or 'none'}, and this one has {base[:12] or 'none'}; expected the same: give "
-            "learner and workers the same model files and package"
+            f"{manifest.base[:12] or 'none'}, and this one has {base[:12] or 'none'}; expected the same: "
+            "give learner and workers the same model files and package"
         )
     tensors = bundle.tensors
     absent = [slot for slot in tensors if slot not in target.slots]
