@@ -14,6 +14,7 @@ Extra arguments are overrides of all runs.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -61,7 +62,7 @@ def held_error(family: ModelFamily) -> float:
         stored = read(f"{name}.weight").float()
         whole = layer.whole(torch.float32) if isinstance(layer, QuantisedLinear) else layer.weight.float()
         far, norm = far + float((whole - stored).square().sum()), norm + float(stored.square().sum())
-    return (far / norm) ** 0.5
+    return math.sqrt(far / norm)
 
 
 def train(sizes: LearningSizes, algorithm: str, base: str, seed: int) -> Tree:
