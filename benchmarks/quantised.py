@@ -33,7 +33,7 @@ from benchmarks._measure import wide_console
 from benchmarks._record import Record, Tree
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
-from spotlight.models.quantised import held
+from spotlight.models.shared.quantised import held
 from spotlight.models.shared.transformer_files import weight_sources
 from spotlight_kernels.quantised.linear import QuantisedLinear
 

@@ -14,7 +14,7 @@ from spotlight.dry_run.memory_plan import memory_parts, weight_copies
 from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
 from spotlight.dry_run.run_plan import count_passes, make_plan
 from spotlight.models.media import MediaSize
-from spotlight.models.quantised import held
+from spotlight.models.shared.quantised import held
 from spotlight.models.skeleton import base_state
 from spotlight.models.slots import WeightSlots
 from spotlight.runtime.assembly import components as build

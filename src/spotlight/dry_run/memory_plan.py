@@ -16,7 +16,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.config.sections.algorithm import BatchStartSection
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, TransformerSizes, bind_targets
-from spotlight.models.quantised import held_bytes, is_held
+from spotlight.models.shared.quantised import held_bytes, is_held
 from spotlight.rollout.limits import decode_batch
 from spotlight.training.timesteps import largest_pass
 

@@ -45,9 +45,9 @@ from spotlight.models.pipeline_files import (
     transformer_names,
     without_transformer_weights,
 )
-from spotlight.models.quantised import Quantize
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.shared.noise_levels import scheduler_config, shift
+from spotlight.models.shared.quantised import Quantize
 from spotlight.models.shared.transformer_files import (
     TransformerFiles,
     component_type,
@@ -148,7 +148,7 @@ class ModelFamily(FamilyTraits, ABC):
             deferred: leaves the transformer's parameters on the meta device, without memory, to be read by
                 :meth:`read_weights`, once it is sharded or the text encoder freed. Their files are checked at
                 once.
-            quantize: how the transformer's linear layers are held: see :mod:`spotlight.models.quantised`.
+            quantize: how the transformer's linear layers are held (:mod:`spotlight.models.shared.quantised`).
 
         Raises:
             ModelError: the model is unusable; where possible, before weights are read.

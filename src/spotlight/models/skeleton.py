@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, weight_files
-from spotlight.models.quantised import as_stored
+from spotlight.models.shared.quantised import as_stored
 from spotlight.models.shared.sharded import is_sharded
 
 if TYPE_CHECKING:

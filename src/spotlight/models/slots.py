@@ -29,7 +29,7 @@ from spotlight.models import peft_layers
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import AdapterCopies, LoraSpec
-from spotlight.models.quantised import held, packed_state
+from spotlight.models.shared.quantised import held, packed_state
 from spotlight.models.shared.sharded import gathers, is_sharded
 from spotlight.models.shared.update_rounding import UpdateRounding
 
@@ -293,7 +293,7 @@ class LoraSlots(WeightSlots):
         own = peft_layers.base_parameters(self._module).items()
         base = {name: tensor for name, tensor in own if name not in packed}
         for layer in held(self._module) if packed else ():
-            assert self._files is not None, "whoever quantises a base names its files"
+            assert self._files is not None, "a quantised base comes with its files"
             base[f"{layer}.weight"] = self._files(f"{layer}.weight")
         return base
 

@@ -24,7 +24,7 @@ from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.lora_names import Layout
 from spotlight.models.model_errors import ModelError
-from spotlight.models.quantised import Quantize
+from spotlight.models.shared.quantised import Quantize
 from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.shared.update_rounding import LostUpdate
 from spotlight.models.slots import Slot, WeightSlots

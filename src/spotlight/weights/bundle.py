@@ -148,7 +148,6 @@ def pack(
     modules_bound: int,
     *,
     dtype: torch.dtype | None = None,
-    base: str = "",
 ) -> tuple[WeightsManifest, bytearray]:
     """Serialize the weights of some slots.
 
@@ -156,7 +155,6 @@ def pack(
         slots: slot -> name -> whole (unsharded) tensor, all on one device.
         modules_bound: ``WeightSlots.modules_bound`` of their source.
         dtype: to round to; default: theirs.
-        base: see :class:`WeightsManifest`.
 
     Raises:
         WeightsError: no modules, no tensors, or an unsupported dtype.
@@ -190,7 +188,7 @@ def pack(
     values = [flat[name][0] for name in names]
     gather(values, kinds, torch.frombuffer(data, dtype=torch.uint8)[len(head) :])
     return WeightsManifest(
-        version, lineage, content_digest(data), modules_bound, tuple(slots), len(data), base
+        version, lineage, content_digest(data), modules_bound, tuple(slots), len(data)
     ), data
 
 
@@ -286,7 +284,6 @@ def bind(
     *,
     needs: Collection[str] = (),
     dtype: torch.dtype | None = None,
-    base: str = "",
 ) -> None:
     """Copy a version into a worker's weight slots: all or nothing.
 
@@ -294,7 +291,6 @@ def bind(
         data: bytes, or a :class:`Bundle`, which is not hashed again.
         needs: slots that the bundle must contain.
         dtype: that it was rounded to for publishing; default: that of the slots.
-        base: digest of what the slots are beside, see :class:`WeightsManifest`.
 
     Raises:
         WeightsError: anything differs; nothing has been written.
@@ -310,12 +306,6 @@ def bind(
             f"weights of {manifest}: published for {manifest.modules_bound} modules, but "
             f"{target.modules_bound} are bound here; expected the same number, at least 1: give learner and "
             "workers the same model, learner.mode and learner.lora.targets"
-        )
-    if manifest.base != base:
-        raise WeightsError(
-            f"weights of {manifest}: trained beside a quantised base of digest "
-            f"{manifest.base[:12] or 'none'}, and this one has {base[:12] or 'none'}; expected the same: "
-            "give learner and workers the same model files and package"
         )
     tensors = bundle.tensors
     absent = [slot for slot in tensors if slot not in target.slots]

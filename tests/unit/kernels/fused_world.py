@@ -14,7 +14,7 @@ from spotlight.models.condition import Condition
 from spotlight.models.experts import denoisers
 from spotlight.models.family import Guidance, MediaSize, ModelFamily
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.quantised import Quantize
+from spotlight.models.shared.quantised import Quantize
 from spotlight.models.slots import LoraSlots, Slot
 from spotlight.registry import FAMILIES
 from spotlight_kernels.fuse import fuse

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from spotlight.models.kernels.fused import is_fused
-from spotlight.models.quantised import held
+from spotlight.models.shared.quantised import held
 from spotlight_kernels.quantised import nf4
 from spotlight_kernels.quantised.nf4 import Nf4Linear, dequantise_reference
 from spotlight_kernels.quantised.nf4_operator import dequantise

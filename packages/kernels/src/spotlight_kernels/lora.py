@@ -17,7 +17,7 @@ class AdaptedLinear(NamedTuple):
     """``x W' + bias + scale * (x A') B'``, all of one type.
 
     Attributes:
-        weight: [outputs, inputs]; or the layer that makes it anew for each product.
+        weight: [outputs, inputs]; or the layer that makes it for each product.
         bias: [outputs].
         a: [rank, inputs].
         b: [outputs, rank].

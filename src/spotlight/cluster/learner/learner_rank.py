@@ -393,8 +393,8 @@ class LearnerRank:
             }
             if not self.ranks.is_main:
                 return None
-            base = digest_of(learning.slots.packed())
-            return pack(held, lineage, states, learning.slots.modules_bound, dtype=dtype, base=base)
+            manifest, data = pack(held, lineage, states, learning.slots.modules_bound, dtype=dtype)
+            return replace(manifest, base=digest_of(learning.slots.packed())), data
 
     def save(self, directory: Path) -> None:
         """Write the learner's state. Collective, with the same shared directory on every rank."""

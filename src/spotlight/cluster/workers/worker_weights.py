@@ -57,8 +57,14 @@ class BundleLoader:
                 raise WeightsError(
                     f"asked for version {pull.version} of lineage {pull.lineage}, found {manifest}"
                 )
+            if manifest.base != self.base:
+                raise WeightsError(
+                    f"weights of {manifest}: trained beside a quantised base of digest "
+                    f"{manifest.base[:12] or 'none'}, and this one has {self.base[:12] or 'none'}; expected "
+                    "the same: give learner and workers the same model files and package"
+                )
             bundle = self.cache.get(manifest, lambda: self._fetch(manifest))
-            bind(manifest, bundle, self.slots, needs=self.used[:1], dtype=self.dtype, base=self.base)
+            bind(manifest, bundle, self.slots, needs=self.used[:1], dtype=self.dtype)
         except NoSpaceError:
             raise
         except WeightsError as error:

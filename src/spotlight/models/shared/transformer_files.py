@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from spotlight.models.experts import Experts, denoisers
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, read_json, weight_files
-from spotlight.models.quantised import Quantize, hold
+from spotlight.models.shared.quantised import Quantize, hold
 from spotlight.models.skeleton import (
     allocate,
     check_files,
@@ -113,7 +113,7 @@ def load_transformers(
     Args:
         weights: None leaves them to :func:`spotlight.models.skeleton.filling`.
         deferred: leaves them to :meth:`TransformerFiles.read`.
-        quantize: how linear layers are held: see :mod:`spotlight.models.quantised`.
+        quantize: how linear layers are held: see :mod:`spotlight.models.shared.quantised`.
 
     Raises:
         ModelError: unreadable, or weights of another model.

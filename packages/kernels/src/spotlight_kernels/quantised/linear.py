@@ -1,4 +1,4 @@
-"""A frozen linear layer whose weight is made anew, of few bits, for every product.
+"""A frozen linear layer whose weight is made, of few bits, for every product and not kept.
 
 The product is that of a plain layer with the weight of :meth:`QuantisedLinear.whole`, to the bit, with
 gradient and without; nothing but what is packed outlives it. Equal files give equal packed tensors on every
