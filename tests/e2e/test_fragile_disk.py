@@ -14,14 +14,18 @@ from main_job import (
     Job,
     Straight,
     clean_audit,
+    lora,
     outcome,
     run_process,
 )
 from ray_job import running
 from test_ray_run import RAY, SMALL
+from tests.power_cut import watched, write_tree
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 WITH_CURVES = (*NFT, "metrics.tensorboard=true")
+TREES = 16
+"""Of what cuts leave, evenly spaced: test_power_cut.py takes every one, of a run without a model."""
 MOMENTS = (
     At("work rollout", 5),
     At("os.rename /images/tiles", 7),
@@ -75,3 +79,24 @@ def test_on_a_cluster_a_read_only_disk_is_one_error(job: Job, tmp_path: Path) ->
             assert "Traceback" not in process.printed, process.printed
             assert "the disk is read-only" in last, process.printed
             assert str(run) in last
+
+
+def test_a_run_is_finished_from_what_a_power_cut_leaves_at_its_writes(
+    job: Job, straight: Straight, tmp_path: Path
+) -> None:
+    expected = straight("diffusion-nft with EMA")[1]
+    root = tmp_path / "runs"
+    root.mkdir()
+    with watched(root) as disk:
+        job.train("cut", *WITH_CURVES, f"runs_dir={root}")
+    trees = list(disk.left)
+    assert len(trees) > 100
+    for number in range(0, len(trees), len(trees) // TREES):
+        left = write_tree(trees[number], tmp_path / str(number))
+        recorded = job.train("cut", *WITH_CURVES, f"runs_dir={left}")
+        assert recorded.result is not None
+        assert recorded.result.summary is not None, (number, recorded.error)
+        assert outcome(left / "cut") == expected, number
+        assert lora(left / "cut")
+        assert (left / "cut/images/before-after.png").stat().st_size > 0
+        clean_audit(left / "cut")

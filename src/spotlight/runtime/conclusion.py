@@ -54,6 +54,7 @@ def conclude_run(
     account()
     summary = summarise_run(config, recorder, weights if config.learner.mode == "lora" else None)
     recorder.metrics.table(summary.iterations, final_table(summary))
+    recorder.metrics.sync()  # a run with a summary is not taken up again
     write_summary(recorder.paths.summary, summary)
     return summary
 
