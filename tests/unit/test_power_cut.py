@@ -23,7 +23,7 @@ from spotlight.store.metrics import MetricsRow, MetricsWriter, read_metrics
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.run_summary import RunSummary, SampleCounts, read_summary, write_summary
 
-ITERATIONS = 3
+ITERATIONS = 2
 
 
 def live(root: Path) -> Iterator[int]:
