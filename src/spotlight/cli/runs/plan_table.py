@@ -8,12 +8,14 @@ from rich.console import Console
 from rich.table import Table
 
 from spotlight.cluster.local.fleet_plan import FleetPlan
+from spotlight.config.requires import plain
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX
 from spotlight.dry_run.memory_plan import (
     Estimate,
     kept_gathered,
     peak_bytes,
+    phase_bytes,
     published_parts,
     shared_parts,
     worker_parts,
@@ -34,6 +36,7 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
         peak = size(peak_bytes(plan.memory))
         where = "a GPU of the learner" if config.pipeline.trainers_generate else "the device"
         _print(console, f"Memory, estimated: {peak} on {where} at the peak", _estimates(plan.memory))
+        _print(console, "Peaks by phase", _peaks(plan.memory))
         if config.learner.shard != "none" and isinstance(plan.model, ModelSizes):
             _print(
                 console, "Memory of a rank, where several share the model", _shared(config, plan, plan.model)
@@ -42,6 +45,8 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
             worker = size(peak_bytes(worker_parts(plan.memory)))
             why = "weights of every slot, whole, and its rollouts"
             _print(console, "Memory of a worker", [("each", worker, why)])
+        if plan.small:
+            _print(console, "One GPU, estimated: spotlight train FILE --fit GB", _small(plan))
         what = f"Largest sizes that fit, estimated: shorter sides to {max(SHORTER_PX)} pixels"
         _print(console, what, _fitting(config, plan))
     total = size(sum(part.bytes for part in plan.disk))
@@ -132,8 +137,13 @@ def _parameters(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
 
 def _estimates(parts: tuple[Estimate, ...]) -> Iterator[tuple[str, str, str]]:
     for part in parts:
-        held = {"always": "", "host": ", in this machine's memory"}.get(part.when, f", during {part.when}")
-        yield part.part, size(part.bytes), part.formula + held
+        held = {"always": "", "once loaded": "", "host": ", in this machine's memory"}
+        yield part.part, size(part.bytes), part.formula + held.get(part.when, f", during {part.when}")
+
+
+def _peaks(parts: tuple[Estimate, ...]) -> Iterator[tuple[str, str, str]]:
+    for phase, peak in phase_bytes(parts).items():
+        yield phase, size(peak), "once, before the DiT is read" if phase == "text encoding" else ""
 
 
 def _rewards(places: tuple[RewardPlace, ...]) -> Iterator[tuple[str, str, str]]:
@@ -168,6 +178,14 @@ def _fitting(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]
     for fit in plan.fitting:
         why = f"shared by {RANKS} ranks: {_sides(fit.shared)}" if together else ""
         yield f"a GPU of {fit.gpu_gib} GB", _sides(fit.alone), why
+
+
+def _small(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
+    for gib, found in plan.small:
+        changed = " ".join(f"{each.saving.key}={plain(each.value)}" for each in found.changes)
+        peak = f"{found.largest} takes {size(max(found.peaks.values()))}"
+        why = f"{peak} with {changed}" if changed else peak
+        yield f"a GPU of {gib} GB", "fits" if found.fits else "too small", why
 
 
 def _sides(size: MediaSize | None) -> str:
