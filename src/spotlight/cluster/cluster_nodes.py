@@ -99,7 +99,8 @@ class ClusterNodes:
         self._first_gpu: Gpu | None = None
         moves = config.fleet.learner_moves
         self.spares = SpareWorkers(ActorStarter.kill, self.learner_ranks_at) if moves else None
-        self.membership = NodeMembership(self, gather(), MembershipSettings(_notice_settings(config)))
+        settings = MembershipSettings(_notice_settings(config))
+        self.membership = NodeMembership(self, gather(), settings, known=site.nodes)
 
     # -- called in the membership's thread -------------------------------------------------------------
 
