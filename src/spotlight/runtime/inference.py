@@ -297,6 +297,21 @@ class TrainedRun:
                 yield results
 
 
+@contextmanager
+def _transformer_aside(family: ModelFamily, wanted: Sequence[ModelInput]) -> Iterator[None]:
+    """While prompts are embedded, the transformer waits in the host's memory: a GPU may not hold both."""
+    device = family.device
+    if device.type == "cpu" or family.text_device != device or not family.not_embedded(wanted):
+        yield
+        return
+    family.transformer.to("cpu")
+    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        family.transformer.to(device)
+
+
 def _on_any_machine(config: RunConfig, device: Literal["auto", "cpu", "cuda"]) -> RunConfig:
     """With the kernels that every machine has: this one may lack those that the run was trained with."""
     names = ("attention", "kernels", "compile", "cuda_graphs")
@@ -322,18 +337,3 @@ def _require_slot(slots: WeightSlots, slot: Slot) -> None:
 def _written(path: Path | None) -> Path:
     assert path is not None, "a single rank is the main rank"
     return path
-
-
-@contextmanager
-def _transformer_aside(family: ModelFamily, wanted: Sequence[ModelInput]) -> Iterator[None]:
-    """While prompts are embedded, the transformer waits in the host's memory: a GPU may not hold both."""
-    device = family.device
-    if device.type == "cpu" or family.text_device != device or not family.not_embedded(wanted):
-        yield
-        return
-    family.transformer.to("cpu")
-    torch.cuda.empty_cache()
-    try:
-        yield
-    finally:
-        family.transformer.to(device)
