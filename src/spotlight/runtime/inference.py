@@ -22,7 +22,9 @@ from spotlight.dry_run.model_checks import require_references
 from spotlight.models.condition import ModelInput, model_input
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
+from spotlight.models.lora_names import Layout
 from spotlight.models.model_errors import ModelError
+from spotlight.models.shared.quantised import Quantize
 from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.shared.update_rounding import LostUpdate
 from spotlight.models.slots import Slot, WeightSlots
@@ -37,7 +39,7 @@ from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, Rollout, Ro
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner_state import load_weights
-from spotlight.training.lora_export import export_lora, export_merged, measured_rounding
+from spotlight.training.lora_export import export_lora, export_merged, export_renamed_lora, measured_rounding
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.prompts import Prompt, PromptId
@@ -71,21 +73,25 @@ class TrainedRun:
         *,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         weights: Slot | None = None,
+        quantize: Quantize | None = None,
     ) -> Self:
         """Load a run's newest intact checkpoint; ``weights`` default to ``evaluation.weights``.
 
         ``model.attention``, ``kernels``, ``compile`` and ``cuda_graphs`` have their defaults.
 
+        Args:
+            quantize: in the place of ``model.quantize``.
+
         Raises:
             StoreError: not a run directory, or no checkpoint yet.
-            ModelError: the model is missing, or the run has no such weights.
+            ModelError: the model is missing, the run has no such weights, or it trained what to quantise.
         """
         paths = RunPaths(directory)
         if not paths.config.exists():
             raise StoreError(
                 f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`."
             )
-        config = _on_any_machine(load_dump(paths.config), device)
+        config = _on_any_machine(load_dump(paths.config), device, quantize)
         checkpoints = CheckpointStore(paths.checkpoints, config.checkpoint.keep)
         if not checkpoints.any_committed:  # before the model is loaded
             raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
@@ -234,6 +240,12 @@ class TrainedRun:
         """Write the adapter for diffusers' ``load_lora_weights``. Raises ModelError for a full fine-tune."""
         return _written(export_lora(self._family, self._slots, self.weights, directory, Ranks()))
 
+    def export_renamed_lora(self, directory: Path, layout: Layout) -> list[Path]:
+        """Write the adapter for ComfyUI or kohya's scripts. Raises ModelError as ``export_renamed_lora``."""
+        return export_renamed_lora(
+            self._family, self._slots, self.weights, directory, self.config.name, layout
+        )
+
     def export_merged(
         self, directory: Path, dtype: Literal["float32", "bfloat16"] | None = None
     ) -> LostUpdate | None:
@@ -312,10 +324,15 @@ def _transformer_aside(family: ModelFamily, wanted: Sequence[ModelInput]) -> Ite
         family.transformer.to(device)
 
 
-def _on_any_machine(config: RunConfig, device: Literal["auto", "cpu", "cuda"]) -> RunConfig:
+def _on_any_machine(
+    config: RunConfig, device: Literal["auto", "cpu", "cuda"], quantize: Quantize | None
+) -> RunConfig:
     """With the kernels that every machine has: this one may lack those that the run was trained with."""
     names = ("attention", "kernels", "compile", "cuda_graphs")
     plain = {name: ModelConfig.model_fields[name].default for name in names}
+    if quantize not in (None, "none") and config.learner.mode == "full":
+        raise ModelError(f"quantize is {quantize!r}; expected none: all weights of this run were trained")
+    plain["quantize"] = quantize or config.model.quantize
     return config.model_copy(update={"device": device, "model": config.model.model_copy(update=plain)})
 
 

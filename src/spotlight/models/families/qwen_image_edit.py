@@ -188,11 +188,12 @@ def _opened(path: str) -> Any:
     import io
 
     from diffusers.utils import load_image
-    from PIL import Image
+
+    from spotlight_rewards.base.media_files import open_picture
 
     try:
-        picture = load_image(Image.open(io.BytesIO(read_reference(path))))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        picture = load_image(open_picture(io.BytesIO(read_reference(path))))
+    except (OSError, ValueError, SyntaxError) as error:
         raise ModelError(f"reference picture {path} cannot be read as a picture ({error})") from error
     if not 1 / _RATIO_MAX <= _ratio(picture) <= _RATIO_MAX:
         raise ModelError(
