@@ -25,7 +25,10 @@ from spotlight.dry_run.model_plan import (
     read_sizes,
 )
 from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, reward_places
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import read_metrics
+from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.errors import ConfigError
 
 
@@ -76,6 +79,7 @@ class RunPlan:
         model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory`` and ``fitting``
             are empty, and ``disk`` lacks checkpoints.
         seconds_per_iteration: median measured in this run's directory; None before.
+        trained: iterations that are in a checkpoint of this run already.
     """
 
     samples: int
@@ -96,6 +100,7 @@ class RunPlan:
     disk: tuple[Estimate, ...]
     rewards: tuple[RewardPlace, ...]
     seconds_per_iteration: float | None
+    trained: int
 
 
 def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
@@ -145,7 +150,14 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
         ),
         rewards=reward_places(config),
         seconds_per_iteration=_measured_seconds(config),
+        trained=newest.iteration if (newest := newest_checkpoint(config)) else 0,
     )
+
+
+def newest_checkpoint(config: RunConfig) -> CheckpointHeader | None:
+    """Where the run goes on, unless a file of its newest checkpoint is damaged; None: at the beginning."""
+    checkpoints = RunPaths(config.runs_dir / config.name).checkpoints
+    return CheckpointStore(checkpoints, 1).newest_header() if checkpoints.is_dir() else None
 
 
 def rank_notes(config: RunConfig, ranks: int | None) -> list[str]:

@@ -143,6 +143,10 @@ class InlineParts:
     around: Callable[[Phase], AbstractContextManager[object]] = nullcontext
 
 
+class _LeaseGivenUp(Exception):  # noqa: N818 - no error: the run was asked to stop
+    """Leaves a lease between two of its steps."""
+
+
 @dataclass(slots=True)
 class _Scoring:
     rollouts: tuple[Rollout, ...]
@@ -316,7 +320,10 @@ class InlineDriver:
         began = time.perf_counter()
         with parts.clock.phase(phase):
             around = partial(parts.around, phase)
-            results = parts.denoiser.run(work, self._progress(phase, rollouts), around)
+            try:
+                results = parts.denoiser.run(work, self._progress(phase, rollouts), around)
+            except _LeaseGivenUp:
+                return
         self._measure(phase, time.perf_counter() - began)
         failures: dict[str, str] = {}
         own = {rollout.id for rollout in mine}
@@ -355,7 +362,14 @@ class InlineDriver:
         left = self.parts.controller.queue.outstanding_for(rollouts[0].purpose)
         before, total = self._denoised[phase], self._denoised[phase] + left
         self._denoised[phase] = before + len(rollouts) if left > len(rollouts) else 0
-        return lambda share: self.parts.observer.work(phase, before + share * len(rollouts), total)
+
+        def report(share: float) -> None:
+            self.parts.observer.work(phase, before + share * len(rollouts), total)
+            # Several ranks would have to agree at every step.
+            if self._stop_requested and self.parts.ranks.world == 1 and self.parts.controller.stops_at_once:
+                raise _LeaseGivenUp
+
+        return report
 
     # -- rewards ---------------------------------------------------------------------------------------
 

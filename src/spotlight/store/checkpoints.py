@@ -127,6 +127,11 @@ class CheckpointStore:
             )
         return None
 
+    def newest_header(self) -> CheckpointHeader | None:
+        """Of the newest checkpoint whose manifest is intact; its files are not read. None: there is none."""
+        found = (read_manifest(self._directory / name) for name in self._committed()[0])
+        return next((each.header for each in found if not isinstance(each, Damage)), None)
+
     @property
     def any_committed(self) -> bool:
         """Whether a checkpoint was ever named the newest; it may be damaged."""
