@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.model import ModelConfig
-from spotlight.dry_run.model_checks import require_references
+from spotlight.dry_run.model_checks import require_references, require_supported
 from spotlight.models.condition import ModelInput, model_input
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
@@ -112,6 +112,18 @@ class TrainedRun:
         """
         _require_slot(self._slots, weights)
         return dataclasses.replace(self, weights=weights)
+
+    def with_size(self, height: int | None, width: int | None) -> TrainedRun:
+        """The same run with pictures of another size; None: as it is.
+
+        Raises:
+            ModelError: the model makes none of that size.
+        """
+        sides = {"height": height, "width": width}
+        changed = {name: side for name, side in sides.items() if side is not None}
+        config = self.config.model_copy(update={"rollout": self.config.rollout.model_copy(update=changed)})
+        require_supported(config, self._family.files)
+        return dataclasses.replace(self, config=config)
 
     def generate(
         self,
