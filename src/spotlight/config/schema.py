@@ -131,7 +131,7 @@ class RunConfig(Section):
 
 RESUMABLE_KEYS = frozenset(
     {"iterations", "evaluation.every", "evaluation.at_start", "evaluation.at_end",
-     "evaluation.grid_images", "checkpoint.every", "checkpoint.keep", "fleet", "runs_dir",
+     "evaluation.grid_images", "checkpoint.every", "checkpoint.keep", "checkpoint.best", "fleet", "runs_dir",
      "cache_dir", "metrics.tensorboard", "metrics.wandb", "metrics.sinks", "device", "rollout.batch_size",
      "learner.micro_batch_size", "learner.shard", "learner.recompute",
      "learner.keep_gathered", "model.cuda_graphs", "learner.timesteps_per_pass", "learner.pass_memory_gib",

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from spotlight.cli.options import DeviceOption, WeightsOption, open_run
+from spotlight.cli.options import (
+    BestOption,
+    CurveOption,
+    DeviceOption,
+    IterationOption,
+    WeightsOption,
+    open_run,
+)
 from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 from spotlight_rewards.commands.options import read_prompts_option
@@ -74,9 +81,12 @@ def generate(
     before: BeforeOption = False,
     out: OutOption = None,
     weights: WeightsOption = None,
+    iteration: IterationOption = None,
+    best: BestOption = False,
+    by: CurveOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Generate images with the newest checkpoint of a run.
+    """Generate images with a checkpoint of a run, by default the newest.
 
     Equal seeds give equal images. With --before, before-after.png shows both sides. Models that edit pictures
     take those with --reference.
@@ -97,7 +107,7 @@ def generate(
         if any(each.references for each in listed) and not reference:
             raise failure(f"--prompts: {prompts} names references; expected them by --reference, for all.")
         pairs = [(text, seed + index) for text in drawn for index in range(count)]
-        trained = open_run(run, device, weights).with_size(height, width)
+        trained = open_run(run, device, weights, iteration, best, by).with_size(height, width)
         untrained = trained.with_weights("reference") if before else None  # fail now rather than at the end
         texts, seeds = [text for text, _ in pairs], [number for _, number in pairs]
         shown = reference or []
