@@ -160,6 +160,45 @@ def test_generate_draws_every_prompt_and_seed_before_and_after(
     )  # type: ignore[attr-defined]
 
 
+def test_generate_takes_a_file_of_prompts_and_a_size(trained: tuple[Path, str], tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
+    given = ["--prompts", str(tmp_path / "prompts.txt"), "--height", "24", "--out", str(tmp_path / "drawn")]
+    assert invoke("generate", str(trained[0]), *given).exit_code == 0
+    drawn = sorted((tmp_path / "drawn").iterdir())
+    assert [path.name for path in drawn] == ["a-blue-square-seed0.png", "a-red-circle-seed0.png"]
+    assert {Image.open(path).size for path in drawn} == {(16, 24)}
+    for wrong, said in ((["--height", "23", "-p", "x"], "rollout.height is 23"), ([], "--prompt: found []")):
+        result = invoke("generate", str(trained[0]), *wrong)
+        assert result.exit_code == 2
+        assert said in " ".join(result.stderr.split())
+    scored = invoke(
+        "score", "jpeg_size", str(tmp_path / "drawn"), "--prompts", given[1], "--prompt", "a circle"
+    )
+    assert "expected one of the two" in " ".join(scored.stderr.split())
+    one = ["--prompt", 'a sign: "OPEN"', "--sheet", str(tmp_path / "sheet.png"), "--json"]
+    scored = invoke("score", "jpeg_size", str(tmp_path / "drawn"), *one)
+    assert [each["prompt"] for each in json.loads(scored.stdout)["pictures"]] == ['a sign: "OPEN"'] * 2
+
+
+def test_an_older_or_the_best_checkpoint_is_chosen(trained: tuple[Path, str], tmp_path: Path) -> None:
+    run = str(trained[0])
+    older = json.loads(invoke("eval", run, "--iteration", "1", "--json").stdout)
+    newest = json.loads(invoke("eval", run, "--json").stdout)
+    assert (older["iteration"], newest["iteration"]) == (1, 2)
+    assert older["graded"] != newest["graded"]
+    best = invoke("export", run, "--best", "--by", "jpeg_size", "--out", str(tmp_path))
+    assert f"{tmp_path} (iteration 2, policy weights)" in best.stdout
+    for given, said in (
+        (["--iteration", "7"], "no checkpoint after iteration 7; expected one of those kept: 1, 2."),
+        (["--best", "--iteration", "1"], "--best: found with --iteration 1"),
+        (["--by", "graded"], "--by: found graded without --best"),
+        (["--best", "--by", "nothing"], "has a validation of 'nothing'"),
+    ):
+        result = invoke("generate", run, "-p", "x", *given)
+        assert result.exit_code == 2
+        assert said in " ".join(result.stderr.split())
+
+
 def test_eval_repeats_the_runs_last_validation(trained: tuple[Path, str]) -> None:
     result = invoke("eval", str(trained[0]), "--json")
     assert result.exit_code == 0, result.output

@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,26 @@ def test_the_final_screen_says_what_was_gained_and_what_it_cost(run: RunRecord) 
         "model card",
     ):
         assert said in words
+
+
+def test_the_final_screen_says_when_the_end_is_worse_than_the_best(run: RunRecord) -> None:
+    assert "The end is worse" not in screen_of(run, 300)
+    first, middle, last = run.validations
+    for strict, kept, said in (
+        (
+            0.9,
+            False,
+            "strict 0.781 after 0.900, -0.119 = -4.2 x its noise of 0.028. Its checkpoint is not kept.",
+        ),
+        (0.9, True, f"noise of 0.028. spotlight export {run.paths.path} --best"),
+        (0.79, True, ""),  # less than its noise
+    ):
+        if kept and not run.paths.checkpoints.joinpath("000001-iteration-000001").exists():
+            (run.paths.checkpoints / "000001-iteration-000001").mkdir()
+        better = replace(middle, scores={**middle.scores, "strict": Mean(strict, 0.02)})
+        shown = screen_of(replace(run, validations=(first, better, last)), 300)
+        assert ("The end is worse than iteration 1: " in shown) == bool(said)
+        assert said in shown
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

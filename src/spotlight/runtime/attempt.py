@@ -181,6 +181,7 @@ def _open_recorder(
         strict=config.evaluation.strict,
         grid_images=config.evaluation.grid[1],
         fps=config.rollout.fps,
+        keeps_best=config.checkpoint.best,
         before_s=ledger.worked_s(),
         began_s=began_s,
     )

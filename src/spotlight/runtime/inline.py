@@ -32,7 +32,7 @@ from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.runtime.assembly.components import Recipes
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.observer import Observer
+from spotlight.runtime.observer import NotScored, Observer
 from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -428,6 +428,7 @@ class InlineDriver:
         }
         for shared in self.parts.ranks.share(results):
             results |= shared
+        failed = NotScored()
         for rollout in scoring.rollouts:
             scores = results[rollout.id]
             if isinstance(scores, dict):
@@ -435,8 +436,10 @@ class InlineDriver:
                 self.parts.feed.learner.log.scored(rollout, scores)
             else:
                 reason, detail = scores
-                self.parts.observer.note(f"{rollout.id} is not scored: {reason}: {_brief(detail)}")
+                failed.add(rollout.id, f"{reason}: {detail}")
                 self._events.append(ev.RewardFailed(rollout.id, DropReason(reason), detail, scoring.lineage))
+
+        failed.tell(self.parts.observer.note)
 
     # -- evaluation and training -----------------------------------------------------------------------
 
@@ -525,11 +528,6 @@ def _will_stop(scoring: _Scoring) -> bool:
         return True
     expendable = bool(scoring.rollouts) and all(r.purpose is Purpose.EXPLORE for r in scoring.rollouts)
     return bool(future.result().failures) and not expendable
-
-
-def _brief(detail: str) -> str:
-    first, *rest = detail.splitlines()
-    return f"{first} ... {rest[-1].strip()}" if rest else first
 
 
 def _encode(picture: Picture) -> str:

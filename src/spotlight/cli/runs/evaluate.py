@@ -11,7 +11,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.cli.options import DeviceOption, WeightsOption, open_run
+from spotlight.cli.options import (
+    BestOption,
+    CurveOption,
+    DeviceOption,
+    IterationOption,
+    WeightsOption,
+    open_run,
+)
 from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
@@ -33,10 +40,13 @@ def evaluate(
         typer.Option(help="File of prompts (default: the run's held-out prompts).", show_default=False),
     ] = None,
     weights: WeightsOption = None,
+    iteration: IterationOption = None,
+    best: BestOption = False,
+    by: CurveOption = None,
     device: DeviceOption = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
-    """Evaluate the newest checkpoint of a run on held-out prompts, with fixed seeds and standard errors.
+    """Evaluate a checkpoint (default: the newest) on held-out prompts, with fixed seeds and standard errors.
 
     [bold]Examples[/bold]
 
@@ -44,12 +54,14 @@ def evaluate(
 
       spotlight eval demo --weights reference
 
+      spotlight eval demo --iteration 20
+
       spotlight eval runs/demo --prompts my_prompts.jsonl --images 32 --json
     """
     with errors_without_traceback():
         from spotlight.cli.work_bar import WorkBar
 
-        trained = open_run(run, device, weights)
+        trained = open_run(run, device, weights, iteration, best, by)
         with WorkBar() as bar:
             validation = trained.evaluate(bar, images, steps, prompts)
     if as_json:
