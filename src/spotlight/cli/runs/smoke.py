@@ -100,7 +100,8 @@ def _write_prompts(config: RunConfig, folder: Path) -> Iterator[object]:
     text = max(examples, key=lambda each: (each[0] is Reads.TEXT, len(each[1].prompt)))[1].prompt
     for name, settings in (("train", _TRAINED), ("test", _HELD_OUT)):
         lines = [json.dumps({"prompt": f"{text}, {setting}", **metadata}) for setting in settings]
-        (path := folder / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         yield path
 
 
