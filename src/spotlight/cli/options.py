@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 Weights: TypeAlias = Literal["policy", "ema", "old", "reference"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+Quantize: TypeAlias = Literal["none", "int8", "nf4"]
 
 WeightsOption: TypeAlias = Annotated[
     Weights | None,
@@ -48,6 +49,16 @@ CurveOption: TypeAlias = Annotated[
 DeviceOption: TypeAlias = Annotated[Device, typer.Option("--device", help="Where the model lives.")]
 
 
+QuantizeOption: TypeAlias = Annotated[
+    Quantize | None,
+    typer.Option(
+        "--quantize",
+        help="How the base beside a LoRA is held (default: as in training, model.quantize).",
+        show_default=False,
+    ),
+]
+
+
 def open_run(
     run: str,
     device: Device,
@@ -55,6 +66,7 @@ def open_run(
     iteration: int | None,
     best: bool,
     curve: str | None,
+    quantize: Quantize | None = None,
 ) -> TrainedRun:
     """A checkpoint of the run that the argument names, loaded; the newest if none is chosen."""
     if best and iteration is not None:
@@ -66,5 +78,10 @@ def open_run(
     from spotlight.runtime.inference import TrainedRun
 
     return TrainedRun.open(
-        directory, device=device, weights=weights, iteration=iteration, best=(curve or "") if best else None
+        directory,
+        device=device,
+        weights=weights,
+        iteration=iteration,
+        best=(curve or "") if best else None,
+        quantize=quantize,
     )

@@ -16,6 +16,7 @@ from spotlight.cli.options import (
     CurveOption,
     DeviceOption,
     IterationOption,
+    QuantizeOption,
     WeightsOption,
     open_run,
 )
@@ -44,6 +45,7 @@ def evaluate(
     best: BestOption = False,
     by: CurveOption = None,
     device: DeviceOption = "auto",
+    quantize: QuantizeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Evaluate a checkpoint (default: the newest) on held-out prompts, with fixed seeds and standard errors.
@@ -61,7 +63,7 @@ def evaluate(
     with errors_without_traceback():
         from spotlight.cli.work_bar import WorkBar
 
-        trained = open_run(run, device, weights, iteration, best, by)
+        trained = open_run(run, device, weights, iteration, best, by, quantize)
         with WorkBar() as bar:
             validation = trained.evaluate(bar, images, steps, prompts)
     if as_json:

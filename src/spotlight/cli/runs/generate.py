@@ -14,6 +14,7 @@ from spotlight.cli.options import (
     CurveOption,
     DeviceOption,
     IterationOption,
+    QuantizeOption,
     WeightsOption,
     open_run,
 )
@@ -86,6 +87,7 @@ def generate(
     best: BestOption = False,
     by: CurveOption = None,
     device: DeviceOption = "auto",
+    quantize: QuantizeOption = None,
 ) -> None:
     """Generate images with a checkpoint of a run, by default the newest.
 
@@ -108,7 +110,7 @@ def generate(
         if any(each.references for each in listed) and not reference:
             raise failure(f"--prompts: {prompts} names references; expected them by --reference, for all.")
         pairs = [(text, seed + index) for text in drawn for index in range(count)]
-        trained = open_run(run, device, weights, iteration, best, by).with_size(height, width)
+        trained = open_run(run, device, weights, iteration, best, by, quantize).with_size(height, width)
         untrained = trained.with_weights("reference") if before else None  # fail now rather than at the end
         texts, seeds = [text for text, _ in pairs], [number for _, number in pairs]
         shown = reference or []
