@@ -5,7 +5,8 @@
     card/progress.png         the same prompts at several iterations
     card/validation.svg       curves with standard errors; reward.svg, loss.svg
 
-Rewriting replaces it. It names no licence: that is for the owner to choose.
+Rewriting replaces it. It names no licence: that is for the owner to choose. It is meant for the public: of
+the configuration it shows what :mod:`spotlight.report.published` allows.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from spotlight.config.load import dump_config
 from spotlight.registry import FAMILIES
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
-from spotlight.report.loading import base_model, loading_snippet
+from spotlight.report.loading import loading_snippet
+from spotlight.report.published import hub_model, published_settings, reward_name, without_places
 from spotlight.report.record import RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
@@ -74,14 +75,14 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
             native = FAMILIES.load(run.config.model.family).native_layers
             names = "the model's own names, as ComfyUI wants them" if native else "diffusers' names"
             hint += f" Its layers have {names}; B holds alpha / rank, so nothing has to scale it."
-        sections += ["## Use", f"```python\n{snippet}\n```\n\n{hint}"]
+        sections += ["## Use", f"```python\n{without_places(snippet)}\n```\n\n{hint}"]
     if charts:
         sections += ["## Curves", *(f"![{_alt(name)}]({name})" for name in charts)]
     sections += ["## What it cost and survived", _cost(run)]
     sections += [
         "## Configuration",
-        "<details><summary>The resolved configuration</summary>\n\n"
-        f"```yaml\n{dump_config(run.config).rstrip()}\n```\n\n</details>",
+        "<details><summary>The settings of training</summary>\n\n"
+        f"```yaml\n{published_settings(run.config).rstrip()}\n```\n\n</details>",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -93,8 +94,7 @@ def _front_matter(run: RunRecord) -> str:
     config = run.config
     task = "text-to-video" if FAMILIES.load(config.model.family).video else "text-to-image"
     lora = config.learner.mode == "lora"
-    # The hub resolves ids only; a local directory would be a dead link.
-    from_hub = config.model.path not in TESTBEDS and not Path(config.model.path).expanduser().exists()
+    base = hub_model(config)  # the hub resolves ids only; a local directory would be a dead link
     scores = [
         EvalResult(
             task_type=task,
@@ -117,8 +117,8 @@ def _front_matter(run: RunRecord) -> str:
             config.model.family,
             "spotlight",
         ],
-        base_model=config.model.path if from_hub else None,
-        base_model_relation=("adapter" if lora else "finetune") if from_hub else None,
+        base_model=base,
+        base_model_relation=("adapter" if lora else "finetune") if base else None,
         model_name=config.name if scores else None,
         eval_results=scores or None,
     )
@@ -137,10 +137,10 @@ def _introduction(run: RunRecord) -> str:
     base = (
         f"the tiny `{FAMILIES.load(config.model.family).pipeline_class}` that ships with Spotlight"
         if config.model.path in TESTBEDS
-        else (f"`{base_model(config)}`")
+        else f"`{hub_model(config) or Path(config.model.path).name}`"
     )
     rewards = ", ".join(
-        f"`{reward.name}`" + (f" x {reward.weight:g}" if reward.weight != 1 else "")
+        f"`{reward_name(reward.name)}`" + (f" x {reward.weight:g}" if reward.weight != 1 else "")
         for reward in config.rewards
     )
     return (
