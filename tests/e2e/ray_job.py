@@ -39,12 +39,7 @@ class Running:
 
     def ask(self, query: str) -> list[tuple[object, ...]]:
         """Rows of the ledger; none where there is no ledger yet."""
-        with (
-            suppress(LedgerError, sqlite3.OperationalError),
-            closing(queries.open_readonly(RunPaths(self.run).ledger)) as connection,
-        ):
-            return list(connection.execute(query))
-        return []
+        return ask(self.run, query)
 
     def wait_for(self, query: str, rows: int = 1) -> list[tuple[object, ...]]:
         """Until the ledger answers a query with so many rows."""
@@ -129,6 +124,16 @@ def guard_directories(owner: str) -> Iterator[Path]:
         directory = parent / f"spotlight-{os.getuid()}" / f"{owner}.0"
         if directory.is_dir():
             yield directory
+
+
+def ask(run: Path, query: str) -> list[tuple[object, ...]]:
+    """Rows of a run's ledger; none where there is no ledger yet."""
+    with (
+        suppress(LedgerError, sqlite3.OperationalError),
+        closing(queries.open_readonly(RunPaths(run).ledger)) as connection,
+    ):
+        return list(connection.execute(query))
+    return []
 
 
 @contextmanager
