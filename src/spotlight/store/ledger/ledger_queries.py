@@ -139,6 +139,21 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> int:
 
 
 @contextmanager
+def telling_damage(path: Path) -> Iterator[None]:
+    """Raise what SQLite finds damaged, and values that no Spotlight writes, as :class:`LedgerError`."""
+    try:
+        yield
+    except LedgerError:
+        raise
+    except sqlite3.Error as error:
+        if not is_damage(error) and "no such" not in str(error):  # a table or column
+            raise
+        raise damaged(path, error) from error
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
 def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
     """Read everything in the block from one snapshot. Nests."""
     if connection.in_transaction:
