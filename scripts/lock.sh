@@ -17,7 +17,7 @@ trap 'rm -rf "$fresh"' EXIT
 "${PYTHON:-python3}" -m venv "$fresh/venv"
 # shellcheck disable=SC2086  # PIP_ARGS holds several words
 "$fresh/venv/bin/pip" install --quiet ${PIP_ARGS:-} ${TORCH_ARGS:-} -r "$root/requirements-torch.lock" "triton==$TRITON" \
-  setuptools uv "$root[ocr,dev]" "$root"/packages/*
+  setuptools uv "${root}[ocr,dev]" "$root"/packages/*
 "$fresh/venv/bin/pip" freeze --all --exclude pip --exclude wheel --exclude uv --exclude torch \
   --exclude spotlight-rl --exclude spotlight-kernels --exclude spotlight-rewards --exclude spotlight-plan --exclude spotlight-dashboard |
   grep -vE '^(nvidia-|cuda-)' | sort -f >"$fresh/all.txt"
