@@ -67,6 +67,15 @@ class Running:
         """Processes of its Ray that live."""
         return guard.marked(f"{self.owner}.0/")
 
+    def guard_pid(self) -> int | None:
+        """The process that ends its Ray if it cannot."""
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                words = file.read_bytes().split(b"\0")
+                if guard.__file__.encode() in words and f"{self.owner}.0".encode() in words:
+                    return int(file.parent.name)
+        return None
+
     # -- what happens to it -------------------------------------------------------------------------------
 
     def notice(self, node: int) -> None:
@@ -84,13 +93,13 @@ class Running:
         assert guard.marked(self._mark(node)), f"node {node} has no process"
         assert not guard.end(self._mark(node))
 
-    def kill_daemon(self, name: str) -> None:
-        """SIGKILL Ray's ``gcs_server``, or the ``raylet`` of the node of the process itself."""
+    def signal_daemon(self, name: str, number: signal.Signals) -> None:
+        """Signal Ray's ``gcs_server``, or the ``raylet`` of the node of the process itself."""
         for pid in guard.marked(self._mark(0)):
             with suppress(OSError):
                 program = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
                 if program.endswith(b"/" + name.encode()):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, number)
                     return
         raise AssertionError(f"no {name} on the first node")
 
@@ -109,7 +118,7 @@ class Running:
 
     def require_nothing_left(self) -> None:
         """Nothing of its Ray lives, or will in a moment."""
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while self.left and time.monotonic() < end_s:
             time.sleep(0.1)
         assert not self.left

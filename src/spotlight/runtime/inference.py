@@ -6,11 +6,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from spotlight.config.load import load_dump
@@ -20,6 +22,7 @@ from spotlight.dry_run.model_checks import require_references
 from spotlight.models.condition import ModelInput, model_input
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
+from spotlight.models.lora_names import Layout
 from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.shared.update_rounding import LostUpdate
@@ -35,7 +38,7 @@ from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, Rollout, Ro
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner_state import load_weights
-from spotlight.training.lora_export import export_lora, export_merged, measured_rounding
+from spotlight.training.lora_export import export_lora, export_merged, export_renamed_lora, measured_rounding
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.prompts import Prompt, PromptId
@@ -232,6 +235,12 @@ class TrainedRun:
         """Write the adapter for diffusers' ``load_lora_weights``. Raises ModelError for a full fine-tune."""
         return _written(export_lora(self._family, self._slots, self.weights, directory, Ranks()))
 
+    def export_renamed_lora(self, directory: Path, layout: Layout) -> list[Path]:
+        """Write the adapter for ComfyUI or kohya's scripts. Raises ModelError as ``export_renamed_lora``."""
+        return export_renamed_lora(
+            self._family, self._slots, self.weights, directory, self.config.name, layout
+        )
+
     def export_merged(
         self, directory: Path, dtype: Literal["float32", "bfloat16"] | None = None
     ) -> LostUpdate | None:
@@ -280,8 +289,9 @@ class TrainedRun:
             self._family.check_guidance(self._family.files, guidance, "guidance")
             recipe = dataclasses.replace(recipe, guidance_scale=guidance)
         unique = list(dict.fromkeys(inputs[rollout.prompt_id] for rollout in rollouts))
-        negative, *conditions = self._family.encode([self.config.rollout.negative_prompt, *unique])
-        self._family.free_text_encoder()
+        with _room_for_text(self._family, wanted := [self.config.rollout.negative_prompt, *unique]):
+            negative, *conditions = self._family.encode(wanted)
+            self._family.free_text_encoder()
         encoded = dict(zip(unique, conditions, strict=True))
         batch = self.config.rollout.batch_size
         engine = build.make_engine(self.config, self._family, negative)
@@ -292,6 +302,21 @@ class TrainedRun:
                 results = engine.run(model, states)
                 observer.work(Phase.EVALUATION, start + len(part), len(rollouts))
                 yield results
+
+
+@contextmanager
+def _room_for_text(family: ModelFamily, wanted: Sequence[ModelInput]) -> Iterator[None]:
+    """While prompts are embedded, the transformer waits in the host's memory: a GPU may not hold both."""
+    device = family.device
+    if device.type == "cpu" or family.text_device != device or not family.not_embedded(wanted):
+        yield
+        return
+    family.transformer.to("cpu")
+    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        family.transformer.to(device)
 
 
 def _on_any_machine(config: RunConfig, device: Literal["auto", "cpu", "cuda"]) -> RunConfig:

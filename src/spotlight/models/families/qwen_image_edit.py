@@ -128,7 +128,7 @@ class QwenImageEdit(QwenImage):
         for picture in pictures:
             width, height = reference.calculate_dimensions(reference.CONDITION_IMAGE_SIZE, _ratio(picture))
             seen.append(resizer.resize(picture, height, width))
-        embeds: Tensor = pipeline.encode_prompt(text, image=seen or None, device=self.device)[0][0]
+        embeds: Tensor = pipeline.encode_prompt(text, image=seen or None, device=self.text_device)[0][0]
         if embeds.shape[0] > self.max_text_tokens:
             raise ModelError(
                 f"prompt {text!r} with {len(pictures)} reference pictures has {embeds.shape[0]} tokens; "
