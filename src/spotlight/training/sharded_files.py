@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
 from pathlib import Path
@@ -28,6 +29,7 @@ _DAMAGED = (
     LookupError,
     TypeError,
     AttributeError,
+    RuntimeError,
     EOFError,
     ArithmeticError,
     ImportError,
@@ -56,9 +58,9 @@ class TensorReader(FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The index, checked."""
         try:
-            with (Path(self.path) / INDEX).open("rb") as file:
-                index = _IndexUnpickler(file).load()
-            return self._checked(index)
+            # From memory: a file would be asked for as many bytes as the index says.
+            content = io.BytesIO((Path(self.path) / INDEX).read_bytes())
+            return self._checked(_IndexUnpickler(content).load())
         except _DAMAGED as error:
             raise pickle.UnpicklingError(f"its index is damaged ({type(error).__name__}: {error})") from error
 
