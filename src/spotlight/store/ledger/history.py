@@ -102,10 +102,9 @@ def read_history(run: Path) -> History:
     """Read a run's history.
 
     Raises:
-        LedgerError: there is no ledger, its version is not supported, or it is damaged.
+        LedgerError: there is no ledger, or its version is not supported.
     """
     with (
-        queries.telling_damage(RunPaths(run).ledger),
         closing(queries.open_readonly(RunPaths(run).ledger)) as connection,
         queries.consistent_reading(connection),
     ):

@@ -13,7 +13,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -139,31 +139,26 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> int:
 
 
 @contextmanager
-def telling_damage(path: Path) -> Iterator[None]:
-    """Raise what SQLite finds damaged, and values that no Spotlight writes, as :class:`LedgerError`."""
-    try:
+def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
+    """Read everything in the block from one snapshot. Nests.
+
+    Raises LedgerError of what SQLite finds damaged, as it is read.
+    """
+    if connection.in_transaction:
         yield
-    except LedgerError:
-        raise
+        return
+    path = Path(connection.execute("PRAGMA database_list").fetchone()[2])
+    try:
+        connection.execute("BEGIN")
+        yield
+        connection.execute("COMMIT")
     except sqlite3.Error as error:
         if not is_damage(error) and "no such" not in str(error):  # a table or column
             raise
         raise damaged(path, error) from error
-    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
-        raise damaged(path, f"{type(error).__name__}: {error}") from error
-
-
-@contextmanager
-def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
-    """Read everything in the block from one snapshot. Nests."""
-    if connection.in_transaction:
-        yield
-        return
-    connection.execute("BEGIN")
-    try:
-        yield
     finally:
-        connection.execute("COMMIT")
+        with suppress(sqlite3.Error):  # which was told
+            connection.rollback()
 
 
 def position(connection: sqlite3.Connection) -> int:
