@@ -25,7 +25,7 @@ from spotlight.report import wording
 from spotlight.report.final_screen import print_final_screen
 from spotlight.report.loading import loading_snippet
 from spotlight.report.model_card import write_card
-from spotlight.report.published import published_settings, without_places
+from spotlight.report.published_settings import published_settings, without_places
 from spotlight.report.record import Mean, RunRecord, ValidationChange, read_run
 from spotlight.scheduler.records import (
     PromptSeen,

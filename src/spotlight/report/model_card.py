@@ -6,7 +6,7 @@
     card/validation.svg       curves with standard errors; reward.svg, loss.svg
 
 Rewriting replaces it. It names no licence: that is for the owner to choose. It is meant for the public: of
-the configuration it shows what :mod:`spotlight.report.published` allows.
+the configuration it shows what :mod:`spotlight.report.published_settings` allows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spotlight.registry import FAMILIES
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import loading_snippet
-from spotlight.report.published import hub_model, published_settings, reward_name, without_places
+from spotlight.report.published_settings import hub_model, published_settings, reward_name, without_places
 from spotlight.report.record import RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
