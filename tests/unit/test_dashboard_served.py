@@ -52,6 +52,7 @@ from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.run_directory import RunPaths
 from spotlight_dashboard import answers as answers_module
 from spotlight_dashboard import dashboard_app as app_module
+from spotlight_dashboard import shown_runs as shown_module
 from spotlight_dashboard.dashboard_app import dashboard_app
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.page_files import PAGE_FILES, page_file
@@ -314,11 +315,12 @@ def test_changes_of_a_live_run_are_reported(empty_place: Path) -> None:
 
 
 def test_a_run_that_goes_is_reported_once(empty_place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app_module, "LOOKS_EVERY_S", 0.01)
+    for module in (app_module, shown_module):
+        monkeypatch.setattr(module, "LOOKS_EVERY_S", 0.01)
     for name in ("goes", "stays"):
         (empty_place / name).mkdir()
         (empty_place / name / "config.yaml").write_text("{}")
-    shown = app_module.ShownRuns([empty_place])
+    shown = shown_module.ShownRuns([empty_place])
     looks = iter(range(20))
 
     class Asking:

@@ -11,39 +11,37 @@ Imports FastAPI.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, PlainTextResponse
-from starlette.concurrency import run_in_threadpool
+from fastapi.responses import PlainTextResponse
 
 from spotlight_dashboard.run_folders import RunFolder
+from spotlight_dashboard.shown_runs import ShownRuns
 from spotlight_dashboard.views.votes import ballot_box, ballot_picture
 from spotlight_rewards.ballots import NoSuchBallotError
 
 BODY_MAX = 1 << 16
-Look = Callable[[], Mapping[str, RunFolder]]
 
 
 class NoVoteError(ValueError):
     """A request that is no vote; says why."""
 
 
-def add_votes(app: FastAPI, look: Look) -> None:
-    """Add the routes.
-
-    Args:
-        look: the runs by name.
-    """
+def add_votes(app: FastAPI, shown: ShownRuns) -> None:
+    """Add the routes."""
 
     @app.get("/api/runs/{name}/ballots/{ballot}/{picture}")
-    def picture(name: str, ballot: str, picture: str) -> Response:
-        run = look().get(name)
-        path = None if run is None else ballot_picture(run, ballot, picture)
-        if path is None:
+    async def picture(name: str, ballot: str, picture: str) -> Response:
+        run = (await shown.look()).get(name)
+        found = (
+            None
+            if run is None
+            else await shown.ask(run, "ballot picture", lambda run: ballot_picture(run, ballot, picture))
+        )
+        if found is None:
             return PlainTextResponse("no such picture", 404)
-        return FileResponse(path, media_type="image/png")
+        return Response(found, media_type="image/png")
 
     @app.post("/api/runs/{name}/ballots/{ballot}")
     async def cast(name: str, ballot: str, request: Request) -> Response:
@@ -54,23 +52,27 @@ def add_votes(app: FastAPI, look: Look) -> None:
             body += chunk
             if len(body) > BODY_MAX:
                 return PlainTextResponse(f"a vote of more than {BODY_MAX} bytes", 413)
-        return await run_in_threadpool(recorded, name, ballot, bytes(body))
-
-    def recorded(name: str, ballot: str, body: bytes) -> Response:
-        run = look().get(name)
-        box = None if run is None else ballot_box(run)
-        if box is None:
+        run = (await shown.look()).get(name)
+        if run is None:
             return PlainTextResponse("no such ballot", 404)
-        try:
-            ranking, voter = read_vote(body)
-            box.vote(ballot, ranking, voter)
-        except NoSuchBallotError as error:
-            return PlainTextResponse(str(error), 409)
-        except ValueError as error:
-            return PlainTextResponse(str(error), 400)
-        except OSError as error:
-            return PlainTextResponse(f"the vote cannot be written: {error.strerror or error}", 507)
-        return Response("{}", media_type="application/json")
+        return await shown.ask(run, "vote", lambda run: recorded(run, ballot, bytes(body)))
+
+
+def recorded(run: RunFolder, ballot: str, body: bytes) -> Response:
+    """The answer to a vote, which is written if it is one."""
+    box = ballot_box(run)
+    if box is None:
+        return PlainTextResponse("no such ballot", 404)
+    try:
+        ranking, voter = read_vote(body)
+        box.vote(ballot, ranking, voter)
+    except NoSuchBallotError as error:
+        return PlainTextResponse(str(error), 409)
+    except ValueError as error:
+        return PlainTextResponse(str(error), 400)
+    except OSError as error:
+        return PlainTextResponse(f"the vote cannot be written: {error.strerror or error}", 507)
+    return Response("{}", media_type="application/json")
 
 
 def foreign(request: Request) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
@@ -158,9 +159,12 @@ def _is_url(text: str) -> bool:
 
 def _start_alerts(app: FastAPI, webhook: str) -> None:
     from spotlight_dashboard.alerts import AlertWatch, watch_runs
+    from spotlight_dashboard.shown_runs import ShownRuns
 
-    watch = AlertWatch(app.state.answers)
-    arguments = (app.state.shown.look, watch, webhook, threading.Event())
+    shown: ShownRuns = app.state.shown
+    watch = AlertWatch(app.state.answers, shown.threads)
+    own = ShownRuns(shown.places, shown.threads)  # a loop's lock is of that loop
+    arguments = (lambda: asyncio.run(own.look()), watch, webhook, threading.Event())
     threading.Thread(target=watch_runs, args=arguments, daemon=True).start()
 
 
