@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
@@ -13,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -92,6 +94,101 @@ def test_gradients_go_in_a_few_buffers_and_a_stopped_rank_is_given_up_in_time() 
     del store
 
 
+def listen(rank: int, port: int, pipe: Connection) -> None:
+    """One of two ranks of ``--ranks``; tells where its process listens."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with process_group(torch.device("cpu"), 30.0) as ranks:
+        ranks.barrier()
+        open_ports = [each for each in psutil.Process().net_connections("inet") if each.status == "LISTEN"]
+        pipe.send([each.laddr.ip for each in open_ports])
+        ranks.barrier()
+
+
+def test_ranks_of_one_machine_listen_on_the_loopback_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    pipe, theirs = _processes.Pipe()
+    ranks = [_processes.Process(target=listen, args=(rank, port, theirs), daemon=True) for rank in range(2)]
+    try:
+        for each in ranks:
+            each.start()
+        found = []
+        for _ in ranks:
+            assert pipe.poll(120)
+            found += pipe.recv()
+        assert len(found) >= 3, "the store, and gloo of each"
+        assert set(found) == {"127.0.0.1"}
+    finally:
+        for each in ranks:
+            each.kill()
+
+
+class Run:
+    """Leaves a file with the name of the process that unpickles it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.code = f"__import__('os').mknod('{folder}/' + str(__import__('os').getpid()))"
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return eval, (self.code,)
+
+
+def share_with_a_stranger(
+    rank: int, address: rendezvous.Address, pipe: Connection, sent: list[bytes | int] | Path
+) -> None:
+    with process_group(torch.device("cpu"), 5.0, Meeting(rendezvous.connect(address), rank, 2)) as ranks:
+        try:
+            if rank == 0:
+                ranks.share({"loss": 0.5})
+            elif isinstance(sent, Path):
+                dist.all_gather_object([None, None], Run(sent))
+            else:
+                for each in sent:
+                    own = torch.tensor([each] if isinstance(each, int) else list(each))
+                    own = own if isinstance(each, int) else own.byte()
+                    dist.all_gather([torch.empty_like(own) for _ in range(2)], own)
+            pipe.send("nothing")
+        except Exception as error:  # noqa: BLE001 - of gloo, JSON, or what a stranger sent
+            pipe.send(str(error))
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ("code", ""),
+        ([2**60], "ranks announced values of [13, 1152921504606846976] bytes, expected at most"),
+        ([-1], "ranks announced values of [13, -1] bytes"),
+        ([13, b"[" * 13], "Expecting value"),
+        ([13, b"\x80\x04" + b"." * 11], "codec can't decode"),
+    ],
+)
+def test_what_a_rank_shares_is_never_code_and_has_a_bound(
+    sent: list[bytes | int] | str, told: str, tmp_path: Path
+) -> None:
+    store, address = rendezvous.serve()
+    pipe, theirs = _processes.Pipe()
+    what = tmp_path if isinstance(sent, str) else sent
+    ranks = [
+        _processes.Process(
+            target=share_with_a_stranger,
+            args=(rank, address, theirs if not rank else other, what),
+            daemon=True,
+        )
+        for rank, other in ((0, theirs), (1, _processes.Pipe()[1]))
+    ]
+    try:
+        for each in ranks:
+            each.start()
+        assert pipe.poll(120)
+        assert told in pipe.recv()
+        assert not (tmp_path / str(ranks[0].pid)).exists()
+    finally:
+        for each in ranks:
+            each.kill()
+    del store
+
+
 class OnlyWhatNcclTakes(TorchDispatchMode):
     """Fails where a tensor that NCCL would refuse is handed to a collective.
 
@@ -137,9 +234,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 @pytest.fixture
-def first_of_eight(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # It moves what it exchanges to the backend's device itself.
-    monkeypatch.setattr(dist, "all_gather_object", lambda values, value: None)
+def first_of_eight() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     yield
     dist.destroy_process_group()

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from learner_world import World, algorithm, cut, first_update, make_learner, roll_out, train_batch
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -27,6 +28,13 @@ CASES: dict[str, tuple[str, str, dict[str, object], dict[str, object]]] = {
     "grpo-full-node": ("flow-grpo", "full", {"train_timesteps": 2}, {"shard": "node"}),
 }
 EPSILON = 1e-6
+
+
+def everyones(value: Any, ranks: Ranks) -> list[Any]:
+    """All ranks' values, of any type: these ranks are a test's own."""
+    values = [value] * ranks.world
+    dist.all_gather_object(values, value)
+    return values
 
 
 def learner_of(world: World, case: str, ranks: Ranks | None = None) -> Learner:
@@ -249,7 +257,7 @@ def main(rank: int, count: int, port: int, pipeline: Path, directory: Path, case
         passes = run_passes(world, ranks, directory)
         if ranks.is_main:
             torch.save(passes, directory / "passes.pt")
-        kept = {mode: ranks.share(run_gathered(world, mode, ranks)) for mode in ("lora", "full")}
+        kept = {mode: everyones(run_gathered(world, mode, ranks), ranks) for mode in ("lora", "full")}
         if ranks.is_main:
             torch.save(kept, directory / "gathered.pt")
         first_updates = ranks.share(run_first_updates(world, ranks))

@@ -14,8 +14,6 @@ ALLOWED = {
     ("training/sharded_files.py", "pickle.Unpickler"),
     # Between a process and the reward process that it started, over a socket pair without an address.
     ("pool/channel.py", "pickle.loads"),
-    # Among the ranks of a run, on its own network.
-    ("training/sharding.py", "all_gather_object"),
     # Commands of the configuration, which is code.
     ("scaling/shell_command.py", "shell=True"),
     # A loader derived from yaml.SafeLoader.

@@ -50,7 +50,7 @@ class Family:
         return cast(ModelFamily, self)
 
 
-def two_ranks(rank: int, missing: list[str]) -> Ranks:
+def two_ranks(rank: int, missing: list[int]) -> Ranks:
     ranks = SimpleNamespace(rank=rank, world=2, share=lambda value: [missing, value], barrier=lambda: None)
     return cast(Ranks, ranks)
 
@@ -65,7 +65,7 @@ def test_what_is_cached_is_neither_read_nor_embedded_again() -> None:
 def test_ranks_embed_a_share_each_of_what_is_missing() -> None:
     cache = {TEXTS[0]}
     ranks = [Family(cache), Family(cache)]
-    missing = ranks[0].not_embedded(TEXTS)
+    missing = [TEXTS.index(text) for text in ranks[0].not_embedded(TEXTS)]
     second = Conditions(ranks[1].as_family, PROMPTS, NEGATIVE, kept_bytes=1 << 20)
     # The second rank is ahead: it must not take what is the first's, nor the first embed it again.
     ranks[1].not_embedded = lambda prompts: list(prompts) if len(prompts) < 3 else []  # type: ignore[method-assign]
@@ -77,7 +77,7 @@ def test_ranks_embed_a_share_each_of_what_is_missing() -> None:
 
 def test_a_rank_with_a_cache_of_its_own_embeds_what_it_lacks() -> None:
     family = Family(set())
-    Conditions(family.as_family, PROMPTS, NEGATIVE, kept_bytes=1 << 20).prefill(two_ranks(1, TEXTS))
+    Conditions(family.as_family, PROMPTS, NEGATIVE, kept_bytes=1 << 20).prefill(two_ranks(1, list(range(5))))
     assert sorted(family.embedded) == TEXTS
 
 

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 
-from spotlight.runtime.inline import InlineDriver, InlineParts, _Scoring
+from spotlight.runtime.inline import InlineDriver, InlineParts, _encode, _Scoring
 from spotlight.scheduler.cluster.queue import PullQueue
 from spotlight.scheduler.types import DropReason, Phase, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.training.sharding import Ranks
@@ -118,9 +118,11 @@ def test_ranks_take_whole_groups_in_turn() -> None:
     names = [RolloutId(f"{group}{member}") for group in "abc" for member in range(4)]
     groups = {name: SampleGroup(name[0], 4) for name in names}
     made = [
-        {name: np.full((1, 1, 3), at) for at, name in enumerate(names) if at % 2 == rank} for rank in (0, 1)
+        {name: np.full((1, 1, 3), at, np.uint8) for at, name in enumerate(names) if at % 2 == rank}
+        for rank in (0, 1)
     ]
-    parts = [SimpleNamespace(ranks=SimpleNamespace(rank=r, world=2, share=lambda _: made)) for r in (0, 1)]
+    sent = [{name: _encode(each) for name, each in own.items()} for own in made]
+    parts = [SimpleNamespace(ranks=SimpleNamespace(rank=r, world=2, share=lambda _: sent)) for r in (0, 1)]
     drivers = [InlineDriver(cast(InlineParts, part)) for part in parts]
     for expected in (["ac", "b"], ["b", "ac"]):  # the next submission goes on where this one ended
         found = [each._whole_groups(own, groups) for each, own in zip(drivers, made, strict=True)]

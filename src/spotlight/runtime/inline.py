@@ -386,8 +386,11 @@ class InlineDriver:
         owner = {group: (turn + at) % ranks.world for at, group in enumerate(dict.fromkeys(groups.values()))}
         self._group_turn = (turn + len(owner)) % ranks.world
         everyones = dict(images)
-        for shared in ranks.share({i: each for i, each in images.items() if owner[groups[i]] != ranks.rank}):
-            everyones |= shared
+        for group, rank in owner.items():  # one at a time, for the memory of their copies
+            made = {i: _encode(images[i]) for i in images if groups[i] == group} if rank != ranks.rank else {}
+            for shared in ranks.share(made):
+                if rank == ranks.rank:
+                    everyones |= {i: _decode(each) for i, each in shared.items()}
         mine = [each for each, group in groups.items() if owner[group] == ranks.rank and each in everyones]
         return {each: everyones[each] for each in mine}
 
@@ -521,4 +524,4 @@ def _encode(picture: Picture) -> str:
 
 def _decode(encoded: str) -> Picture:
     size, _, content = encoded.partition(":")
-    return np.frombuffer(b64decode(content), np.uint8).reshape(*map(int, size.split("x")))
+    return np.frombuffer(bytearray(b64decode(content)), np.uint8).reshape(*map(int, size.split("x")))

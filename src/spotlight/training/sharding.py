@@ -12,6 +12,7 @@ gathers parameters from others.
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -32,12 +33,16 @@ from torch.distributed.tensor import DTensor
 from spotlight.models.experts import Experts, denoisers
 from spotlight.models.skeleton import keeps_float32
 from spotlight.models.slots import WeightSlots
+from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.training.device_memory import free_bytes, measured_peak
 from spotlight.training.timesteps import MARGIN
 
 T = TypeVar("T")
 Sharding = Literal["none", "node", "all"]
 """Values of ``learner.shard``."""
+_LOOPBACK = "127.0.0.1"
+SHARED_BYTES = 2**31
+"""Of a value that a rank shares: more than the pictures of a group, or eight videos of 81 frames, take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +80,32 @@ class Ranks:
         return self.world
 
     def share(self, value: T) -> list[T]:
-        """All ranks' values, in rank order. For small values: they are pickled."""
+        """All ranks' values, in rank order: values of JSON, which cannot run code as pickles can.
+
+        Raises:
+            ValueError: a rank's is larger than ``SHARED_BYTES``.
+        """
         if self.world == 1:
             return [value]
-        values: list[T] = [value] * self.world
-        dist.all_gather_object(values, value)
-        return values
+        own = json.dumps(value).encode()
+        lengths = [int(each) for each in self._all_gather(torch.tensor([len(own)]))]
+        longest = max(lengths)
+        if not 0 < min(lengths) <= longest <= SHARED_BYTES:
+            raise ValueError(
+                f"ranks announced values of {lengths} bytes, expected at most {SHARED_BYTES} each: smaller "
+                "groups (rollout.group_size) make them smaller; numbers without sense are a stranger's, who "
+                "reached the ranks' ports"
+            )
+        padded = torch.frombuffer(bytearray(own.ljust(longest)), dtype=torch.uint8)
+        rows = zip(self._all_gather(padded), lengths, strict=True)
+        return [json.loads(row[:length].numpy().tobytes()) for row, length in rows]
+
+    def _all_gather(self, values: Tensor) -> list[Tensor]:
+        """Every rank's ``values``, of one shape, on the CPU."""
+        own = values.to(_exchange_device())
+        everyones = [torch.empty_like(own) for _ in range(self.world)]
+        dist.all_gather(everyones, own)
+        return [each.cpu() for each in everyones]
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Sum ``values`` (or apply ``op``) over ranks, in place."""
@@ -92,7 +117,7 @@ class Ranks:
         """``values`` of rank ``source``; shape and type must be equal on all ranks."""
         if self.world == 1:
             return values
-        shared = values.to("cuda" if dist.get_backend() == "nccl" else "cpu").contiguous()
+        shared = values.to(_exchange_device()).contiguous()
         dist.broadcast(shared, source)
         return shared.to(values.device)
 
@@ -114,7 +139,9 @@ class Meeting:
 
 @contextmanager
 def process_group(device: torch.device, timeout_s: float, meeting: Meeting | None = None) -> Iterator[Ranks]:
-    """Context with the ranks of torchrun (WORLD_SIZE, RANK, ...), or of ``meeting``.
+    """Context with the ranks of ``--ranks`` or torchrun (WORLD_SIZE, RANK, ...), or of ``meeting``.
+
+    Those of ``--ranks`` meet and listen on the loopback alone, as torch's own store would not.
 
     Args:
         device: ``cuda`` uses NCCL (and LOCAL_RANK's GPU), anything else gloo.
@@ -129,16 +156,30 @@ def process_group(device: torch.device, timeout_s: float, meeting: Meeting | Non
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) if meeting is None else device)
     backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
-    if meeting is None:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(
-            backend, timeout=timeout, store=meeting.store, rank=meeting.rank, world_size=world
-        )
-    try:
-        yield Ranks.current(_torchrun_nodes() if meeting is None else meeting.per_node)
-    finally:
-        dist.destroy_process_group()
+    alone = meeting is None and _on_loopback()
+    with rendezvous.listening_only_on(_LOOPBACK) if alone else nullcontext():
+        if meeting is None and not alone:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            rank = int(os.environ["RANK"]) if meeting is None else meeting.rank
+            store = _loopback_store(rank, timeout_s) if meeting is None else meeting.store
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
+        try:
+            yield Ranks.current(_torchrun_nodes() if meeting is None else meeting.per_node)
+        finally:
+            dist.destroy_process_group()
+
+
+def _on_loopback() -> bool:
+    """Whether ranks meet on the loopback, and none of them is torchrun's, which serves the store itself."""
+    return os.environ.get("MASTER_ADDR") == _LOOPBACK and "TORCHELASTIC_RUN_ID" not in os.environ
+
+
+def _loopback_store(rank: int, timeout_s: float) -> Store:
+    port = int(os.environ["MASTER_PORT"])
+    if rank == 0:
+        return rendezvous.serve(_LOOPBACK, port, timeout_s)[0]
+    return rendezvous.connect(rendezvous.Address(_LOOPBACK, port), timeout_s)
 
 
 def _torchrun_nodes() -> tuple[int, ...]:
@@ -148,6 +189,10 @@ def _torchrun_nodes() -> tuple[int, ...]:
     while sum(nodes) < ranks.world:
         nodes.append(here[sum(nodes)])  # ranks of a node are consecutive
     return tuple(nodes) if len(nodes) > 1 else ()
+
+
+def _exchange_device() -> str:
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def is_shared(ranks: Ranks, how: Sharding) -> bool:

@@ -83,7 +83,8 @@ def main(rank: int, port: int, pipeline: Path, folder: Path) -> None:
             with torch.no_grad(), predicting.slots.use("policy"):
                 together = predicting()
             parallel.leave()
-            everyone = ranks.share(together)
+            everyone = [torch.empty_like(together) for _ in range(ranks.world)]
+            dist.all_gather(everyone, together.contiguous())
             found[f"split {name}"] = (together, all(torch.equal(each, together) for each in everyone))
         if ranks.is_main:
             torch.save(found, folder / "ranks.pt")

@@ -42,9 +42,10 @@ class Conditions:
 
         Every rank must call this.
         """
-        wanted = [self._negative, *self._inputs.values()]
-        (missing, *_) = ranks.share(self._family.not_embedded(wanted))
-        self._embed(missing[ranks.rank :: ranks.world])
+        wanted = list(dict.fromkeys([self._negative, *self._inputs.values()]))
+        lacking = set(self._family.not_embedded(wanted))
+        (missing, *_) = ranks.share([at for at, each in enumerate(wanted) if each in lacking])
+        self._embed([wanted[at] for at in missing[ranks.rank :: ranks.world]])
         ranks.barrier()
         self._embed(self._family.not_embedded(wanted))  # for ranks that do not share a cache
         self._family.free_text_encoder()
