@@ -251,6 +251,8 @@ def main(
             train = build.load_prompts(config).train
             chosen = train[:: max(1, len(train) // prompts)][:prompts]
             conditions = model.family.encode([prompt.text for prompt in chosen])
+        model.family.free_text_encoder()
+        model.family.read_weights([model.family.transformer])
         (negative,) = conditions[:1]  # no setting has guidance
         engine = build.make_engine(config, model.family, negative)
         with build.make_reward_pool(config) as rewards:

@@ -61,7 +61,11 @@ export RAY_USAGE_STATS_ENABLED=0
 if [[ ! -s $RAY_AUTH_TOKEN_PATH ]]; then
   [[ $kind == head ]] || fail "no token in $RAY_AUTH_TOKEN_PATH; copy the file from the head node"
   mkdir -p "$(dirname "$RAY_AUTH_TOKEN_PATH")"
-  (umask 077 && od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$RAY_AUTH_TOKEN_PATH")
+  draft=$(mktemp "$RAY_AUTH_TOKEN_PATH.XXXXXX") # only this user may read it
+  od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$draft"
+  # Of heads that share the file and start at the same moment, one makes it.
+  ln "$draft" "$RAY_AUTH_TOKEN_PATH" 2>/dev/null || [[ -s $RAY_AUTH_TOKEN_PATH ]] || fail "cannot make $RAY_AUTH_TOKEN_PATH"
+  rm "$draft"
 fi
 
 # A node that joins has fleet.start_s to start its workers: not the time for a download.

@@ -57,8 +57,12 @@ ALGORITHMS = {
 
 
 def config_of(root: Path, pipeline: Path, algorithm: str, name: str = "job") -> RunConfig:
+    return load_config(None, [*overrides_of(root, pipeline, name), *ALGORITHMS[algorithm]])
+
+
+def overrides_of(root: Path, pipeline: Path, name: str = "job") -> tuple[str, ...]:
     places = (f"name={name}", f"runs_dir={root}", f"cache_dir={root}/cache", f"model.path={pipeline}")
-    return load_config(None, [*places, *TINY, *ALGORITHMS[algorithm]])
+    return (*places, *TINY)
 
 
 def inline_learning(config: RunConfig) -> Learning:

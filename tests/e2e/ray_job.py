@@ -39,12 +39,7 @@ class Running:
 
     def ask(self, query: str) -> list[tuple[object, ...]]:
         """Rows of the ledger; none where there is no ledger yet."""
-        with (
-            suppress(LedgerError, sqlite3.OperationalError),
-            closing(queries.open_readonly(RunPaths(self.run).ledger)) as connection,
-        ):
-            return list(connection.execute(query))
-        return []
+        return ask(self.run, query)
 
     def wait_for(self, query: str, rows: int = 1) -> list[tuple[object, ...]]:
         """Until the ledger answers a query with so many rows."""
@@ -72,6 +67,15 @@ class Running:
         """Processes of its Ray that live."""
         return guard.marked(f"{self.owner}.0/")
 
+    def guard_pid(self) -> int | None:
+        """The process that ends its Ray if it cannot."""
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                words = file.read_bytes().split(b"\0")
+                if guard.__file__.encode() in words and f"{self.owner}.0".encode() in words:
+                    return int(file.parent.name)
+        return None
+
     # -- what happens to it -------------------------------------------------------------------------------
 
     def notice(self, node: int) -> None:
@@ -89,13 +93,13 @@ class Running:
         assert guard.marked(self._mark(node)), f"node {node} has no process"
         assert not guard.end(self._mark(node))
 
-    def kill_daemon(self, name: str) -> None:
-        """SIGKILL Ray's ``gcs_server``, or the ``raylet`` of the node of the process itself."""
+    def signal_daemon(self, name: str, number: signal.Signals) -> None:
+        """Signal Ray's ``gcs_server``, or the ``raylet`` of the node of the process itself."""
         for pid in guard.marked(self._mark(0)):
             with suppress(OSError):
                 program = Path(f"/proc/{pid}/cmdline").read_bytes().partition(b"\0")[0]
                 if program.endswith(b"/" + name.encode()):
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, number)
                     return
         raise AssertionError(f"no {name} on the first node")
 
@@ -129,6 +133,16 @@ def guard_directories(owner: str) -> Iterator[Path]:
         directory = parent / f"spotlight-{os.getuid()}" / f"{owner}.0"
         if directory.is_dir():
             yield directory
+
+
+def ask(run: Path, query: str) -> list[tuple[object, ...]]:
+    """Rows of a run's ledger; none where there is no ledger yet."""
+    with (
+        suppress(LedgerError, sqlite3.OperationalError),
+        closing(queries.open_readonly(RunPaths(run).ledger)) as connection,
+    ):
+        return list(connection.execute(query))
+    return []
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from spotlight.store.images import drawn_iterations
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
 from spotlight.training.learner import Learner
 from spotlight_rewards.base.file_errors import StoreError
 
@@ -57,3 +59,20 @@ def test_an_extended_run_of_one_picture_forgets_the_undone_evaluation(job: Job) 
     job.train("extended-by-one", *NFT, *one, "iterations=2")
     assert drawn_iterations(paths) == [0, 2]
     assert not (paths.images / "iteration-000001.png").exists()
+
+
+def test_another_runs_ledger_and_missing_checkpoints_are_refused_and_nothing_is_lost(job: Job) -> None:
+    one = (*NFT, "iterations=1", "evaluation.at_start=false", "evaluation.at_end=false")
+    job.train("mine", *one)
+    job.train("others", *one, "run_seed=5")
+    paths = RunPaths(job.root / "mine")
+    kept = shutil.copytree(paths.path, job.root / "mine-copy")
+    shutil.copy(RunPaths(job.root / "others").ledger, paths.ledger)
+    with pytest.raises(LedgerError, match="not the ledger of"):
+        job.train("mine", *one, "iterations=2")
+    shutil.copy(kept / "ledger.sqlite", paths.ledger)
+    shutil.rmtree(paths.checkpoints)
+    with pytest.raises(DamagedCheckpointError, match="no checkpoint is here, but by the ledger one was"):
+        job.train("mine", *one, "iterations=2")
+    shutil.copytree(kept / "checkpoints", paths.checkpoints, dirs_exist_ok=True)
+    assert job.train("mine", *one, "iterations=2").iterations == [1]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from main_job import Job, clean_audit, lora
-from ray_job import PATIENCE_S, running
+from ray_job import LOOK_S, PATIENCE_S, running
 from reward_functions import GATE
 
 from spotlight.scheduler.types import Filler, Phase
@@ -46,6 +48,7 @@ SMALL = (
     "rewards=[{name: 'reward_functions:moody'}]",
 )
 RAY = ("fleet.driver=ray", "fleet.drain_margin_s=1000", "fleet.spot.notice_s=null")
+PATIENT = "rewards=[{name: 'reward_functions:moody', deadline_s: 600}]"
 OVERLAP = "pipeline.axis=prompt"
 """Groups are trained as they are complete."""
 TRACE = """# spotlight trace horizon_s=60.0
@@ -88,8 +91,7 @@ def survivor(job: Job, patch: pytest.MonkeyPatch) -> Finished:
     trace = job.root / "spot.csv"
     trace.write_text(THREE_NODES)
     run, all_are_there = job.root / "preempted", job.root / "all-are-there"
-    patient = "rewards=[{name: 'reward_functions:moody', deadline_s: 600}]"
-    arguments = job.arguments("preempted", *SMALL, patient, *RAY, OVERLAP, f"fleet.spot.trace={trace}")
+    arguments = job.arguments("preempted", *SMALL, PATIENT, *RAY, OVERLAP, f"fleet.spot.trace={trace}")
     # Two nodes would be at the end before a third has started.
     patch.setenv(GATE, str(all_are_there))
     with running(run, arguments) as it:
@@ -217,22 +219,72 @@ def test_the_head_is_told_to_stop_and_the_same_command_finishes(job: Job) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("daemon", ["gcs_server", "raylet"])
-def test_a_dead_ray_ends_the_run_with_one_line_and_the_same_command_resumes(job: Job, daemon: str) -> None:
-    run = job.root / f"dead-{daemon}"
-    arguments = job.arguments(run.name, *SMALL, *RAY, *LOCAL)
+@pytest.mark.parametrize(
+    ("daemon", "number"),
+    [("gcs_server", signal.SIGKILL), ("gcs_server", signal.SIGSTOP), ("raylet", signal.SIGKILL)],
+)
+def test_a_dead_ray_ends_the_run_with_one_line_and_the_same_command_resumes(
+    job: Job, monkeypatch: pytest.MonkeyPatch, daemon: str, number: signal.Signals
+) -> None:
+    run, gate = job.root / f"{number.name}-{daemon}", job.root / f"scores-{number.name}-{daemon}"
+    arguments = job.arguments(run.name, *SMALL, *RAY, *LOCAL, PATIENT)
+    monkeypatch.setenv(GATE, str(gate))
+    gate.touch()
     with running(run, arguments) as it:
         it.wait_for("SELECT 1 FROM samples JOIN rollouts ON id = rollout WHERE iteration >= 1")
-        it.kill_daemon(daemon)
+        gate.unlink()  # it would be at its end before a frozen Ray shows
+        it.signal_daemon(daemon, number)
         assert it.end() == 1, it.printed
+        assert ("Ray does not answer" in it.printed) == (number is signal.SIGSTOP)
+        assert daemon == "raylet" or "ending the run: Ray is dead" in it.printed
         assert "Run the same command again: it resumes from the last checkpoint." in it.printed
         assert "Traceback" not in it.printed
         assert "will be taken" not in it.printed, "nobody takes a node: its Ray ends"
         it.require_nothing_left()
+    gate.touch()
     with running(run, arguments) as it:
         assert it.end() == 0, it.printed
         assert "resuming after iteration" in it.printed
     assert read_summary(run / "summary.json").samples.trained == 32
+
+
+@pytest.mark.slow
+def test_a_head_that_waits_for_a_frozen_ray_ends_with_one_line(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = job.root / "frozen"
+    monkeypatch.setenv(GATE, str(job.root / "scores-never"))
+    with running(run, job.arguments(run.name, *SMALL, *RAY, *LOCAL, PATIENT)) as it:
+        it.wait_for("SELECT 1 FROM samples")
+        it.signal_daemon("gcs_server", signal.SIGSTOP)
+        (worker,) = [pid for pid in it.left if title(pid).startswith("ray::WorkerActor")]
+        os.kill(worker, signal.SIGKILL)  # to start another one is a call to Ray, which does not return
+        assert it.end() == 1, it.printed
+        assert "A call to Ray does not return: this process ends without it." in it.printed
+        it.require_nothing_left()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_guard_that_is_gone_is_replaced_so_a_killed_head_leaves_nothing(
+    job: Job, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    run = job.root / f"unguarded-{number.name}"
+    monkeypatch.setenv(GATE, str(job.root / "scores-never"))
+    with running(run, job.arguments(run.name, *SMALL, *RAY, *LOCAL, PATIENT)) as it:
+        it.wait_for("SELECT 1 FROM samples")
+        first = it.guard_pid()
+        os.kill(first, number)
+        end_s = time.monotonic() + PATIENCE_S
+        while it.guard_pid() in (None, first):
+            assert time.monotonic() < end_s
+            time.sleep(LOOK_S)
+        it.kill_head()
+
+
+def title(pid: int) -> str:
+    """Of a process."""
+    return Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8", errors="replace")
 
 
 def read(run: Path, query: str) -> list[tuple[object, ...]]:

@@ -10,6 +10,7 @@ import pytest
 from spotlight.cluster.cluster_nodes import ClusterNodes, Site
 from spotlight.cluster.nodes.facts import NodeFacts
 from spotlight.cluster.nodes.listing import SHARE, LearnerSlots, RayNode
+from spotlight.cluster.remote_calls import Notify, RayLostError
 from spotlight.config.load import load_config
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -31,8 +32,10 @@ class World:
     def __init__(self, *overrides: str) -> None:
         config = load_config(None, ["fleet.driver=ray", "fleet.spot.price_usd_h=1", *overrides])
         self.head = ray_node("head", NodeKind.RESERVED, 1)
-        self.site = Site(self.head.ray_id, "127.0.0.1", [self.head], None, None, LearnerSlots({}))
         self.notes: list[str] = []
+        self.given_up: list[Exception] = []
+        slots = LearnerSlots({})
+        self.site = Site(self.head.ray_id, "127.0.0.1", [self.head], None, None, slots, self.give_up)
         self.events: list[ev.Event] = []
         self.nodes = ClusterNodes(
             config, self.site, self.events.append, self.fail, self.notes.append, time.monotonic
@@ -40,6 +43,9 @@ class World:
 
     def fail(self, error: Exception) -> None:
         raise error
+
+    def give_up(self, error: Exception, say: Notify) -> None:
+        self.given_up.append(error)
 
     async def happen(self) -> None:
         """Let what the membership's thread said arrive; then the head handles it."""
@@ -55,6 +61,26 @@ class World:
         (whole,) = self.nodes.parts[SPOT]
         parts = split_machine(whole, ranks, ranks_roll_out=True)
         return self.nodes.assign(ef.AssignRoles(SPOT, parts))
+
+
+def test_a_silent_ray_is_told_before_it_is_lost_and_one_that_is_lost_is_told_at_once() -> None:
+    async def run() -> None:
+        world = World()
+        world.nodes.ray_silent(10.0, 30.0)
+        await world.happen()
+        assert world.notes == [
+            "Ray does not answer: it has not listed its nodes for 10 s; after 30 s the run ends, and can be "
+            "resumed"
+        ]
+        failed: list[Exception] = []
+        world.nodes._fail = failed.append
+        world.nodes.ray_lost("Ray is dead")
+        assert [str(error) for error in world.given_up] == [str(RayLostError("Ray is dead"))]
+        await world.happen()
+        assert world.notes[1:] == ["ending the run: Ray is dead"]
+        assert failed == world.given_up
+
+    asyncio.run(run())
 
 
 def test_a_machine_that_is_divided_has_a_place_for_each_part() -> None:

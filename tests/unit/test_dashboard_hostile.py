@@ -34,8 +34,9 @@ def dashboard_process(place: Path) -> Iterator[tuple[subprocess.Popen[str], http
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
-            address = process.stdout.readline().split()[0]
+            address, _, token = process.stdout.readline().split()[0].partition("?token=")
             with httpx2.Client(base_url=address, timeout=60) as client:
+                assert client.post("/api/session", json={"token": token}).status_code == 200
                 yield process, client
         finally:
             process.kill()

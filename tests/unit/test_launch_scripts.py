@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -202,55 +203,64 @@ def test_announce_end_without_an_agent_returns_at_once(tmp_path: Path) -> None:
     assert "no node agent" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("script", "nodes", "step", "with_own_address"),
-    [
-        ("slurm-reserved.sbatch", 3, "--nodes=2 --ntasks=2 --ntasks-per-node=1", ["ray"]),
-        ("slurm-reserved.sbatch", 1, None, ["ray"]),
-        ("slurm-spot.sbatch", 1, "--ntasks=1", []),
-    ],
-)
-def test_slurm_starts_one_task_a_node_and_gives_the_heads_address_to_the_head_only(
-    tmp_path: Path, script: str, nodes: int, step: str | None, with_own_address: list[str]
+@pytest.fixture
+def slurm_node(fake_ray: Mapping[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """``slurm-node.sh`` in a cluster whose head is a socket; its Ray does nothing."""
+    (tmp_path / "ray").write_text("#!/bin/sh\necho joined\nexec sleep 60\n")
+    (tmp_path / "token").write_text("0" * 64)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        (tmp_path / "head").write_text(f"127.0.0.1:{head.getsockname()[1]}\n")
+        more = {"RAY_AUTH_TOKEN_PATH": str(tmp_path / "token"), "RAY_TMPDIR": str(tmp_path / "ray-1")}
+        node = subprocess.Popen(
+            [LAUNCH / "slurm-node.sh", "spot", tmp_path / "head"], env={**fake_ray, **more},
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert node.stdout is not None
+        assert node.stdout.readline() == "joined\n"
+        yield node
+        assert node.stdout.read() == "", "its Ray has ended"
+
+
+def test_a_slurm_node_leaves_when_the_head_withdraws_its_address(
+    slurm_node: subprocess.Popen[str], tmp_path: Path
 ) -> None:
-    (tmp_path / "launch").symlink_to(LAUNCH)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    for name, more in (
-        ("ray", ""), ("srun", '[ -z "$ENDS" ] || kill -TERM "$PPID"'), ("spotlight", "sleep 0.5"),
-        ("hostname", "echo node-1"),
-    ):  # fmt: skip
-        # Each tells its arguments, and the address if it was given one.
-        line = f'printf "%s\\n" "{name} $* ${{SPOTLIGHT_IP:-}}" >>{tmp_path}/called\n{more}\n'
-        (programs / name).write_text(f"#!/bin/sh\n{line}")
-        (programs / name).chmod(0o755)
-    shared = tmp_path / "runs" / "slurm"
-    shared.mkdir(parents=True)
-    if script == "slurm-spot.sbatch":
-        (shared / "head").write_text("10.1.2.3:20007\n")
-    environment = {
-        "PATH": f"{programs}:{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-        "ENDS": "1" if script == "slurm-spot.sbatch" else "",
-        "SPOTLIGHT_GRACE_S": "0",
-        "SPOTLIGHT_IP": "10.9.9.9",
-        "SLURM_SUBMIT_DIR": str(tmp_path),
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NUM_NODES": str(nodes),
-        "SLURM_NTASKS": str(nodes),
-    }
-    done = subprocess.run(
-        ["bash", LAUNCH / script], env=environment, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    called = (tmp_path / "called").read_text().splitlines()
-    steps = [line for line in called if line.startswith("srun ")]
-    assert len(steps) == (step is not None)
-    for line in steps:
-        assert line.startswith(f"srun {step} ")
-    assert [line.partition(" ")[0] for line in called if line.endswith(" 10.9.9.9")] == with_own_address
-    if script == "slurm-reserved.sbatch":
-        (head,) = (line for line in called if line.startswith("ray start"))
-        assert "--node-ip-address=10.9.9.9" in head
+    (tmp_path / "head").unlink()
+    assert slurm_node.wait(timeout=60) == 0
+
+
+def test_a_slurm_node_that_is_told_to_end_has_its_own_status(slurm_node: subprocess.Popen[str]) -> None:
+    slurm_node.terminate()
+    assert slurm_node.wait(timeout=60) == 90
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_slurm_node_without_a_cluster_fails_at_once(
+    fake_ray: Mapping[str, str], tmp_path: Path, listens: bool
+) -> None:
+    (tmp_path / "token").write_text("0" * 64)
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        (tmp_path / "head").write_text(f"{address}\n")
+        if not listens:
+            head.close()
+        done = subprocess.run(
+            [LAUNCH / "slurm-node.sh", "spot", tmp_path / "head"],
+            env={**fake_ray, "RAY_AUTH_TOKEN_PATH": str(tmp_path / "token")},
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 1, "whatever `ray start` says"
+    assert (f"no head at {address}: " in done.stderr) == (not listens)
+    assert done.stdout.startswith("start\n--node-ip-address=127.0.0.1\n") == listens
+
+
+def test_heads_that_start_at_once_share_one_token(fake_ray: Mapping[str, str], tmp_path: Path) -> None:
+    (tmp_path / "ray").write_text('#!/bin/sh\ncat "$RAY_AUTH_TOKEN_PATH"\n')
+    heads = [
+        subprocess.Popen(
+            [LAUNCH / "ray-start.sh", "head"], env=dict(fake_ray), stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(8)
+    ]
+    tokens = {head.communicate()[0] for head in heads}
+    assert len(tokens) == 1
+    assert [file.name for file in (tmp_path / "home" / ".ray").iterdir()] == ["auth_token"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import socket
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +29,10 @@ class RayLossListener:
 
     def __init__(self) -> None:
         self.ray_was_lost: list[str] = []
+        self.silences: list[float] = []
+
+    def ray_silent(self, silent_s: float, dead_s: float) -> None:
+        self.silences.append(silent_s)
 
     def ray_lost(self, why: str) -> None:
         self.ray_was_lost.append(why)
@@ -35,32 +42,91 @@ class RayLossListener:
 
 
 class SlowList:
-    """Ray's list of nodes: answers, or lets the whole timeout pass."""
+    """Ray's list of nodes: answers, or lets the whole timeout pass, and ``late_s`` more."""
 
     def __init__(self) -> None:
-        self.now_s, self.answers = 0.0, True
+        self.now_s, self.answers, self.late_s = 0.0, True, 0.0
 
     def ask(self, timeout_s: float) -> Sequence[Mapping[str, object]] | None:
         if self.answers:
             return []
-        self.now_s += timeout_s
+        self.now_s += timeout_s + self.late_s
         return None
 
 
+@dataclass
+class SilentRay:
+    """A membership that asks a list in virtual time."""
+
+    mortal_gcs: str = ""
+    listener: RayLossListener = field(default_factory=RayLossListener)
+    nodes: SlowList = field(default_factory=SlowList)
+
+    def __post_init__(self) -> None:
+        settings = replace(SETTINGS, mortal_gcs=self.mortal_gcs)
+        self.membership = NodeMembership(self.listener, HERE, settings, lambda: self.nodes.now_s)  # type: ignore[arg-type]
+        self.membership._pulse._list = self.nodes  # type: ignore[assignment]
+        self.nodes.answers = False
+
+
 def test_ray_is_given_up_for_its_own_silence_not_for_that_of_this_process() -> None:
-    listener, nodes = RayLossListener(), SlowList()
-    membership = NodeMembership(listener, HERE, SETTINGS, lambda: nodes.now_s)  # type: ignore[arg-type]
-    membership._list = nodes  # type: ignore[assignment]
-    membership._rows()
-    nodes.now_s += 10 * SETTINGS.dead_s  # this thread was busy
-    nodes.answers = False
-    membership._rows()
-    assert listener.ray_was_lost == []
-    since_s = nodes.now_s - SETTINGS.answer_s
-    while nodes.now_s - since_s < SETTINGS.dead_s:
-        assert listener.ray_was_lost == []
-        membership._rows()
-    assert len(listener.ray_was_lost) == 1
+    ray = SilentRay()
+    ray.nodes.answers = True
+    ray.membership._rows()
+    ray.nodes.now_s += 10 * SETTINGS.dead_s  # this thread was busy
+    ray.nodes.answers = False
+    ray.nodes.late_s = 10 * SETTINGS.dead_s  # this process stood still while it waited
+    ray.membership._rows()
+    ray.nodes.late_s = 0.0
+    assert ray.listener.ray_was_lost == ray.listener.silences == []
+    asks = 2  # the late one counts for two
+    while asks * SETTINGS.period_s < SETTINGS.dead_s:
+        assert ray.listener.ray_was_lost == []
+        assert len(ray.listener.silences) == (asks * SETTINGS.period_s >= SETTINGS.answer_s)
+        ray.membership._rows()
+        asks += 1
+    assert ray.listener.ray_was_lost == ["Ray is dead: it has not listed its nodes for 30 s"]
+
+
+def test_a_silence_that_ended_counts_no_more_and_the_next_is_told_again() -> None:
+    ray = SilentRay()
+    for _ in range(2):
+        for _ in range(math.ceil(SETTINGS.answer_s / SETTINGS.period_s)):
+            ray.membership._rows()
+        ray.nodes.answers = True
+        ray.membership._rows()
+        ray.nodes.answers = False
+    assert ray.listener.silences == [SETTINGS.answer_s] * 2
+
+
+def test_a_gcs_that_nobody_restarts_is_dead_once_it_refuses_connections() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        ray = SilentRay(address)
+        ray.membership._rows()
+        assert ray.listener.ray_was_lost == [], "it listens: it may be busy"
+    ray.membership._rows()
+    assert ray.listener.ray_was_lost == ["Ray is dead: its GCS refuses connections"]
+    elsewhere = SilentRay()
+    elsewhere.membership._rows()
+    assert elsewhere.listener.ray_was_lost == [], "its GCS may be restarted"
+
+
+def test_an_agent_that_a_hung_ray_never_starts_does_not_keep_it_from_being_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(node_membership, "start_agent", lambda *_: over.wait())
+    settings = replace(SETTINGS, answer_s=0.01)
+    membership = NodeMembership(RayLossListener(), HERE, settings)  # type: ignore[arg-type]
+    membership._watched["0"] = watched = node_membership._Watched(SimpleNamespace(name="spot"))  # type: ignore[arg-type]
+    try:
+        membership._start_agents()
+        assert watched.agent is None
+        membership._start_agents()  # it is not started twice
+        assert len(membership._helpers._threads) == 1
+    finally:
+        over.set()
 
 
 def test_machines_that_are_switched_off_together_are_probed_together(monkeypatch: pytest.MonkeyPatch) -> None:

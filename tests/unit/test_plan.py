@@ -22,6 +22,7 @@ from spotlight.dry_run.memory_plan import (
     EMBEDDINGS_BYTES,
     Estimate,
     peak_bytes,
+    phase_bytes,
     published_parts,
     shared_parts,
     weight_copies,
@@ -231,6 +232,9 @@ def plan_of(directory: Path, **sections: object) -> RunPlan:
     return make_plan(build_config({"data": PROMPTS, **merged}, "the test"))
 
 
+LOADED = ("always", "once loaded")
+
+
 def part(parts: tuple[Estimate, ...], name: str) -> Estimate:
     (found,) = [estimate for estimate in parts if estimate.part == name]
     return found
@@ -248,9 +252,25 @@ def test_memory_by_part(pipeline: Path) -> None:
     assert part(plan.memory, "gradients").bytes == 4 * trained
     assert part(plan.memory, "Adam").bytes == 8 * trained
     assert part(plan.memory, "latents kept").bytes == 12 * 16 * 48 * 4
-    always = sum(estimate.bytes for estimate in plan.memory if estimate.when == "always")
-    training = sum(estimate.bytes for estimate in plan.memory if estimate.when == "training")
-    assert peak_bytes(plan.memory) >= always + training
+    training = sum(each.bytes for each in plan.memory if each.when in (*LOADED, "training"))
+    peaks = phase_bytes(plan.memory)
+    assert peaks["training"] == training
+    assert peak_bytes(plan.memory) == max(peaks.values())
+
+
+def test_the_text_encoder_is_gone_before_the_dit_is_read(pipeline: Path) -> None:
+    plan = plan_of(pipeline)
+    peaks, text = phase_bytes(plan.memory), part(plan.memory, "text encoder").bytes
+    assert peaks["text encoding"] == text + part(plan.memory, "VAE").bytes
+    for phase, unused in (("denoising", "decoding"), ("decoding", "denoising forward")):
+        assert not {text, part(plan.memory, unused).bytes} & {
+            each.bytes for each in plan.memory if each.when in (*LOADED, phase)
+        }
+    assert part(plan.memory, "frozen DiT").bytes < peaks["denoising"] < plan_with_text(plan.memory)
+
+
+def plan_with_text(parts: tuple[Estimate, ...]) -> float:
+    return sum(each.bytes for each in parts if each.when != "host")
 
 
 def test_adapters_of_a_bfloat16_model_are_applied_as_copies(pipeline: Path) -> None:
@@ -268,10 +288,12 @@ def test_a_gpu_that_trains_and_rolls_out_holds_two_processes(pipeline: Path) -> 
     weights = [each for each in apart.memory if each.part in ("frozen DiT", "VAE", "trained adapters")]
     for each in weights:
         assert part(shared.memory, f"{each.part} (worker)").bytes == each.bytes
-    assert part(shared.memory, "denoising forward (worker)").when == "always"
+    of_rollouts = {each.when: each for each in apart.memory if each.when in ("denoising", "decoding")}
+    largest = max(of_rollouts.values(), key=lambda each: each.bytes)
+    assert part(shared.memory, f"{largest.part} (worker)").when == "once loaded"
     assert not [each for each in shared.memory if "(worker)" in each.part and each.part.startswith("Adam")]
-    rolls_out = sum(each.bytes for each in apart.memory if each.when == "rollout")
-    trains = sum(each.bytes for each in apart.memory if each.when in ("always", "training"))
+    rolls_out = sum(each.bytes for each in apart.memory if each.when == largest.when)
+    trains = sum(each.bytes for each in apart.memory if each.when in (*LOADED, "training"))
     assert peak_bytes(shared.memory) >= trains + rolls_out + sum(each.bytes for each in weights)
     assert peak_bytes(shared.memory) > peak_bytes(apart.memory)
 
@@ -280,11 +302,13 @@ def test_a_gpu_that_trains_and_rolls_out_holds_two_processes(pipeline: Path) -> 
 def test_a_worker_holds_every_slot_whole_and_its_rollouts(pipeline: Path, learner: dict[str, object]) -> None:
     fleet = {"driver": "ray"}
     plan = plan_of(pipeline, fleet=fleet, learner=learner)
-    held = [each.bytes for each in plan.memory if each.when == "always" and each.part != "Adam"]
+    held = [each.bytes for each in plan.memory if each.when in LOADED and each.part != "Adam"]
     assert isinstance(plan.model, ModelSizes)
     slots = 4 if "mode" in learner else 1  # policy, old, EMA and reference
     assert sum(held) >= slots * 4 * plan.model.parameters
-    rolls_out = sum(each.bytes for each in plan.memory if each.when == "rollout")
+    rolls_out = max(
+        sum(each.bytes for each in plan.memory if each.when == phase) for phase in ("denoising", "decoding")
+    )
     assert peak_bytes(worker_parts(plan.memory)) == pytest.approx(sum(held) + rolls_out)
     beside = plan_of(pipeline, fleet=fleet, learner=learner, pipeline={"trainers_generate": True})
     assert peak_bytes(worker_parts(beside.memory)) == pytest.approx(peak_bytes(worker_parts(plan.memory)))
@@ -299,7 +323,7 @@ def test_gpus_that_exchange_hold_buffers_for_it(pipeline: Path) -> None:
     degrees = {"degrees": [1, 2]}
     assert buffers() == buffers(device="cpu", fleet={"driver": "ray", "sequence_parallel": degrees}) == []
     (found,) = buffers(device="cuda", fleet={"driver": "ray", "sequence_parallel": degrees})
-    assert (found[0] / 2, found[1]) == (ring, "rollout")
+    assert (found[0] / 2, found[1]) == (ring, "denoising")
     whole = {
         "learner": {"lora": {"targets": ["to_q"]}, "shard": "none"},
         "fleet": {"driver": "ray", "learner_ranks": 2},
@@ -461,7 +485,7 @@ def test_the_plan_says_where_each_reward_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "most", "decoded"), [(32, 64, 64), (512, 16, 4), (512, 2, 2), (1024, 16, 1), (2048, 16, 1)]
+    ("side", "most", "decoded"), [(32, 64, 64), (256, 16, 4), (256, 2, 2), (512, 16, 1), (2048, 16, 1)]
 )
 def test_decoding_is_bounded_by_pixels_and_planned_so(
     pipeline: Path, side: int, most: int, decoded: int

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import queue
+import signal
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spotlight.cluster.local import guard, guarded
 from spotlight.cluster.local import local_cluster as local
 from spotlight.cluster.local.emulation import require_learner_room
 from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError, LocalNode
@@ -31,6 +36,28 @@ def test_a_node_that_does_not_start_is_reported_as_ours_and_its_name_is_free(
         with pytest.raises(LocalClusterError, match=r"'spot-0' did not start: .*timed out during startup"):
             cluster.add_node("spot-0", NodeKind.SPOT, 1)
     assert cluster.nodes() == [first]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_guard_that_is_killed_or_stopped_is_replaced_and_none_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    started: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+
+    def start(cluster: str, directory: Path) -> subprocess.Popen[bytes]:
+        started.put(process := real_start(cluster, directory))
+        return process
+
+    real_start = guarded._start
+    monkeypatch.setattr(guarded, "_start", start)
+    with guarded.guarded(f"{guard.owner_of(os.getpid())}.0", tmp_path):
+        first = started.get()
+        first.send_signal(number)
+        second = started.get(timeout=60)
+        assert first.poll() == -signal.SIGKILL
+        assert second.poll() is None
+    assert second.poll() == 0
+    assert started.empty()
 
 
 SPOT_LEARNER = ("fleet.driver=ray", "fleet.learner_placement=spot", "device=cpu", "rollout.group_size=4")

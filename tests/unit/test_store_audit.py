@@ -44,9 +44,11 @@ def make_run(run: Path, seed: int = 1, appends: int | None = None, ending: Endin
             write(ledger, [transaction])
             ledger.spend([GpuSpend(WORKER, Phase.ROLLOUT, 0.25, 1.0)], 1000.0 + (number + 1) / 4)
             if number == len(transactions) // 2:
-                header = CheckpointHeader(1, ledger.position(), config_digest="", package_version="")
+                position = ledger.position()
+                header = CheckpointHeader(1, position, "", "", ledger.digest_at(position))
                 with CheckpointStore(run / "checkpoints", keep=2).writer(header) as directory:
                     (directory / "state").write_text("state")
+                ledger.record_checkpoint(position, 1)
         ledger.end_attempt(ending, 1000.0 + len(transactions) / 4)
 
 
@@ -97,6 +99,7 @@ TAMPERING = {
     "billing": "UPDATE gpu_seconds SET seconds = seconds * 1.02",
     "filled": "INSERT INTO filled_seconds VALUES (NULL, 1, 0, 0, 'training', 1e6)",
     "leased": "INSERT INTO leases VALUES ('another', 1, 1, 0, 1000.0, 'worker-0', 0, 0)",
+    "same-ledger": "UPDATE rollouts SET seed = seed + 1 WHERE id = (SELECT id FROM rollouts LIMIT 1)",
     "checkpoint": "DELETE FROM versions WHERE seq > 0; DELETE FROM rollouts; DELETE FROM samples; "
     "DELETE FROM rewards; DELETE FROM outcomes; DELETE FROM optimizer_steps; DELETE FROM rejected",
 }
@@ -120,6 +123,7 @@ def test_every_check_has_its_tampering() -> None:
         "billing",
         "filled",
         "leased",
+        "same-ledger",
         "checkpoint",
     }
 

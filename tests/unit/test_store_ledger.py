@@ -139,7 +139,8 @@ def test_an_older_ledger_keeps_its_outcomes_and_takes_samples_left_out_by_choice
         for known, before in ((f"{listed}, ", ""), (f" OR reason IN ({listed})", "")):
             statement = "UPDATE sqlite_master SET sql = replace(sql, ?, ?) WHERE name = 'outcomes'"
             connection.execute(statement, (known, before))
-        connection.executescript("DROP TABLE leases; DROP TABLE kept_previews; DROP TABLE prompt_files")
+        for later in ("leases", "kept_previews", "prompt_files", "checkpoints"):
+            connection.execute(f"DROP TABLE {later}")
         connection.execute("PRAGMA user_version = 4")
         connection.commit()
     left_out = SampleDropped(TRAIN, DropReason.NOT_CHOSEN, "others of its group are trained")

@@ -47,6 +47,7 @@ class Site:
         nodes: present when this process joined.
         threads: per worker on a CPU slot, where all slots share this machine.
         learner_slots: where the learner is, kept up to date while the run goes on.
+        give_up: see :meth:`spotlight.cluster.nodes.connection.Connection.give_up`.
     """
 
     here: str
@@ -55,6 +56,7 @@ class Site:
     emulated: LocalCluster | None
     threads: int | None
     learner_slots: LearnerSlots
+    give_up: Callable[[Exception, Notify], None]
 
 
 class ClusterNodes:
@@ -99,7 +101,9 @@ class ClusterNodes:
         self._first_gpu: Gpu | None = None
         moves = config.fleet.learner_moves
         self.spares = SpareWorkers(ActorStarter.kill, self.learner_ranks_at) if moves else None
-        self.membership = NodeMembership(self, gather(), MembershipSettings(_notice_settings(config)))
+        gcs = "" if site.emulated is None else site.emulated.address
+        settings = MembershipSettings(_notice_settings(config), mortal_gcs=gcs)
+        self.membership = NodeMembership(self, gather(), settings)
 
     # -- called in the membership's thread -------------------------------------------------------------
 
@@ -123,9 +127,20 @@ class ClusterNodes:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
         self._soon(self._note, f"a node is not used: {problem}")
 
+    def ray_silent(self, silent_s: float, dead_s: float) -> None:
+        """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
+        self._soon(
+            self._note,
+            f"Ray does not answer: it has not listed its nodes for {silent_s:.0f} s; after {dead_s:.0f} s "
+            "the run ends, and can be resumed",
+        )
+
     def ray_lost(self, why: str) -> None:
         """See :class:`spotlight.cluster.nodes.node_membership.Listener`."""
-        self._soon(self._fail, RayLostError(why))
+        error = RayLostError(why)
+        self._soon(self._note, f"ending the run: {why}")
+        self._soon(self._fail, error)
+        self._site.give_up(error, self._note)
 
     def _soon(self, then: Callable[..., object], *args: Any) -> None:
         self._loop.call_soon_threadsafe(then, *args)

@@ -31,7 +31,8 @@ from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.cluster.local.market import LocalMachines, Market
 from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import LearnerSlots, read_view, require_usable
-from spotlight.cluster.nodes.node_membership import list_nodes
+from spotlight.cluster.nodes.node_list import list_nodes
+from spotlight.cluster.remote_calls import RayLostError
 from spotlight.cluster.scaling.emulated_provider import EmulatedProvider
 from spotlight.cluster.scaling.open_providers import open_providers
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
@@ -162,12 +163,12 @@ def _starter(config: RunConfig, site: Site, observer: Observer) -> ScorerStarter
 def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
     fleet = config.fleet
     with ExitStack() as stack:
-        address, emulated = fleet.address, None
+        address, emulated, stop = fleet.address, None, _nothing
         if address is None:
             observer.note("starting Ray on this machine, bound to 127.0.0.1")
             emulated = stack.enter_context(local_cluster(reserved_slots(fleet)))
-            address = emulated.address
-        stack.enter_context(connected(address))
+            address, stop = emulated.address, emulated.stop
+        connection = stack.enter_context(connected(address, stop))
         here = ray.get_runtime_context().get_node_id()
         view = read_view(list_nodes())
         require_usable(view, fleet.reserved_ranks, f"the cluster at {address}")
@@ -183,7 +184,12 @@ def _joined(config: RunConfig, observer: Observer) -> Iterator[Site]:
             raise ConfigError(f"the cluster at {address}", [problem])
         host = head_node.address if emulated is None else LOOPBACK
         threads = None if emulated is None else _threads(config)
-        yield Site(here, host, nodes, emulated, threads, LearnerSlots.plan(fleet.reserved_ranks, nodes))
+        slots = LearnerSlots.plan(fleet.reserved_ranks, nodes)
+        yield Site(here, host, nodes, emulated, threads, slots, connection.give_up)
+
+
+def _nothing() -> None:
+    """A cluster that others started goes on."""
 
 
 def _threads(config: RunConfig) -> int:
@@ -222,10 +228,14 @@ async def _drive(materials: Materials, room: AttemptRoom) -> RunResult:
 @contextmanager
 def _blob_store(config: RunConfig, directory: RunDirectory, node: str) -> Iterator[Any]:
     actor = start_blob_store(directory.in_flight, int(config.fleet.store_gb * 2**30), node=node)
+    patience_s = 10.0
     try:
         yield actor
+    except RayLostError:
+        patience_s = 0.0
+        raise
     finally:
         with suppress(ray.exceptions.RayError):
-            ray.get(actor.close.remote(), timeout=10.0)
+            ray.get(actor.close.remote(), timeout=patience_s)
         with suppress(ray.exceptions.RayError):
             ray.kill(actor)

@@ -415,6 +415,7 @@ class Head:
         if behind:
             await parts.samples.sweep(parts.controller.work.names)
         await parts.learner.save(parts.recorder.committing(effect))
+        parts.recorder.committed(effect)
         parts.accounts.write(parts.recorder)
         if not behind:
             await parts.samples.sweep(parts.controller.work.names)

@@ -7,9 +7,9 @@ Ray references are awaitable in the driver. Assumptions beyond that, checked by
   (as an instance of its class, with ``cause``) if that raised;
 - ending the wait, by deadline or cancellation, neither cancels the remote call nor disturbs Ray when the
   answer arrives later;
-- with a dead GCS nothing is raised: calls between living processes continue, new actors never answer. Hence
-  the deadlines, and :mod:`spotlight.cluster.nodes.node_membership`, which polls the GCS; after 60 s Ray kills
-  the driver without notifying Python.
+- with a dead GCS nothing is raised: calls between living processes continue, starting an actor never returns.
+  Hence the deadlines, and :mod:`spotlight.cluster.nodes.node_membership`, which polls the GCS; after 60 s Ray
+  kills the driver without notifying Python. With a GCS that hangs it never does.
 """
 
 from __future__ import annotations

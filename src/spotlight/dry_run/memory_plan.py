@@ -7,9 +7,10 @@ tokens, g = 2 with guidance else 1, P trained parameters, b bytes per number (4,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.algorithm import BatchStartSection
@@ -21,12 +22,16 @@ from spotlight.training.timesteps import largest_pass
 if TYPE_CHECKING:
     from spotlight.models.family import ModelFamily
 
-When = Literal["always", "set-up", "rollout", "training", "host"]
+Phase = Literal["text encoding", "denoising", "decoding", "training"]
+"""What runs on a device, in turn; none needs what only another one allocates."""
+When = Literal["always", "once loaded"] | Phase | Literal["host"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
 _LEDGER_BYTES_PER_ROLLOUT = 1000  # measured: 860 with three scores per sample
 _BILL_BYTES = 60  # measured: 58
 _MERGED = "merged adapters"
 _ADAPTERS = ("trained adapters", "copies of the adapters")
 _ADAM, _OF_WORKER = "Adam", " (worker)"
+_OF_ROLLOUTS: tuple[Phase, ...] = ("denoising", "decoding")
 _APPLIED = "bfloat16 adapters"
 """Sharded weights are not merged, and adapters gathered in bfloat16."""
 _PNG_SHARE = 0.6  # of the raw bytes for photographs; images with few colours compress better
@@ -47,7 +52,8 @@ class Estimate:
     """One part; ``formula`` gives ``bytes``.
 
     Attributes:
-        when: the phase that allocates it on the device, or ``host`` for CPU memory.
+        when: the phase that allocates it on the device; ``once loaded`` is in all phases but text encoding,
+            after which the DiT is read; ``host`` is CPU memory.
         divided: whether ranks that share the model (``learner.shard``) each hold a part of it.
     """
 
@@ -125,12 +131,14 @@ def stored_parts(config: RunConfig, model: TransformerSizes | NotHere, tokens: i
 
 def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tuple[Estimate, ...]:
     """Both stay on the GPU; neither process returns allocated memory to the other."""
-    mine = [part for part in parts if part.when != "rollout"]
-    held = [part for part in weights if part.when == "always"]
-    rolls_out = [part for part in parts if part.when == "rollout"]
+    mine = [part for part in parts if part.when not in _OF_ROLLOUTS]
+    rolls_out = tuple(part for part in parts if part.when in _OF_ROLLOUTS)
+    held = [part for part in weights if part.when != "text encoding"]
+    peaks = phase_bytes(rolls_out)
+    largest = max(_OF_ROLLOUTS, key=lambda phase: peaks[phase])
     worker = [
-        replace(part, part=f"{part.part}{_OF_WORKER}", when="always", divided=False)
-        for part in (*held, *rolls_out)
+        replace(part, part=f"{part.part}{_OF_WORKER}", when="once loaded", divided=False)
+        for part in (*held, *(each for each in rolls_out if each.when == largest))
     ]
     return (*mine, *worker)
 
@@ -138,7 +146,9 @@ def _with_worker(parts: Sequence[Estimate], weights: Sequence[Estimate]) -> tupl
 def worker_parts(parts: Sequence[Estimate]) -> tuple[Estimate, ...]:
     """Memory of a process that only rolls out, with whole weights in all slots, from :func:`memory_parts`."""
     beside = tuple(part for part in parts if part.part.endswith(_OF_WORKER))
-    return beside or tuple(p for p in parts if p.when in ("always", "rollout") and p.part != _ADAM)
+    return beside or tuple(
+        p for p in parts if p.when in ("always", "once loaded", *_OF_ROLLOUTS) and p.part != _ADAM
+    )
 
 
 def shared_parts(
@@ -157,9 +167,8 @@ def shared_parts(
         for part in parts
         if part.part not in (_MERGED, _APPLIED)
     ]
-    later = sum(part.bytes for part in mine if part.divided and part.when == "always")
     return (
-        *(replace(p, bytes=max(0.0, p.bytes - later)) if p.when == "set-up" else p for p in mine),
+        *mine,
         gathered,
         *_nccl(config, 1, "always"),
         *((kept_gathered(config, model, parts),) if config.learner.keep_gathered is True else ()),
@@ -172,18 +181,25 @@ def kept_gathered(config: RunConfig, model: ModelSizes, parts: Sequence[Estimate
     lora = config.learner.mode == "lora"
     adapters = sum(part.bytes / 4 for part in parts if lora and part.part in _ADAPTERS)
     formula = f"{size} B x parameters (learner.keep_gathered)"
-    return Estimate("the whole model, gathered", size * (model.parameters + adapters), formula, "rollout")
+    return Estimate("the whole model, gathered", size * (model.parameters + adapters), formula, "denoising")
 
 
 def _gathered_size(config: RunConfig) -> int:
     return 2 if config.model.dtype == "bfloat16" or config.learner.autocast == "bfloat16" else 4
 
 
-def peak_bytes(parts: tuple[Estimate, ...]) -> float:
-    """Peak device memory: the parts always there, plus the largest phase."""
-    always = sum(part.bytes for part in parts if part.when == "always")
-    phases: tuple[When, ...] = ("set-up", "rollout", "training")
-    return always + max(sum(part.bytes for part in parts if part.when == phase) for phase in phases)
+def phase_bytes(parts: Iterable[Estimate]) -> dict[Phase, float]:
+    """Device memory at the peak of each phase."""
+    held = defaultdict[When, float](float)
+    for part in parts:
+        held[part.when] += part.bytes
+    loaded: dict[Phase, float] = {"text encoding": 0.0}
+    return {phase: held["always"] + loaded.get(phase, held["once loaded"]) + held[phase] for phase in PHASES}
+
+
+def peak_bytes(parts: Iterable[Estimate]) -> float:
+    """Device memory at the peak of the largest phase."""
+    return max(phase_bytes(parts).values())
 
 
 def weight_copies(config: RunConfig) -> int:
@@ -197,19 +213,25 @@ def weight_copies(config: RunConfig) -> int:
 def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Estimate]:
     size = 2 if config.model.dtype == "bfloat16" else 4
     if config.learner.mode == "lora":
-        yield Estimate("frozen DiT", model.parameters * size, f"{size} B x parameters", divided=True)
+        yield Estimate("frozen DiT", *_frozen(config, model), "once loaded", divided=True)
     yield Estimate("VAE", model.vae_parameters * 4, "4 B x parameters")
     copies = weight_copies(config)
     what = "adapters" if config.learner.mode == "lora" else "DiT"
-    yield Estimate(f"trained {what}", trained * 4, "4 B x P", divided=True)
+    yield Estimate(f"trained {what}", trained * 4, "4 B x P", "once loaded", divided=True)
     if copies:
         formula = f"4 B x P x {copies} (old, EMA, reference)"
-        yield Estimate(f"copies of the {what}", trained * 4 * copies, formula, divided=True)
+        yield Estimate(f"copies of the {what}", trained * 4 * copies, formula, "once loaded", divided=True)
     if config.learner.mode == "lora" and config.model.dtype == config.learner.autocast:
         applied = 1 + copies
-        yield Estimate(_APPLIED, trained * 2 * applied, f"2 B x P x {applied} (applied)")
-    formula = f"{size} B x parameters, then freed"
-    yield Estimate("text encoder", model.text_encoder_parameters * size, formula, "set-up")
+        yield Estimate(_APPLIED, trained * 2 * applied, f"2 B x P x {applied} (applied)", "once loaded")
+    formula = f"{size} B x parameters, freed before the DiT is read"
+    yield Estimate("text encoder", model.text_encoder_parameters * size, formula, "text encoding")
+
+
+def _frozen(config: RunConfig, model: ModelSizes) -> tuple[float, str]:
+    """Bytes of the base that adapters are trained on, and their formula."""
+    size = 2 if config.model.dtype == "bfloat16" else 4
+    return float(model.parameters * size), f"{size} B x parameters"
 
 
 def _merged(config: RunConfig, model: ModelSizes, family: type[ModelFamily]) -> Iterator[Estimate]:
@@ -218,7 +240,9 @@ def _merged(config: RunConfig, model: ModelSizes, family: type[ModelFamily]) -> 
     if learner.mode == "lora" and config.model.dtype == "float32" and learner.autocast == "none":
         targets = family.lora_targets if learner.lora.targets is None else learner.lora.targets
         adapted = sum(outputs * inputs for outputs, inputs in bind_targets(model, targets).values())
-        yield Estimate(_MERGED, adapted * 4, "4 B x weights of the adapted layers", "rollout")
+        # A worker of Ray keeps them while the weights are the same.
+        for phase in _OF_ROLLOUTS if config.fleet.driver == "ray" else _OF_ROLLOUTS[:1]:
+            yield Estimate(_MERGED, adapted * 4, "4 B x weights of the adapted layers", phase)
 
 
 def timesteps_per_pass(config: RunConfig) -> int:
@@ -235,7 +259,7 @@ def _optimizer(config: RunConfig, trained: int) -> Iterator[Estimate]:
         # discarded.
         formula = f"4 B x P ({'timesteps_per_pass' if several else 'recompute'} auto)"
         yield Estimate("gradients of a pass", trained * 4, formula, "training", divided=True)
-    yield Estimate(_ADAM, trained * 8, "2 x 4 B x P", divided=True)
+    yield Estimate(_ADAM, trained * 8, "2 x 4 B x P", "once loaded", divided=True)
 
 
 def _activations(
@@ -266,14 +290,14 @@ def _activations(
     batch, rollout = config.rollout.batch_size, config.rollout
     decoded = decode_batch(media_size(rollout), batch)
     forward = batch * tokens * model.dimensions.width * size * costs.forward
-    yield Estimate("denoising forward", forward, f"{costs.forward:g} x batch n D b", "rollout")
+    yield Estimate("denoising forward", forward, f"{costs.forward:g} x batch n D b", "denoising")
     if config.model.cuda_graphs:
-        yield Estimate("captured forwards", forward, "they keep the memory of the largest")
+        yield Estimate("captured forwards", forward, "they keep the memory of the largest", "once loaded")
     yield Estimate(
         "decoding",
         decoded * family.decoded_pixels(media_size(rollout)) * model.dimensions.vae_width * 4 * costs.decode,
         f"{costs.decode:g} x 4 B x {decoded} samples x pixels decoded at once x VAE width",
-        "rollout",
+        "decoding",
     )
 
 
@@ -296,7 +320,7 @@ def _groups(config: RunConfig) -> Iterator[Estimate]:
     """What GPUs need to exchange, where the configuration knows that they do."""
     parallel = config.fleet.sequence_parallel
     if parallel.degrees[-1] > 1:  # all-to-all has connections of its own, and a half a group
-        yield from _nccl(config, 4 if parallel.guidance else 2, "rollout")
+        yield from _nccl(config, 4 if parallel.guidance else 2, "denoising")
     if config.fleet.learner_ranks > 1 and config.learner.shard == "none":
         yield from _nccl(config, 1, "training")
 

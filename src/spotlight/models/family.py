@@ -138,8 +138,9 @@ class ModelFamily(FamilyTraits, ABC):
                 transformer's files only config.json is needed.
             transformer: directory or file of safetensors with the weights, in place of the pipeline's; of
                 two transformers, a directory with one of each component's name.
-            deferred: leaves the transformer's parameters on the meta device, without memory, to be sharded
-                and then read by :meth:`read_weights`. Their files are checked at once.
+            deferred: leaves the transformer's parameters on the meta device, without memory, to be read by
+                :meth:`read_weights`, once it is sharded or the text encoder freed. Their files are checked at
+                once.
 
         Raises:
             ModelError: the model is unusable; where possible, before weights are read.
@@ -399,7 +400,7 @@ class ModelFamily(FamilyTraits, ABC):
 
     @property
     def deferred(self) -> bool:
-        """Whether the transformer was loaded without its weights, for :meth:`read_weights`."""
+        """Whether the transformer still lacks its weights: they are left to :meth:`read_weights`."""
         return self._unread is not None
 
     def read_weights(self, modules: Sequence[nn.Module]) -> None:
@@ -409,8 +410,9 @@ class ModelFamily(FamilyTraits, ABC):
             ModelError: they cannot be read.
         """
         if self._unread is None:
-            raise RuntimeError("read_weights() of a transformer whose weights were read when it was loaded")
+            raise RuntimeError("read_weights() of a transformer whose weights were read before")
         self._unread.read(modules, self.device)
+        self._unread = None
 
     def free_text_encoder(self) -> None:
         """Release the text encoders' memory; a later miss loads them again."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from spotlight.models.media import MediaSize
 
-_DECODED_PIXELS = 1 << 20
+_DECODED_PIXELS = 1 << 18
 """Decoding needs far more memory per pixel than denoising (about 8 GB per megapixel at Qwen-Image's width)
-and gains nothing beyond this: one image of 1024x1024, or 1024 of 32x32.
+and gains nothing beyond this: one image of 512x512, or 256 of 32x32.
 """
 
 

@@ -27,6 +27,7 @@ from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures
 from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.ledger.resume_checks import require_resumable
 from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsWriter
@@ -101,7 +102,7 @@ def open_attempt(
     with ExitStack() as stack:
         # Fail before an attempt is begun, so that none is left to close.
         recorder, newest = _open_recorder(
-            stack, config, directory, prompts, ranks, workers, scored_by, began_s
+            stack, config, directory, prompts, ranks, workers, scored_by, began_s, observer
         )
         kept = newest.header.ledger_position if newest else 0
         number = recorder.ledger.begin_attempt(
@@ -166,10 +167,12 @@ def _open_recorder(
     workers: Mapping[WorkerId, float],
     scored_by: Mapping[str, str],
     began_s: float,
+    observer: Observer,
 ) -> tuple[RunRecorder, Checkpoint | None]:
-    ledger = stack.enter_context(SqliteLedger(directory.ledger))
+    ledger = stack.enter_context(SqliteLedger(directory.ledger, observer.note))
     checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     newest = checkpoints.newest_valid()
+    require_resumable(ledger, newest, directory)
     resume_at, kept = (newest.header.iteration, newest.header.ledger_position) if newest else (0, 0)
     # Before the curves and pictures after the checkpoint are removed: a run that is refused keeps them.
     _require_same_prompts(ledger.prompts_at(kept), prompts, config, directory)
@@ -208,6 +211,7 @@ def _closing(attempt: Attempt, account: Callable[[RunRecorder], None]) -> Iterat
         if isinstance(error, Exception):
             log.exception("the run failed")
         ending = Ending.STOPPED if isinstance(error, KeyboardInterrupt) else Ending.FAILED
+        attempt.recorder.ledger.waits = False  # a second signal ends at once
         with suppress(StoreError):  # a full disk fails here too; the next attempt closes this one
             _close(attempt.recorder, account, ending)
         raise

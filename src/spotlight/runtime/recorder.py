@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -163,15 +163,23 @@ class RunRecorder:
         """See :class:`Recorder`."""
         with self.committing(effect) as directory:
             _save_learner(learner, directory, self.ranks)
+        self.committed(effect)
+
+    def committed(self, effect: CommitCheckpoint) -> None:
+        """Record that :meth:`committing` is over: without a checkpoint the run does not start over."""
+        self.ledger.record_checkpoint(effect.position, effect.iteration)
 
     @contextmanager
     def committing(self, effect: CommitCheckpoint) -> Iterator[Path]:
-        """Yield a directory for the learner's state, :data:`LEARNER_FOLDER`; leaving the block commits
-        everything."""
+        """Yield a directory for the learner's state, :data:`LEARNER_FOLDER`; leaving the block, which any
+        thread may do, commits everything. Call :meth:`committed` then."""
         self.flush()
         self.metrics.sync()
-        header = CheckpointHeader(
-            effect.iteration, effect.position, self.header.config_digest, self.header.package_version
+        header = replace(
+            self.header,
+            iteration=effect.iteration,
+            ledger_position=effect.position,
+            ledger_sha256=self.ledger.digest_at(effect.position),
         )
         with self.checkpoints.writer(header) as directory:
             (directory / CONTROLLER_FILE).write_text(json.dumps(effect.snapshot), encoding="utf-8")

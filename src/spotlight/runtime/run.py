@@ -120,7 +120,7 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
     rewards = stack.enter_context(build.make_reward_pool(config))
     used = prompts.used(config)
     rewards.check([prompt.text for prompt in used], [prompt.metadata for prompt in used])
-    model = prepare_model(config, device, ranks)
+    model = prepare_model(config, device)
     conditions = fill_embeddings(config, model, used, ranks)
     learning = assemble(config, model, conditions, ranks)
     engine = build.make_engine(config, model.family, learning.negative)

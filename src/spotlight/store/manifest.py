@@ -15,6 +15,8 @@ from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import open_regular
 
 MANIFEST = "manifest.json"
+_ADDED = ("ledger_sha256",)
+"""Fields of the header that older versions did not write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,14 @@ class CheckpointHeader:
     Attributes:
         iteration: first iteration of a resumed run.
         ledger_position: last ledger record included.
+        ledger_sha256: the ledger's digest there; empty: an older version wrote it.
     """
 
     iteration: int
     ledger_position: int
     config_digest: str
     package_version: str
+    ledger_sha256: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,9 @@ def make_manifest(directory: Path, header: CheckpointHeader) -> CheckpointManife
 
 def render(manifest: CheckpointManifest) -> bytes:
     body = asdict(manifest)
+    for key in _ADDED:
+        if not body["header"][key]:
+            del body["header"][key]
     unsigned = json.dumps(body, indent=1, sort_keys=True)
     return json.dumps({**body, "sha256": _text_hash(unsigned)}, indent=1, sort_keys=True).encode() + b"\n"
 

@@ -3,19 +3,19 @@
     GET  /api/runs/RUN/ballots/ID/NAME   a picture of a ballot
     POST /api/runs/RUN/ballots/ID        {"ranking": [NAME, ...], "voter": TEXT}
 
-A vote is taken from this page and from programs, not from other sites: browsers say where a request comes
-from, and send JSON elsewhere only after asking, which is not answered. Whom it came from is not recorded.
+A vote is taken from this page and from programs, not from other sites (``gate.py``). Whom it came from is not
+recorded.
 Imports FastAPI.
 """
 
 from __future__ import annotations
 
 import json
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import PlainTextResponse
 
+from spotlight_dashboard.gate import not_from_here
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.shown_runs import ShownRuns
 from spotlight_dashboard.views.votes import ballot_box, ballot_picture
@@ -45,7 +45,7 @@ def add_votes(app: FastAPI, shown: ShownRuns) -> None:
 
     @app.post("/api/runs/{name}/ballots/{ballot}")
     async def cast(name: str, ballot: str, request: Request) -> Response:
-        if refusal := foreign(request):
+        if refusal := not_from_here(request):
             return PlainTextResponse(refusal, 403)
         body = bytearray()
         async for chunk in request.stream():
@@ -73,29 +73,6 @@ def recorded(run: RunFolder, ballot: str, body: bytes) -> Response:
     except OSError as error:
         return PlainTextResponse(f"the vote cannot be written: {error.strerror or error}", 507)
     return Response("{}", media_type="application/json")
-
-
-def foreign(request: Request) -> str:
-    """Why a request may come from another site's page; empty if it does not."""
-    headers = request.headers
-    origin = headers.get("origin")
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        return "votes are sent as application/json"
-    if headers.get("sec-fetch-site", "same-origin") != "same-origin":
-        return "votes are taken from the dashboard's own page only"
-    if origin is not None and not _is_host(origin, headers.get("host", "")):
-        return (
-            f"the page's origin is {origin[:100]!r}, the host asked for {headers.get('host', '')[:100]!r}; "
-            "expected the same. A proxy in between must pass the host on."
-        )
-    return ""
-
-
-def _is_host(origin: str, host: str) -> bool:
-    try:
-        return urlsplit(origin).netloc.lower() == host.lower()
-    except ValueError:  # "http://[x"
-        return False
 
 
 def read_vote(body: bytes) -> tuple[list[str], str]:

@@ -14,6 +14,7 @@ from spotlight.dry_run.memory_plan import (
     Estimate,
     kept_gathered,
     peak_bytes,
+    phase_bytes,
     published_parts,
     shared_parts,
     worker_parts,
@@ -34,6 +35,7 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
         peak = size(peak_bytes(plan.memory))
         where = "a GPU of the learner" if config.pipeline.trainers_generate else "the device"
         _print(console, f"Memory, estimated: {peak} on {where} at the peak", _estimates(plan.memory))
+        _print(console, "Peaks by phase", _peaks(plan.memory))
         if config.learner.shard != "none" and isinstance(plan.model, ModelSizes):
             _print(
                 console, "Memory of a rank, where several share the model", _shared(config, plan, plan.model)
@@ -132,8 +134,13 @@ def _parameters(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
 
 def _estimates(parts: tuple[Estimate, ...]) -> Iterator[tuple[str, str, str]]:
     for part in parts:
-        held = {"always": "", "host": ", in this machine's memory"}.get(part.when, f", during {part.when}")
-        yield part.part, size(part.bytes), part.formula + held
+        held = {"always": "", "once loaded": "", "host": ", in this machine's memory"}
+        yield part.part, size(part.bytes), part.formula + held.get(part.when, f", during {part.when}")
+
+
+def _peaks(parts: tuple[Estimate, ...]) -> Iterator[tuple[str, str, str]]:
+    for phase, peak in phase_bytes(parts).items():
+        yield phase, size(peak), "once, before the DiT is read" if phase == "text encoding" else ""
 
 
 def _rewards(places: tuple[RewardPlace, ...]) -> Iterator[tuple[str, str, str]]:

@@ -256,7 +256,7 @@ class LearnerRank:
         with self._in(Phase.SETUP):
             device = self._device  # a held model's, which is let go below
             config = self.config if self._held is not None else with_model_files(self.config)
-            model = prepare_model(config, device, self.ranks, self._held)
+            model = prepare_model(config, device, self._held)
             self._held = None
             self._loaded = model, fill_embeddings(self.config, model, prompts, self.ranks)
 

@@ -126,7 +126,7 @@ class RayLauncher:
 
     async def stayed(self, lives: Sequence[int]) -> Collection[int]:
         """See :class:`spotlight.cluster.learner.learner_group.Launcher`. RayLostError: no answer."""
-        from spotlight.cluster.nodes.node_membership import list_nodes
+        from spotlight.cluster.nodes.node_list import list_nodes
 
         rows = await asyncio.get_running_loop().run_in_executor(self._thread, list_nodes)
         there = {row["NodeID"] for row in rows if row["Alive"]}

@@ -15,8 +15,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -24,9 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import ray
-
 from spotlight.cluster.local import guard
+from spotlight.cluster.local.guarded import guarded
 from spotlight.cluster.local.node_processes import (
     NodeProcesses,
     NodeRequest,
@@ -215,22 +212,16 @@ def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster
     directory = base / id
     directory.mkdir(mode=0o700, exist_ok=True)
     prepare_environment()
-    watch = _start_guard(id, directory)
     try:
-        cluster = _first(id, directory, name, slots)
-        try:
-            yield cluster
-        finally:
-            if ray.is_initialized():
-                ray.shutdown()
-            cluster.stop()
+        with guarded(id, directory):
+            cluster = _first(id, directory, name, slots)
+            try:
+                yield cluster
+            finally:
+                cluster.stop()
     finally:
         guard.end(f"{id}/")
         shutil.rmtree(directory, ignore_errors=True)
-        assert watch.stdin is not None
-        watch.stdin.close()  # EOF ends the guard, which finds nothing left to do
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            watch.wait(timeout=5.0)
 
 
 def _first(id: str, directory: Path, name: str, slots: int) -> LocalCluster:
@@ -276,14 +267,6 @@ def _base_error(base: Path, found: str) -> ConfigError:
         "Remove it, or set TMPDIR to a directory of your own with a short path.",
     )  # fmt: skip
     return ConfigError("a local Ray", [problem])
-
-
-def _start_guard(id: str, directory: Path) -> subprocess.Popen[bytes]:
-    # Isolated, without site-packages: 10 MB instead of 60. Its own session: Ctrl-C must not reach it.
-    command = [sys.executable, "-I", "-S", guard.__file__, id, str(directory)]
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True, cwd="/"
-    )
 
 
 def _first_line(error: BaseException) -> str:

@@ -32,7 +32,7 @@ from spotlight.cluster.model_files.hub_snapshot import (
 from spotlight.cluster.model_files.snapshot_copy import fetch_snapshot
 from spotlight.cluster.nodes.drain import draining_nodes
 from spotlight.cluster.nodes.listing import RayNode, read_view
-from spotlight.cluster.nodes.node_membership import NodeList
+from spotlight.cluster.nodes.node_list import NodeList
 from spotlight.cluster.remote_calls import cause_of
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.model_plan import planned_files

@@ -1,13 +1,20 @@
-"""Joins a Ray cluster as its driver, and leaves it."""
+"""Joins a Ray cluster as its driver, and leaves it, even one that hangs.
+
+A hung GCS (the cluster's own process) hangs every call that starts an actor or lists nodes, and
+``ray.shutdown()``; nothing ends them. So a cluster that was given up is left by deadlines.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import ray
@@ -19,14 +26,63 @@ log = logging.getLogger("spotlight.cluster")
 
 NAMESPACE = "spotlight"
 _KNOCK_S = 5.0
+_SHUTDOWN_S = 10.0
+_SHUTDOWN_LOST_S = 2.0
+"""For ``ray.shutdown()`` once Ray is lost: it waits in vain for longer, and goes on in the background."""
+_TEARDOWN_S = 15.0
+
+
+class Connection:
+    """What this process does when Ray is lost. Thread-safe.
+
+    Args:
+        stop_cluster: ends the cluster's processes, where they are this process's own.
+    """
+
+    def __init__(self, stop_cluster: Callable[[], None]) -> None:
+        self._stop_cluster = stop_cluster
+        self._lost, self._left = threading.Event(), threading.Event()
+
+    def give_up(self, error: Exception, say: Callable[[str], None]) -> None:
+        """Ray is dead or hangs: end its local cluster now, and this process if it cannot leave in time.
+
+        Args:
+            say: shows the user a line.
+        """
+        if self._lost.is_set():
+            return
+        self._lost.set()
+        threading.Thread(target=self._end_late, args=(error, say), name="ray-lost", daemon=True).start()
+        self._stop_cluster()
+
+    def leave(self) -> None:
+        """Disconnect, or stop waiting for that."""
+        shutdown = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+        shutdown.start()
+        shutdown.join(_SHUTDOWN_LOST_S if self._lost.is_set() else _SHUTDOWN_S)
+        if shutdown.is_alive():
+            log.info("ray.shutdown() takes long: it is not waited for")
+            atexit.unregister(ray.shutdown)  # Ray's own, which would wait for this one
+        self._left.set()
+
+    def _end_late(self, error: Exception, say: Callable[[str], None]) -> None:
+        if self._left.wait(_TEARDOWN_S):
+            return
+        # No data is lost: what a killed head leaves is what a resume expects.
+        say(f"{error} A call to Ray does not return: this process ends without it.")
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
 
 
 @contextmanager
-def connected(address: str) -> Iterator[None]:
+def connected(address: str, stop_cluster: Callable[[], None] = lambda: None) -> Iterator[Connection]:
     """Make this process a driver of the cluster for the block.
 
     Args:
         address: HOST:PORT, or ``auto``: this machine's cluster.
+        stop_cluster: see :class:`Connection`.
 
     Raises ConfigError if nothing answers there, or its Ray or Python version differs.
     """
@@ -42,10 +98,11 @@ def connected(address: str) -> Iterator[None]:
     except (OSError, RuntimeError, ValueError, TimeoutError) as error:
         first = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _unreachable(address, first) from error
+    connection = Connection(stop_cluster)
     try:
-        yield
+        yield connection
     finally:
-        ray.shutdown()
+        connection.leave()
 
 
 def _knock(address: str) -> None:

@@ -11,12 +11,10 @@ Listener methods run in this thread and must be quick.
 from __future__ import annotations
 
 import logging
-import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -30,22 +28,21 @@ from spotlight.cluster.nodes.agent import NodeAgent, plain_settings
 from spotlight.cluster.nodes.drain import drain_node
 from spotlight.cluster.nodes.facts import NodeFacts, incompatibility, read_facts
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, diff, read_view
+from spotlight.cluster.nodes.node_list import Pulse, refuses
 from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate, read_messages
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
-from spotlight.cluster.remote_calls import RayLostError, cause_of
+from spotlight.cluster.remote_calls import cause_of
 from spotlight_rewards.base.errors import Problem
 
 log = logging.getLogger("spotlight.cluster.nodes.node_membership")
 
 Answer: TypeAlias = "ray.ObjectRef[object]"
 
-_LIST_S = 30.0
 _HANG_S = 15.0
 _EAGER_S = 3.0
 _EAGER_PERIOD_S = 0.05
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 2.0, 60.0
 _CALLS_AT_ONCE = 4
-_PROBE_S = 0.5
 _HELPERS = 64
 """Threads for what may wait for a node that does not answer."""
 
@@ -73,8 +70,12 @@ class Listener(Protocol):
         """A node is not used, and why. Once per node."""
         ...
 
+    def ray_silent(self, silent_s: float, dead_s: float) -> None:
+        """Ray has not listed its nodes for long; after ``dead_s`` it is lost. Once per silence."""
+        ...
+
     def ray_lost(self, why: str) -> None:
-        """The Ray cluster itself is dead."""
+        """The Ray cluster itself is dead. This thread may take its time."""
         ...
 
 
@@ -83,10 +84,11 @@ class MembershipSettings:
     """Timeouts and periods, in seconds.
 
     Attributes:
-        answer_s: for Ray's list, and beyond the duration of a long poll.
+        answer_s: beyond the duration of a long poll, and before the listener is told that Ray is silent.
         dead_s: without a node list before the cluster is declared dead: less than the 60 s after which Ray
             ends this process, long enough for a GCS restart.
         start_s: for an agent to start and report facts.
+        mortal_gcs: HOST:PORT of a GCS that nobody restarts: refusing connections, it is dead; empty: none.
     """
 
     notices: NoticeSettings
@@ -94,6 +96,7 @@ class MembershipSettings:
     answer_s: float = 10.0
     dead_s: float = 30.0
     start_s: float = 60.0
+    mortal_gcs: str = ""
 
 
 @dataclass(slots=True)
@@ -121,41 +124,6 @@ class _Pace:
         self.eager_until_s, self.next_s = now_s + _EAGER_S, now_s
 
 
-class NodeList:
-    """``ray.nodes()``, which has no timeout, called in a thread that nobody waits for."""
-
-    def __init__(self) -> None:
-        self._asked = False
-        self._answers: queue.SimpleQueue[Sequence[Mapping[str, object]] | Exception] = queue.SimpleQueue()
-
-    def ask(self, timeout_s: float) -> Sequence[Mapping[str, object]] | None:
-        """Ray's list; None on timeout, in which case the next call awaits the same answer."""
-        if not self._asked:
-            self._asked = True
-            threading.Thread(target=self._run, name="ray-nodes", daemon=True).start()
-        try:
-            answer = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        self._asked = False
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def _run(self) -> None:
-        try:
-            self._answers.put(ray.nodes())
-        except Exception as error:  # noqa: BLE001 - ask() raises it
-            self._answers.put(error)
-
-
-def list_nodes(timeout_s: float = _LIST_S) -> Sequence[Mapping[str, object]]:
-    """Ray's list of nodes. Raises RayLostError if it does not come in time."""
-    if (rows := NodeList().ask(timeout_s)) is None:
-        raise RayLostError(f"Ray did not list its nodes within {timeout_s:g} s")
-    return rows
-
-
 def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
     """Start a node's agent; it lives as long as its handle, this driver and the node."""
     strategy = NodeAffinitySchedulingStrategy(node.ray_id, soft=False)
@@ -173,13 +141,7 @@ def start_agent(node: RayNode, settings: NoticeSettings) -> ActorHandle:
 
 def raylet_listens(node: RayNode) -> bool:
     """False if the raylet's port refuses connections; True otherwise, since silence proves nothing."""
-    try:
-        socket.create_connection((node.address, node.port), timeout=_PROBE_S).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError:
-        return True
-    return True
+    return not refuses(node.address, node.port)
 
 
 class NodeMembership:
@@ -201,8 +163,8 @@ class NodeMembership:
         self._reported: set[str] = set()
         self._dead: set[str] = set()
         self._pace = _Pace(settings.period_s)
-        self._list = NodeList()
-        self._silent_from_s: float | None = None
+        self._pulse = Pulse(settings.period_s, clock)
+        self._silence_told = False
         self._helpers = ThreadPoolExecutor(_HELPERS, "membership-helper")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
@@ -249,10 +211,8 @@ class NodeMembership:
                 self._stop.wait(self._settings.period_s)
 
     def _turn(self) -> None:
-        if self._clock() >= self._pace.next_s:
-            rows = self._rows()
-            if rows is not None:
-                self._look(rows)
+        if self._clock() >= self._pace.next_s and (rows := self._rows()) is not None:
+            self._look(rows)
             self._pace.looked(self._clock())
         self._start_agents()
         self._listen(max(0.0, min(self._pace.next_s - self._clock(), self._settings.period_s)))
@@ -260,17 +220,18 @@ class NodeMembership:
     # -- Ray's list -----------------------------------------------------------------------------------------
 
     def _rows(self) -> Sequence[Mapping[str, object]] | None:
-        asked_s = self._clock()
-        rows = self._list.ask(self._settings.answer_s)
+        rows, silent_s = self._pulse.rows(), self._pulse.silent_s
         if rows is not None:
-            self._silent_from_s = None
+            self._silence_told = False
             return rows
-        if self._silent_from_s is None:
-            self._silent_from_s = asked_s
-        silent_s = self._clock() - self._silent_from_s
-        log.warning("Ray has not listed its nodes for %.0f s", silent_s)
-        if silent_s >= self._settings.dead_s:
+        if self._settings.mortal_gcs and refuses(*_parts(self._settings.mortal_gcs)):
+            self._listener.ray_lost("Ray is dead: its GCS refuses connections")
+        elif silent_s >= self._settings.dead_s:
             self._listener.ray_lost(f"Ray is dead: it has not listed its nodes for {silent_s:.0f} s")
+        elif silent_s >= self._settings.answer_s and not self._silence_told:
+            self._silence_told = True
+            log.warning("Ray has not listed its nodes for %.0f s", silent_s)
+            self._listener.ray_silent(silent_s, self._settings.dead_s)
         return None
 
     def _look(self, rows: Sequence[Mapping[str, object]]) -> None:
@@ -298,11 +259,20 @@ class NodeMembership:
 
     def _start_agents(self) -> None:
         now_s = self._clock()
-        for watched in self._watched.values():
-            if watched.agent is None and not watched.refused and now_s >= watched.due_s:
-                watched.agent = start_agent(watched.node, self._settings.notices)
+        due = [
+            watched
+            for watched in self._watched.values()
+            if watched.agent is None and not watched.refused and now_s >= watched.due_s
+        ]
+        for watched in due:
+            watched.due_s = now_s + self._settings.start_s
+        # With a hung Ray it never returns; this thread is needed to notice that.
+        started = [self._helpers.submit(start_agent, each.node, self._settings.notices) for each in due]
+        wait(started, self._settings.answer_s)
+        for watched, agent in zip(due, started, strict=True):
+            if agent.done():
+                watched.agent = agent.result()
                 watched.asked = watched.agent.facts.remote()
-                watched.due_s = now_s + self._settings.start_s
 
     def _listen(self, timeout_s: float) -> None:
         asked = {item.asked: item for item in self._watched.values() if item.asked is not None}
@@ -410,3 +380,8 @@ def _no_agent(node: str, why: str, pause_s: float) -> Problem:
         "a process that imports this package (spotlight-rl) and answers",
         f"Install there what the head has; tried again in {pause_s:g} s and then more rarely.",
     )  # fmt: skip
+
+
+def _parts(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)

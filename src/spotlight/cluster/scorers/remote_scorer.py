@@ -27,7 +27,7 @@ from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, Ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, LearnerSlots, read_view
-from spotlight.cluster.nodes.node_membership import NodeList
+from spotlight.cluster.nodes.node_list import NodeList
 from spotlight.cluster.remote_calls import Notify, cause_of
 from spotlight.cluster.scorers.scorer_places import (
     ScorerNode,

@@ -53,12 +53,11 @@ class Learning:
     feed: BatchFeed
 
 
-def prepare_model(
-    config: RunConfig, device: torch.device, ranks: Ranks | None = None, held: ModelFamily | None = None
-) -> Model:
+def prepare_model(config: RunConfig, device: torch.device, held: ModelFamily | None = None) -> Model:
     """Load the model, and check that it can do what the configuration asks for.
 
-    Of a model that ``ranks`` will share, weights are read by :func:`assemble`, once it is sharded.
+    The DiT's weights are read by :func:`assemble`: the text encoder is freed before, and memory need not
+    hold both.
 
     Args:
         held: the model on ``device``, loaded before for the same configuration: it is not loaded again.
@@ -71,8 +70,7 @@ def prepare_model(
     """
     require_model(config)
     size = media_size(config.rollout)
-    shared = ranks is not None and is_shared(ranks, config.learner.shard)
-    family = build.load_family(config, device, deferred=shared) if held is None else held
+    family = build.load_family(config, device, deferred=True) if held is None else held
     require_supported(config, family.files)  # again: a model that had to be downloaded was not known yet
     for steps in {config.rollout.steps, config.evaluation.steps, *preview_steps(config)}:
         family.sigmas(steps, size)  # raises if the schedule does not support this number of steps
@@ -91,7 +89,7 @@ def fill_embeddings(config: RunConfig, model: Model, prompts: Iterable[Prompt], 
 
 
 def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ranks) -> Learning:
-    """Build the learner around the model. Collective: shards the model over several ranks.
+    """Read the DiT and build the learner around it. Collective: shards the model over several ranks.
 
     Raises:
         ModelError: the model lacks what the learner needs, or its weights cannot be read.
@@ -99,6 +97,8 @@ def assemble(config: RunConfig, model: Model, conditions: Conditions, ranks: Ran
     family, algorithm = model.family, model.algorithm
     (negative,) = family.encode([config.rollout.negative_prompt])
     family.free_text_encoder()
+    if family.deferred and not is_shared(ranks, config.learner.shard):
+        family.read_weights([family.transformer])
     slots = build.make_slots(config, family, algorithm)
     scale = config.rollout.true_cfg_scale
     learner = Learner(

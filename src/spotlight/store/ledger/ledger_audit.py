@@ -16,9 +16,10 @@ from spotlight.scheduler.types import Filler, Phase
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.audit_checks import CHECKS
+from spotlight.store.ledger.ledger_digest import RunningDigest
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.store_errors import DamagedCheckpointError, LedgerError
+from spotlight.store.store_errors import DamagedCheckpointError
 
 BILLING_TOLERANCE = 0.01
 """Allowed relative difference between an attempt's billed seconds and the sum over its phases."""
@@ -135,11 +136,15 @@ def audit(run: Path, limits: AuditLimits, within_s: float | None = None) -> Audi
         try:
             return _audit(connection, newest, limits)
         except sqlite3.DatabaseError as error:
+<<<<<<< HEAD
             if queries.ran_out_of_time(error):
                 raise
             raise LedgerError(
                 f"{paths.ledger}: damaged, cannot be read to its end ({error}). Restore the file from a copy."
             ) from error
+=======
+            raise queries.damaged(paths.ledger, f"cannot be read to its end: {error}") from error
+>>>>>>> main
 
 
 def _audit(
@@ -159,7 +164,8 @@ def _audit(
             _violation(connection, parameters, check.name, check.broken, check.query) for check in CHECKS
         ]
         position = queries.position(connection)
-        checkpoint_position, broken_checkpoint = _checkpoint(*newest, position)
+        committed = None if finished else queries.furthest_checkpoint(connection)
+        checkpoint_position, broken_checkpoint = _checkpoint(*newest, position, committed)
         dishonest = tuple(str(bill.attempt) for bill in attempts if not bill.is_honest)
         found += [
             broken_file,
@@ -168,6 +174,7 @@ def _audit(
             _leased(connection),
             _kept(connection),
             broken_checkpoint,
+            _same_ledger(connection, newest[0]),
         ]
         return AuditReport(
             finished=finished,
@@ -193,7 +200,7 @@ def _violation(
 
 
 def _integrity(connection: sqlite3.Connection) -> Violation:
-    damages = [row[0] for row in connection.execute("PRAGMA integrity_check") if row[0] != "ok"]
+    damages = queries.file_damages(connection)
     orphans = [f"{table} row {row}" for table, row, _, _ in connection.execute("PRAGMA foreign_key_check")]
     return Violation(
         "integrity", "the ledger's file is damaged, or rows refer to nothing", (*damages, *orphans)
@@ -286,13 +293,27 @@ def _newest_checkpoint(paths: RunPaths) -> tuple[Checkpoint | None, tuple[str, .
 
 
 def _checkpoint(
-    checkpoint: Checkpoint | None, damages: tuple[str, ...], position: int
+    checkpoint: Checkpoint | None, damages: tuple[str, ...], position: int, committed: int | None
 ) -> tuple[int | None, Violation]:
-    broken = "checkpoints that are damaged, or further than the ledger"
+    broken = "checkpoints that are damaged or missing, or further than the ledger"
     if checkpoint is None:
+        if committed is not None and not damages:
+            damages = (f"none is here, but one was committed at record {committed}",)
         return None, Violation("checkpoint", broken, damages)
     reached = checkpoint.header.ledger_position
     if reached > position:
         name = checkpoint.directory.name
         damages = (*damages, f"{name} stands at record {reached}, the ledger ends at {position}")
     return reached, Violation("checkpoint", broken, damages)
+
+
+def _same_ledger(connection: sqlite3.Connection, checkpoint: Checkpoint | None) -> Violation:
+    """Check that the ledger is still what the newest checkpoint was written with."""
+    ids: tuple[str, ...] = ()
+    if checkpoint is not None and (expected := checkpoint.header.ledger_sha256):
+        found = RunningDigest().at(connection, checkpoint.header.ledger_position)
+        if found != expected:
+            ids = (f"{checkpoint.directory.name} names the digest {expected}, the ledger has {found}",)
+    return Violation(
+        "same-ledger", "checkpoints that were written with another ledger, or another state", ids
+    )

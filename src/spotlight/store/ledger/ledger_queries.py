@@ -108,11 +108,19 @@ def open_readonly(path: Path, within_s: float | None = None) -> sqlite3.Connecti
         raise
     except sqlite3.Error as error:
         connection.close()
+<<<<<<< HEAD
         if ran_out_of_time(error):
             raise
         raise LedgerError(
             f"{path}: cannot be read: {error}. Reading needs write access to its folder."
         ) from error
+=======
+        remedy = "Close the program that holds its lock" if is_locked(error) else "Reading needs write access"
+        remedy = "Reading needs write access to its folder"
+        if is_locked(error):
+            remedy = "Close the program that locks it"
+        raise LedgerError(f"{path}: cannot be read: {error}. {remedy}.") from error
+>>>>>>> main
     return connection
 
 
@@ -139,6 +147,24 @@ def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
 def _has_log(path: Path) -> bool:
     log = path.with_name(f"{path.name}-wal")
     return log.exists() and log.stat().st_size > 0
+
+
+def damaged(path: Path, found: object) -> LedgerError:
+    return LedgerError(
+        f"{path}: damaged ({found}). Restore the ledger and the checkpoints from one copy of the run, or "
+        "start a run of another name."
+    )
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether the file is not what SQLite wrote: a bad page, or text that is none."""
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF
+    return code in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT) or "decode to UTF-8" in str(error)
+
+
+def is_locked(error: sqlite3.Error) -> bool:
+    """Whether another program's lock is in the way."""
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_OK) & 0xFF == sqlite3.SQLITE_BUSY
 
 
 def is_empty_database(connection: sqlite3.Connection, path: Path) -> bool:
@@ -312,6 +338,20 @@ def previews_of(connection: sqlite3.Connection, rollouts: Sequence[str]) -> dict
     return dict(connection.execute(query, rollouts).fetchall())
 
 
+def furthest_checkpoint(connection: sqlite3.Connection) -> int | None:
+    """The greatest position of a checkpoint that was committed; None: there was none, as far as is known."""
+    known = ["SELECT NULLIF(to_position, 0) AS position FROM rollbacks"]  # older ones know no more
+    if has_table(connection, "checkpoints"):
+        known.append("SELECT position FROM checkpoints")
+    row = connection.execute(f"SELECT MAX(position) FROM ({' UNION ALL '.join(known)})").fetchone()
+    return None if row[0] is None else int(row[0])
+
+
+def file_damages(connection: sqlite3.Connection) -> tuple[str, ...]:
+    """What SQLite finds wrong with the file; it reads all of it."""
+    return tuple(row[0] for row in connection.execute("PRAGMA integrity_check") if row[0] != "ok")
+
+
 def has_scores_view(connection: sqlite3.Connection) -> bool:
     """Whether the view ``scores`` is that of this version."""
     rows = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'scores'").fetchall()
@@ -386,12 +426,9 @@ def _header_integer(connection: sqlite3.Connection, path: Path, query: str) -> i
     try:
         return _integer(connection, query)
     except sqlite3.DatabaseError as error:
-        if error.sqlite_errorcode & 0xFF not in (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT):
+        if not is_damage(error):
             raise
-        raise LedgerError(
-            f"{path}: cannot be read as a SQLite database ({error}). "
-            "Restore the file from a copy, or start a run of another name."
-        ) from error
+        raise damaged(path, f"cannot be read as a SQLite database: {error}") from error
 
 
 def _by_reason(connection: sqlite3.Connection, query: str) -> dict[DropReason, int]:

@@ -12,8 +12,8 @@ controller record that made it. Constraints enforce the accounting:
 - a preview is kept as the sample of at most one rollout (``kept_previews``, part of the sample's record).
 
 The other tables (attempts, workers, GPU-seconds, incidents, rollbacks, filled seconds, scorers, leases,
-prompt files) record how the work went rather than what was decided. Their rows are unnumbered and, except
-filled seconds, survive a rollback.
+prompt files, checkpoints) record how the work went rather than what was decided. Their rows are unnumbered
+and, except filled seconds, survive a rollback.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from enum import StrEnum
 
 from spotlight.scheduler.types import DropReason, Filler, Phase, Purpose
 
-SCHEMA_VERSION = 12
+SCHEMA_VERSION = 13
 UPGRADABLE_VERSION = 2
 """Oldest readable version, upgraded on the first write: it lacks ``filled_seconds``, ``scorers``, ``leases``,
-``kept_previews`` and ``prompt_files``, and ``outcomes`` refuses samples left out by choice and previews that
-stopped early.
+``kept_previews``, ``prompt_files`` and ``checkpoints``, and ``outcomes`` refuses samples left out by choice
+and previews that stopped early.
 """
 APPLICATION_ID = 0x53504F54
 """Identifies the file as a Spotlight ledger (``SPOT``), so that another database is refused."""
@@ -319,6 +319,16 @@ CREATE TABLE prompt_files (
 ) STRICT;
 """
 
+_CHECKPOINTS = """
+-- Checkpoints that were committed: a run that had one does not start over without. position: theirs.
+CREATE TABLE checkpoints (
+    id INTEGER PRIMARY KEY,
+    attempt INTEGER NOT NULL REFERENCES attempts (number),
+    position INTEGER NOT NULL CHECK (position >= 0),
+    iteration INTEGER NOT NULL CHECK (iteration >= 0)
+) STRICT;
+"""
+
 INDEXES = """
 CREATE INDEX IF NOT EXISTS gpu_seconds_by_position ON gpu_seconds (position);
 CREATE INDEX IF NOT EXISTS leases_by_number ON leases (attempt, lease);
@@ -345,6 +355,7 @@ SCHEMA = "\n".join(
         _LEASES,
         _KEPT,
         _PROMPT_FILES,
+        _CHECKPOINTS,
         _INSERT_ONLY,
         f"PRAGMA application_id = {APPLICATION_ID};",
         f"PRAGMA user_version = {SCHEMA_VERSION};",
@@ -378,6 +389,7 @@ _ADDED = {
     10: _OUTCOMES_AGAIN,
     11: _INCIDENTS_AGAIN,
     12: _PROMPT_FILES,
+    13: _CHECKPOINTS,
 }
 """What each version added."""
 

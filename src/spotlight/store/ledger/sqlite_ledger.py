@@ -5,6 +5,7 @@ Invariants:
 - Records are numbered 1, 2, 3, ... without gaps. ``ledger_schema.py`` refuses rows that break the accounting.
 - :meth:`SqliteLedger.append` is atomic; on return the records are on disk (WAL, ``synchronous=FULL``).
 - Single writer: the holder of the run directory's lock (``store/run_directory.py``).
+- A lock that another program holds on the file is waited for, however long.
 
 To resume from a checkpoint at position p, :meth:`begin_attempt` closes the dead attempt, :meth:`rollback`
 removes the records after p, then the controller replays them under the same numbers.
@@ -13,8 +14,9 @@ removes the records after p, then the controller replays them under the same num
 from __future__ import annotations
 
 import json
+import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +39,7 @@ from spotlight.scheduler.records import (
 )
 from spotlight.scheduler.types import Filler, Lease, Phase, RolloutId, WorkerId
 from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.ledger_digest import RunningDigest
 from spotlight.store.ledger.ledger_schema import (
     INDEXES,
     RECORD_TABLES,
@@ -49,7 +52,7 @@ from spotlight.store.ledger.ledger_schema import (
     upgrade_from,
 )
 from spotlight.store.store_errors import LedgerError
-from spotlight_rewards.base.file_errors import storage_error
+from spotlight_rewards.base.file_errors import StoreError, storage_error
 from spotlight_rewards.base.prompts import PromptId
 
 _Values: TypeAlias = tuple[str | int | float | None, ...]
@@ -58,6 +61,9 @@ _OUTCOME = (
     "INSERT INTO outcomes (seq, rollout, purpose, kind, optimizer_step, reason, detail) "
     "VALUES (?1, ?2, COALESCE((SELECT purpose FROM rollouts WHERE id = ?2), 'never issued'), ?3, ?4, ?5, ?6)"
 )
+
+
+log = logging.getLogger("spotlight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,32 +85,44 @@ class GrantedLease:
     granted_at: float
 
 
-class SqliteLedger:
-    """The sole writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it."""
+_LOOK_S = 1.0
+"""How long SQLite waits for a lock before a signal is looked for."""
 
-    def __init__(self, path: Path) -> None:
+
+class SqliteLedger:
+    """The sole writer of ``ledger.sqlite``. Use as a context manager, or :meth:`close` it.
+
+    Attributes:
+        waits: whether to wait while another program holds a lock; else that is a StoreError.
+    """
+
+    def __init__(self, path: Path, note: Callable[[str], None] = log.warning) -> None:
         """Open or create the ledger.
+
+        Args:
+            note: told once when a lock is waited for, and when it is free.
 
         Raises:
             LedgerError: not a ledger of this version.
             StoreError: the file cannot be created or written.
         """
-        self._path = path
+        self._path, self._note, self.waits = path, note, True
         try:
-            self._connection = sqlite3.connect(path, isolation_level=None)
+            self._connection = sqlite3.connect(path, isolation_level=None, timeout=_LOOK_S)
         except sqlite3.Error as error:
             raise storage_error("cannot open the ledger", path, error) from error
         try:
-            self._prepare()
+            self._unlocked(self._prepare)
+            self._position = queries.position(self._connection)
+            self._cost_usd = queries.cost_usd(self._connection)
         except sqlite3.Error as error:
             self._connection.close()
-            raise storage_error("cannot open the ledger", path, error) from error
+            raise self._failed("cannot open the ledger", error) from error
         except LedgerError:
             self._connection.close()
             raise
-        self._position = queries.position(self._connection)
-        self._cost_usd = queries.cost_usd(self._connection)
         self._attempt: int | None = None
+        self._digest = RunningDigest()
 
     def _prepare(self) -> None:
         is_new = queries.is_empty_database(self._connection, self._path)
@@ -115,7 +133,6 @@ class SqliteLedger:
             "journal_mode = WAL",
             "synchronous = FULL",
             "foreign_keys = ON",
-            "busy_timeout = 10000",
         ):
             self._connection.execute(f"PRAGMA {pragma}")
         if is_new:
@@ -371,7 +388,33 @@ class SqliteLedger:
                 (attempt, self._position, position),
             )
         self._position = position
+        self._digest.forget_after(position)
         return forgotten
+
+    def digest_at(self, position: int) -> str:
+        """The digest that a checkpoint at ``position`` names; see ``ledger_digest.py``."""
+        with self._reading():
+            return self._digest.at(self._connection, position)
+
+    def record_checkpoint(self, position: int, iteration: int) -> None:
+        """Record that a checkpoint was committed."""
+        attempt = self._current_attempt()
+        with self._transaction(f"the checkpoint at record {position}"):
+            self._connection.execute(
+                "INSERT INTO checkpoints (attempt, position, iteration) VALUES (?, ?, ?)",
+                (attempt, position, iteration),
+            )
+
+    def furthest_checkpoint(self) -> int | None:
+        """See :func:`~spotlight.store.ledger.ledger_queries.furthest_checkpoint`."""
+        return queries.furthest_checkpoint(self._connection)
+
+    def require_sound(self) -> None:
+        """Read the whole file. Raises LedgerError if it is damaged."""
+        with self._reading():
+            damages = queries.file_damages(self._connection)
+        if damages:
+            raise queries.damaged(self._path, "; ".join(damages[:3]))
 
     def digest(self) -> str:
         """SHA-256 over decisions and measurements; see :mod:`spotlight.store.ledger.ledger_queries`."""
@@ -409,17 +452,48 @@ class SqliteLedger:
         self.close()
 
     @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self._failed("the ledger cannot be read", error) from error
+
+    def _failed(self, what: str, error: sqlite3.Error) -> StoreError:
+        if queries.is_damage(error):
+            return queries.damaged(self._path, error)
+        return storage_error(what, self._path, error)
+
+    def _unlocked(self, act: Callable[[], object]) -> None:
+        """Do what needs a lock, which may be done again while another program holds it."""
+        told = False
+        while True:
+            try:
+                act()
+                break
+            except sqlite3.OperationalError as error:
+                if not (self.waits and queries.is_locked(error)):
+                    raise
+            if not told:
+                self._note(
+                    f"{self._path} is locked by another program, such as a viewer or a backup: the run waits "
+                    "until it is released, and is paid for meanwhile. Close that program."
+                )
+                told = True
+        if told:
+            self._note(f"{self._path} is released: the run goes on")
+
+    @contextmanager
     def _transaction(self, what: str) -> Iterator[None]:
         try:
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._unlocked(lambda: self._connection.execute("BEGIN IMMEDIATE"))
             yield
-            self._connection.execute("COMMIT")
+            self._unlocked(lambda: self._connection.execute("COMMIT"))
         except sqlite3.IntegrityError as error:
             self._abandon()
             raise LedgerError(f"{self._path}: {what}: breaks the accounting: {error}") from error
         except sqlite3.Error as error:
             self._abandon()
-            raise storage_error(f"the ledger cannot take {what}", self._path, error) from error
+            raise self._failed(f"the ledger cannot take {what}", error) from error
         except BaseException:
             self._abandon()
             raise

@@ -1,0 +1,114 @@
+"""The launch scripts as jobs of a real SLURM: runs side by side, preemption, ends of every kind.
+
+Needs SLURM of the distribution (``apt install slurmctld slurmd slurm-client munge``).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from main_job import Job, clean_audit
+from own_slurm import MISSING, Slurm, own_slurm
+from ray_job import ask
+from reward_functions import GATE
+from test_ray_run import LIMITS, SMALL
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        bool(MISSING), reason=f"no {' '.join(MISSING)}: apt install slurmctld slurmd slurm-client munge"
+    ),
+]
+JOINED = "SELECT 1 FROM incidents WHERE kind = 'node_joined' AND spot"
+NOTICED = "SELECT 1 FROM incidents WHERE kind = 'node_noticed'"
+WORKS = "SELECT 1 FROM leases"
+RUN = (*SMALL, "iterations=2", "pipeline.trainers_generate=false", "fleet.drain_margin_s=1000")
+
+
+@pytest.fixture(params=[False, True], ids=["process-tree", "control-groups"])
+def slurm(request: pytest.FixtureRequest) -> Iterator[Slurm]:
+    with own_slurm(control_groups=request.param) as slurm:
+        yield slurm
+
+
+@pytest.fixture
+def plain_slurm() -> Iterator[Slurm]:
+    with own_slurm(control_groups=False) as slurm:
+        yield slurm
+
+
+def reserve(slurm: Slurm, job: Job, name: str, gate: Path) -> str:
+    """Submit a run whose rewards wait for ``gate``."""
+    script = ["--gpus-per-node=1", "launch/slurm-reserved.sbatch"]
+    return slurm.submit(*script, "--plain", *job.arguments(name, *RUN), **{GATE: str(gate)})
+
+
+def add_spot(slurm: Slurm, reserved: str, *options: str, **more: str) -> str:
+    """Submit one spot node of a run."""
+    script = ["--array=0-0", "--gpus-per-node=1", *options, "launch/slurm-spot.sbatch", reserved]
+    return f"{slurm.submit(*script, **more)}_0"
+
+
+def test_a_run_ends_beside_another_of_the_same_clone(slurm: Slurm, job: Job, tmp_path: Path) -> None:
+    gates = tmp_path / "first", tmp_path / "second"
+    first, second = (reserve(slurm, job, f"{tmp_path.name}-{gate.name}", gate) for gate in gates)
+    runs = [job.root / f"{tmp_path.name}-{gate.name}" for gate in gates]
+    spot = add_spot(slurm, first)
+    slurm.wait("a node of the first", lambda: len(ask(runs[0], JOINED)) == 1, first, spot)
+    gates[0].touch()
+    slurm.wait_for_state(first, "COMPLETED", spot)
+    assert not slurm.processes(first), "its Ray outlives it"
+    slurm.wait_for_state(spot, "COMPLETED", first)
+    assert "the run is over" in slurm.log(spot)
+    assert not slurm.processes(slurm.shown(spot)["JobId"])
+    clean_audit(runs[0], LIMITS)
+    late = add_spot(slurm, second)
+    slurm.wait("a node of the second", lambda: len(ask(runs[1], JOINED)) == 1, second, late)
+    assert len(ask(runs[0], JOINED)) == 1
+    slurm.run("scancel", second)
+    slurm.wait_for_state(second, "CANCELLED", late)
+    slurm.wait("all gone", lambda: not slurm.processes(second), second)
+    slurm.wait_for_state(late, "COMPLETED", second)
+
+
+def test_a_preempted_node_is_told_once_and_does_not_join_again(
+    slurm: Slurm, job: Job, tmp_path: Path
+) -> None:
+    run = job.root / tmp_path.name
+    reserved = reserve(slurm, job, tmp_path.name, tmp_path / "never")
+    spot = add_spot(slurm, reserved, "--nodelist=n3")
+    slurm.wait("at work", lambda: bool(ask(run, WORKS)), reserved, spot)
+    urgent = slurm.submit("--partition=urgent", "--nodelist=n3", "--exclusive", "--wrap=sleep 1")
+    slurm.wait("noticed", lambda: len(ask(run, NOTICED)) == 1, reserved, spot)
+    slurm.wait_for_state(urgent, "COMPLETED", spot, reserved)
+    assert slurm.shown(spot)["Restarts"] == "1"
+    assert len(ask(run, NOTICED)) == len(ask(run, JOINED)) == 1
+    assert slurm.log(spot).count("Ray runtime started") == 1
+
+
+def test_the_learner_has_ranks_on_two_reserved_nodes(plain_slurm: Slurm, job: Job, tmp_path: Path) -> None:
+    words = job.arguments(tmp_path.name, *RUN, "iterations=1", "fleet.learner_ranks=2", "learner.shard=all")
+    script = ["--nodes=2", "--gpus-per-node=1", "launch/slurm-reserved.sbatch"]
+    reserved = plain_slurm.submit(*script, "--plain", *words)
+    spot = add_spot(plain_slurm, reserved)
+    plain_slurm.wait_for_state(reserved, "COMPLETED", spot)
+    assert not plain_slurm.processes(reserved)
+
+
+def test_an_address_where_nothing_listens_is_found_in_seconds(plain_slurm: Slurm) -> None:
+    slurm = plain_slurm
+    reserved = slurm.submit("--partition=reserved", "--wrap=sleep 600")
+    shared = slurm.clone / "runs" / "slurm"
+    shared.mkdir(parents=True)
+    (shared / "ray_token").write_text("0" * 64)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    for name in ("head", f"{reserved}.head"):
+        (shared / name).write_text(f"{address}\n")
+    spot = add_spot(slurm, reserved, SPOTLIGHT_WAIT_S="5")
+    slurm.wait_for_log(spot, f"no head at {address}")
+    slurm.wait_for_state(spot, "FAILED")
