@@ -136,15 +136,9 @@ def audit(run: Path, limits: AuditLimits, within_s: float | None = None) -> Audi
         try:
             return _audit(connection, newest, limits)
         except sqlite3.DatabaseError as error:
-<<<<<<< HEAD
             if queries.ran_out_of_time(error):
                 raise
-            raise LedgerError(
-                f"{paths.ledger}: damaged, cannot be read to its end ({error}). Restore the file from a copy."
-            ) from error
-=======
             raise queries.damaged(paths.ledger, f"cannot be read to its end: {error}") from error
->>>>>>> main
 
 
 def _audit(

@@ -108,19 +108,12 @@ def open_readonly(path: Path, within_s: float | None = None) -> sqlite3.Connecti
         raise
     except sqlite3.Error as error:
         connection.close()
-<<<<<<< HEAD
         if ran_out_of_time(error):
             raise
-        raise LedgerError(
-            f"{path}: cannot be read: {error}. Reading needs write access to its folder."
-        ) from error
-=======
-        remedy = "Close the program that holds its lock" if is_locked(error) else "Reading needs write access"
         remedy = "Reading needs write access to its folder"
         if is_locked(error):
             remedy = "Close the program that locks it"
         raise LedgerError(f"{path}: cannot be read: {error}. {remedy}.") from error
->>>>>>> main
     return connection
 
 
