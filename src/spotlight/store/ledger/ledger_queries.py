@@ -110,6 +110,8 @@ def open_readonly(path: Path, within_s: float | None = None) -> sqlite3.Connecti
         connection.close()
         if ran_out_of_time(error):
             raise
+        if is_damage(error):
+            raise damaged(path, error) from error
         remedy = "Reading needs write access to its folder"
         if is_locked(error):
             remedy = "Close the program that locks it"
