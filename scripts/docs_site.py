@@ -34,7 +34,7 @@ from spotlight.registry import ALGORITHMS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
-ROOT_PAGES = ("RELIABILITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
+ROOT_PAGES = ("RELIABILITY.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the repository's root that the site shows, too."""
 
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?:|mailto:)([^)\s#]+)(#[^)\s]*)?\)")

@@ -55,6 +55,30 @@ def test_a_transformer_read_later_is_the_one_loaded_at_once(
         assert torch.equal(found[key], tensor), key
 
 
+@pytest.mark.parametrize("name", FAMILIES.built_in)
+def test_prompts_are_embedded_where_the_text_encoder_is_told_to_be(name: str, tmp_path: Path) -> None:
+    """Of a family whose other device could not: nothing can be read back from it."""
+    family = FAMILIES.load(name)
+    family.tiny(tmp_path / "pipeline", seed=0)
+
+    def load(cache: str, text_device: torch.device | None) -> Any:
+        loaded = family.load(
+            tmp_path / "pipeline",
+            device="cpu",
+            dtype=torch.float32,
+            embeddings_cache=tmp_path / cache,
+            max_text_tokens=32,
+            text_device=text_device,
+        )
+        if text_device is not None:
+            loaded.device = torch.device("meta")
+        return loaded.encode(["one red circle"])[0].tensors
+
+    expected, found = load("usual", None), load("told", CPU)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+
+
 @pytest.mark.parametrize("algorithm", ["nft", "grpo", "full"])
 def test_a_learner_equals_one_whose_model_was_loaded_at_once(
     algorithm: str, random_pipeline: Path, tmp_path: Path

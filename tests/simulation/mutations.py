@@ -13,6 +13,9 @@ from inspect import getattr_static, signature
 from typing import NewType
 from unittest.mock import patch
 
+from spotlight.cluster.billing import Billing, Spent
+from spotlight.cluster.billing import _Slot as Slot
+from spotlight.cluster.billing import _Tenant as Tenant
 from spotlight.config.sections.algorithm import TrainPolicy
 from spotlight.scheduler import events as ev
 from spotlight.scheduler import iteration as issue_module
@@ -89,7 +92,7 @@ class Mutation:
 _complete, _pull, _check, _revoke = PullQueue.complete, PullQueue.pull, PullQueue._check, PullQueue._revoke
 _choose_seeds, _micro_batches = choose_seeds, micro_batches
 _load, _train_rollouts = Rollouts.load, issue_module.train_rollouts
-_add, _confirm = GpuAccounts.add, GpuAccounts.confirm
+_add, _confirm, _take_bill = GpuAccounts.add, GpuAccounts.confirm, Billing.take
 _take = KeptPreviews.take
 _place_learner, _limit_s = Controller._place_learner, AnswerLimits.limit_s
 
@@ -266,6 +269,19 @@ def _books_work_as_idle(self: GpuAccounts, segments: Iterable[BilledSegment], ph
     _confirm(self, segments, Phase.LOST if phase is Phase.LOST else Phase.IDLE)
 
 
+def _forgets_lost_nodes(self: Billing) -> list[Spent]:
+    self._gone = []
+    return []
+
+
+def _forgets_what_was_at_risk(self: Slot, tenant: Tenant, phase: Phase) -> None:
+    tenant.at_risk_s = 0.0
+
+
+def _bills_again(self: Billing, now: float) -> list[Spent]:
+    return _take_bill(self, now) * 2
+
+
 def _keeps_older_work(self: NextIteration) -> None:
     pass
 
@@ -395,6 +411,9 @@ MUTATIONS = (
     Mutation("every price is tripled", ((GpuAccounts, "add", _triples_prices),)),
     Mutation("prices that change are overlooked", ((GpuAccounts, "price", _overlooks_prices),)),
     Mutation("work that counts is booked as idle", ((GpuAccounts, "confirm", _books_work_as_idle),)),
+    Mutation("the head bills no lost node", ((Billing, "take_gone", _forgets_lost_nodes),)),
+    Mutation("the head bills no work at risk", ((Slot, "settle", _forgets_what_was_at_risk),)),
+    Mutation("the head bills everything twice", ((Billing, "take", _bills_again),)),
 )
 
 

@@ -48,6 +48,7 @@ from spotlight_plan.simulation.virtual_processes import VirtualGroup, VirtualWei
 from spotlight_plan.simulation.virtual_rewards import CONTENT
 from spotlight_plan.simulation.virtual_workers import Receipt
 from tests.simulation.bill import Bill
+from tests.simulation.head_bill import HeadBill
 from tests.simulation.learner_ranks import check_ranks
 
 
@@ -199,6 +200,7 @@ class ReferenceModel:
     intended: dict[LeaseId, VirtualGroup] = field(default_factory=dict)
     holder: dict[RolloutId, tuple[LeaseId, int]] = field(default_factory=dict)
     bill: Bill = field(default_factory=Bill)
+    head_bill: HeadBill = field(default_factory=HeadBill)
     undone: set[Rollout] = field(default_factory=set)
     window: Window | None = None
     over: bool = False
@@ -258,10 +260,13 @@ class ReferenceModel:
         check_ranks(self.simulation)
         self._balance()
         self.bill.compare(self.simulation.accounts, self.simulation.now)
+        self.head_bill.observe(event, effects, self.simulation.now)
 
     def head_restarted(self, position: int) -> None:
         """Cut the durable ledger to the checkpoint's position; forget what was in memory."""
         self.expected = LedgerModel.until(self.expected.records[:position], self._stale)
+        self.head_bill.end(self.simulation.now)
+        self.head_bill = HeadBill()
         self.early.clear()
         self.made.clear()
         self.undone.clear()
@@ -497,6 +502,7 @@ class ReferenceModel:
         assert simulation.finish is not None
         simulation.accounts.check(simulation.now)
         self.bill.compare(simulation.accounts, simulation.now)
+        self.head_bill.end(simulation.now)
         if simulation.finish.error is None:
             assert set(self.expected.issued) == set(self.expected.ended), "samples disappeared"
             assert simulation.controller.iteration == simulation.scenario.plan.iterations

@@ -185,7 +185,9 @@ HOLD_MODELS = {
     for module in (
         *(f"geneval.{each}" for each in ("mask2former", "object_colors", "openmmlab", "tiny_detector")),
         *(f"models.{each}" for each in ("pretrained_model", "tiny_vlm", "vision_language")),
+        "reading.onnx_reader",
         "reading.pp_ocr",
+        "reading.text_lines",
         "reading.tiny_pp_ocr",
         *(
             f"preference.{each}"

@@ -266,6 +266,30 @@ def test_nothing_is_open_beyond_the_cluster() -> None:
         assert "ports" not in sky(kind)["resources"]
 
 
+def test_only_the_runs_own_pods_reach_ports_without_a_secret() -> None:
+    policy = kubernetes()["NetworkPolicy"]["spec"]
+    own = policy["podSelector"]["matchLabels"]
+    assert all(own.items() <= group["template"]["metadata"]["labels"].items() for group in groups().values())
+    assert policy["policyTypes"] == ["Ingress"]
+    among, operator = policy["ingress"]
+    assert among == {"from": [{"podSelector": {"matchLabels": own}}]}
+    (jobs,) = (port["containerPort"] for port in container("head")["ports"] if port["name"] == "dashboard")
+    assert [port["port"] for port in operator["ports"]] == [jobs]
+    assert all("podSelector" in peer for peer in operator["from"]), "nobody else of any namespace"
+
+
+def test_pods_have_no_privilege() -> None:
+    for group in groups():
+        spec = pod(group)
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for each in (*spec["containers"], *spec.get("initContainers", ())):
+            assert each["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }, each["name"]
+
+
 # -- the image -----------------------------------------------------------------------
 
 

@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from tests.unit.pp_ocr_forward import detector_forward, recognizer_forward
 
 from spotlight_rewards.reading.ocr_neural import OcrNeural
-from spotlight_rewards.reading.pp_ocr import TextDetector, TextRecognizer, read_pictures
+from spotlight_rewards.reading.pp_ocr import TextDetector, TextRecognizer
 from spotlight_rewards.reading.text_boxes import cut_out, find_boxes
+from spotlight_rewards.reading.text_lines import read_pictures
 from spotlight_rewards.reading.tiny_pp_ocr import CHARACTERS, save_tiny_recognizer
 from spotlight_rewards.reward import RewardInputError, RewardSetupError
 from spotlight_rewards.reward_registry import load

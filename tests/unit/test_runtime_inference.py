@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.state import FailedRollout, FinishedRollout, SampleTensors
-from spotlight.runtime.inference import TrainedRun
+from spotlight.runtime.inference import TrainedRun, _room_for_text
 from spotlight.runtime.observer import Silent
 from spotlight.scheduler.types import Rollout
 
@@ -81,3 +82,28 @@ def test_an_evaluation_keeps_no_picture_that_is_scored(
     run = TrainedRun(tmp_path, config, 1, "policy", nobody, nobody)
     found = run.evaluate(Silent(), images_per_prompt=1, prompts_file=tmp_path / "p.txt")
     assert len(found.curves) > 0
+
+
+@pytest.mark.parametrize(
+    ("device", "text_device", "missing", "moved"),
+    [
+        ("cuda", "cuda", ["a cat"], ["cpu", "cuda"]),
+        ("cuda", "cuda", [], []),
+        ("cuda", "cpu", ["a cat"], []),
+        ("cpu", "cpu", ["a cat"], []),
+    ],
+)
+def test_a_gpu_holds_the_text_encoder_or_the_transformer(
+    device: str, text_device: str, missing: list[str], moved: list[str]
+) -> None:
+    """Where there is no GPU, its moves alone can be seen."""
+    places: list[str] = []
+    family: Any = SimpleNamespace(
+        device=torch.device(device),
+        text_device=torch.device(text_device),
+        not_embedded=lambda wanted: missing,
+        transformer=SimpleNamespace(to=lambda place: places.append(str(place))),
+    )
+    with _room_for_text(family, ["a cat"]):
+        assert places == moved[:1]
+    assert places == moved

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
+from pathlib import Path
+
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from spotlight.config.load import build_config
+from spotlight.cli import doctor_checks
+from spotlight.cli.doctor import Verdict
+from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
+from spotlight.dry_run.fit.whole_run import Needs
 from spotlight.dry_run.fitting_sizes import USABLE
-from spotlight.dry_run.memory_plan import Phase, memory_parts, phase_bytes
+from spotlight.dry_run.memory_plan import Phase, peak_bytes, phase_bytes
 from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
-from spotlight.dry_run.run_plan import parameters_trained
+from spotlight.dry_run.reward_plan import reward_parts, reward_places
+from spotlight.dry_run.run_plan import make_plan, parameters_trained
+from spotlight.registry import FAMILIES
 
+ROOT = Path(__file__).parents[2]
 GIB = 2**30
+SMALL_RECIPES = sorted((ROOT / "examples").glob("[0-9]*gb-*.yaml"))
 TEXT_TOKENS = 64
 
 
@@ -46,11 +59,15 @@ def small_run(family: str, path: str, **changes: dict[str, object]) -> RunConfig
     return build_config(dict(sections), "the test")
 
 
-def peaks(config: RunConfig) -> dict[Phase, float]:
+def needs(config: RunConfig) -> Needs:
     model = read_sizes(config)
     assert isinstance(model, ModelSizes)
     trained = parameters_trained(config, model)
-    return phase_bytes(memory_parts(config, model, family_of(config), trained, TEXT_TOKENS))
+    return Needs(model, family_of(config), trained, TEXT_TOKENS, reward_places(config))
+
+
+def peaks(config: RunConfig) -> dict[Phase, float]:
+    return phase_bytes(needs(config).memory(config))
 
 
 @pytest.mark.parametrize(
@@ -66,3 +83,61 @@ def peaks(config: RunConfig) -> dict[Phase, float]:
 def test_models_of_up_to_nine_billion_parameters_train_on_24_gb(family: str, path: str, most: float) -> None:
     found = peaks(small_run(family, path))
     assert max(found.values()) < most * GIB < USABLE * 24 * GIB
+
+
+@pytest.mark.slow
+def test_the_readme_says_what_small_gpus_train() -> None:
+    spec = importlib.util.spec_from_file_location("small_gpus_table", ROOT / "scripts/small_gpus_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    (_, rest) = (ROOT / "README.md").read_text().split(f"<!-- {script.MARK} -->\n")
+    assert rest.startswith(script.table() + "<!-- end -->"), "run python scripts/small_gpus_table.py"
+
+
+def test_the_doctor_names_what_a_gpu_can_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: FAMILIES.built_in[name] for name in ("sd3", "z-image")}
+    monkeypatch.setattr(FAMILIES, "built_in", few)
+    sixteen, four = (doctor_checks.trains(gib * GIB) for gib in (16, 4))
+    assert sixteen.verdict is Verdict.OK
+    assert "a LoRA of stabilityai/stable-diffusion-3.5-medium, Tongyi-MAI/Z-Image, " in sixteen.found
+    assert "3.5-large" not in sixteen.found
+    assert "--fit auto" in sixteen.found
+    assert four.verdict is Verdict.WARN
+    assert "no published model" in four.found
+
+
+@pytest.mark.parametrize("recipe", SMALL_RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_fits_the_gpu_of_its_name_with_its_rewards_on_the_cpu(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config(recipe)
+    gib = int(recipe.stem.partition("gb-")[0])
+    plan = make_plan(config)
+    assert peak_bytes(plan.memory) <= USABLE * gib * GIB
+    assert not [part for part in plan.memory if part.part.startswith("reward ")]
+    (found,) = (found for size, found in plan.small if size == gib)
+    assert not found.changes
+    assert "Estimated" in recipe.read_text(encoding="utf-8").partition("Sources of the figures")[0]
+
+
+def test_a_reward_on_the_same_gpu_is_in_the_plan_until_it_is_on_the_cpu(tmp_path: Path) -> None:
+    """Unknown weights are only known to fit nowhere."""
+    weights = tmp_path / "model.safetensors"
+    save_file({"weight": np.zeros((1000,), np.float32)}, weights)
+    known, unknown = (
+        {"name": "clip-score", "params": {"model": str(each)}} for each in (tmp_path, "no/such")
+    )
+
+    def beside(reward: dict[str, object], **place: str) -> list[float]:
+        run = build_config(
+            {"data": {"train": "testbed", "test": "testbed"}, "rewards": [reward | place]}, "it"
+        )
+        return [part.bytes for part in reward_parts(run, reward_places(run), unknown_bytes=math.inf)]
+
+    assert beside(known, device="auto") == [4000 + 0.4 * GIB] == beside(known, device="learner")
+    assert beside(unknown, device="auto") == [math.inf]
+    assert beside(known, device="cpu") == beside(unknown, device="cpu") == []
+    assert beside({"name": "jpeg_size"}) == []

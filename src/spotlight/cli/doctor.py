@@ -69,7 +69,8 @@ def doctor(
     side: _Side = None,
     json: _Json = None,
 ) -> None:
-    """Check this machine: Python, packages, device, memory, shared memory, disk, Tesseract, model hub.
+    """Check this machine: Python, packages, device and what it can train, memory, shared memory, disk,
+    Tesseract, model hub.
 
     With --gpu: rates of products and copies; a denoising forward and updates of a model with random
     weights, with their utilisation (MFU) and kernels; what fits; how fast several cards talk. Nothing is
@@ -111,6 +112,7 @@ def _check_machine(runs_dir: Path) -> None:
         doctor_checks.packages,
         doctor_checks.extensions,
         doctor_checks.device,
+        doctor_checks.trainable,
         doctor_checks.kernels,
         doctor_checks.cpu,
         doctor_checks.shared_memory,

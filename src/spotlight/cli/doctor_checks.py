@@ -84,6 +84,25 @@ def device() -> Iterator[Finding]:
         )
 
 
+def trainable() -> Iterator[Finding]:
+    """Published models that the first GPU can train."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield trains(torch.cuda.get_device_properties(0).total_memory)
+
+
+def trains(memory_bytes: int) -> Finding:
+    """What a GPU of so much memory trains, estimated."""
+    from spotlight.dry_run.fit.published import published_fits
+    from spotlight.dry_run.fitting_sizes import USABLE
+
+    there = [path for path, found in published_fits(USABLE * memory_bytes) if found.fits]
+    found = f"a LoRA of {', '.join(there) or 'no published model'}"
+    how = "spotlight train FILE --fit auto finds the settings."
+    return _ok_unless(not there, "can train", found + (f": {how}" if there else ""), "See docs/families.md.")
+
+
 def kernels() -> Iterator[Finding]:
     """Attention implementations, and what fused and compiled operators need."""
     import torch

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from spotlight_rewards.base.terminal import printable
 from spotlight_rewards.commands.exit_codes import EXIT_INTERRUPTED, errors_without_traceback, failure
 
 if TYPE_CHECKING:
@@ -153,7 +154,8 @@ def _print(notices: Sequence[Notice]) -> None:
                 words, colour = "the cloud advises to move", "yellow"
         stamp = typer.style(datetime.now(UTC).strftime("%H:%M:%SZ"), dim=True)
         # Not Rich, which exits inside the watch when its output pipe is closed.
-        typer.echo(f"{stamp}  {notice.source}: {typer.style(words, fg=colour, bold=True)} ({notice.detail})")
+        styled, detail = typer.style(words, fg=colour, bold=True), printable(notice.detail)
+        typer.echo(f"{stamp}  {notice.source}: {styled} ({detail})")
 
 
 def _record(notice: Notice) -> dict[str, object]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.media_size import media_size
-from spotlight.dry_run.memory_plan import memory_parts, peak_bytes, shared_parts
+from spotlight.dry_run.memory_plan import Estimate, memory_parts, peak_bytes, shared_parts
 from spotlight.dry_run.model_plan import ModelSizes
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
@@ -16,7 +16,7 @@ from spotlight.models.model_errors import ModelError
 if TYPE_CHECKING:
     from spotlight.models.family import ModelFamily
 
-GPU_GIB = (24, 48, 80, 141, 192)
+GPU_GIB = (12, 16, 24, 32, 48, 80, 141, 192)
 RANKS = 8
 SHORTER_PX = (256, 320, 384, 448, 480, 512, 576, 640, 704, 720, 768, 896, 1024, 1280, 1536, 2048)
 USABLE = 0.9
@@ -38,15 +38,23 @@ class FittingSize:
 
 
 def fitting_sizes(
-    config: RunConfig, model: ModelSizes, family: type[ModelFamily], trained: int, text_tokens: int
+    config: RunConfig,
+    model: ModelSizes,
+    family: type[ModelFamily],
+    trained: int,
+    text_tokens: int,
+    beside: Sequence[Estimate] = (),
 ) -> tuple[FittingSize, ...]:
-    """For each of :data:`GPU_GIB`: sizes of the configured frames and proportions, all else unchanged."""
+    """For each of :data:`GPU_GIB`: sizes of the configured frames and proportions, all else unchanged.
+
+    Args:
+        beside: what other processes hold.
+    """
     alone: list[tuple[MediaSize, float]] = []
     shared: list[tuple[MediaSize, float]] = []
-    for size in _sizes(config, model):
-        rollout = config.rollout.model_copy(update={"height": size.height, "width": size.width})
-        sized = config.model_copy(update={"rollout": rollout})
-        parts = memory_parts(sized, model, family, trained, text_tokens)
+    for size in sizes_of(config, model):
+        sized = resized(config, size)
+        parts = (*memory_parts(sized, model, family, trained, text_tokens), *beside)
         alone.append((size, peak_bytes(parts)))
         if config.learner.shard != "none":
             shared.append((size, peak_bytes(shared_parts(sized, model, parts, RANKS))))
@@ -58,7 +66,12 @@ def _largest(peaks: list[tuple[MediaSize, float]], gib: int) -> MediaSize | None
     return fitting[-1] if fitting else None
 
 
-def _sizes(config: RunConfig, model: ModelSizes) -> Iterator[MediaSize]:
+def resized(config: RunConfig, size: MediaSize) -> RunConfig:
+    rollout = config.rollout.model_copy(update={"height": size.height, "width": size.width})
+    return config.model_copy(update={"rollout": rollout})
+
+
+def sizes_of(config: RunConfig, model: ModelSizes) -> Iterator[MediaSize]:
     """Ascending, those that the model has, with the configured one."""
     now, unit = media_size(config.rollout), model.dimensions.unit_px or model.dimensions.patch_px
     shorter = min(now.height, now.width)

@@ -225,7 +225,8 @@ def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Est
         applied = 1 + copies
         yield Estimate(_APPLIED, trained * 2 * applied, f"2 B x P x {applied} (applied)", "once loaded")
     formula = f"{size} B x parameters, freed before the DiT is read"
-    yield Estimate("text encoder", model.text_encoder_parameters * size, formula, "text encoding")
+    when: When = "host" if config.model.text_encoder == "cpu" else "text encoding"
+    yield Estimate("text encoder", model.text_encoder_parameters * size, formula, when)
 
 
 def _frozen(config: RunConfig, model: ModelSizes) -> tuple[float, str]:

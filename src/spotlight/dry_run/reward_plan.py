@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from spotlight.config.schema import RunConfig
+from spotlight.dry_run.memory_plan import Estimate
 from spotlight_rewards.registry import REWARDS, resolve
 from spotlight_rewards.results import require_names
 from spotlight_rewards.reward import RewardTraits
@@ -23,6 +24,8 @@ _CHECKPOINTS = (".bin", ".pt", ".pth")
 _HEADER_MAX_BYTES = 100_000_000
 """The format's own limit."""
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
+_CONTEXT_BYTES = 0.4 * 2**30
+"""Of CUDA, in every process that uses a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,33 @@ def require_rewards(config: RunConfig) -> None:
 
 def reward_places(config: RunConfig) -> tuple[RewardPlace, ...]:
     return tuple(_place_of(config, reward) for reward in config.rewards)
+
+
+def shares_gpu(config: RunConfig, reward: RewardConfig) -> bool:
+    """Whether its processes may use the GPU that trains."""
+    inline = config.fleet.driver == "inline"
+    return config.device != "cpu" and (reward.device == "learner" or (inline and reward.device == "auto"))
+
+
+def reward_parts(
+    config: RunConfig, places: Sequence[RewardPlace], *, unknown_bytes: float = 0.0
+) -> list[Estimate]:
+    """Memory of the GPU that trains, for models of rewards that score on it.
+
+    Args:
+        places: of the rewards, in their order.
+        unknown_bytes: taken for weights that are not here yet.
+    """
+    parts = []
+    for reward, place in zip(config.rewards, places, strict=True):
+        if place.weights_bytes == 0 or not shares_gpu(config, reward):
+            continue
+        weights = unknown_bytes if place.weights_bytes is None else place.weights_bytes
+        number = place.replicas or 1
+        formula = "weights" if place.weights_bytes is not None else "weights unknown, not here yet"
+        formula += f" and CUDA's context, x {number} (rewards.device)"
+        parts.append(Estimate(f"reward {place.reward}", number * (weights + _CONTEXT_BYTES), formula))
+    return parts
 
 
 def _place_of(config: RunConfig, reward: RewardConfig) -> RewardPlace:

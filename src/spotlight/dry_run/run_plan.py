@@ -12,7 +12,9 @@ from statistics import median
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
-from spotlight.dry_run.fitting_sizes import FittingSize, fitting_sizes
+from spotlight.dry_run.fit.fit import Fit, fit
+from spotlight.dry_run.fit.whole_run import Needs
+from spotlight.dry_run.fitting_sizes import USABLE, FittingSize, fitting_sizes
 from spotlight.dry_run.memory_plan import Estimate, disk_parts, host_parts, memory_parts, stored_parts
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import (
@@ -24,9 +26,13 @@ from spotlight.dry_run.model_plan import (
     lora_parameters,
     read_sizes,
 )
-from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, reward_places
+from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, reward_parts, reward_places
+from spotlight.models.model_errors import ModelError
 from spotlight.store.metrics import read_metrics
 from spotlight_rewards.base.errors import ConfigError
+
+SMALL_GIB = (12, 16, 24, 32)
+"""Memory of GPUs that people have at home."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +79,9 @@ class RunPlan:
         evaluation_images: per evaluation.
         train_prompts: after ``data.tags``.
         notes: warnings about ranks, settings and prompts.
-        model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory`` and ``fitting``
-            are empty, and ``disk`` lacks checkpoints.
+        model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory``, ``fitting``
+            and ``small`` are empty, and ``disk`` lacks checkpoints.
+        small: what fits one GPU, by its GiB; empty with Ray.
         seconds_per_iteration: median measured in this run's directory; None before.
     """
 
@@ -93,6 +100,7 @@ class RunPlan:
     parameters_trained: int | None
     memory: tuple[Estimate, ...]
     fitting: tuple[FittingSize, ...]
+    small: tuple[tuple[int, Fit], ...]
     disk: tuple[Estimate, ...]
     rewards: tuple[RewardPlace, ...]
     seconds_per_iteration: float | None
@@ -116,13 +124,11 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
     trained = None if isinstance(model, NotHere) else parameters_trained(config, model)
     images = len(prompts.test) * config.evaluation.images_per_prompt
     evaluations = config.evaluation.count(config.iterations)
-    memory: tuple[Estimate, ...] = ()
-    fitting: tuple[FittingSize, ...] = ()
-    if isinstance(model, ModelSizes) and trained is not None:
-        sizes = config, model, family_of(config), trained, text_tokens(config, prompts)
-        everyone = len(prompts.train) + len(prompts.test)
-        held = host_parts(config, model, sizes[-1], prompts=everyone, evaluated=images if evaluations else 0)
-        memory, fitting = (*memory_parts(*sizes), *held), fitting_sizes(*sizes)
+    rewards = reward_places(config)
+    parts = _MemoryOf()
+    if isinstance(model, ModelSizes):
+        pictures = images if evaluations else 0
+        parts = _memory(config, _needs(config, model, prompts, rewards), prompts, pictures)
     return RunPlan(
         samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
         trained_samples=_trained_samples(config),
@@ -137,15 +143,57 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
         notes=(*notes, *config.every_note(), *prompts.notes(config)),
         model=model,
         parameters_trained=trained,
-        memory=memory,
-        fitting=fitting,
+        memory=parts.memory,
+        fitting=parts.fitting,
+        small=parts.small,
         disk=(
             *disk_parts(config, trained, evaluations, images),
             *stored_parts(config, model, stored_tokens(config, prompts)),
         ),
-        rewards=reward_places(config),
+        rewards=rewards,
         seconds_per_iteration=_measured_seconds(config),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryOf:
+    """As in :class:`RunPlan`."""
+
+    memory: tuple[Estimate, ...] = ()
+    fitting: tuple[FittingSize, ...] = ()
+    small: tuple[tuple[int, Fit], ...] = ()
+
+
+def _memory(config: RunConfig, needs: Needs, prompts: Prompts, evaluated: int) -> _MemoryOf:
+    model, tokens = needs.model, needs.text_tokens
+    sizes = config, model, needs.family, needs.trained, tokens
+    everyone = len(prompts.train) + len(prompts.test)
+    held = host_parts(config, model, tokens, prompts=everyone, evaluated=evaluated)
+    beside = reward_parts(config, needs.rewards)
+    small = SMALL_GIB if config.fleet.driver == "inline" else ()
+    return _MemoryOf(
+        (*memory_parts(*sizes), *beside, *held),
+        fitting_sizes(*sizes, beside=beside),
+        tuple((gib, fit(config, needs.memory, USABLE * gib * 2**30)) for gib in small),
+    )
+
+
+def needs_of(config: RunConfig) -> Needs:
+    """For ``--fit``. Raises as :func:`make_plan`, and ModelError if the model's sizes are not known here."""
+    require_rewards(config)
+    require_model(config)
+    prompts, model = load_prompts(config), read_sizes(config)
+    if isinstance(model, NotHere):
+        raise ModelError(
+            f"--fit with model.path={config.model.path}, which is not here, so its sizes are unknown: "
+            f"{model.remedy}"
+        )
+    return _needs(config, model, prompts, reward_places(config))
+
+
+def _needs(config: RunConfig, model: ModelSizes, prompts: Prompts, rewards: tuple[RewardPlace, ...]) -> Needs:
+    trained = parameters_trained(config, model)
+    return Needs(model, family_of(config), trained, text_tokens(config, prompts), rewards)
 
 
 def rank_notes(config: RunConfig, ranks: int | None) -> list[str]:

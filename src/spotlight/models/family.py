@@ -75,6 +75,7 @@ class ModelFamily(FamilyTraits, ABC):
             divided by noise level are one :class:`~spotlight.models.experts.Experts`.
         vae: frozen, float32.
         device: of transformer and VAE.
+        text_device: of the text encoders.
         dtype: of the transformer's weights and inputs.
         config: diffusers' configuration of the (first) transformer.
         dimensions: of this pipeline.
@@ -91,12 +92,14 @@ class ModelFamily(FamilyTraits, ABC):
         *,
         embeddings_cache: Path,
         max_text_tokens: int,
+        text_device: torch.device | None = None,
         unread: TransformerFiles | None = None,
     ) -> None:
         self.check_text_limit(max_text_tokens)
         self._unread = unread
         self.files, self.transformer, self.vae, self.scheduler = files, transformer, vae, scheduler
         self.device, self.dtype, self.max_text_tokens = device, dtype, max_text_tokens
+        self.text_device = device if text_device is None else text_device
         self.config: Any = denoisers(transformer)["transformer"].config
         self.dimensions = self.read_dimensions(files)
         text = {name: part for name, part in self.components.items() if not is_denoiser(name)}
@@ -107,7 +110,7 @@ class ModelFamily(FamilyTraits, ABC):
             max_tokens=max_text_tokens,
             dtype=dtype,
         )
-        self._prompts = PromptEncoder(files, self.pipeline_class, text, self._embed, cache, device)
+        self._prompts = PromptEncoder(files, self.pipeline_class, text, self._embed, cache, self.text_device)
         self._schedule = lru_cache(maxsize=256)(self._visited_sigmas)
         self.check_parts()
 
@@ -121,6 +124,7 @@ class ModelFamily(FamilyTraits, ABC):
         revision: str | None = None,
         embeddings_cache: Path,
         max_text_tokens: int = 512,
+        text_device: torch.device | None = None,
         read_transformer: bool = True,
         transformer: str | None = None,
         deferred: bool = False,
@@ -134,6 +138,7 @@ class ModelFamily(FamilyTraits, ABC):
             revision: of a hub id.
             embeddings_cache: directory for prompt embeddings.
             max_text_tokens: limit per prompt (the pipeline's ``max_sequence_length``).
+            text_device: where prompts are embedded; default: ``device``.
             read_transformer: False leaves the weights to :func:`spotlight.models.skeleton.filling`; of the
                 transformer's files only config.json is needed.
             transformer: directory or file of safetensors with the weights, in place of the pipeline's; of
@@ -163,6 +168,7 @@ class ModelFamily(FamilyTraits, ABC):
             dtype,
             embeddings_cache=embeddings_cache,
             max_text_tokens=max_text_tokens,
+            text_device=text_device,
             unread=weights if deferred else None,
         )
 

@@ -6,11 +6,13 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from spotlight.config.load import load_dump
@@ -280,8 +282,9 @@ class TrainedRun:
             self._family.check_guidance(self._family.files, guidance, "guidance")
             recipe = dataclasses.replace(recipe, guidance_scale=guidance)
         unique = list(dict.fromkeys(inputs[rollout.prompt_id] for rollout in rollouts))
-        negative, *conditions = self._family.encode([self.config.rollout.negative_prompt, *unique])
-        self._family.free_text_encoder()
+        with _room_for_text(self._family, wanted := [self.config.rollout.negative_prompt, *unique]):
+            negative, *conditions = self._family.encode(wanted)
+            self._family.free_text_encoder()
         encoded = dict(zip(unique, conditions, strict=True))
         batch = self.config.rollout.batch_size
         engine = build.make_engine(self.config, self._family, negative)
@@ -292,6 +295,21 @@ class TrainedRun:
                 results = engine.run(model, states)
                 observer.work(Phase.EVALUATION, start + len(part), len(rollouts))
                 yield results
+
+
+@contextmanager
+def _room_for_text(family: ModelFamily, wanted: Sequence[ModelInput]) -> Iterator[None]:
+    """While prompts are embedded, the transformer waits in the host's memory: a GPU may not hold both."""
+    device = family.device
+    if device.type == "cpu" or family.text_device != device or not family.not_embedded(wanted):
+        yield
+        return
+    family.transformer.to("cpu")
+    torch.cuda.empty_cache()
+    try:
+        yield
+    finally:
+        family.transformer.to(device)
 
 
 def _on_any_machine(config: RunConfig, device: Literal["auto", "cpu", "cuda"]) -> RunConfig:

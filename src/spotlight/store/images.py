@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, islice, repeat
 from pathlib import Path
 
 import numpy as np
@@ -35,6 +35,7 @@ from spotlight.store.picture_names import (
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.files import open_regular, write_atomically
+from spotlight_rewards.base.media_files import FILE_PIXELS, open_picture
 from spotlight_rewards.base.picture_page import (
     BEFORE_AFTER,
     BETTER,
@@ -122,23 +123,31 @@ def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
     tiles = []
     for path in tiles_of(paths, iteration):
         try:
-            with Image.open(path) as image:
+            with open_picture(path) as image:
                 caption, score = image.info["caption"], float(image.info["score"])
                 fps = float(image.info.get("fps", FPS))
-                frames = [
-                    np.asarray(frame.convert("RGB"))
-                    for frame in ImageSequence.Iterator(image)
-                    # Equal frames in succession are stored as one that lasts longer.
-                    for _ in range(max(1, round(frame.info.get("duration", 0) * fps / 1000)))
-                ]
+                frames = _played(image, fps)
                 media = frames[0] if len(frames) == 1 else np.stack(frames)
                 names = image.info.get("references", "").split()
                 shown = tuple(picture_of(_references_folder(paths) / name) for name in names)
                 member = int(image.info["member"]) if "member" in image.info else None
                 tiles.append(Tile(media, caption, score, fps, shown, member))
-        except (OSError, KeyError, ValueError) as error:
+        except (OSError, KeyError, ValueError, ArithmeticError, SyntaxError) as error:
             raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error
     return tuple(tiles)
+
+
+def _played(image: Image.Image, fps: float) -> list[NDArray[np.uint8]]:
+    """A picture, or a video's frames: equal ones in succession are stored as one that lasts longer."""
+    seen = (
+        repeat(np.asarray(frame.convert("RGB")), max(1, round(frame.info.get("duration", 0) * fps / 1000)))
+        for frame in ImageSequence.Iterator(image)
+    )
+    most = FILE_PIXELS // (image.width * image.height)
+    frames = list(islice(chain.from_iterable(seen), most + 1))
+    if len(frames) > most:
+        raise ValueError(f"it lasts for more than {most} frames")
+    return frames
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from spotlight.store.store_errors import OtherConfigurationError, RunInUseError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError, storage_error, storage_errors
 from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.yaml_tree import parse_yaml
 
 Leaf: TypeAlias = object
 _ABSENT = "(absent)"
@@ -254,7 +255,7 @@ def _require_same_configuration(
         "started with."
     )
     try:
-        stored = yaml.safe_load(complete(paths.config.read_text(encoding="utf-8")))
+        stored = parse_yaml(complete(paths.config.read_text(encoding="utf-8")))
     except ConfigError as error:
         retired = "".join(f"  {problem.key}: {problem.found}\n" for problem in error.problems)
         raise OtherConfigurationError(
@@ -269,7 +270,7 @@ def _require_same_configuration(
             f"{paths.config}: damaged: found {found}, expected the keys of a configuration. {remedy}"
         )
     old = flatten(stored)
-    new = flatten(yaml.safe_load(config_text))
+    new = flatten(parse_yaml(config_text))
     differing = [
         key
         for key in sorted(old.keys() | new.keys())

@@ -11,6 +11,7 @@ from PIL import Image, ImageSequence
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.views.gallery import picture_file
+from spotlight_rewards.base.media_files import open_picture
 
 PICTURE_BYTES_MAX = 24 << 20
 """Of all pictures in a file, as text."""
@@ -31,7 +32,7 @@ def embedded(path: Path) -> str:
     if len(content) <= _AS_IT_IS_BYTES:
         return _uri("png", content)
     try:
-        with Image.open(io.BytesIO(content), formats=("PNG",)) as image:
+        with open_picture(io.BytesIO(content), formats=("PNG",)) as image:
             return _uri("webp", _reduced(image))
     except (ValueError, SyntaxError) as error:  # what Pillow raises of damaged files
         raise OSError(f"{path}: not a picture ({error}).") from error

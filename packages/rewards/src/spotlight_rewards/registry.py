@@ -173,6 +173,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
         "motion": "spotlight_rewards.motion:motion",
         "ocr": "spotlight_rewards.ocr:ocr",
         "ocr-neural": "spotlight_rewards.reading.ocr_neural:OcrNeural",
+        "ocr-onnx": "spotlight_rewards.reading.ocr_onnx:OcrOnnx",
         "jpeg_size": "spotlight_rewards.jpeg:jpeg_size",
         "geneval": "spotlight_rewards.geneval.geneval_reward:GenEval",
         "pickscore": "spotlight_rewards.preference.clip_rewards:PickScore",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight_rewards.base.terminal import printable
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 
@@ -23,4 +24,4 @@ def card(run: RunArgument) -> None:
     from spotlight.report.record import read_run
 
     with errors_without_traceback():
-        typer.echo(write_card(read_run(find_run(run))))
+        typer.echo(printable(write_card(read_run(find_run(run)))))

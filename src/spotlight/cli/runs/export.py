@@ -9,6 +9,7 @@ import typer
 
 from spotlight.cli.options import DeviceOption, WeightsOption, open_run
 from spotlight.cli.run_argument import RunArgument
+from spotlight_rewards.base.terminal import printable
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
@@ -66,10 +67,11 @@ def export(
         else:
             trained.export_lora(target)
         prompt = read_run(trained.directory).example_prompt
-    typer.echo(f"{target} (iteration {trained.iteration}, {trained.weights} weights)\n")
+    typer.echo(f"{printable(target)} (iteration {trained.iteration}, {trained.weights} weights)\n")
     if lost is not None:
         typer.echo(f"{_loss_note(lost, lora=not full)}\n")
-    typer.echo(loading_snippet(trained.config, target.resolve(), prompt=prompt, merged=merged, dtype=dtype))
+    snippet = loading_snippet(trained.config, target.resolve(), prompt=prompt, merged=merged, dtype=dtype)
+    typer.echo(printable(snippet))
 
 
 def _loss_note(lost: LostUpdate, *, lora: bool) -> str:

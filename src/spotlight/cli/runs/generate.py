@@ -11,6 +11,7 @@ import typer
 
 from spotlight.cli.options import DeviceOption, WeightsOption, open_run
 from spotlight.cli.run_argument import RunArgument
+from spotlight_rewards.base.terminal import printable
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def generate(
             written += _save(folder, pairs, old, untrained, "-before")
             written.append(_save_comparison(folder, pairs, old, after, trained, shown))
     for path in written:
-        typer.echo(path)
+        typer.echo(printable(path))
 
 
 def _save(

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from spotlight.cluster.local.fleet_plan import FleetPlan
+from spotlight.config.requires import plain
 from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX
 from spotlight.dry_run.memory_plan import (
@@ -44,6 +45,8 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
             worker = size(peak_bytes(worker_parts(plan.memory)))
             why = "weights of every slot, whole, and its rollouts"
             _print(console, "Memory of a worker", [("each", worker, why)])
+        if plan.small:
+            _print(console, "One GPU, estimated: spotlight train FILE --fit GB", _small(plan))
         what = f"Largest sizes that fit, estimated: shorter sides to {max(SHORTER_PX)} pixels"
         _print(console, what, _fitting(config, plan))
     total = size(sum(part.bytes for part in plan.disk))
@@ -175,6 +178,14 @@ def _fitting(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]
     for fit in plan.fitting:
         why = f"shared by {RANKS} ranks: {_sides(fit.shared)}" if together else ""
         yield f"a GPU of {fit.gpu_gib} GB", _sides(fit.alone), why
+
+
+def _small(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
+    for gib, found in plan.small:
+        changed = " ".join(f"{each.saving.key}={plain(each.value)}" for each in found.changes)
+        peak = f"{found.largest} takes {size(max(found.peaks.values()))}"
+        why = f"{peak} with {changed}" if changed else peak
+        yield f"a GPU of {gib} GB", "fits" if found.fits else "too small", why
 
 
 def _sides(size: MediaSize | None) -> str:

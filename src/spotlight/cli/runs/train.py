@@ -83,6 +83,15 @@ BudgetOption: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+FitOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--fit",
+        metavar="GB|auto",
+        help="Change what it takes for a GPU of GB (auto: this machine's), by the memory plan, and say what.",
+        show_default=False,
+    ),
+]
 RanksOption: TypeAlias = Annotated[
     int | None,
     typer.Option(
@@ -119,6 +128,7 @@ def train(
     arguments: ConfigArgument = None,
     dry_run: DryRunOption = False,
     smoke: SmokeOption = False,
+    fit: FitOption = None,
     ranks: RanksOption = None,
     address: AddressOption = None,
     deadline_h: DeadlineOption = None,
@@ -143,6 +153,8 @@ def train(
       spotlight train qwen.yaml rollout.steps=8 --dry-run
 
       spotlight train qwen.yaml --smoke
+
+      spotlight train z-image.yaml --fit 24 --dry-run
 
       spotlight train qwen.yaml --ranks 8
 
@@ -170,6 +182,9 @@ def train(
         given = [*(arguments or []), *(["fleet.driver=ray"] if named else []), *named]
         config = load_config(*split_arguments(given))
         _require_ranks(config, ranks, smoke)
+        if fit is not None:
+            given += _fit(config, fit, ranks)
+            config = load_config(*split_arguments(given))
         if smoke:
             given += _smoke(config)
             config = load_config(*split_arguments(given))
@@ -210,6 +225,13 @@ def _require_ranks(config: RunConfig, asked: int | None, smoke: bool) -> None:
     from spotlight.dry_run.run_plan import rank_notes
 
     rank_notes(config, asked)  # before any is started: each of them would say the same
+
+
+def _fit(config: RunConfig, asked: str, ranks: int | None) -> list[str]:
+    from spotlight.cli.runs.fit_option import fitted_overrides
+
+    started = int(os.environ.get("WORLD_SIZE", ranks or 1))
+    return fitted_overrides(config, asked, started, Console(highlight=False))
 
 
 def _smoke(config: RunConfig) -> list[str]:

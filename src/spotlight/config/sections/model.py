@@ -77,6 +77,11 @@ class ModelConfig(Section):
     comes the second time: faster where small batches wait for the host. LoRA on bfloat16 weights; not for
     Qwen-Image-2.1.
     """
+    text_encoder: Literal["device", "cpu"] = "device"
+    """Where prompts are embedded before the model is read: on the device of the run, or on the CPU, which may
+    take a minute for a prompt. Embeddings stay in the disk cache, of which a copy from another machine serves
+    as well.
+    """
     max_text_tokens: Annotated[int, Field(ge=1, le=1024)] = 512
     """Longer prompts are truncated as in the pipeline, or refused if it truncates none. Models that see the
     padding (FLUX.1, SD3.5) draw other pictures with another limit.

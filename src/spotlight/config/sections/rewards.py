@@ -18,8 +18,8 @@ class RewardPolicyConfig(Section):
     max_drop_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """With ``drop``: stop the run if more than this share of an iteration is dropped."""
     workers: PositiveInt | None = None
-    """Processes per reward that names no ``replicas``; default: 1, or what the reward declares (``ocr``: one
-    per two cores).
+    """Processes per reward that names no ``replicas``; default: 1, or what the reward declares (``ocr-onnx``:
+    one per two cores).
     """
     start_deadline_s: Annotated[float, Field(gt=0, le=86400)] = 120.0
     """Time limit for a reward's process to start and load, and for checking the prompts."""

@@ -39,6 +39,8 @@ JSONL_FORMAT = "spotlight-trace"
 
 _NODES_MAX = 100_000
 _GPUS_MAX = 100_000
+_CHANGES_MAX = 250_000
+"""Nodes that come or go in a trace of counts: two of them can say that all come and go in every interval."""
 _DIGITS_MAX = 18
 """Longer numbers may be beyond what is a float, or what Python reads as a number."""
 
@@ -268,6 +270,12 @@ def _counts(data: object, source: str) -> list[int]:
     ]
     if bad:
         raise refuse(source, bad)
+    changes = sum(abs(count - before) for before, count in zip([0, *data], data, strict=False))
+    if changes > _CHANGES_MAX:
+        raise TraceError(
+            f"{source}: {changes} nodes come or go by data; expected at most {_CHANGES_MAX}: cut the trace, "
+            "or take a larger gap_seconds"
+        )
     return data
 
 

@@ -108,7 +108,7 @@ class HunyuanVideo(ModelFamily):
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
         """The pipeline's own embeddings without padding."""
         embeds, pooled, mask = pipeline.encode_prompt(
-            prompt, device=self.device, max_sequence_length=self.max_text_tokens
+            prompt, device=self.text_device, max_sequence_length=self.max_text_tokens
         )
         kept = embeds[0, mask[0].bool()]
         if kept.shape[0] == 0:

@@ -102,7 +102,7 @@ class QwenImage(ModelFamily):
             max_length=TOKENIZER_MAX_TOKENS + DROPPED_TOKENS,
             truncation=True,
             return_tensors="pt",
-        ).to(self.device)
+        ).to(self.text_device)
         output = pipeline.text_encoder(
             input_ids=tokens.input_ids,
             attention_mask=tokens.attention_mask,

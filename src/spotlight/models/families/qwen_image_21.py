@@ -103,7 +103,7 @@ class QwenImage21(ModelFamily):
         return {"embeds": (text_tokens, self.config.context_in_dim)}
 
     def embed(self, pipeline: Any, prompt: str) -> dict[str, Tensor]:
-        embeds: Tensor = pipeline.encode_prompt(prompt, device=self.device)[0][0]
+        embeds: Tensor = pipeline.encode_prompt(prompt, device=self.text_device)[0][0]
         if embeds.shape[0] > self.max_text_tokens:
             raise ModelError(
                 f"prompt {prompt!r} has {embeds.shape[0]} tokens with the template; expected at most "

@@ -128,7 +128,7 @@ class QwenImageEdit(QwenImage):
         for picture in pictures:
             width, height = reference.calculate_dimensions(reference.CONDITION_IMAGE_SIZE, _ratio(picture))
             seen.append(resizer.resize(picture, height, width))
-        embeds: Tensor = pipeline.encode_prompt(text, image=seen or None, device=self.device)[0][0]
+        embeds: Tensor = pipeline.encode_prompt(text, image=seen or None, device=self.text_device)[0][0]
         if embeds.shape[0] > self.max_text_tokens:
             raise ModelError(
                 f"prompt {text!r} with {len(pictures)} reference pictures has {embeds.shape[0]} tokens; "
@@ -188,11 +188,12 @@ def _opened(path: str) -> Any:
     import io
 
     from diffusers.utils import load_image
-    from PIL import Image
+
+    from spotlight_rewards.base.media_files import open_picture
 
     try:
-        picture = load_image(Image.open(io.BytesIO(read_reference(path))))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        picture = load_image(open_picture(io.BytesIO(read_reference(path))))
+    except (OSError, ValueError, SyntaxError) as error:
         raise ModelError(f"reference picture {path} cannot be read as a picture ({error})") from error
     if not 1 / _RATIO_MAX <= _ratio(picture) <= _RATIO_MAX:
         raise ModelError(

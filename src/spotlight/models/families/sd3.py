@@ -103,7 +103,7 @@ class StableDiffusion3(ModelFamily):
             prompt,
             None,
             None,
-            device=self.device,
+            device=self.text_device,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_text_tokens,
         )

@@ -172,7 +172,7 @@ class Wan(ModelFamily):
             prompt,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_text_tokens,
-            device=self.device,
+            device=self.text_device,
         )
         tokens = int(embeds[0].any(dim=-1).nonzero().max()) + 1
         return {"embeds": embeds[0, :tokens]}

@@ -85,7 +85,7 @@ class ZImage(ModelFamily):
         """The pipeline's own embeddings, cut at ``max_text_tokens``."""
         embeds, _ = pipeline.encode_prompt(
             prompt,
-            device=self.device,
+            device=self.text_device,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_text_tokens,
         )

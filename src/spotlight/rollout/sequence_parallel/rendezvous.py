@@ -1,8 +1,8 @@
 """The key-value store through which groups meet. It outlives every group.
 
 A long-lived process (the head, on a reserved node) serves it; each worker connects once. It grows by some
-hundred bytes per member per group. It has no authentication: it listens on the loopback interface by default,
-otherwise keep it within a private network.
+hundred bytes per member per group. Its protocol knows no secret: it listens on the loopback interface by
+default, otherwise on one address of a private network (SECURITY.md).
 """
 
 from __future__ import annotations

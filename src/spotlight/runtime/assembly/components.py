@@ -92,6 +92,7 @@ def load_family(
         revision=model.revision,
         embeddings_cache=cache_dir(config) / "embeddings",
         max_text_tokens=model.max_text_tokens,
+        text_device=torch.device("cpu") if model.text_encoder == "cpu" else None,
         read_transformer=read_transformer,
         transformer=model.transformer,
         deferred=deferred,

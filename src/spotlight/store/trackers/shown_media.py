@@ -16,6 +16,7 @@ from PIL import Image, ImageSequence
 from spotlight.store.images import TileNote, read_tile_note
 from spotlight.store.picture_names import tiles_of
 from spotlight.store.run_directory import RunPaths
+from spotlight_rewards.base.media_files import open_picture
 
 _AS_IT_IS_BYTES = 48_000
 _PICTURE_PX, _VIDEO_PX, _FRAMES_MAX = 512, 256, 24
@@ -52,7 +53,7 @@ def shown_media(paths: RunPaths, iteration: int) -> tuple[ShownMedia, ...]:
 
 def _shown(note: TileNote) -> ShownMedia:
     name, caption = note.path.stem.rpartition("-")[2], f"{note.score:.3f}  {note.caption}"
-    with Image.open(note.path) as image:
+    with open_picture(note.path) as image:
         frames = getattr(image, "n_frames", 1)
         if frames == 1 and note.path.stat().st_size <= _AS_IT_IS_BYTES:
             return ShownMedia(name, caption, note.path.read_bytes(), "png", image.size)

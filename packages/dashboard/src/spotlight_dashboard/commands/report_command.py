@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from spotlight.cli.run_argument import RunArgument, find_run
+from spotlight_rewards.base.terminal import printable
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 
@@ -33,4 +34,4 @@ def report(
         from spotlight_dashboard.single_page import write_page
 
         write_page(RunFolder(directory.resolve().name, directory.resolve()), html)
-        typer.echo(f"{html} ({size(html.stat().st_size)})")
+        typer.echo(f"{printable(html)} ({size(html.stat().st_size)})")

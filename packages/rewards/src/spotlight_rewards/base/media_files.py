@@ -7,12 +7,24 @@ import json
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, ImageSequence, PngImagePlugin
 
 from spotlight_rewards.base.file_errors import StoreError
+
+FRAME_PIXELS, FILE_PIXELS = 2**26, 2**28
+"""Of a picture to be decoded: 8192 x 8192, and 291 frames of 1280 x 720; 768 MB in all."""
+_NO_PICTURE = (
+    ValueError,
+    SyntaxError,
+    EOFError,
+    Image.DecompressionBombError,
+    Image.DecompressionBombWarning,
+)
+"""What Pillow raises of damaged or hostile files, beside OSError."""
 
 
 def encode_picture(picture: NDArray[np.uint8], about: Mapping[str, object]) -> bytes:
@@ -53,6 +65,26 @@ def encode_video(frames: NDArray[np.uint8], about: Mapping[str, object], fps: fl
     return buffer.getvalue()
 
 
+def open_picture(source: Path | IO[bytes], formats: tuple[str, ...] | None = None) -> Image.Image:
+    """Open a picture that anybody may have made, decoding nothing yet.
+
+    Raises:
+        OSError: not a picture, or one of more than ``FRAME_PIXELS`` a frame or ``FILE_PIXELS`` in all.
+    """
+    try:
+        image = Image.open(source, formats=formats)
+        frames = getattr(image, "n_frames", 1)
+    except _NO_PICTURE as error:
+        raise OSError(f"no picture that can be shown ({error})") from error
+    if image.width * image.height > FRAME_PIXELS or frames * image.width * image.height > FILE_PIXELS:
+        image.close()
+        raise OSError(
+            f"{frames} frame(s) of {image.width} x {image.height} pixels; expected at most {FRAME_PIXELS:,} "
+            f"pixels a frame and {FILE_PIXELS:,} in all: save it smaller"
+        )
+    return image
+
+
 def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
     """A picture [height, width, 3] or a video [frames, ...], and what is written about it.
 
@@ -75,7 +107,7 @@ def read_media(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
 
 
 def _read_picture(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
-    with Image.open(path) as image:
+    with open_picture(path) as image:
         about: dict[str, object] = {str(key): value for key, value in image.info.items()}
         frames = np.stack([_as_seen(each) for each in ImageSequence.Iterator(image)])
     return frames if len(frames) > 1 else frames[0], about
@@ -95,11 +127,15 @@ def _as_seen(image: Image.Image) -> NDArray[np.uint8]:
 def _read_video(path: Path) -> tuple[NDArray[np.uint8], dict[str, object]]:
     import av
 
+    frames: list[NDArray[np.uint8]] = []
     with av.open(str(path)) as file:
-        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)])
+        for frame in file.decode(video=0):
+            if (len(frames) + 1) * frame.width * frame.height > FILE_PIXELS:
+                raise ValueError(f"more than {FILE_PIXELS:,} pixels: cut it, or save it smaller")
+            frames.append(frame.to_ndarray(format="rgb24"))
         comment = file.metadata.get("comment", "")
     try:
         about = json.loads(comment)
     except ValueError:
         about = {}
-    return frames, about if isinstance(about, dict) else {}
+    return np.stack(frames), about if isinstance(about, dict) else {}

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
 from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.media_files import open_picture
 
 BEFORE_AFTER = "before-after.png"
 """Name of a comparison, which is no sample."""
@@ -73,7 +74,7 @@ def write_strips(path: Path, title: str, strips: Sequence[Strip], *, fps: float 
 
 def picture_of(path: str | Path) -> NDArray[np.uint8]:
     """A reference picture as shown: upright, [height, width, 3], sides of at most 384 pixels."""
-    with Image.open(path) as image:
+    with open_picture(Path(path)) as image:
         upright = ImageOps.exif_transpose(image).convert("RGB")
     upright.thumbnail((_SIDE_PX[1], _SIDE_PX[1]))
     return np.asarray(upright)

@@ -11,25 +11,39 @@ import yaml
 
 from spotlight_rewards.base.errors import ConfigError, Problem
 
+_DEPTH_MAX = 64
+_VALUES_MAX = 20_000
+"""Of a document, aliases written out: tens of times those of a whole configuration or profile."""
+_NO_VALUE = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
+"""What PyYAML's constructors raise of texts such as ``2001-99-99`` or ``!!int x``."""
+
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 floats (YAML 1.1 reads ``3e-4`` as a string), text keys only, no duplicate keys, and no
-    values that contain themselves.
+    """YAML 1.2 floats (YAML 1.1 reads ``3e-4`` as a string), text keys only, no duplicate keys, no values
+    that contain themselves, and none too deep or too many, be they written out or aliases.
     """
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._open = list[Any]()
+        self._values = 0
+        self._values_in: dict[Any, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a value. Raises :class:`yaml.YAMLError` on an alias of what it is in."""
-        if self.check_event(yaml.AliasEvent):
-            event: Any = self.peek_event()  # type: ignore[no-untyped-call]
-            if event.anchor in self._open:
-                raise yaml.composer.ComposerError(
-                    None, None, f"&{event.anchor} contains itself: write its value out", event.start_mark
-                )
-        return super().compose_node(parent, index)
+        """Compose a value. Raises :class:`yaml.YAMLError` on an alias of what it is in, and beyond limits."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) and event.anchor in self._open:
+            raise _misplaced(event, f"&{event.anchor} contains itself: write its value out")
+        before = self._values
+        self._values += self._values_in.get(event.anchor, 0) if isinstance(event, yaml.AliasEvent) else 1
+        if self._values > _VALUES_MAX:
+            raise _misplaced(event, f"more than {_VALUES_MAX} values, with what aliases repeat: write fewer")
+        if len(self._open) > _DEPTH_MAX:
+            raise _misplaced(event, f"nested deeper than {_DEPTH_MAX}: write it flatter")
+        node = super().compose_node(parent, index)
+        if not isinstance(event, yaml.AliasEvent) and event.anchor is not None:
+            self._values_in[event.anchor] = self._values - before
+        return node
 
     def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
         """Compose a list, noting that it is not finished."""
@@ -59,6 +73,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+def _misplaced(event: Any, problem: str) -> yaml.YAMLError:
+    return yaml.composer.ComposerError(None, None, problem, event.start_mark)
+
+
 def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
@@ -71,8 +89,11 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> object:
-    """Parse one YAML document safely; ``3e-4`` is a float."""
-    return yaml.load(text, Loader=_Loader)
+    """Parse one YAML document, whoever wrote it; ``3e-4`` is a float. Raises :class:`yaml.YAMLError`."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except _NO_VALUE as error:
+        raise yaml.YAMLError(f"a value is not what it looks like ({error}): quote it") from error
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from PIL import Image as PILImage
 from PIL import ImageOps
 
+from spotlight_rewards.base.media_files import open_picture
 from spotlight_rewards.endpoints.chat import ChatAnswer, Question, curve_of
 from spotlight_rewards.endpoints.json_client import COSTS
 from spotlight_rewards.endpoints.vlm_reward import VlmSampleReward
@@ -126,7 +126,7 @@ def original_of(prompt: str, record: Mapping[str, Any], field: str | None = None
         )
     try:
         return _opened(path)
-    except (OSError, ValueError, SyntaxError, PILImage.DecompressionBombError) as error:
+    except (OSError, ValueError, SyntaxError) as error:
         raise RewardInputError(
             f"edit-score reward: {name!r} of the prompt {prompt!r} is {path!r}, which cannot be read as a "
             f"picture ({type(error).__name__}: {error}); expected one, by its absolute path or from "
@@ -156,5 +156,5 @@ def parse_grade_pair(answer: ChatAnswer) -> float:
 
 @lru_cache(maxsize=64)  # the members of a group share theirs
 def _opened(path: str) -> Image:
-    with PILImage.open(Path(path).expanduser()) as picture:
+    with open_picture(Path(path).expanduser()) as picture:
         return np.asarray(ImageOps.exif_transpose(picture).convert("RGB"))

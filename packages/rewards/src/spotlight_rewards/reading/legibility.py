@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -51,6 +51,20 @@ def legibility(target: str, reading: str) -> float:
     if stands_alone(target, reading) if is_short(target) else target in text:
         return 1.0
     return 1.0 - min(levenshtein(target, text), len(target)) / len(target)
+
+
+def reading_curves(targets: Sequence[str], found: Sequence[Sequence[str]]) -> dict[str, list[float]]:
+    """``score``; ``exact``: 1 if the target was read in full, else 0; ``lines``, the number read.
+
+    Args:
+        found: of every picture, the lines as read, in reading order.
+    """
+    scores = [legibility(target, "\n".join(lines)) for target, lines in zip(targets, found, strict=True)]
+    return {
+        "score": scores,
+        "exact": [float(score == 1.0) for score in scores],
+        "lines": [float(len(lines)) for lines in found],
+    }
 
 
 def is_short(target: str) -> bool:

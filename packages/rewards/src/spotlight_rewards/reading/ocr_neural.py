@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spotlight_rewards.reading.legibility import legibility, missing_scripts, target_of
+from spotlight_rewards.reading.legibility import missing_scripts, reading_curves, target_of
 from spotlight_rewards.reward import Curves, Image, Reward, RewardInputError, RewardSetupError, best_with
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
 
@@ -57,18 +57,10 @@ class OcrNeural(Reward):
         """Raises ValueError: a model's outputs are not finite."""
         finder, reader = self._models
         targets = [self._target(prompt, reader) for prompt in prompts]
-        from spotlight_rewards.reading.pp_ocr import read_pictures
+        from spotlight_rewards.reading.text_lines import read_pictures
 
         found = read_pictures(finder, reader, images)
-        scores = [
-            legibility(target, "\n".join(line.text for line in lines))
-            for target, lines in zip(targets, found, strict=True)
-        ]
-        return {
-            "score": scores,
-            "exact": [float(score == 1.0) for score in scores],
-            "lines": [float(len(lines)) for lines in found],
-        }
+        return reading_curves(targets, [[line.text for line in lines] for lines in found])
 
     def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
         """Load the models and parse every prompt's target."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,8 @@ import torch.nn.functional as F
 
 from spotlight_rewards.models.pretrained_model import first_line, load_pretrained
 from spotlight_rewards.reading.legibility import KnownCharacters
-from spotlight_rewards.reading.text_boxes import cut_out, find_boxes
+from spotlight_rewards.reading.text_lines import Line, decoded, same_shape
 from spotlight_rewards.reward import Image, RewardSetupError
-
-CONFIDENCE_MIN = 0.5
-"""Of a line, the mean over its letters; PaddleOCR drops lines below it."""
 
 _UNREAD = r"num_batches_tracked$"
 _DIVISOR_PX = 32
@@ -43,14 +38,6 @@ _RECOGNIZER_DEFAULTS: Mapping[str, Any] = {
     "character_list": [],
 }
 """What transformers' image processors assume where ``preprocessor_config.json`` is silent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One strip of text as read, and the mean confidence of its letters."""
-
-    text: str
-    confidence: float
 
 
 class TextDetector:
@@ -141,7 +128,8 @@ class TextRecognizer:
             probabilities = outputs.last_hidden_state.float()
             if not torch.isfinite(probabilities).all():
                 raise ValueError("PP-OCR's recognizer returned numbers that are not finite; is it damaged?")
-            found |= zip(part, map(self.decode, probabilities.cpu()), strict=True)
+            lines = (decoded(each, self.characters) for each in probabilities.cpu().numpy())
+            found |= zip(part, lines, strict=True)
         return [found[index] for index in range(len(strips))]
 
     def prepare(self, strip: Image) -> torch.Tensor:
@@ -167,34 +155,6 @@ class TextRecognizer:
             return limit
         return min(math.ceil(size["height"] * width / height), most)
 
-    def decode(self, probabilities: torch.Tensor) -> Line:
-        """Greedy CTC: [steps, characters], the first of which is no character."""
-        best, index = probabilities.max(-1)
-        changed = torch.ones_like(index, dtype=torch.bool)
-        changed[1:] = index[1:] != index[:-1]
-        kept = changed & (index != 0)
-        if not kept.any():
-            return Line("", 0.0)
-        text = "".join(self.characters[each] for each in index[kept].tolist())
-        return Line(text, float(best[kept].mean()))
-
-
-def read_pictures(
-    detector: TextDetector, recognizer: TextRecognizer, images: Sequence[Image]
-) -> list[list[Line]]:
-    """Every picture's lines in reading order, those of low confidence left out."""
-    boxes = [
-        find_boxes(found, *image.shape[:2])
-        for found, image in zip(detector.maps(images), images, strict=True)
-    ]
-    lines = iter(
-        recognizer.read(
-            [cut_out(image, box) for image, own in zip(images, boxes, strict=True) for box in own]
-        )
-    )
-    read = [[next(lines) for _ in own] for own in boxes]
-    return [[line for line in own if line.confidence >= CONFIDENCE_MIN] for own in read]
-
 
 def read_settings(source: str, defaults: Mapping[str, Any], key: str, remedy: str) -> dict[str, Any]:
     """The image processor's settings. Raises RewardSetupError."""
@@ -210,15 +170,6 @@ def read_settings(source: str, defaults: Mapping[str, Any], key: str, remedy: st
             f"{key} is {source!r}, which has no preprocessor_config.json that can be read: {reason}. {remedy}"
         ) from error
     return {name: written.get(name) or default for name, default in defaults.items()}
-
-
-def same_shape(shapes: Sequence[tuple[int, ...]], size: int) -> Iterator[list[int]]:
-    """Indices of equal shapes, at most ``size`` at a time."""
-    order = sorted(range(len(shapes)), key=lambda index: shapes[index])
-    for _, same in groupby(order, key=lambda index: shapes[index]):
-        indices = list(same)
-        for start in range(0, len(indices), size):
-            yield indices[start : start + size]
 
 
 def _tensor(image: Image, device: torch.device) -> torch.Tensor:

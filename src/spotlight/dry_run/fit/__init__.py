@@ -1,0 +1,1 @@
+"""``spotlight train --fit``: which settings make a run fit one GPU. Imports no torch."""

@@ -1,0 +1,159 @@
+"""Files that others made, to take all time, all memory or the terminal: each is a clear error, at once."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image, PngImagePlugin
+from rich.console import Console
+from typer.testing import CliRunner
+
+from spotlight.cli.main import app
+from spotlight.fleet.traces.trace import TraceError
+from spotlight.fleet.traces.trace_files import parse_trace
+from spotlight.store.images import read_tiles
+from spotlight.store.picture_names import tile_path
+from spotlight.store.run_directory import RunPaths
+from spotlight_dashboard.report_pictures import embedded
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.media_files import open_picture, read_media
+from spotlight_rewards.base.picture_page import picture_of
+from spotlight_rewards.base.terminal import printable
+from spotlight_rewards.base.yaml_tree import parse_yaml
+
+CPU_S = 3.0
+"""Of this process, whatever else the machine does; without bounds 5 s to minutes."""
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    began = time.process_time()
+    yield
+    assert time.process_time() - began < CPU_S
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def png(width: int, height: int, frames: int = 1) -> bytes:
+    """A picture that says it has so many pixels, and holds few."""
+    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [
+        chunk(b"IHDR", size),
+        chunk(b"acTL", struct.pack(">II", frames, 0)) if frames > 1 else b"",
+        chunk(b"tEXt", b"x\0" + b"y" * 50_000),  # or it would be small enough to be shown as it is
+        chunk(b"IDAT", zlib.compress(bytes(1 << 16))),
+        chunk(b"IEND", b""),
+    ]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+READERS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
+    "report": (embedded, OSError),
+    "score": (read_media, StoreError),
+    "reference": (picture_of, OSError),
+}
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("size", [(30_000, 30_000), (12_000, 12_000), (4_000, 4_000, 100)])
+def test_a_picture_with_too_many_pixels_is_refused_before_it_is_decoded(
+    reader: str, size: tuple[int, ...], tmp_path: Path
+) -> None:
+    read, error = READERS[reader]
+    (tmp_path / "1.png").write_bytes(png(*size))
+    with soon(), pytest.raises(error, match=r"expected at most|could be decompression bomb"):
+        read(tmp_path / "1.png")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x89PNG\r\n\x1a\n", png(8, 8)[:60], b"GIF89a" + bytes(40)])
+def test_what_is_no_picture_is_one_kind_of_error(content: bytes) -> None:
+    with pytest.raises(OSError):  # noqa: PT011 - Pillow's words, or ours
+        open_picture(io.BytesIO(content))
+
+
+def test_a_tile_that_lasts_for_years_is_refused(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    notes = PngImagePlugin.PngInfo()
+    for key, value in {"caption": "a", "score": "1", "fps": "1e9"}.items():
+        notes.add_text(key, value)
+    first, second = (Image.fromarray(np.full((64, 64, 3), value, np.uint8)) for value in (0, 255))
+    tile = tile_path(paths, 0, 0)
+    tile.parent.mkdir(parents=True)
+    first.save(tile, pnginfo=notes, save_all=True, append_images=[second], duration=60_000)
+    with soon(), pytest.raises(StoreError, match="not a picture of this run"):
+        read_tiles(paths, 0)
+
+
+BOMB = "\n".join(
+    ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12))]
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[" * 100_000, "nested deeper than 64"),
+        ("{a: " * 100_000, "nested deeper than 64"),
+        ("- " * 50_000, "nested deeper than 64"),
+        (BOMB, "more than 20000 values, with what aliases repeat"),
+        ("[" + "0," * 100_000 + "]", "more than 20000 values"),
+        ("a: 2001-99-99", "a value is not what it looks like"),
+        ("a: !!int x", "a value is not what it looks like"),
+        ("a: " + "9" * 5_000, "a value is not what it looks like"),
+    ],
+    ids=["lists", "mappings", "dashes", "aliases", "values", "date", "whole", "digits"],
+)
+def test_yaml_has_bounds_and_one_kind_of_error(text: str, told: str) -> None:
+    with soon(), pytest.raises(yaml.YAMLError, match=told):
+        parse_yaml(text)
+
+
+def test_aliases_and_depth_within_bounds_are_read() -> None:
+    assert parse_yaml("a: &a {b: [1, 2]}\nc: [*a, *a]") == {"a": {"b": [1, 2]}, "c": [{"b": [1, 2]}] * 2}
+    assert json.dumps(parse_yaml("[" * 64 + "]" * 64)).count("[") == 64
+
+
+def test_a_trace_of_counts_has_a_bound_of_changes() -> None:
+    text = json.dumps({"metadata": {"gap_seconds": 60}, "data": [0, 100_000] * 100})
+    with (
+        soon(),
+        pytest.raises(TraceError, match="19900000 nodes come or go by data; expected at most 250000"),
+    ):
+        parse_trace(text, "hostile.json")
+
+
+STEERING = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp"
+SHOWN = r"\x1b]0;owned\x1b[2J\x9b31m\u202egnp"
+
+
+def test_codes_that_steer_a_terminal_are_shown() -> None:
+    out = io.StringIO()
+    Console(file=out, force_terminal=True, color_system=None).print(STEERING, soft_wrap=True, markup=False)
+    assert out.getvalue() == f"{SHOWN}\n"
+    assert printable(f"a\tb\n{STEERING}") == "a\tb\n" + SHOWN.replace("owned", r"owned\x07")
+
+
+@pytest.mark.parametrize("command", ["runs", "audit", "card"])
+def test_a_runs_name_reaches_no_terminal_as_it_is(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / STEERING
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: x\n")
+    shown = CliRunner().invoke(app, [command] if command == "runs" else [command, STEERING])
+    assert "owned" in shown.output
+    assert not {"\x1b", "\x9b", "\u202e", "\x07"} & set(shown.output)
