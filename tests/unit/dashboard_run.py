@@ -50,6 +50,7 @@ from spotlight.store.run_directory import RunPaths
 from spotlight_dashboard.dashboard_app import dashboard_app
 from spotlight_dashboard.dashboard_keys import DashboardKeys
 from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.service.guarded_connections import guarded
 
 TOKEN = "a-token-of-this-test"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -251,9 +252,7 @@ def served(place: Path, port: int = 0) -> Iterator[str]:
     """The address of a real server on the loopback, which :data:`TOKEN` opens."""
     listening = socket.create_server(("127.0.0.1", port))
     app = dashboard_app([place], DashboardKeys(TOKEN))
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3, proxy_headers=False)
-    )
+    server = uvicorn.Server(guarded(app, timeout_graceful_shutdown=3))
     app.state.ends = lambda: server.should_exit
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

@@ -162,9 +162,9 @@ class TileNote:
 def read_tile_note(path: Path) -> TileNote | None:
     """A tile without decoding it; None for a file that is no tile: it is being written, or not ours."""
     try:
-        with open_regular(path) as file, Image.open(file, formats=("PNG",)) as image:
+        with open_regular(path) as file, open_picture(file, formats=("PNG",)) as image:
             return TileNote(path, image.info["caption"], float(image.info["score"]))
-    except (OSError, KeyError, ValueError, SyntaxError, Image.DecompressionBombError):
+    except (OSError, KeyError, ValueError, SyntaxError):
         return None
 
 

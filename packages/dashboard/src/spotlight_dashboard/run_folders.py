@@ -22,6 +22,7 @@ from spotlight.store.store_errors import LedgerError
 from spotlight_dashboard.figures import finite
 from spotlight_rewards.ballots import VOTES_FOLDER
 from spotlight_rewards.base.files import read_regular
+from spotlight_rewards.base.yaml_tree import parse_yaml
 
 LOG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.log")
 CONFIG_BYTES_MAX = 1 << 20
@@ -167,7 +168,7 @@ def run_at(folder: Path) -> Path | None:
 @lru_cache(maxsize=1024)
 def _settings(path: Path, stamp: str) -> Settings:
     try:
-        found = yaml.safe_load(read_regular(path, CONFIG_BYTES_MAX).decode())
+        found = parse_yaml(read_regular(path, CONFIG_BYTES_MAX).decode())
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return Settings({})
     return Settings(found if isinstance(found, dict) else {})

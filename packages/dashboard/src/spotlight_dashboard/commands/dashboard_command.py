@@ -95,8 +95,9 @@ def dashboard(
         keys.one_time(sys.stdin.readline().strip())  # of the address that the run has printed
     import uvicorn
 
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3, proxy_headers=False)
-    server = uvicorn.Server(config)
+    from spotlight_rewards.service.guarded_connections import guarded
+
+    server = uvicorn.Server(guarded(app, timeout_graceful_shutdown=3))
     app.state.ends = lambda: server.should_exit  # or an open page would hold it up
     if ends_with:
         threading.Thread(target=_end_after, args=(ends_with, server), daemon=True).start()
