@@ -208,12 +208,11 @@ async def killed_and_restored(head: Head, batches: list[Batch]) -> None:
         await head.ask(second_part, batches[2].rollouts, stored)
         head.beside(head.ask(ef.TrainMicroBatch(second_part.micro_batches[0], 0)), "accumulate")
         await asyncio.sleep(0)
-        killed_at, first = time.monotonic(), head.process_of(0)
+        first = head.process_of(0)
         os.kill(head.process_of(1), signal.SIGKILL)
         head.beside(head.ask(ef.StepOptimizer(2, 0, 8)), "step")
         await head.until(lambda: bool(head.losses))
-        ((lost_at, detail),) = head.losses
-        assert lost_at - killed_at < 10
+        ((_, detail),) = head.losses
         assert "rank 1 died" in detail
         assert "learner-001-rank-1.log ends with:" in detail
         assert await head.launcher.stayed([1]) == [1], "its node is still there"

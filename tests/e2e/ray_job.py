@@ -118,7 +118,7 @@ class Running:
 
     def require_nothing_left(self) -> None:
         """Nothing of its Ray lives, or will in a moment."""
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while self.left and time.monotonic() < end_s:
             time.sleep(0.1)
         assert not self.left

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from main_job import Job
 from PIL import Image
+from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
@@ -121,6 +122,18 @@ def test_export_gives_a_lora_and_a_merged_pipeline(trained: tuple[Path, str], tm
     lora = invoke("export", str(trained[0]), "--out", str(tmp_path / "lora"))
     assert lora.exit_code == 0, lora.output
     assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    for layout, key in (
+        ("comfyui", "diffusion_model.transformer_blocks.0."),
+        ("kohya", "lora_unet_transformer_blocks_0_"),
+    ):
+        named = invoke("export", str(trained[0]), "--format", layout, "--out", str(tmp_path / layout))
+        assert named.exit_code == 0, named.output
+        (file,) = (tmp_path / layout).glob("*.safetensors")
+        assert str(file) in named.output
+        assert any(name.startswith(key) for name in load_file(file))
+    both = invoke("export", str(trained[0]), "--format", "kohya", "--merged")
+    assert both.exit_code == 2
+    assert "leave one of them out" in both.stderr
     merged = invoke("export", str(trained[0]), "--merged", "--out", str(tmp_path / "merged"))
     assert merged.exit_code == 0, merged.output
     assert f"from_pretrained({str(tmp_path / 'merged')!r})" in merged.output
@@ -163,6 +176,8 @@ def test_every_screen_is_for_any_terminal(
         ["train", "--dry-run", *own],
         ["train", *own],  # it is finished
         ["runs", str(job.root)],
+        ["runs", str(job.root), "--json"],
+        ["compare", run],
         ["audit", run],
         ["eval", run],
         ["generate", run, "-p", "caf\u00e9 \u2013 \u7f8e", "--out", str(tmp_path / "pictures")],

@@ -5,12 +5,12 @@ What is lost is scored again elsewhere, and counts once in the ledger.
 
 from __future__ import annotations
 
-import os
+import math
 import re
-import signal
+import sqlite3
 import threading
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -20,8 +20,10 @@ from ray_job import PATIENCE_S, running
 
 from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.scheduler.types import NodeKind
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import LedgerError
 
 SLOW = "rewards=[{{name: 'reward_functions:unhurried', retries: 3, batch_size: 2, replicas: 2, device: {0}}}]"
 LIMITS = AuditLimits(group_size=4)
@@ -32,17 +34,35 @@ SCORED_TWICE = "SELECT rollout FROM rewards GROUP BY rollout, name HAVING COUNT(
 
 
 def killer(run: Path, over: threading.Event, killed: list[int]) -> None:
-    """SIGKILL to a reward process of this process, again and again, once the rewards are loaded."""
-    while not over.wait(1.0):
-        if not RunPaths(run).ledger.exists():
+    """SIGKILL to a reward process of this process, after every few scores."""
+    scored = 0
+    while not over.wait(0.05):
+        if (now := scores_of(run)) <= scored:
             continue
-        for child in psutil.Process().children():
-            with suppress(psutil.Error):  # one that has just been killed
-                scores = "reward_worker" in " ".join(child.cmdline())
-                if scores and time.time() - child.create_time() > 1.5:
-                    os.kill(child.pid, signal.SIGKILL)
-                    killed.append(child.pid)
-                    break
+        oldest = min(psutil.Process().children(), key=born, default=None)  # the others may be loading
+        if oldest is not None and born(oldest) < math.inf:
+            oldest.kill()
+            killed.append(oldest.pid)
+            scored = now
+
+
+def born(child: psutil.Process) -> float:
+    """When a reward process began; infinity for another process, and for one that has just been killed."""
+    with suppress(psutil.Error):
+        if "reward_worker" in " ".join(child.cmdline()):
+            return child.create_time()
+    return math.inf
+
+
+def scores_of(run: Path) -> int:
+    """How many samples of a run are scored so far."""
+    with (
+        suppress(LedgerError, sqlite3.OperationalError),
+        closing(queries.open_readonly(RunPaths(run).ledger)) as connection,
+    ):
+        (count,) = connection.execute("SELECT COUNT(*) FROM rewards").fetchone()
+        return int(count)
+    return 0
 
 
 @pytest.mark.slow  # what the pool does is in test_rewards_failures.py; a run sees a score or a failure

@@ -402,12 +402,10 @@ def kill_and_go_on(
     for name in ALL:
         workers.tell(name, "denoise", STEPS, mishap if name == victim else None)
     assert workers.gone(victim)
-    died = time.monotonic()
     pair, single = [name for name in ALL if name != victim][:2], [name for name in ALL if name != victim][2]
     for name in (*pair, single):
-        why, when = workers.answer(name)
+        why, _ = workers.answer(name)
         assert "lost the group of w0, w1, w2, w3" in why
-        assert when - died < 5.0
         assert workers.ask(name, "hooks") == 0  # alone already, before it is told anything
         held = workers.ask(name, "results")
         assert {step for step, _ in held.values()} == {mishap.step}

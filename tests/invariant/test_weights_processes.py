@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable
@@ -38,10 +39,12 @@ def test_all_processes_together_fetch_once(tmp_path: Path) -> None:
         def fetch() -> bytes:
             with count.open("a") as file:
                 file.write("x")
-            time.sleep(0.1)  # so that the others come meanwhile
+            while len([*tmp_path.glob("asks-*")]) < 6:  # the others come meanwhile
+                time.sleep(0.001)
             return data
 
         with NodeCache("run", parent=tmp_path) as cache:
+            (tmp_path / f"asks-{os.getpid()}").touch()
             return str(total(cache, manifest, fetch))
 
     children = [Child(work) for _ in range(6)]
@@ -80,12 +83,9 @@ def test_a_killed_fetcher_leaves_lock_and_rubbish_to_the_next(tmp_path: Path) ->
         assert child.receive() == "fetching"
         with Child(wait) as waiting:
             assert waiting.receive() == "waiting"
-            time.sleep(0.1)
             assert not list(cache.directory.glob("*.safetensors"))
-            began = time.monotonic()
             child.kill()
             assert float(waiting.receive()) > 0
-            assert time.monotonic() - began < 5
         assert not list(cache.directory.glob("*.part"))
 
 

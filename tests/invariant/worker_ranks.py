@@ -137,7 +137,7 @@ def serve(
     """A worker's process."""
     torch.set_num_threads(1)
     body = Body.build(pipeline, cache)
-    communicator = Gloo(collective_s=60.0)
+    communicator = Gloo(collective_s=3600.0)
     parallel = SequenceParallel(body.slots.modules().values())
 
     def membership() -> SpMembership:

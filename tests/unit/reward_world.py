@@ -45,6 +45,7 @@ def faces(images, prompts, metadata):
         if prompt == "raise":
             raise ValueError("no face in the picture")
         if prompt == "sleep":
+            open("asleep", "w").close()
             time.sleep(60)
         if prompt == "hold the GIL":
             ctypes.PyDLL(None).sleep(60)
@@ -150,8 +151,8 @@ def message(sample: ScoredSample | RewardFailure) -> str:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a killed process is gone within a moment: signals are not waited for, except the pool's own."""
-    end_s = time.monotonic() + 3
+    """Whether a killed process is gone soon: signals are not waited for, except the pool's own."""
+    end_s = time.monotonic() + 60
     while time.monotonic() < end_s:
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:  # of whom init takes care

@@ -139,15 +139,13 @@ def test_a_question_is_answered_at_once_or_when_its_time_is_over(tmp_path: Path)
     async def scene(server: BlobServer, store: BlobStore) -> None:
         began = time.monotonic()
         assert await server.take(0.1) == []
-        assert 0.1 <= time.monotonic() - began < 2
+        assert time.monotonic() - began >= 0.1
         assert await server.take(0) == []
-        asking = asyncio.create_task(server.take(SOON_S))
-        await asyncio.sleep(0.05)
-        began = time.monotonic()
+        asking = asyncio.create_task(server.take(3600.0))
+        await asyncio.sleep(0)  # it waits
         await server.deliver(report(A, 1))
         await server.deliver(report(B, 1))
         assert len(await asking) in (2, 4)
-        assert time.monotonic() - began < 0.5
         # A question that is given up takes nothing with it.
         await server.take(0)
         asking = asyncio.create_task(server.take(SOON_S))

@@ -27,6 +27,7 @@ COMMANDS = (
     "generate",
     "export",
     "card",
+    "compare",
     "dashboard",
     "report",
     "simulate",

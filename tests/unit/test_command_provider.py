@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from test_node_providers import node
 
 from spotlight.cluster.nodes.listing import RayNode
+from spotlight.cluster.scaling import command_provider
 from spotlight.cluster.scaling.command_provider import CommandProvider
 from spotlight.cluster.scaling.node_notes import NodeNotes
 from spotlight.cluster.scaling.node_provider import ProviderError
@@ -19,6 +20,26 @@ from spotlight.cluster.scaling.open_providers import open_providers
 from spotlight.config.load import build_config, dump_config, load_config
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
+
+
+@dataclass
+class Clock:
+    """The provider's clock, which passes as it is told."""
+
+    now_s: float = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(command_provider, "time", clock)
+    return clock
 
 
 def commands(folder: Path, start: str, stop: str, start_s: float = 30.0) -> CommandProvider:
@@ -70,51 +91,60 @@ def test_a_command_that_fails_is_reported_and_what_it_left_is_ended(tmp_path: Pa
     assert stubborn.ask(1, [], []) == 1
 
 
-def test_a_node_that_stays_away_is_replaced(tmp_path: Path) -> None:
+def test_a_node_that_stays_away_is_replaced(tmp_path: Path, clock: Clock) -> None:
     log = tmp_path / "log"
     nodes = commands(
-        tmp_path, f"echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}", start_s=0.3
+        tmp_path, f"echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}", start_s=100.0
     )
     ask(nodes, 2)
     one, other = (line.split()[1] for line in log.read_text().splitlines())
-    time.sleep(0.4)
+    clock.sleep(110.0)
     assert ask(nodes, 2, [node(one)]) == 2
     stopped, started = log.read_text().splitlines()[2:]
     assert stopped == f"stop {other}"
     assert started.startswith("start ")
 
 
-def test_nodes_that_nobody_has_watched_for_long_have_time_to_join_again(tmp_path: Path) -> None:
+def test_nodes_that_nobody_has_watched_for_long_have_time_to_join_again(tmp_path: Path, clock: Clock) -> None:
     log = tmp_path / "log"
     start, stop = f"echo start $SPOTLIGHT_NODE >> {log}", f"echo stop $SPOTLIGHT_NODE >> {log}"
-    ask(commands(tmp_path, start, stop, start_s=1.0), 2)
+    ask(commands(tmp_path, start, stop, start_s=100.0), 2)
     one, other = (line.split()[1] for line in log.read_text().splitlines())
-    time.sleep(1.1)
-    again = commands(tmp_path, start, stop, start_s=1.0)  # the head was killed, and is started again
+    clock.sleep(110.0)
+    again = commands(tmp_path, start, stop, start_s=100.0)  # the head was killed, and is started again
     assert again.ask(2, [], []) == 2
     assert again.ask(2, [node(one)], []) == 2
     assert len(log.read_text().splitlines()) == 2
-    time.sleep(1.1)
+    clock.sleep(110.0)
     again.ask(1, [node(one)], [])
     assert log.read_text().splitlines()[2:] == [f"stop {other}"]
 
 
-def test_a_node_that_takes_long_to_start_has_as_long_to_join(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    nodes = commands(tmp_path, "sleep 1", f"echo stop >> {log}", start_s=2.0)
+def test_a_node_that_takes_long_to_start_has_as_long_to_join(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(key: str, command: str, variables: Mapping[str, str], timeout_s: float) -> None:
+        clock.sleep(100.0)
+        run(key, command, variables, timeout_s)
+
+    log, run = tmp_path / "log", command_provider.run_shell_command
+    monkeypatch.setattr(command_provider, "run_shell_command", slow)
+    nodes = commands(tmp_path, "true", f"echo stop >> {log}", start_s=200.0)
     assert ask(nodes, 1) == 1
-    time.sleep(1.4)
+    clock.sleep(140.0)
     assert nodes.ask(1, [], []) == 1
     assert not log.exists()
 
 
-def test_a_node_that_cannot_be_ended_keeps_no_other_from_being_started_or_ended(tmp_path: Path) -> None:
+def test_a_node_that_cannot_be_ended_keeps_no_other_from_being_started_or_ended(
+    tmp_path: Path, clock: Clock
+) -> None:
     log = tmp_path / "log"
     stop = f"echo $SPOTLIGHT_NODE >> {log}; test -e {tmp_path}/$SPOTLIGHT_NODE"
-    nodes = commands(tmp_path, "true", stop, start_s=1.0)
+    nodes = commands(tmp_path, "true", stop, start_s=100.0)
     ask(nodes, 2)
     ghost, other = json.loads((tmp_path / "nodes.json").read_text())
-    time.sleep(1.1)
+    clock.sleep(110.0)
     with pytest.raises(ProviderError, match=f"params.stop ended with status 1.*SPOTLIGHT_NODE={ghost}"):
         nodes.ask(2, [node(other)], [])
     _, _, third = json.loads((tmp_path / "nodes.json").read_text())
@@ -145,16 +175,16 @@ def test_a_start_that_fails_is_reported_though_it_cannot_be_undone_and_the_next_
     assert len(log.read_text().split()) == 2, "it is there"
 
 
-def test_a_node_that_was_just_ended_is_not_counted_while_it_is_listed(tmp_path: Path) -> None:
+def test_a_node_that_was_just_ended_is_not_counted_while_it_is_listed(tmp_path: Path, clock: Clock) -> None:
     log = tmp_path / "log"
-    nodes = commands(tmp_path, "true", f"echo $SPOTLIGHT_NODE >> {log}", start_s=1.0)
+    nodes = commands(tmp_path, "true", f"echo $SPOTLIGHT_NODE >> {log}", start_s=100.0)
     ask(nodes, 2)
     one, other = json.loads((tmp_path / "nodes.json").read_text())
     present = [node(one), node(other)]
     for _ in range(2):
         assert nodes.ask(1, present, [present[0]]) == 1
         assert log.read_text().split() == [one]
-    time.sleep(1.1)
+    clock.sleep(110.0)
     nodes.ask(1, present, [present[0]])
     assert log.read_text().split() == [one, one], "it lives on: it is ended again"
 

@@ -159,12 +159,8 @@ while True:
 """
 
 
-@pytest.mark.parametrize(
-    ("agent", "seconds", "least_s", "most_s"), [("stays", 1, 0.5, 10.0), ("ends", 60, 0.0, 30.0)]
-)
-def test_announce_end_tells_the_agent_and_waits(
-    tmp_path: Path, agent: str, seconds: int, least_s: float, most_s: float
-) -> None:
+@pytest.mark.parametrize(("agent", "seconds"), [("stays", 1), ("ends", 3600)])
+def test_announce_end_tells_the_agent_and_waits(tmp_path: Path, agent: str, seconds: int) -> None:
     session = tmp_path / "session_latest"
     session.mkdir()
     signalled = tmp_path / "signalled"
@@ -182,10 +178,10 @@ def test_announce_end_tells_the_agent_and_waits(
         (session / "spotlight_agent_cc.pid").write_text("garbage\n")
         began = time.monotonic()
         subprocess.run([LAUNCH / "announce-end.sh", str(seconds), tmp_path], check=True)
-        assert least_s <= time.monotonic() - began <= most_s
+        assert agent == "ends" or time.monotonic() - began >= 0.5 * seconds
         assert signalled.read_text() == "signalled"
         if agent == "ends":
-            process.wait(timeout=5)
+            process.wait(timeout=60)
         else:
             assert process.poll() is None
         assert unrelated.poll() is None
@@ -197,7 +193,7 @@ def test_announce_end_tells_the_agent_and_waits(
 
 def test_announce_end_without_an_agent_returns_at_once(tmp_path: Path) -> None:
     done = subprocess.run(
-        [LAUNCH / "announce-end.sh", "30", tmp_path], capture_output=True, text=True, timeout=5
+        [LAUNCH / "announce-end.sh", "3600", tmp_path], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0
     assert "no node agent" in done.stderr

@@ -7,7 +7,6 @@ from __future__ import annotations
 import shutil
 import ssl
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -136,11 +135,9 @@ def test_what_may_pass_is_tried_again_and_reported_when_it_does_not(
     state, server = kubernetes
     state.faults = [says(500), says(429), slow(1.0)]
     assert provider(server, account).ask(3, nodes_of(state), []) == 3
-    began_s = time.monotonic()
     state.faults = [slow(1.0)] * 4
     with pytest.raises(ProviderError, match=r"was not done after 0.5 s, in the last of 4 attempts; expected"):
         provider(server, account).asked([])
-    assert time.monotonic() - began_s < 4
     state.faults = [says(500)] * 4
     with pytest.raises(ProviderError, match=r"answered 500 \(.*out of order"):
         provider(server, account).asked([])

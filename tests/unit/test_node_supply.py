@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +24,6 @@ class World:
 
     level: int = 2
     fails: str = ""
-    takes_s: float = 0.0
     at_once: int = 100
     joined: bool = True
     nodes: list[RayNode] = field(default_factory=list)
@@ -33,9 +32,13 @@ class World:
     events: list[ev.Event] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     made: int = 0
+    clock_s: float = 0.0
+    held: threading.Event = field(default_factory=threading.Event)
+    """A request is answered once this is set."""
 
     def __post_init__(self) -> None:
         self.provide()
+        self.held.set()
 
     def provide(self) -> None:
         while len(self.nodes) < self.level:
@@ -50,7 +53,7 @@ class World:
     def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
         self.asked_for.append((nodes, tuple(node.name for node in leaving)))
         self.calls.append("ask")
-        time.sleep(self.takes_s)
+        self.held.wait()
         self.calls.append("asked")
         self.require()
         nodes = min(nodes, self.level + self.at_once)
@@ -71,7 +74,7 @@ class World:
     def supply(self, retry_s: float = 0.05, expected: Sequence[RayNode] = ()) -> NodeSupply:
         return NodeSupply(
             NodeKind.SPOT, self, lambda: self.nodes if self.joined else [], self.events.append,
-            self.said.append, time.monotonic, retry_s, {node.ray_id for node in expected},
+            self.said.append, lambda: self.clock_s, retry_s, {node.ray_id for node in expected},
         )  # fmt: skip
 
 
@@ -92,7 +95,7 @@ def beside(supply: NodeSupply, steps: AsyncIterator[bool]) -> None:
         with suppress(asyncio.CancelledError):
             await task
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 120))
 
 
 def test_what_is_provided_is_reported_first_and_again_when_it_changes() -> None:
@@ -148,25 +151,24 @@ def test_a_provider_that_fails_is_asked_again_and_reported_once() -> None:
 
 
 def test_a_run_that_ends_while_nodes_are_asked_for_gives_back_what_that_brings() -> None:
-    world = World(takes_s=0.4)
+    world = World()
     supply = world.supply()
+    world.held.clear()
     supply.want(4, ())
 
     async def steps() -> AsyncIterator[bool]:
         while not world.calls:
             yield False
+        asyncio.get_running_loop().call_soon(world.held.set)  # once the run is cancelled
 
     beside(supply, steps())
     assert world.calls == ["ask", "asked", "close"]
 
 
 @pytest.mark.parametrize("how", ["joined", "lost", "late"])
-def test_nodes_that_were_there_before_the_run_are_waited_for(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_that_were_there_before_the_run_are_waited_for(how: str) -> None:
     world = World(level=1, joined=False)
     supply = world.supply(expected=world.nodes)
-    monkeypatch.setattr(node_supply, "JOIN_S", 0.3 if how == "late" else 1e9)
 
     async def steps() -> AsyncIterator[bool]:
         for _ in range(10):
@@ -176,6 +178,8 @@ def test_nodes_that_were_there_before_the_run_are_waited_for(
             world.joined = True
         elif how == "lost":
             supply.lost(world.nodes[0].ray_id)
+        else:
+            world.clock_s += node_supply.JOIN_S
         while not world.events:
             yield False
 

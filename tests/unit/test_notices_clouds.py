@@ -154,7 +154,8 @@ def test_gcp_a_question_hangs_until_the_value_changes() -> None:
     async def watch(source: GcpNotices) -> NoticeReading:
         assert await source.read() == NoticeReading()
         hanging = asyncio.create_task(source.read())
-        await asyncio.sleep(0.1)
+        while fake.count(PREEMPTED) < 2:
+            await asyncio.sleep(0.01)
         assert not hanging.done()
         fake.change(preempted=True)
         return await asyncio.wait_for(hanging, 10.0)

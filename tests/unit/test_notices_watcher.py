@@ -40,6 +40,19 @@ def aws(fake: FakeMetadata) -> AwsNotices:
     return AwsNotices(MetadataServer(fake.url), period_s=0.02, answer_s=5.0)
 
 
+class CountedNotices(AwsNotices):
+    """Counts the questions in vain."""
+
+    vain = 0
+
+    async def read(self) -> NoticeReading | None:
+        try:
+            return await super().read()
+        except MetadataError:
+            self.vain += 1
+            raise
+
+
 def azure(fake: FakeMetadata) -> AzureNotices:
     return AzureNotices(MetadataServer(fake.url), period_s=0.02, answer_s=5.0)
 
@@ -54,10 +67,10 @@ def watch(
         watcher = NoticeWatcher(sources, random.Random(0), QUICK)
         watching = asyncio.create_task(watcher.run(queue.put_nowait))
         try:
-            await script(lambda: asyncio.wait_for(queue.get(), 10.0), watcher)
+            await script(lambda: asyncio.wait_for(queue.get(), 60.0), watcher)
         finally:
             watching.cancel()
-            await asyncio.wait([watching], timeout=1.0)
+            await asyncio.wait([watching], timeout=60.0)
         assert watching.cancelled(), "the watch ended by itself"
         return [queue.get_nowait() for _ in range(queue.qsize())]
 
@@ -65,7 +78,7 @@ def watch(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -73,10 +86,10 @@ async def until(condition: Callable[[], bool]) -> None:
 def test_a_notice_repeated_by_every_answer_is_reported_once_and_its_end_too() -> None:
     async def script(following: Next, watcher: NoticeWatcher) -> None:
         await until(lambda: fake.count(ACTION) > 1)
-        fake.action = {"action": "terminate", "time": fake.in_s(90)}
+        fake.action = {"action": "terminate", "time": fake.in_s(110)}
         notice = await following()
         assert isinstance(notice, Noticed)
-        assert 85 < notice.remaining_s(time.monotonic()) <= 90
+        assert 30 < notice.remaining_s(time.monotonic()) <= 110
         seen = fake.count(ACTION)
         await until(lambda: fake.count(ACTION) > seen + 3)
         fake.action = None
@@ -111,21 +124,25 @@ def test_silence_cancels_nothing_and_is_reported_once(caplog: pytest.LogCaptureF
     fake = FakeMetadata(plays=("aws",))
 
     async def script(following: Next, watcher: NoticeWatcher) -> None:
+        async def several_vain_questions() -> None:
+            before = source.vain
+            await until(lambda: source.vain > before + 3)
+
         port = int(fake.url.rpartition(":")[2])
         with serving(fake, port):
             fake.action = {"action": "terminate", "time": fake.in_s(90)}
             assert isinstance(await following(), Noticed)
         await until(lambda: len(caplog.records) == 1)
-        await asyncio.sleep(0.15)  # several vain questions
+        await several_vain_questions()
         with serving(fake, port):
             await until(lambda: len(caplog.records) == 2)
-        await asyncio.sleep(0.1)
+        await several_vain_questions()
         with serving(fake, port):
             fake.action = None
             assert isinstance(await following(), Cancelled)
 
     with serving(fake):
-        source = aws(fake)
+        source = CountedNotices(MetadataServer(fake.url), period_s=0.02, answer_s=5.0)
     with caplog.at_level(logging.WARNING, "spotlight.fleet.notices"):
         assert watch([source], script) == []
     absent, answers = (record.getMessage() for record in caplog.records)
@@ -140,7 +157,8 @@ def test_a_service_that_lies_is_reported_once_by_kind_and_asked_ever_less(
         await until(lambda: fake.count(EVENTS_PATH) > 4)
         fake.bodies, fake.statuses = {}, {EVENTS_PATH: 403}
         await until(lambda: len(caplog.records) > 1)
-        await asyncio.sleep(0.1)
+        seen = fake.count(EVENTS_PATH)
+        await until(lambda: fake.count(EVENTS_PATH) > seen + 3)
 
     with metadata("azure", bodies={EVENTS_PATH: b"<html>"}) as fake:
         began_s = time.monotonic()
@@ -168,9 +186,7 @@ def test_a_question_that_hangs_ends_with_the_watch() -> None:
         await until(lambda: fake.count(PREEMPTED) == 2)
 
     with metadata("gcp") as fake:
-        began_s = time.monotonic()
-        watch([GcpNotices(MetadataServer(fake.url), period_s=0.0, hang_s=60)], script)
-        assert time.monotonic() - began_s < 20.0
+        watch([GcpNotices(MetadataServer(fake.url), period_s=0.0, hang_s=3600)], script)
 
 
 @dataclass

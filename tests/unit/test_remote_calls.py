@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_time import played, settle
+from virtual_time import VirtualTimeLoop, played, settle
 
 from spotlight.cluster.remote_calls import (
     GRACE_S,
@@ -59,19 +58,20 @@ def test_silence_ends_at_the_deadline() -> None:
 def test_after_a_standstill_answers_have_a_moment_to_arrive() -> None:
     async def scene() -> None:
         loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
         asked = loop.create_future()
         asking = asyncio.create_task(answer(asked, "the question", 0.3))
         await asyncio.sleep(0)
-        time.sleep(0.6)  # as if this process were stopped, and its deadline passed meanwhile
+        loop.stand_still(0.6)  # as if this process were stopped, and its deadline passed meanwhile
         loop.call_later(0.1, asked.set_result, "arrived right after")
         assert await asking == "arrived right after"
         asking = asyncio.create_task(answer(loop.create_future(), "the question", 0.2))
         await asyncio.sleep(0)
-        time.sleep(0.5)
+        loop.stand_still(0.5)
         with pytest.raises(NoAnswerError):
             await asyncio.wait_for(asking, 2 * GRACE_S)
 
-    asyncio.run(scene())
+    played(scene())
 
 
 @settings(max_examples=50)

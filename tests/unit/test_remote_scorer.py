@@ -6,7 +6,6 @@ Ray's calls are answered in this process: which node is chosen, and what is rais
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -166,7 +165,15 @@ def test_a_call_has_time_to_restart_the_process_first(monkeypatch: pytest.Monkey
 
 
 def test_closing_ends_the_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer, _ = scorer_on(monkeypatch, Cluster(lambda *_: LOADED, head="reserved"), "cuda")
+    cluster = Cluster(lambda *_: LOADED, head="reserved")
+    looked, nodes = threading.Event(), cluster.nodes
+
+    def seen() -> list[dict[str, object]]:
+        looked.set()
+        return nodes()
+
+    cluster.nodes = seen  # type: ignore[method-assign]
+    scorer, _ = scorer_on(monkeypatch, cluster, "cuda")
     found: list[BaseException] = []
 
     def waits() -> None:
@@ -177,12 +184,10 @@ def test_closing_ends_the_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> N
 
     thread = threading.Thread(target=waits)
     thread.start()
-    time.sleep(0.1)
-    began_s = time.monotonic()
+    assert looked.wait(60)
     scorer.interrupt()
-    thread.join(timeout=10)
+    thread.join(timeout=60)
     assert found
-    assert time.monotonic() - began_s < 5
 
 
 @pytest.mark.parametrize("gpus", [0, 4])

@@ -80,7 +80,8 @@ def test_processes_and_batches_are_as_configured_or_else_as_the_reward_declares(
 
 def test_processes_share_the_requests_that_may_be_under_way() -> None:
     def slow(request: BaseHTTPRequestHandler, body: Any) -> Reply:
-        time.sleep(0.1)
+        while server.most_under_way < 3:  # each answer waits until as many are under way as may be
+            time.sleep(0.01)
         return completion("5")
 
     with reward_server(slow) as server:

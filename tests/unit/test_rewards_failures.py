@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,9 +73,7 @@ class TestFailures:
     def test_a_stopped_process_is_killed(self) -> None:
         with RewardPool([spec("faces", deadline_s=0.1, isolation_s=0)]) as pool:
             (pid,) = pool.pids
-            started_s = time.monotonic()
             assert totals(ask(pool, "stop", "a")) == ["timeout", "timeout"]
-            assert time.monotonic() - started_s < 3
             assert not psutil.pid_exists(pid)
 
     def test_what_a_reward_started_dies_with_it(self, workplace: Path) -> None:
@@ -86,9 +83,7 @@ class TestFailures:
 
     def test_isolation_is_bounded_in_time(self) -> None:
         with RewardPool([spec("faces", deadline_s=0.2, isolation_s=0.3)]) as pool:
-            started_s = time.monotonic()
             samples = ask(pool, *["sleep"] * 30)
-            assert time.monotonic() - started_s < 4
         assert totals(samples) == ["timeout"] * 30
         assert message(samples[-1]).startswith(
             "not reached: trying 30 images one by one took more than isolation_s=0.3"

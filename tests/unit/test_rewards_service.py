@@ -41,6 +41,9 @@ def level(images, prompts, metadata):
     for image in images:
         if image[0, 0, 0] == 255: os._exit(9)
         if image[0, 0, 0] == 254: time.sleep(60)
+        if image[0, 0, 0] == 253:
+            open("waiting", "w").close()
+            while not os.path.exists("go"): time.sleep(0.01)
     return {"score": [float(image.mean()) for image in images],
             "asked": [float(record.get("asked", 0)) for record in metadata]}
 def scored_by(): return "own level"
@@ -225,19 +228,26 @@ def test_a_small_file_of_many_pixels_is_not_decoded(service: str, monkeypatch: p
     assert "12 x 8 pixels" in answer.json()["errors"][2]["level"]
 
 
+def until(path: Path) -> None:
+    """Wait for a file that a reward writes."""
+    while not path.exists():
+        time.sleep(0.01)
+
+
 def test_more_pictures_than_may_wait_are_refused_for_now(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "slow_reward.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    hung, quick = (request_of(png_base64(grays(level)[0]), "level") for level in (254, 1))
-    reward = RewardConfig(name="slow_reward:level", deadline_s=0.5, retries=0)
+    hung, quick = (request_of(png_base64(grays(level)[0]), "level") for level in (253, 1))
+    reward = RewardConfig(name="slow_reward:level", deadline_s=60, retries=0)
     with RewardPool([reward]) as pool, served({"level": pool}, "secret", waiting_max=1) as url:
         with ThreadPoolExecutor() as threads:
             # One request is taken whatever it holds, and until it is done no other.
             first = threads.submit(post, url, {"requests": [hung, hung]})
-            time.sleep(0.5)
+            until(tmp_path / "waiting")
             busy = post(url, {"requests": [quick]})
+            (tmp_path / "go").touch()
         assert (busy.status_code, busy.headers["retry-after"]) == (503, "5")
         assert "2 pictures wait here; expected at most 1" in busy.json()["detail"]
         assert first.result().status_code == 200
@@ -254,14 +264,15 @@ def test_the_memory_of_all_requests_together_is_bounded(
 ) -> None:
     (tmp_path / "bounded_reward.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    hung, quick = (request_of(png_base64(grays(level)[0]), "level") for level in (254, 1))
-    reward = RewardConfig(name="bounded_reward:level", deadline_s=2, retries=0)
+    hung, quick = (request_of(png_base64(grays(level)[0]), "level") for level in (253, 1))
+    reward = RewardConfig(name="bounded_reward:level", deadline_s=60, retries=0)
     with RewardPool([reward]) as pool, served({"level": pool}, "secret", **limits) as url:
         with ThreadPoolExecutor() as threads:
             first = threads.submit(post, url, {"requests": [hung]})
-            time.sleep(0.7)
+            until(tmp_path / "waiting")
             busy = post(url, {"requests": [quick]})
-            assert httpx2.get(f"{url}/health", timeout=10).status_code == 200
+            assert httpx2.get(f"{url}/health", timeout=60).status_code == 200
+            (tmp_path / "go").touch()
         assert (busy.status_code, busy.headers["retry-after"]) == (503, "5")
         assert words in busy.json()["detail"]
         assert first.result().status_code == 200

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-import time
+import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -69,9 +69,14 @@ def test_yes_is_summed_over_its_spellings() -> None:
 
 
 def test_scores_keep_the_order_of_pictures_whatever_the_order_of_answers() -> None:
+    answered = threading.Event()
+
     def grade_by_level(request: BaseHTTPRequestHandler, body: Any) -> Reply:
         level = int(picture_in(body)[0, 0, 0])
-        time.sleep(0.05 * (10 - level) / 10)
+        if level == 3:
+            assert answered.wait(60)  # the first is answered after the third, which is under way beside it
+        if level == 0:
+            answered.set()
         return completion(f"{level}/10")
 
     levels = (3, 10, 0, 7, 5, 1)
@@ -176,11 +181,9 @@ def test_a_server_that_recovers_costs_only_time() -> None:
 
 
 def test_a_whole_batch_has_a_deadline() -> None:
-    started_s = time.monotonic()
     limits = {"timeout_s": 1.0, "batch_timeout_s": 0.3, "concurrency": 2}
     with reward_server(hang) as server:
         found = judge(server.url, (0, 1, 2, 3), answer="grade", endpoint=limits)["score"]
-    assert time.monotonic() - started_s < 2
     assert all("batch_timeout_s=0.3" in str(each) for each in found)
 
 

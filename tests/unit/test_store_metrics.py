@@ -97,10 +97,14 @@ def test_no_metrics_yet_are_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
 
 
-def test_tensorboard_reads_the_curves_and_purges_what_is_made_again(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
+def test_tensorboard_reads_the_curves_and_purges_what_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, now = RunPaths(tmp_path), time.time
     paths.images.mkdir()
     for resume_at, loss in ((0, 1.0), (2, 2.0)):
+        # Files are read by name: seconds, then a counter as text (9 after 10).
+        monkeypatch.setattr(time, "time", lambda later_s=10 * resume_at: now() + later_s)
         with MetricsWriter(
             paths, resume_at=resume_at, sinks=(TensorBoard(paths, resume_at=resume_at),)
         ) as writer:
@@ -115,8 +119,6 @@ def test_tensorboard_reads_the_curves_and_purges_what_is_made_again(tmp_path: Pa
             writer.sync()
             if resume_at:
                 writer.table(4, final_table(SUMMARY))
-        # Files are read by name: seconds, then a counter as text (9 after 10).
-        time.sleep(1.1)
     board = EventAccumulator(str(paths.tensorboard))
     board.Reload()
     curve = [(event.step, event.value) for event in board.Scalars("train/loss")]

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -127,14 +126,15 @@ def test_a_forked_child_does_not_keep_the_run_locked(tmp_path: Path) -> None:
 
 def fork_while_open(tmp_path: Path) -> None:
     run = RunDirectory.open(tmp_path, "demo", CONFIG)
-    reader, writer = os.pipe()
+    (reader, writer), (ready, is_ready) = os.pipe(), os.pipe()
     child = os.fork()
     if child == 0:
         os.close(writer)
+        os.write(is_ready, b"r")
         os.read(reader, 1)
         run.close()  # must not fail on what it does not hold
         os._exit(0)
-    time.sleep(0.05)
+    os.read(ready, 1)
     with pytest.raises(RunInUseError):
         RunDirectory.open(tmp_path, "demo", CONFIG)
     run.close()

@@ -6,7 +6,6 @@ import json
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -187,10 +186,8 @@ def test_a_dead_or_silent_peer_is_lost(home: Path, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(str(tmp_path / "s.sock"))
         silent.listen()
-        began = time.monotonic()
         with pytest.raises(PeerLostError, match="was not done before the deadline"):
             fetch_from_peer(tmp_path / "s.sock", "base", weights(2), 3, deadline_s=0.2)
-        assert 0.1 < time.monotonic() - began < 2
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         """From outside: let so much time pass."""
         self.run_until_complete(asyncio.sleep(seconds))
 
+    def stand_still(self, seconds: float) -> None:
+        """From within: so much time passes while nothing of this loop runs."""
+        self._virtual.now_s += seconds
+
     def settle(self) -> None:
         """From outside: do all that can be done now."""
         self.pass_s(_INSTANT_S)

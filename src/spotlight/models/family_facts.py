@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from spotlight.models.lora_names import LayerNames, Layout
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
@@ -236,6 +237,8 @@ class FamilyTraits:
     """Ends of layers' names in the model's own code by those in diffusers, where ComfyUI reads only the
     former in a LoRA, and diffusers both.
     """
+    lora_names: ClassVar[Mapping[Layout, LayerNames]] = {}
+    """Layers' names where other programs run the model's own code, for ``spotlight export --format``."""
     activations: ClassVar[ActivationCosts]
     """For the memory plan."""
     usual_frames_per_latent: ClassVar[int] = 1

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spotlight.config.load import dump_config
+from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
@@ -71,9 +72,7 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
         where = "the LoRA" if run.config.learner.mode == "lora" else "the model"
         hint = f"Once {where} is on a hub, its id takes the place of the path."
         if run.config.learner.mode == "lora":
-            native = FAMILIES.load(run.config.model.family).native_layers
-            names = "the model's own names, as ComfyUI wants them" if native else "diffusers' names"
-            hint += f" Its layers have {names}; B holds alpha / rank, so nothing has to scale it."
+            hint += f" {_where_it_loads(run.config)}"
         sections += ["## Use", f"```python\n{snippet}\n```\n\n{hint}"]
     if charts:
         sections += ["## Curves", *(f"![{_alt(name)}]({name})" for name in charts)]
@@ -84,6 +83,20 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
         f"```yaml\n{dump_config(run.config).rstrip()}\n```\n\n</details>",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def _where_it_loads(config: RunConfig) -> str:
+    family = FAMILIES.load(config.model.family)
+    names = "the model's own names, as ComfyUI wants them" if family.native_layers else "diffusers' names"
+    said = f"Its layers have {names}; B holds alpha / rank, so nothing has to scale it."
+    if not family.lora_names:
+        return f"{said} How ComfyUI and kohya's scripts name this family's layers is not known."
+    commands = " and ".join(
+        f"`spotlight export {config.name} --format {layout}` for {program}"
+        for layout, program in (("comfyui", "ComfyUI"), ("kohya", "sd-scripts or musubi-tuner"))
+        if layout in family.lora_names
+    )
+    return f"{said} Other programs' names: {commands}."
 
 
 def _front_matter(run: RunRecord) -> str:

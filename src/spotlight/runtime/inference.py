@@ -22,6 +22,7 @@ from spotlight.dry_run.model_checks import require_references
 from spotlight.models.condition import ModelInput, model_input
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
+from spotlight.models.lora_names import Layout
 from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.shared.update_rounding import LostUpdate
@@ -37,7 +38,7 @@ from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, Rollout, Ro
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner_state import load_weights
-from spotlight.training.lora_export import export_lora, export_merged, measured_rounding
+from spotlight.training.lora_export import export_lora, export_merged, export_renamed_lora, measured_rounding
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.prompts import Prompt, PromptId
@@ -233,6 +234,12 @@ class TrainedRun:
     def export_lora(self, directory: Path) -> Path:
         """Write the adapter for diffusers' ``load_lora_weights``. Raises ModelError for a full fine-tune."""
         return _written(export_lora(self._family, self._slots, self.weights, directory, Ranks()))
+
+    def export_renamed_lora(self, directory: Path, layout: Layout) -> list[Path]:
+        """Write the adapter for ComfyUI or kohya's scripts. Raises ModelError as ``export_renamed_lora``."""
+        return export_renamed_lora(
+            self._family, self._slots, self.weights, directory, self.config.name, layout
+        )
 
     def export_merged(
         self, directory: Path, dtype: Literal["float32", "bfloat16"] | None = None

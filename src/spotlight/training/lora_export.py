@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
-from spotlight.models.model_errors import ModelError
+from spotlight.models.lora_names import Layout, save_renamed
+from spotlight.models.model_errors import ModelError, storing
 from spotlight.models.shared.transformer_files import TransformerFiles
 from spotlight.models.shared.update_rounding import UpdateRounding
 from spotlight.models.skeleton import keeps_float32
@@ -64,6 +66,38 @@ def export_lora(
     if not (ranks.is_main and isinstance(slots, LoraSlots)):
         return None
     return family.save_lora(directory, state, slots.metadata())
+
+
+def export_renamed_lora(
+    family: ModelFamily, slots: WeightSlots, slot: Slot, directory: Path, stem: str, layout: Layout
+) -> list[Path]:
+    """Write a slot's adapter as another program names its layers; see ``lora_names``. On one rank.
+
+    Raises:
+        ModelError: the family lacks that layout, or a layer has no name there; see :func:`lora_state`.
+    """
+    state = lora_state(slots, slot)
+    assert isinstance(slots, LoraSlots)
+    names = family.lora_names.get(layout)
+    if names is None:
+        able = ", ".join(sorted(family.lora_names)) or "none"
+        raise ModelError(
+            f"--format {layout}: how it names the layers of model family {family.name!r} is not known; "
+            f"expected a format of {able}. Export without --format, for diffusers, or with --merged"
+        )
+
+    def rows_in(component: str) -> Callable[[str], int]:
+        transformer = denoisers(family.transformer)[component]
+
+        def rows(name: str) -> int:
+            layer = transformer.get_submodule(name)
+            return int(getattr(layer, "base_layer", layer).out_features)  # type: ignore[arg-type]
+
+        return rows
+
+    parts = {component: rows_in(component) for component in denoisers(family.transformer)}
+    with storing("the LoRA", directory, "Free some space, or name another place with --out."):
+        return save_renamed(directory, stem, state, slots.spec.alpha, names, layout, parts)
 
 
 def export_merged(

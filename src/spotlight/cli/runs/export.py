@@ -24,24 +24,47 @@ DtypeOption: TypeAlias = Annotated[
 ]
 
 
+LayoutOption: TypeAlias = Annotated[
+    Literal["comfyui", "kohya"] | None,
+    typer.Option(
+        "--format",
+        help="A LoRA with the layer names of ComfyUI, or of kohya's scripts (sd-scripts, musubi-tuner), "
+        "instead of diffusers'.",
+        show_default=False,
+    ),
+]
+
+_WHERE = {
+    "comfyui": "ComfyUI: put it into ComfyUI/models/loras and load it with LoraLoaderModelOnly, strength 1.",
+    "kohya": "sd-scripts and musubi-tuner: give it as --network_weights to train on, or as --lora_weight "
+    "(sd-scripts: --lora_weights) to generate, multiplier 1.",
+}
+
+
 def export(
     run: RunArgument,
     merged: Annotated[
         bool, typer.Option("--merged", help="A whole pipeline directory with the weights merged in.")
     ] = False,
     dtype: DtypeOption = None,
+    layout: LayoutOption = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Where to (default: RUN/lora or RUN/merged).", show_default=False),
+        typer.Option(
+            "--out", help="Where to (default: RUN/lora, RUN/lora-FORMAT or RUN/merged).", show_default=False
+        ),
     ] = None,
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Export the newest checkpoint: a LoRA for load_lora_weights, or with --merged a whole pipeline.
+    """Export the newest checkpoint: a LoRA for load_lora_weights, with --format for other programs, or with
+    --merged a whole pipeline.
 
     [bold]Examples[/bold]
 
       spotlight export demo
+
+      spotlight export flux-ocr --format comfyui --out ComfyUI/models/loras
 
       spotlight export demo --merged --out my_model
 
@@ -52,6 +75,8 @@ def export(
             f"--dtype {dtype}: nothing without --merged, because a LoRA is always written in float32; "
             "add --merged, or leave it out."
         )
+    if layout is not None and merged:
+        raise failure(f"--format {layout}: nothing with --merged, which has no LoRA; leave one of them out.")
     with errors_without_traceback():
         from spotlight.report.loading import loading_snippet
         from spotlight.report.record import read_run
@@ -60,8 +85,13 @@ def export(
         full = trained.config.learner.mode == "full"
         if full and not merged:
             raise failure(f"{trained.directory}: a full fine-tune has no LoRA to export; add --merged.")
-        target = out or trained.directory / ("merged" if merged else "lora")
+        target = out or trained.directory / ("merged" if merged else f"lora-{layout}" if layout else "lora")
         lost = None
+        if layout is not None:
+            for file in trained.export_renamed_lora(target, layout):
+                typer.echo(f"{file} (iteration {trained.iteration}, {trained.weights} weights)")
+            typer.echo(f"\n{_WHERE[layout]}")
+            return
         if merged:
             lost = trained.export_merged(target, dtype)
         else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +25,7 @@ _STYLES = {"finished": "green", "running": "cyan", "failed": "red", "killed": "y
 
 def runs(
     directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Parent of the run directories.")] = RUNS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object for each run.")] = False,
 ) -> None:
     """List the runs with progress, last validation, cost and state; on wide terminals also the algorithm.
 
@@ -31,12 +34,17 @@ def runs(
       spotlight runs
 
       spotlight runs /mnt/big/runs
+
+      spotlight runs --json | jq '.[] | select(.state == "failed") | .name'
     """
     from spotlight.report.record import read_run
     from spotlight.store.metrics import JUDGED
 
     console = Console(highlight=False)
     found = sorted(path.parent for path in directory.glob("*/config.yaml"))
+    if as_json:
+        typer.echo(json.dumps([_fields(path) for path in found], indent=1))
+        return
     if not found:
         console.print(f"No runs in {directory}/. Start one: spotlight train")
         return
@@ -53,6 +61,31 @@ def runs(
             table.add_row(path.name, "", "", "", "", "", Text("unreadable", style="red"))
             console.print(Text(str(error)), soft_wrap=True)
     console.print(table)
+
+
+def _fields(path: Path) -> dict[str, object]:
+    """What the table shows of a run; of one that cannot be read, why."""
+    from spotlight.report.record import read_run
+
+    try:
+        run = read_run(path)
+    except UserError as error:
+        return {"name": path.name, "state": "unreadable", "error": str(error)}
+    last = run.validations[-1] if run.validations else None
+    return {
+        "name": path.name,
+        "state": run.history.state,
+        "iteration": run.history.iterations,
+        "iterations": run.config.iterations,
+        "algorithm": run.config.algorithm.name,
+        "validation": {
+            name: value.mean if math.isfinite(value.mean) else None
+            for name, value in (last.scores.items() if last else ())
+        },
+        "validation_iteration": last.iteration if last else None,
+        "wall_s": run.wall_s,
+        "cost_usd": run.history.cost_usd,
+    }
 
 
 def _row(run: RunRecord) -> list[str | Text]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, decode_image, unpack
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
+from spotlight.models.lora_names import FLUX
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal, require_even_split
 
@@ -37,6 +38,7 @@ class Flux(ModelFamily):
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     )
+    lora_names = {"comfyui": FLUX, "kohya": FLUX}
     activations = ActivationCosts(
         lora=14.5, full=23.0, elementwise=11.8, checkpointed=1.5, forward=15.5, decode=6.5
     )

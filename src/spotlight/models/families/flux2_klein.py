@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, unpack
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
+from spotlight.models.lora_names import FLUX2
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal, require_even_split
 
@@ -44,6 +45,7 @@ class Flux2Klein(ModelFamily):
         *("ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out"),
         "to_qkv_mlp_proj",  # not the single blocks' to_out: as a suffix it matches other modules, too
     )
+    lora_names = {"comfyui": FLUX2, "kohya": FLUX2}
     activations = ActivationCosts(
         lora=18.4, full=26.5, elementwise=12.5, checkpointed=1.6, forward=21.5, decode=6.5
     )

@@ -22,6 +22,7 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
+from spotlight.models.lora_names import HUNYUAN_COMFYUI, HUNYUAN_KOHYA
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 
@@ -49,6 +50,7 @@ class HunyuanVideo(ModelFamily):
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     )
+    lora_names = {"comfyui": HUNYUAN_COMFYUI, "kohya": HUNYUAN_KOHYA}
     activations = ActivationCosts(
         lora=14.5, full=23.5, elementwise=9.7, checkpointed=1.15, forward=16.0, decode=10.5
     )

@@ -23,6 +23,7 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
+from spotlight.models.lora_names import QWEN
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 
@@ -56,6 +57,7 @@ class QwenImage(ModelFamily):
         *("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
         *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
     )
+    lora_names = {"comfyui": QWEN, "kohya": QWEN}
     activations = ActivationCosts(
         lora=20.0, full=27.0, elementwise=11.2, checkpointed=1.5, forward=15.0, decode=21.0
     )

@@ -15,6 +15,7 @@ from spotlight.models.family_facts import (
     dimensions,
     read_models,
 )
+from spotlight.models.lora_names import SD3
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 
@@ -49,6 +50,7 @@ class StableDiffusion3(ModelFamily):
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
         *("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", "attn.to_add_out"),
     )
+    lora_names = {"comfyui": SD3, "kohya": SD3}
     activations = ActivationCosts(
         lora=14.5, full=27.0, elementwise=11.9, checkpointed=1.5, forward=9.5, decode=6.5
     )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, decode_normalised
 from spotlight.models.family_facts import ActivationCosts, Dimensions, config_integer, dimensions, read_models
+from spotlight.models.lora_names import renamed
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 from spotlight.models.shared.noise_levels import scheduler_config
@@ -47,6 +48,7 @@ class Wan(ModelFamily):
         for attention, own in (("attn1", "self_attn"), ("attn2", "cross_attn"))
         for name, letter in (("to_q", "q"), ("to_k", "k"), ("to_v", "v"), ("to_out.0", "o"))
     } | {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"}
+    lora_names = {"comfyui": renamed(native_layers), "kohya": renamed(native_layers)}
     activations = ActivationCosts(
         lora=23.5, full=31.5, elementwise=13.0, checkpointed=1.15, forward=12.5, decode=14.0
     )

@@ -22,6 +22,7 @@ from spotlight.models.family_facts import (
     config_integer,
     read_models,
 )
+from spotlight.models.lora_names import Z_IMAGE_COMFYUI, Z_IMAGE_KOHYA
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.shared.checks import require_equal
 
@@ -43,6 +44,7 @@ class ZImage(ModelFamily):
         *("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0"),
         *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
     )
+    lora_names = {"comfyui": Z_IMAGE_COMFYUI, "kohya": Z_IMAGE_KOHYA}
     activations = ActivationCosts(
         lora=21.5, full=30.9, elementwise=12.5, checkpointed=1.16, forward=16.0, decode=6.5
     )

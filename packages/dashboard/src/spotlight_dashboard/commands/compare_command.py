@@ -1,0 +1,240 @@
+"""``spotlight compare``: curves of several runs side by side, seeds of one configuration together."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from spotlight.cli.run_argument import RUNS, find_run
+from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.commands.exit_codes import errors_without_traceback
+
+if TYPE_CHECKING:
+    from spotlight_dashboard.comparison import Interval, RunCurve, Seeds
+    from spotlight_dashboard.views.curves import CurveColumns
+
+Axis: TypeAlias = Literal["iteration", "samples", "hours", "usd"]
+_DRAWN = 60
+"""Points of a drawn mean."""
+
+
+def compare(
+    runs: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN...", help="Run directories, or names in runs/, also with *.", show_default=False
+        ),
+    ],
+    by: Annotated[Axis, typer.Option(help="What the curves stand over.")] = "iteration",
+    curve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The curve, as in metrics.jsonl; default: the score a run is judged by.",
+            show_default=False,
+        ),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="The score to reach; default: what the first runs end with.", show_default=False),
+    ] = None,
+    csv_path: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="All points, a row each.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="The table.")] = None,
+    chart: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A picture of the curves: .svg or .png.")
+    ] = None,
+) -> None:
+    """Compare runs: means and 90 % intervals over seeds, when a score is reached, and which settings differ.
+
+    Runs whose configurations differ in name and run_seed alone are seeds of one, and are averaged. The first
+    is what the others are compared with.
+
+    [bold]Examples[/bold]
+
+      spotlight compare 'nft-*' 'grpo-*'
+
+      spotlight compare base subset --by usd --target 0.8
+
+      spotlight compare base subset --curve rollout/reward --csv curves.csv --chart curves.png
+    """
+    from spotlight_dashboard.comparison import differences, grouped, points
+
+    if chart is not None and chart.suffix not in (".svg", ".png"):
+        raise typer.BadParameter(f"--chart: {str(chart)!r} ends with neither .svg nor .png")
+    with errors_without_traceback():
+        directories = list(dict.fromkeys(path for each in runs for path in _named(each)))
+        name = curve or _judged(directories)
+        groups = grouped([_read(each, name, by) for each in directories])
+        at = points(groups)
+        if not at:
+            raise UserError(f"Every run needs two points of {name!r}, but {_known(groups)}.")
+        reference = groups[0].end
+        assert reference is not None, "a group with points has an end"
+        reached = reference.mean if target is None else target
+        _show(groups, at, name, by, reached)
+        for path, text in ((csv_path, _csv), (json_path, _json)):
+            if path is not None:
+                path.write_text(text(groups, at, name, by, reached), encoding="utf-8")
+        if chart is not None:
+            _draw(groups, name, by, chart)
+        if changed := differences(groups):
+            _show_differences(groups, changed)
+
+
+def _named(text: str) -> list[Path]:
+    found = sorted(path.parent for path in RUNS.glob(f"{text}/config.yaml")) if "*" in text else []
+    return found or [find_run(text)]
+
+
+def _judged(directories: Sequence[Path]) -> str:
+    """The first of the judged curves that all runs have."""
+    from spotlight.store.metrics import JUDGED, VALIDATION
+
+    known = [set(_columns(each).at) for each in directories]
+    for name in JUDGED:
+        if all(f"{VALIDATION}{name}" in each for each in known):
+            return f"{VALIDATION}{name}"
+    raise UserError(
+        "The runs have no validation in common yet: name another curve (--curve rollout/reward), or leave "
+        "out the runs that have none."
+    )
+
+
+def _columns(directory: Path) -> CurveColumns:
+    from spotlight_dashboard.run_folders import RunFolder
+    from spotlight_dashboard.views.curves import CurveReader
+
+    with CurveReader(RunFolder(directory.name, directory.resolve())).columns() as columns:
+        return columns
+
+
+def _read(directory: Path, name: str, by: Axis) -> RunCurve:
+    from spotlight.config.load import changed_keys, load_dump
+    from spotlight_dashboard.comparison import RunCurve
+    from spotlight_dashboard.run_folders import RunFolder
+    from spotlight_dashboard.views.curves import curve, read_spent
+
+    folder = RunFolder(directory.name, directory.resolve())
+    columns = _columns(directory)
+    found: dict[str, Any] = dict(
+        curve(columns, name, read_spent(folder) if by == "usd" else None, points_max=10**9)
+    )
+    pairs = sorted((x, y) for x, y in zip(found[by], found["y"], strict=True) if None not in (x, y))
+    changed = changed_keys(load_dump(folder.paths.config, installed=False))
+    settings = {key: value for key, (value, _) in changed.items()}
+    return RunCurve(directory.resolve().name, settings, [x for x, _ in pairs], [y for _, y in pairs])
+
+
+def _known(groups: Sequence[Seeds]) -> str:
+    return ", ".join(f"{run.run} has {len(run.x)}" for group in groups for run in group.runs)
+
+
+def _show(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, target: float) -> None:
+    console = Console(highlight=False)
+    console.print(f"{name} by {by}; 90 % intervals over seeds")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("runs")
+    for header in (*map(_number, at), "end", f"reaches {target:.3g}", "of the first"):
+        table.add_column(header, justify="right")
+    first = groups[0].reaches(target)
+    for group in groups:
+        when = group.reaches(target)
+        share = f"{when.mean / first.mean:.2f}" if when and first and first.mean > 0 else "-"
+        cells = [*(group.at(x) for x in at), group.end, when]
+        table.add_row(group.name, *map(_cell, cells), share)
+    console.print(table)
+
+
+def _show_differences(groups: Sequence[Seeds], changed: dict[str, list[object]]) -> None:
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for header in ("setting (- is the default)", *(group.name for group in groups)):
+        table.add_column(header)
+    for key, values in changed.items():
+        table.add_row(key, *("-" if value is None else str(value) for value in values))
+    console.print()
+    console.print(table)
+
+
+def _csv(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, target: float) -> str:
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["runs", "run", by, name])
+    for group in groups:
+        for run in group.runs:
+            rows.writerows([group.name, run.run, x, y] for x, y in zip(run.x, run.y, strict=True))
+    return text.getvalue()
+
+
+def _json(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, target: float) -> str:
+    from spotlight_dashboard.comparison import CONFIDENCE, differences
+
+    found = {
+        "curve": name,
+        "by": by,
+        "confidence": CONFIDENCE,
+        "target": target,
+        "groups": [
+            {
+                "name": group.name,
+                "runs": [run.run for run in group.runs],
+                "at": [{by: x, **_fields(group.at(x))} for x in at],
+                "end": _fields(group.end),
+                "reaches": _fields(group.reaches(target)),
+            }
+            for group in groups
+        ],
+        "differences": differences(groups),
+    }
+    return json.dumps(found, indent=1) + "\n"
+
+
+def _fields(found: Interval | None) -> dict[str, float | int | None]:
+    if found is None:
+        return {"mean": None, "half": None, "seeds": 0}
+    return {
+        "mean": found.mean,
+        "half": None if math.isnan(found.half) else found.half,
+        "seeds": found.seeds,
+    }
+
+
+def _draw(groups: Sequence[Seeds], name: str, by: Axis, path: Path) -> None:
+    from spotlight.report.charts import Series, line_chart
+    from spotlight_dashboard.comparison import points
+
+    def lines() -> Iterator[Series]:
+        for group in groups:
+            found = list(group.line(points([group], _DRAWN)))
+            half = [each.half for _, each in found]
+            band = None if any(map(math.isnan, half)) else half
+            yield Series(group.name, [x for x, _ in found], [each.mean for _, each in found], band)
+
+    drawn = line_chart(list(lines()), title=name, x_label=by, y_label=name.rpartition("/")[2])
+    if path.suffix == ".svg":
+        path.write_text(drawn, encoding="utf-8")
+        return
+    import resvg_py
+
+    path.write_bytes(bytes(resvg_py.svg_to_bytes(svg_string=drawn, zoom=2)))
+
+
+def _cell(found: Interval | None) -> str:
+    if found is None:
+        return "-"
+    return _number(found.mean) if math.isnan(found.half) else f"{_number(found.mean)} ±{found.half:.2g}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.3g}"
