@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import open_regular
 
 MANIFEST = "manifest.json"
-_ADDED = ("ledger_sha256",)
+_ADDED = ("ledger_sha256", "versions")
 """Fields of the header that older versions did not write."""
 
 
@@ -26,7 +26,8 @@ class CheckpointHeader:
     Attributes:
         iteration: first iteration of a resumed run.
         ledger_position: last ledger record included.
-        ledger_sha256: the ledger's digest there; empty: an older version wrote it.
+        ledger_sha256: the ledger's digest there.
+        versions: of libraries, by package. Empty, as the digest is: an older version wrote it.
     """
 
     iteration: int
@@ -34,6 +35,7 @@ class CheckpointHeader:
     config_digest: str
     package_version: str
     ledger_sha256: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
