@@ -59,6 +59,7 @@ from spotlight.training.batching.redistribute import passes_of, share_of
 from spotlight.training.lora_export import whole_state
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight.weights.bundle import WeightsManifest, pack
+from spotlight.weights.flat import digest_of
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.prompts import Prompt, PromptId
@@ -392,7 +393,8 @@ class LearnerRank:
             }
             if not self.ranks.is_main:
                 return None
-            return pack(held, lineage, states, learning.slots.modules_bound, dtype=dtype)
+            manifest, data = pack(held, lineage, states, learning.slots.modules_bound, dtype=dtype)
+            return replace(manifest, base=digest_of(learning.slots.packed())), data
 
     def save(self, directory: Path) -> None:
         """Write the learner's state. Collective, with the same shared directory on every rank."""
