@@ -392,7 +392,9 @@ def test_a_dashboard_beside_a_run_that_fails_says_why(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", ""))))
     notes: queue.SimpleQueue[str] = queue.SimpleQueue()
     start_beside(tmp_path, "a run", stays=False, note=notes.put)
-    assert re.match(r"dashboard: http://127.0.0.1:\d+/\?token=[\w-]{32}#/a%20run$", notes.get(timeout=60))
+    assert re.match(
+        r"dashboard: http://127.0.0.1:\d+/\?token=[\w-]{32}#/a%20run/overview$", notes.get(timeout=60)
+    )
     failure = notes.get(timeout=60)
     assert "status 1; the run goes on" in failure
     assert "a broken installation" in failure
