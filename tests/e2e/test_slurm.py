@@ -5,6 +5,7 @@ Needs SLURM of the distribution (``apt install slurmctld slurmd slurm-client mun
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,11 +91,36 @@ def test_a_preempted_node_is_told_once_and_does_not_join_again(
     assert slurm.log(spot).count("Ray runtime started") == 1
 
 
-def test_the_learner_has_ranks_on_two_reserved_nodes(plain_slurm: Slurm, job: Job, tmp_path: Path) -> None:
+def test_a_requeued_run_goes_on_with_the_same_node(plain_slurm: Slurm, job: Job, tmp_path: Path) -> None:
+    run, gate = job.root / tmp_path.name, tmp_path / "gate"
+    reserved = reserve(plain_slurm, job, tmp_path.name, gate)
+    spot = add_spot(plain_slurm, reserved)
+    plain_slurm.wait("at work", lambda: bool(ask(run, WORKS)), reserved, spot)
+    plain_slurm.run("scontrol", "requeue", reserved)
+    plain_slurm.wait_for_state(reserved, "PENDING", spot)
+    assert not plain_slurm.processes(reserved), "its Ray outlives it"
+    plain_slurm.run("scontrol", "update", f"JobId={reserved}", "StartTime=now")
+    gate.touch()
+    plain_slurm.wait_for_state(reserved, "COMPLETED", spot)
+    plain_slurm.wait_for_state(spot, "COMPLETED")
+    assert len(ask(run, JOINED)) == 2
+    assert "the run is over" in plain_slurm.log(spot)
+    clean_audit(run, LIMITS)
+
+
+def test_a_run_begins_when_all_reserved_nodes_have_read_the_model(
+    plain_slurm: Slurm, job: Job, tmp_path: Path
+) -> None:
+    (tmp_path / "model" / "transformer").mkdir(parents=True)
+    weights = tmp_path / "model" / "transformer" / "slow.safetensors"
+    os.mkfifo(weights)  # each node reads it until somebody writes
     words = job.arguments(tmp_path.name, *RUN, "iterations=1", "fleet.learner_ranks=2", "learner.shard=all")
     script = ["--nodes=2", "--gpus-per-node=1", "launch/slurm-reserved.sbatch"]
-    reserved = plain_slurm.submit(*script, "--plain", *words)
+    reserved = plain_slurm.submit(*script, "--plain", *words, SPOTLIGHT_MODEL=str(weights.parents[1]))
     spot = add_spot(plain_slurm, reserved)
+    weights.write_bytes(b"for the head")
+    plain_slurm.wait_for_log(reserved, "waiting for 1 further nodes")
+    weights.write_bytes(b"for the second node")
     plain_slurm.wait_for_state(reserved, "COMPLETED", spot)
     assert not plain_slurm.processes(reserved)
 

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 
 from spotlight.cluster.nodes import node_membership
 from spotlight.cluster.nodes.facts import NodeFacts
-from spotlight.cluster.nodes.listing import RayNode
+from spotlight.cluster.nodes.listing import RayNode, read_view
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
 from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
@@ -129,6 +129,29 @@ def test_an_agent_that_a_hung_ray_never_starts_does_not_keep_it_from_being_notic
         over.set()
 
 
+def row(number: int, name: str) -> Mapping[str, object]:
+    return {
+        "NodeID": f"{number:056x}",
+        "Alive": True,
+        "Resources": {"spotlight_spot": 1.0, "GPU": 1.0},
+        "Labels": {},
+        "NodeName": name,
+        "NodeManagerAddress": "127.0.0.1",
+        "NodeManagerPort": 1,
+        "RayletSocketName": "/tmp/ray/s/sockets/raylet",
+    }
+
+
+def test_a_node_keeps_its_name_when_another_of_that_name_joins_before_the_first_look() -> None:
+    first, newcomer = row(2, "10.0.0.1"), row(1, "10.0.0.1")
+    (known,) = read_view([first]).nodes.values()
+    membership = NodeMembership(RayLossListener(), HERE, SETTINGS, known=[known])  # type: ignore[arg-type]
+    membership._look([first, newcomer])
+    names = {ray_id: watched.node.name for ray_id, watched in membership._watched.items()}
+    assert names.pop(known.ray_id) == known.name == "10.0.0.1"
+    assert list(names.values()) == ["10.0.0.1~000000"]
+
+
 def test_machines_that_are_switched_off_together_are_probed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     everybody = threading.Barrier(AT_ONCE, timeout=30)
 
@@ -138,19 +161,7 @@ def test_machines_that_are_switched_off_together_are_probed_together(monkeypatch
 
     monkeypatch.setattr(node_membership, "raylet_listens", listens)
     membership = NodeMembership(RayLossListener(), HERE, SETTINGS)  # type: ignore[arg-type]
-    rows = [
-        {
-            "NodeID": f"{number:056x}",
-            "Alive": True,
-            "Resources": {"spotlight_spot": 1.0, "GPU": 1.0},
-            "Labels": {},
-            "NodeName": f"spot-{number}",
-            "NodeManagerAddress": "127.0.0.1",
-            "NodeManagerPort": 1,
-            "RayletSocketName": "/tmp/ray/s/sockets/raylet",
-        }
-        for number in range(AT_ONCE)
-    ]
+    rows = [row(number, f"spot-{number}") for number in range(AT_ONCE)]
     membership._look(rows)
     assert len(membership._watched) == AT_ONCE
     membership._examine({str(row["NodeID"]): RayActorError() for row in rows})

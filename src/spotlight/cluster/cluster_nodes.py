@@ -103,7 +103,7 @@ class ClusterNodes:
         self.spares = SpareWorkers(ActorStarter.kill, self.learner_ranks_at) if moves else None
         gcs = "" if site.emulated is None else site.emulated.address
         settings = MembershipSettings(_notice_settings(config), mortal_gcs=gcs)
-        self.membership = NodeMembership(self, gather(), settings)
+        self.membership = NodeMembership(self, gather(), settings, known=site.nodes)
 
     # -- called in the membership's thread -------------------------------------------------------------
 

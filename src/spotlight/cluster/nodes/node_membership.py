@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
@@ -149,6 +149,7 @@ class NodeMembership:
 
     Args:
         here: facts of the head.
+        known: nodes that have their names already.
     """
 
     def __init__(
@@ -157,8 +158,10 @@ class NodeMembership:
         here: NodeFacts,
         settings: MembershipSettings,
         clock: Callable[[], float] = time.monotonic,
+        known: Iterable[RayNode] = (),
     ) -> None:
         self._listener, self._here, self._settings, self._clock = listener, here, settings, clock
+        self._names = {node.ray_id: node.name for node in known}
         self._watched: dict[str, _Watched] = {}
         self._reported: set[str] = set()
         self._dead: set[str] = set()
@@ -235,7 +238,7 @@ class NodeMembership:
         return None
 
     def _look(self, rows: Sequence[Mapping[str, object]]) -> None:
-        names = {ray_id: watched.node.name for ray_id, watched in self._watched.items()}
+        names = self._names | {ray_id: watched.node.name for ray_id, watched in self._watched.items()}
         view = read_view([row for row in rows if row["NodeID"] not in self._dead], names)
         for ray_id, problem in view.problems.items():
             self._refuse(ray_id, problem)
