@@ -14,6 +14,8 @@ from spotlight.dry_run.memory_plan import memory_parts, weight_copies
 from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
 from spotlight.dry_run.run_plan import count_passes, make_plan
 from spotlight.models.media import MediaSize
+from spotlight.models.shared.quantised import held
+from spotlight.models.skeleton import base_state
 from spotlight.models.slots import WeightSlots
 from spotlight.runtime.assembly import components as build
 from spotlight.testbed import PIPELINE_DIR
@@ -47,6 +49,18 @@ def test_parameters_and_copies_are_exactly_those_of_the_loaded_model(
     assert plan.parameters_trained == sum(weight.numel() for weight in real.trainable_parameters().values())
     owning = [slot for slot in real.slots if settings.learner.mode == "full" or slot != "reference"]
     assert weight_copies(settings) == len(owning) - 1
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_base_takes_the_planned_bytes(random_pipeline: Path, kind: str) -> None:
+    settings = config(random_pipeline, model={"path": str(random_pipeline), "quantize": kind})
+    family = build.load_family(settings, torch.device("cpu"))
+    real = sum(tensor.nbytes for tensor in base_state(family.transformer).values())
+    parts = {each.part: each.bytes for each in make_plan(settings).memory}
+    assert parts["frozen DiT"] == real
+    whole = (layer.whole(torch.float32).nbytes for layer in held(family.transformer).values())
+    assert parts["a layer's whole weight"] == max(whole)
+    assert "merged adapters" not in parts
 
 
 def test_tokens_and_channels_are_the_familys(random_pipeline: Path) -> None:

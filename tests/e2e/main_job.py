@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from fragile_disk import cut_power, turn_read_only
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -130,8 +131,9 @@ class RecordedRun(Silent):
 # -- a process of its own ------------------------------------------------------------------------------
 
 
-FILL_DISK = -1
-"""Instead of a signal: take up all that is left of the run's disk (see :func:`run_on_small_disk`)."""
+FILL_DISK, READ_ONLY, POWER_CUT = -1, -2, -3
+"""Instead of a signal: take up all that is left of the run's disk (see :func:`run_on_small_disk`); let the
+disk meet an error; cut its power (``fragile_disk.py``)."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +186,12 @@ class _Moments(RecordedRun):
                     self._do(each.signal)
 
     def _do(self, number: int) -> None:
+        if number == READ_ONLY:
+            turn_read_only(Path(self._directory))
+            return
+        if number == POWER_CUT:
+            cut_power(Path(self._directory))
+            number = signal.SIGKILL
         if number != FILL_DISK:
             os.kill(os.getpid(), number)
             return

@@ -178,6 +178,7 @@ def test_every_screen_is_for_any_terminal(
         ["runs", str(job.root)],
         ["runs", str(job.root), "--json"],
         ["compare", run],
+        ["why", run],
         ["audit", run],
         ["eval", run],
         ["generate", run, "-p", "caf\u00e9 \u2013 \u7f8e", "--out", str(tmp_path / "pictures")],

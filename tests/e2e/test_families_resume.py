@@ -26,10 +26,14 @@ WAYS = [
     for way in (NFT, FLOW_GRPO_FAST if number % 2 else AWM)
 ]
 """A LoRA by DiffusionNFT, and all weights by the two others in turn."""
+QUANTISED = [
+    pytest.param(name, 0, (*NFT, f"model.quantize={kind}"), id=f"{name}-{kind}")
+    for name, kind in (("qwen-image", "nf4"), ("z-image", "int8"))
+]
 
 
 @pytest.mark.slow  # four processes each; Qwen-Image's is in the first tier (test_resume.py)
-@pytest.mark.parametrize(("name", "variant", "way"), WAYS)
+@pytest.mark.parametrize(("name", "variant", "way"), [*WAYS, *QUANTISED])
 def test_killed_and_resumed_equals_uninterrupted(
     tmp_path: Path, name: str, variant: int, way: tuple[str, ...]
 ) -> None:

@@ -137,3 +137,23 @@ def test_what_cannot_be_opened_says_why(run: TrainedRun, tmp_path: Path) -> None
         TrainedRun.open(tmp_path)
     with pytest.raises(ModelError, match="weights 'nonsense': this run has policy, reference, old, ema"):
         TrainedRun.open(run.directory, weights="nonsense")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_a_lora_beside_few_bits_is_exported_for_the_model_on_file(job: Job, tmp_path: Path) -> None:
+    job.train("four-bits", *NFT, "iterations=1", "model.quantize=nf4")
+    kept, whole = (TrainedRun.open(job.root / "four-bits", quantize=each) for each in (None, "none"))
+    ours, theirs = (each.generate([PROMPT], [SEED], STEPS) for each in (kept, whole))
+    assert not np.array_equal(ours, theirs)
+    assert np.abs(ours.astype(int) - theirs).max() < 128
+    for number, each in enumerate((kept, whole)):
+        each.export_lora(tmp_path / f"{number}-lora")
+        each.export_merged(tmp_path / f"{number}")
+    files = "lora/pytorch_lora_weights.safetensors", "/transformer/diffusion_pytorch_model.safetensors"
+    for file in (f"-{files[0]}", files[1]):
+        one, two = (load_file(f"{tmp_path}/{number}{file}") for number in range(2))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    job.train("all-weights", *NFT, "iterations=1", "learner.mode=full", "learner.learning_rate=0.001")
+    with pytest.raises(ModelError, match="all weights of this run were trained"):
+        TrainedRun.open(job.root / "all-weights", quantize="int8")

@@ -61,7 +61,7 @@ class FamilyWorld:
         """The family with a transformer of its own, without adapters."""
         family = copy.copy(self.family)
         family.transformer = copy.deepcopy(self.family.transformer)
-        if dtype != torch.float32:
+        if dtype != family.dtype:
             family.transformer, family.dtype = family.transformer.to(dtype), dtype
         return family
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from learner_world import FamilyWorld, algorithm, make_learner, roll_out, train_batch
+from learner_world import FamilyWorld, algorithm, cut, make_learner, roll_out, train_batch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from spotlight.models.experts import Experts
 from spotlight.models.media import MediaSize
 from spotlight.registry import FAMILIES
 from spotlight.training.sharding import Ranks, process_group
@@ -68,6 +69,27 @@ def test_an_idle_expert_stays_as_it_is(tmp_path: Path, shard: str) -> None:
             for name, weight in one.items():
                 torch.testing.assert_close(other[name], weight, rtol=0, atol=ROUNDING)
         assert norm == pytest.approx(norms, rel=1e-4)
+
+
+def test_a_pass_that_only_measures_is_no_use_of_an_expert(tmp_path: Path) -> None:
+    """Memory may be tried out with micro-batches of later updates: whose experts are idle in this one."""
+    FAMILIES.load("wan").tiny(tmp_path / "pipeline", seed=0, variant=2)
+    family = FAMILIES.load("wan").load(
+        tmp_path / "pipeline", device="cpu", dtype=torch.float32, embeddings_cache=tmp_path / "cache"
+    )
+    world = FamilyWorld(family, MediaSize(16, 32, 5))
+    learner = make_learner(world, algorithm("diffusion-nft", train_timesteps=3))
+    samples = roll_out(world, learner, batch=2)
+    (keys,) = cut(samples, len(samples))
+    learner.prepare(samples, [keys])
+    experts = learner.slots.modules()["policy"]
+    assert isinstance(experts, Experts)
+    experts.had_rows = {"transformer"}
+    learner.family.first_transformer = lambda sigma: sigma < 0  # type: ignore[method-assign,misc]
+    learner.passes._measured(learner._bind(learner._mine(keys), keys), 1)
+    assert experts.had_rows == {"transformer"}
+    learner.accumulate(keys, len(samples))
+    assert experts.had_rows == {"transformer", "transformer_2"}
 
 
 def _rank(rank: int, port: int, pipeline: Path, directory: Path, shard: str) -> None:

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {"config", "scheduler", "models", "testbed"},
     "rollout": {"models", "diffusion"},
     "worker": {"rollout", "models"},
-    "training": {"config", "models", "algorithms", "diffusion", "rollout"},
+    "training": {"config", "models", "algorithms", "diffusion", "rollout", "weights"},
     "dry_run": {"config", "data", "models", "rollout", "store", "testbed", "training"},
     "report": {"store", "config", "testbed"},
 }

@@ -30,6 +30,7 @@ COMMANDS = (
     "compare",
     "dashboard",
     "report",
+    "why",
     "simulate",
     "plan",
     "prices",

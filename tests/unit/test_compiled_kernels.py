@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from spotlight_kernels import operators
 from spotlight_kernels.fuse import BLOCKS, _kind, _put
-from spotlight_kernels.launch import Kernel
+from spotlight_kernels.launch import INTERPRETED, Kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64", torch.bool: "*i1"}
@@ -32,7 +32,7 @@ Launch = tuple[Any, tuple[torch.dtype, ...], tuple[float, ...], tuple[int | bool
 @pytest.fixture(scope="module")
 def launches() -> set[Launch]:
     """Of a forward and a backward of every class of blocks, in bfloat16."""
-    if operators.INTERPRETED:
+    if INTERPRETED:
         pytest.skip("kernels are interpreted in this process")
     noted: set[Launch] = set()
 

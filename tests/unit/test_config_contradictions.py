@@ -57,6 +57,14 @@ GUIDED = (*PARALLEL, "rollout.true_cfg_scale=4")
             "fused by the compiler: leave it out",
         ),
         (["model.kernels=fused", "learner.mode=full"], "model.kernels", "for adapters: leave it out"),
+        (["model.quantize=int8", "learner.mode=full"], "learner.mode", "set learner.mode=lora"),
+        (["model={quantize: nf4, compile: regional}"], "model.compile", "or leave model.quantize out"),
+        (["model={quantize: nf4, dtype: bfloat16, cuda_graphs: true}"], "model.cuda_graphs", "leave it out"),
+        (
+            ["model.quantize=nf4", "fleet={driver: ray, learner_ranks: 2}", "learner.micro_batch_size=48"],
+            "learner.shard",
+            "set learner.shard=none",
+        ),
         (
             ["model={kernels: fused, dtype: float32}", "learner.autocast=bfloat16"],
             "model.kernels",
@@ -555,3 +563,13 @@ def test_ranks_share_the_model_per_node_only_where_nodes_are_equal(
     assert [problem.key for problem in problems] == ([] if fits else ["learner.shard"])
     alone = config.learner.model_copy(update={"shard": "none"})
     assert not list(alone.rank_problems(config.rollout, 4, per_node))
+
+
+def test_ranks_keep_a_quantised_model_whole() -> None:
+    config = load_config(None, [*BASE, "model.quantize=int8", "learner.micro_batch_size=48"])
+    assert not list(config.rank_problems(1, ()))
+    (problem,) = config.rank_problems(2, ())
+    assert problem.key == "learner.shard"
+    assert "set learner.shard=none" in problem.remedy
+    whole = load_config(None, [*BASE, "model.quantize=int8", "learner={micro_batch_size: 48, shard: none}"])
+    assert not list(whole.rank_problems(2, ()))

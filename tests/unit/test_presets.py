@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from spotlight.config.load import (
 )
 from spotlight.config.preset import load_preset, preset_names
 from spotlight.config.schema import RunConfig
+from spotlight.config.sections.newer_algorithms import DGPOConfig, DiffusionDPOConfig
 from spotlight.dry_run.run_plan import make_plan
 from spotlight_rewards.base.errors import ConfigError
 
@@ -73,8 +75,13 @@ def cells(config: RunConfig) -> list[str]:
     algorithm, rollout, learner = config.algorithm.model_dump(), config.rollout, config.learner
     if rollout.sampler == "ode":
         beta = f"beta {number(algorithm['beta'])}, " if "beta" in algorithm else ""
-        trained = f"{beta}{algorithm['train_timesteps']} levels"
-        kl = number(algorithm["reference_weight"])
+        levels = algorithm["train_timesteps"]
+        trained = f"{beta}{levels} level{'s' * (levels > 1)}"
+        kl = ", ".join(
+            number(algorithm[key])
+            for key in ("reference_weight", "clip_range")
+            if algorithm.get(key) is not None
+        )
     else:
         sampler = "" if rollout.sampler == "flow-sde" else f"`{rollout.sampler}` "
         trained = f"{sampler}noise {number(rollout.noise_level)}, {trained_steps(config)}"
@@ -99,7 +106,7 @@ def cells(config: RunConfig) -> list[str]:
             f"{'' if reward.weight == 1 else number(reward.weight) + ' '}`{reward.name}`"
             for reward in config.rewards
         ),
-        kl,
+        kl or "-",
         ", ".join(divided),
     ]
 
@@ -112,6 +119,34 @@ def test_the_pages_table_says_what_the_presets_set() -> None:
         preset = load_preset(name.strip("`"))
         assert re.findall(r"`([^`]+)`", source)[0] in preset.source
         assert found == cells(load_config(None, [f"like={preset.name}"])), name
+
+
+def test_the_page_of_algorithms_says_which_defaults_differ_from_the_authors() -> None:
+    page = (ROOT / "docs/howto/compare-algorithms.md").read_text()
+    table = page.partition("### DGPO and Diffusion-DPO")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()
+        if line[:1] == "|"
+    ]
+    said = {(column, row[0].strip("`")): row[1] for column, row in rows_of_columns(rows)}
+    dgpo, dpo = DGPOConfig(), DiffusionDPOConfig()
+    assert said["DGPO", "beta"] == number(dgpo.beta)
+    assert float(said["DGPO", "clip_range"]) == dgpo.clip_range
+    assert said["DGPO", "reference_weight"] == number(dgpo.reference_weight)
+    assert dgpo.noisiest_steps is None
+    assert said["DGPO", "train_timesteps`, `noisiest_steps"] == f"{dgpo.train_timesteps} of all"
+    assert said["Diffusion-DPO", "beta"].startswith(f"{number(dpo.beta)},")
+
+
+def rows_of_columns(rows: list[list[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Each row with what its table is of."""
+    about = ""
+    for row in rows:
+        if "default" in row:
+            about = row[0]
+        else:
+            yield about, row
 
 
 def test_the_users_settings_win(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,6 @@ from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.observer import Silent
 from spotlight.runtime.run import train
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
-from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import MetricsRow
 from spotlight.store.run_directory import RunDirectory
 from spotlight.training.sharding import Ranks
@@ -64,7 +64,7 @@ def go_on(
         if ledger.position() == 0:
             write(ledger, list(history(1, iterations=1)))
         if save:
-            header = CheckpointHeader(1, ledger.position(), "0" * 64, "0")
+            header = replace(attempt.recorder.header, iteration=1, ledger_position=ledger.position())
             with attempt.recorder.checkpoints.writer(header) as folder:
                 (folder / "state").write_text("state")
             # The evaluation that follows the checkpoint.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Weights: TypeAlias = Literal["policy", "ema", "old", "reference"]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+Quantize: TypeAlias = Literal["none", "int8", "nf4"]
 
 WeightsOption: TypeAlias = Annotated[
     Weights | None,
@@ -26,10 +27,22 @@ WeightsOption: TypeAlias = Annotated[
 DeviceOption: TypeAlias = Annotated[Device, typer.Option("--device", help="Where the model lives.")]
 
 
-def open_run(run: str, device: Device, weights: Weights | None) -> TrainedRun:
+QuantizeOption: TypeAlias = Annotated[
+    Quantize | None,
+    typer.Option(
+        "--quantize",
+        help="How the base beside a LoRA is held (default: as in training, model.quantize).",
+        show_default=False,
+    ),
+]
+
+
+def open_run(
+    run: str, device: Device, weights: Weights | None, quantize: Quantize | None = None
+) -> TrainedRun:
     """The newest checkpoint of the run that the argument names, loaded."""
     directory = find_run(run)
     silence_loading_bars()
     from spotlight.runtime.inference import TrainedRun
 
-    return TrainedRun.open(directory, device=device, weights=weights)
+    return TrainedRun.open(directory, device=device, weights=weights, quantize=quantize)

@@ -43,6 +43,7 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import NodeId, NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.weights.node_cache import cache_directory
+from spotlight_rewards.base.files import discard
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.pool.reward_pool import RewardPool
 
@@ -215,7 +216,7 @@ async def _learner(
 ) -> tuple[LearnerGroup, Places | None]:
     config, fleet, token = materials.config, materials.config.fleet, secrets.token_hex(16)
     token_file = write_token(config, token)
-    stack.callback(token_file.unlink, missing_ok=True)
+    stack.callback(discard, token_file)
     moves = fleet.learner_moves
 
     async def wait_for_room() -> None:

@@ -24,7 +24,7 @@ from spotlight.config.sections.evaluation import EvaluationConfig
 from spotlight.config.sections.exploration import ExplorationConfig
 from spotlight.config.sections.fleet import FleetConfig
 from spotlight.config.sections.learner_section import LearnerConfig
-from spotlight.config.sections.model import DataConfig, ModelConfig
+from spotlight.config.sections.model import WHOLE, DataConfig, ModelConfig
 from spotlight.config.sections.outputs import CheckpointConfig, MetricsConfig
 from spotlight.config.sections.pipeline import PipelineConfig
 from spotlight.config.sections.policies import AddedPolicies
@@ -99,6 +99,10 @@ class RunConfig(Section):
         chosen = self.algorithm.train_samples
         yield from self.learner.rank_problems(self.rollout, ranks, per_node, chosen)
         yield from self.algorithm.micro_batch_problems(self.rollout, self.learner, ranks)
+        shard, quantize = self.learner.shard, self.model.quantize
+        if ranks > 1 and shard != "none" and quantize != "none":
+            expected = f"'none' with model.quantize={quantize}"
+            yield Problem("learner.shard", repr(shard), expected, WHOLE)
 
     @property
     def rank_samples(self) -> int:

@@ -16,6 +16,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.config.sections.algorithm import BatchStartSection
 from spotlight.data.media_size import media_size
 from spotlight.dry_run.model_plan import ModelSizes, NotHere, TransformerSizes, bind_targets
+from spotlight.models.shared.quantised import held_bytes, is_held
 from spotlight.rollout.limits import decode_batch
 from spotlight.training.timesteps import largest_pass
 
@@ -214,6 +215,10 @@ def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Est
     size = 2 if config.model.dtype == "bfloat16" else 4
     if config.learner.mode == "lora":
         yield Estimate("frozen DiT", *_frozen(config, model), "once loaded", divided=True)
+        if config.model.quantize != "none":
+            largest = max(math.prod(shape) for name, shape in model.linears.items() if is_held(name))
+            formula = f"{size} B x the largest one's, while it computes"
+            yield Estimate("a layer's whole weight", float(largest * size), formula, "once loaded")
     yield Estimate("VAE", model.vae_parameters * 4, "4 B x parameters")
     copies = weight_copies(config)
     what = "adapters" if config.learner.mode == "lora" else "DiT"
@@ -231,14 +236,21 @@ def _weights(config: RunConfig, model: ModelSizes, trained: int) -> Iterator[Est
 
 def _frozen(config: RunConfig, model: ModelSizes) -> tuple[float, str]:
     """Bytes of the base that adapters are trained on, and their formula."""
-    size = 2 if config.model.dtype == "bfloat16" else 4
-    return float(model.parameters * size), f"{size} B x parameters"
+    size, quantize = 2 if config.model.dtype == "bfloat16" else 4, config.model.quantize
+    if quantize == "none":
+        return float(model.parameters * size), f"{size} B x parameters"
+    held = [shape for name, shape in model.linears.items() if is_held(name)]
+    count = sum(map(math.prod, held))
+    packed = sum(held_bytes(quantize, *shape) for shape in held)
+    formula = f"{packed / count:.3f} B x weights of linear layers in blocks + {size} B x others"
+    return float(packed + size * (model.parameters - count)), formula
 
 
 def _merged(config: RunConfig, model: ModelSizes, family: type[ModelFamily]) -> Iterator[Estimate]:
     """Rollouts merge the adapter into float32 base weights: a second copy of the adapted layers."""
     learner = config.learner
-    if learner.mode == "lora" and config.model.dtype == "float32" and learner.autocast == "none":
+    whole = config.model.dtype == "float32" and config.model.quantize == "none"
+    if learner.mode == "lora" and whole and learner.autocast == "none":
         targets = family.lora_targets if learner.lora.targets is None else learner.lora.targets
         adapted = sum(outputs * inputs for outputs, inputs in bind_targets(model, targets).values())
         # A worker of Ray keeps them while the weights are the same.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,17 @@ def denoisers(module: nn.Module) -> dict[str, nn.Module]:
     if isinstance(module, Experts):
         return dict(module.named_children())
     return {"transformer": module}
+
+
+@contextmanager
+def rows_uncounted(module: nn.Module) -> Iterator[None]:
+    """For passes whose gradients are dropped: their rows are no use of a transformer."""
+    before = {*module.had_rows} if isinstance(module, Experts) else set()
+    try:
+        yield
+    finally:
+        if isinstance(module, Experts):
+            module.had_rows = before
 
 
 def by_rows(

@@ -47,6 +47,7 @@ from spotlight.models.pipeline_files import (
 )
 from spotlight.models.shared.flop_count import ForwardLog
 from spotlight.models.shared.noise_levels import scheduler_config, shift
+from spotlight.models.shared.quantised import Quantize
 from spotlight.models.shared.transformer_files import (
     TransformerFiles,
     component_type,
@@ -128,6 +129,7 @@ class ModelFamily(FamilyTraits, ABC):
         read_transformer: bool = True,
         transformer: str | None = None,
         deferred: bool = False,
+        quantize: Quantize = "none",
     ) -> Self:
         """Load transformer, VAE and scheduler; the text encoders are loaded on the first uncached prompt.
 
@@ -146,6 +148,7 @@ class ModelFamily(FamilyTraits, ABC):
             deferred: leaves the transformer's parameters on the meta device, without memory, to be read by
                 :meth:`read_weights`, once it is sharded or the text encoder freed. Their files are checked at
                 once.
+            quantize: how the transformer's linear layers are held (:mod:`spotlight.models.shared.quantised`).
 
         Raises:
             ModelError: the model is unusable; where possible, before weights are read.
@@ -158,7 +161,7 @@ class ModelFamily(FamilyTraits, ABC):
         files = locate(path, revision=revision, pipeline_class=cls.pipeline_class, components=wanted)
         scheduler, names = cls.make_scheduler(files), cls.transformers(files)
         weights = weight_sources(files, names, transformer) if read_transformer else None
-        module = load_transformers(files, names, dtype, device, weights, deferred=deferred)
+        module = load_transformers(files, names, dtype, device, weights, deferred=deferred, quantize=quantize)
         return cls(
             files,
             module,

@@ -174,16 +174,18 @@ def _adapted(layer: Any, x: Tensor) -> AdaptedLinear | None:
     Modules' attributes are looked up past ``nn.Module.__getattr__``, which takes longer than all the rest.
     """
     from spotlight_kernels.lora import AdaptedLinear
+    from spotlight_kernels.quantised.linear import QuantisedLinear
 
     if layer._disable_adapters or torch.is_autocast_enabled(x.device.type):
         return None
     (adapter,) = layer._active_adapter
     modules = layer._modules
-    base = modules["base_layer"]._parameters
+    base, own = modules["base_layer"], modules["base_layer"]._parameters
+    quantised = isinstance(base, QuantisedLinear)
     a, b = (_applied(modules[half]._modules[adapter]) for half in ("lora_A", "lora_B"))
-    if not x.dtype == base["weight"].dtype == a.dtype:
+    if not x.dtype == (base.dtype if quantised else own["weight"].dtype) == a.dtype:
         return None
-    return AdaptedLinear(base["weight"], base["bias"], a, b, layer.scaling[adapter])
+    return AdaptedLinear(base if quantised else own["weight"], own["bias"], a, b, layer.scaling[adapter])
 
 
 def _applied(half: Any) -> Tensor:

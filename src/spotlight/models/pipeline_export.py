@@ -1,6 +1,7 @@
 """LoRA files and pipeline directories, as plain diffusers loads them.
 
-Invariant: the target path only ever holds complete output: it is written beside it and renamed.
+Invariant: the target path only ever holds complete output, also after a power cut: it is written beside it,
+forced to disk and renamed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from spotlight.models.lora_file import LORA_FILE, TRANSFORMER, lora_folder, part
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
 from spotlight.models.skeleton import keeps_float32
+from spotlight_rewards.base.files import fsync_path, fsync_tree
 
 _INDEX = "model_index.json"
 _SHARD_SIZE = "5GB"
@@ -67,7 +69,10 @@ def save_lora(
         folder.mkdir(parents=True, exist_ok=True)
         named = dict(zip(_file_names(list(own), native or {}), own.values(), strict=True))
         save_file(named, folder / partial, {"format": "pt", "lora_adapter_metadata": stated})
+        fsync_path(folder / partial)
         written = (folder / partial).replace(folder / LORA_FILE)
+        for changed in (folder, folder.parent):
+            fsync_path(changed)
     return written
 
 
@@ -123,7 +128,9 @@ def save_merged(
                 transformers[name].save_pretrained(partial / name, max_shard_size=_SHARD_SIZE)
             else:
                 shutil.copytree(files.folder(name), partial / name)
+        fsync_tree(partial)
         _put_in_place(partial, directory)
+        fsync_path(directory.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return directory

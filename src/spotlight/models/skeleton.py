@@ -19,11 +19,14 @@ from torch import Tensor, nn
 from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, weight_files
+from spotlight.models.shared.quantised import as_stored
 from spotlight.models.shared.sharded import is_sharded
 
 if TYPE_CHECKING:
     from diffusers.models import ModelMixin
     from torch.distributed.tensor import DTensor
+
+    from spotlight_kernels.quantised.linear import StoredWeight
 
 
 def skeleton(
@@ -139,13 +142,14 @@ def _allocated(parameter: Tensor, device: torch.device) -> Tensor:
 
 def check_files(module: nn.Module, source: Path, key: str) -> None:
     """Read the headers that :func:`fill_from_files` will read the tensors of; it raises the same errors."""
-    _visit_files(module, base_state(module), source, key, lambda *_: None)
+    _visit_files(module, as_stored(module, base_state(module)), source, key, lambda *_: None)
 
 
 def fill_from_files(module: nn.Module, source: Path, key: str) -> None:
     """Fill a skeleton from a directory or a file of safetensors, tensor by tensor.
 
-    Of a sharded module, a rank reads the rows of its shard, so that no process ever holds a whole model.
+    Of a sharded module, a rank reads the rows of its shard, so that no process ever holds a whole model; a
+    layer held in few bits quantises its weight as it comes.
 
     Args:
         key: configuration key that names ``source``, for errors.
@@ -154,7 +158,7 @@ def fill_from_files(module: nn.Module, source: Path, key: str) -> None:
         ModelError: no safetensors there, or other names or shapes than the module's.
     """
     with filling(module) as targets:
-        _visit_files(module, targets, source, key, _read_tensor)
+        _visit_files(module, as_stored(module, targets), source, key, _read_tensor)
 
 
 def fill_from_module(module: nn.Module, filled: nn.Module) -> None:
@@ -166,10 +170,10 @@ def fill_from_module(module: nn.Module, filled: nn.Module) -> None:
 
 def _visit_files(
     module: nn.Module,
-    targets: Mapping[str, Tensor],
+    targets: Mapping[str, Tensor | StoredWeight],
     source: Path,
     key: str,
-    visit: Callable[[Any, str, Tensor], None],
+    visit: Callable[[Any, str, Tensor | StoredWeight], None],
 ) -> None:
     shards = weight_files(source, key) if source.is_dir() else [source]
     if not shards or not all(shard.is_file() for shard in shards):
@@ -196,14 +200,14 @@ def _visit_files(
             )
 
 
-def _check_shape(target: Tensor, stored: Any, what: str) -> None:
+def _check_shape(target: Tensor | StoredWeight, stored: Any, what: str) -> None:
     shape = list(stored.get_shape())
     if shape != list(target.shape):
         raise ModelError(f"{what} has shape {shape}; expected {list(target.shape)}: it is of another model")
 
 
-def _read_tensor(file: Any, name: str, target: Tensor) -> None:
-    if not is_sharded(target):
+def _read_tensor(file: Any, name: str, target: Tensor | StoredWeight) -> None:
+    if not isinstance(target, Tensor) or not is_sharded(target):
         target.copy_(file.get_tensor(name))
         return
     rows = _rows(target)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeAlias
 
@@ -29,6 +29,7 @@ from spotlight.models import peft_layers
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelError
 from spotlight.models.peft_layers import AdapterCopies, LoraSpec
+from spotlight.models.shared.quantised import held, packed_state
 from spotlight.models.shared.sharded import gathers, is_sharded
 from spotlight.models.shared.update_rounding import UpdateRounding
 
@@ -84,6 +85,10 @@ class WeightSlots(ABC):
         Args:
             rounding: rounds the trained tensors to its types; default: they get those of the base.
         """
+
+    def packed(self) -> dict[str, Tensor]:
+        """What a frozen base holds in few bits, the same for all slots."""
+        return {}
 
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """The policy's parameters, by name, for the optimizer."""
@@ -154,6 +159,7 @@ class LoraSlots(WeightSlots):
         compute: dtype that adapters are applied in, that of the adapted layers: no autocast is needed then.
             The parameters stay float32; copies follow them. Sharded, they are to be gathered in it. Default:
             float32, or what autocast says.
+        files: reads a weight that the module holds in few bits, by its name; to merge adapters into.
 
     Raises:
         ModelError: ``initial`` has other names or shapes, or an adapted layer's dtype is not ``compute``.
@@ -167,10 +173,11 @@ class LoraSlots(WeightSlots):
         initial: Mapping[str, Tensor] | None = None,
         *,
         compute: torch.dtype | None = None,
+        files: Callable[[str], Tensor] | None = None,
     ) -> None:
         self.slots = _ordered([*extra, "reference"])
         self.spec = spec
-        self._module, self.compute = module, compute
+        self._module, self.compute, self._files = module, compute, files
         self._copies: dict[Slot, AdapterCopies] = {}
         self._adapters: tuple[Slot, ...] = tuple(
             slot for slot in self.slots if slot != "reference" or initial is not None
@@ -213,7 +220,7 @@ class LoraSlots(WeightSlots):
 
     def _check_compute(self) -> None:
         for name, weight in peft_layers.base_weights(self._layers).items():
-            if self.compute not in (None, weight.dtype):
+            if self.compute not in (None, weight.dtype) and weight.is_floating_point():
                 raise ModelError(
                     f"targets: {name!r} is {weight.dtype}, but adapters are applied in {self.compute}: leave "
                     "it out (of learner.lora.targets), or set learner.autocast=none"
@@ -251,6 +258,9 @@ class LoraSlots(WeightSlots):
     def modules(self) -> dict[Slot, nn.Module]:
         return {"policy": self._module}
 
+    def packed(self) -> dict[str, Tensor]:
+        return packed_state(self._module)
+
     def metadata(self) -> dict[str, object]:
         """peft's LoraConfig fields, as ``save_lora`` stores them beside the weights: those that are not its
         defaults, because an older peft refuses fields that it does not know.
@@ -260,9 +270,12 @@ class LoraSlots(WeightSlots):
     def merged_state(
         self, slot: Slot, *, keep: bool = True, rounding: UpdateRounding | None = None
     ) -> dict[str, Tensor]:
-        """Base weights plus ``alpha / rank * B A``, summed in float32, in the base's dtype."""
+        """Base weights plus ``alpha / rank * B A``, summed in float32, in the base's dtype.
+
+        Those that are held in few bits are read from their files.
+        """
         self._check_slot(slot)
-        state = _gathered(peft_layers.base_parameters(self._module), keep)
+        state = _gathered(self._base(), keep)
         adapter = _gathered(self.parameters(slot), keep) if slot in self._adapters else {}
         if not adapter:
             return state
@@ -274,6 +287,15 @@ class LoraSlots(WeightSlots):
             name = f"{layer}.weight"
             state[name] = exact.to(base.dtype) if rounding is None else rounding.round(name, exact, base)
         return state
+
+    def _base(self) -> dict[str, Tensor]:
+        packed = self.packed()
+        own = peft_layers.base_parameters(self._module).items()
+        base = {name: tensor for name, tensor in own if name not in packed}
+        for layer in held(self._module) if packed else ():
+            assert self._files is not None, "a quantised base comes with its files"
+            base[f"{layer}.weight"] = self._files(f"{layer}.weight")
+        return base
 
 
 class CopySlots(WeightSlots):

@@ -152,6 +152,8 @@ def _introduction(run: RunRecord) -> str:
         if config.model.path in TESTBEDS
         else (f"`{base_model(config)}`")
     )
+    if config.model.quantize != "none":
+        base += f", held in {config.model.quantize.upper()} for training and all scores,"
     rewards = ", ".join(
         f"`{reward.name}`" + (f" x {reward.weight:g}" if reward.weight != 1 else "")
         for reward in config.rewards

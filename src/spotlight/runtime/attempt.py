@@ -21,6 +21,7 @@ import spotlight
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
+from spotlight.runtime.library_versions import library_versions, version_note
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler.types import WorkerId
@@ -193,7 +194,9 @@ def _open_recorder(
         ranks=ranks,
         workers=workers,
         prompts=prompts.by_id,
-        header=CheckpointHeader(0, 0, config_digest(config), spotlight.__version__),
+        header=CheckpointHeader(
+            0, 0, config_digest(config), spotlight.__version__, versions=library_versions()
+        ),
         strict=config.evaluation.strict,
         grid_images=config.evaluation.grid[1],
         fps=config.rollout.fps,
@@ -235,6 +238,8 @@ def _say_where(newest: Checkpoint | None, observer: Observer, attempt: int) -> N
         return
     for damage in newest.damages:
         observer.note(f"damaged checkpoint passed over: {damage}")
+    if note := version_note(newest.header, library_versions()):
+        observer.note(note)
     observer.note(
         f"attempt {attempt}: resuming after iteration {newest.header.iteration} from {newest.directory}"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
 from collections.abc import Callable
@@ -14,9 +15,13 @@ from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison
 from spotlight.store.metrics import GRADED, STDERR, STRICT, VALIDATION, MetricsRow, read_metrics
+from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_summary import RunSummary, SampleCounts, ValidationPoint, final_table, write_summary
+from spotlight.store.store_errors import NothingToCompareError
 from spotlight.training.lora_export import export_lora, export_merged
 from spotlight.training.sharding import Ranks
+
+log = logging.getLogger("spotlight")
 
 LORA_FOLDER, MERGED_FOLDER = "lora", "merged"
 
@@ -45,10 +50,11 @@ def conclude_run(
         weights: from :func:`export_judged`.
         account: bills the time so far.
     """
-    _compare(recorder)
+    compare(recorder.paths)
     account()
     summary = summarise_run(config, recorder, weights if config.learner.mode == "lora" else None)
     recorder.metrics.table(summary.iterations, final_table(summary))
+    recorder.metrics.sync()  # a run with a summary is not taken up again
     write_summary(recorder.paths.summary, summary)
     return summary
 
@@ -75,13 +81,17 @@ def summarise_run(config: RunConfig, recorder: RunRecorder, lora: Path | None) -
     )
 
 
-def _compare(recorder: RunRecorder) -> None:
-    drawn = drawn_iterations(recorder.paths)
+def compare(paths: RunPaths) -> None:
+    """Draw the first evaluation beside the last, of what is left of them. Raises StoreError for the disk."""
+    drawn = drawn_iterations(paths)
     if len(drawn) < 2:
         return
     since = "before" if drawn[0] == 0 else f"after {drawn[0]}"
     title = f"{since} and after {drawn[-1]} iterations"
-    write_comparison(recorder.paths, before=drawn[0], after=drawn[-1], title=title)
+    try:
+        write_comparison(paths, before=drawn[0], after=drawn[-1], title=title)
+    except NothingToCompareError as error:  # the weights are what counts
+        log.warning("no picture of before and after: %s", error)
 
 
 def _point(row: MetricsRow) -> ValidationPoint:

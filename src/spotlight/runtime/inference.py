@@ -24,6 +24,7 @@ from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.lora_names import Layout
 from spotlight.models.model_errors import ModelError
+from spotlight.models.shared.quantised import Quantize
 from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.shared.update_rounding import LostUpdate
 from spotlight.models.slots import Slot, WeightSlots
@@ -72,21 +73,25 @@ class TrainedRun:
         *,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         weights: Slot | None = None,
+        quantize: Quantize | None = None,
     ) -> Self:
         """Load a run's newest intact checkpoint; ``weights`` default to ``evaluation.weights``.
 
         ``model.attention``, ``kernels``, ``compile`` and ``cuda_graphs`` have their defaults.
 
+        Args:
+            quantize: in the place of ``model.quantize``.
+
         Raises:
             StoreError: not a run directory, or no checkpoint yet.
-            ModelError: the model is missing, or the run has no such weights.
+            ModelError: the model is missing, the run has no such weights, or it trained what to quantise.
         """
         paths = RunPaths(directory)
         if not paths.config.exists():
             raise StoreError(
                 f"{directory}: not a run directory (no {paths.config.name}); see `spotlight runs`."
             )
-        config = _on_any_machine(load_dump(paths.config), device)
+        config = _on_any_machine(load_dump(paths.config), device, quantize)
         checkpoints = CheckpointStore(paths.checkpoints, config.checkpoint.keep)
         if not checkpoints.any_committed:  # before the model is loaded
             raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
@@ -319,10 +324,15 @@ def _room_for_text(family: ModelFamily, wanted: Sequence[ModelInput]) -> Iterato
         family.transformer.to(device)
 
 
-def _on_any_machine(config: RunConfig, device: Literal["auto", "cpu", "cuda"]) -> RunConfig:
+def _on_any_machine(
+    config: RunConfig, device: Literal["auto", "cpu", "cuda"], quantize: Quantize | None
+) -> RunConfig:
     """With the kernels that every machine has: this one may lack those that the run was trained with."""
     names = ("attention", "kernels", "compile", "cuda_graphs")
     plain = {name: ModelConfig.model_fields[name].default for name in names}
+    if quantize not in (None, "none") and config.learner.mode == "full":
+        raise ModelError(f"quantize is {quantize!r}; expected none: all weights of this run were trained")
+    plain["quantize"] = quantize or config.model.quantize
     return config.model_copy(update={"device": device, "model": config.model.model_copy(update=plain)})
 
 

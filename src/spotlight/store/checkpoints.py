@@ -34,7 +34,7 @@ from spotlight.store.manifest import (
 )
 from spotlight.store.store_errors import DamagedCheckpointError
 from spotlight_rewards.base.file_errors import StoreError, is_out_of_space, storage_error
-from spotlight_rewards.base.files import TEMPORARY_PREFIX, fsync_path, write_atomically
+from spotlight_rewards.base.files import TEMPORARY_PREFIX, fsync_path, fsync_tree, write_atomically
 
 T = TypeVar("T")
 LATEST = "latest"
@@ -96,9 +96,7 @@ class CheckpointStore:
     def _commit(self, temporary: Path, name: str, header: CheckpointHeader) -> None:
         manifest = render(make_manifest(temporary, header))
         (temporary / MANIFEST).write_bytes(manifest)
-        for path in temporary.rglob("*"):
-            fsync_path(path)
-        fsync_path(temporary)
+        fsync_tree(temporary)
         final = temporary.rename(self._directory / name)
         fsync_path(self._directory)
         for damaged in self._known_damaged:

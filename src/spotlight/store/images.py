@@ -15,7 +15,9 @@ A resumed run removes the images of the evaluations that it repeats (:func:`drop
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import io
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice, repeat
 from pathlib import Path
@@ -33,6 +35,7 @@ from spotlight.store.picture_names import (
     tiles_of,
 )
 from spotlight.store.run_directory import RunPaths
+from spotlight.store.store_errors import NothingToCompareError
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.files import write_atomically
 from spotlight_rewards.base.media_files import FILE_PIXELS, open_picture
@@ -52,6 +55,8 @@ from spotlight_rewards.base.picture_page import (
     write_page,
     write_strips,
 )
+
+log = logging.getLogger("spotlight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +125,31 @@ def drawn_iterations(paths: RunPaths) -> list[int]:
 
 def read_tiles(paths: RunPaths, iteration: int) -> tuple[Tile, ...]:
     """One evaluation's tiles, in grid order. Raises StoreError for a file that is not a tile."""
-    tiles = []
+    return tuple(_read_tile(paths, path) for path in tiles_of(paths, iteration))
+
+
+def _read_tile(paths: RunPaths, path: Path) -> Tile:
+    try:
+        with open_picture(path) as image:
+            caption, score = image.info["caption"], float(image.info["score"])
+            fps = float(image.info.get("fps", FPS))
+            frames = _played(image, fps)
+            media = frames[0] if len(frames) == 1 else np.stack(frames)
+            names = image.info.get("references", "").split()
+            shown = tuple(picture_of(_references_folder(paths) / name) for name in names)
+            member = int(image.info["member"]) if "member" in image.info else None
+            return Tile(media, caption, score, fps, shown, member)
+    except (OSError, KeyError, ValueError, ArithmeticError, SyntaxError) as error:
+        raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error
+
+
+def _whole_tiles(paths: RunPaths, iteration: int) -> Iterator[Tile]:
+    """Those that can be read: a picture that was lost must not end a run that is trained."""
     for path in tiles_of(paths, iteration):
         try:
-            with open_picture(path) as image:
-                caption, score = image.info["caption"], float(image.info["score"])
-                fps = float(image.info.get("fps", FPS))
-                frames = _played(image, fps)
-                media = frames[0] if len(frames) == 1 else np.stack(frames)
-                names = image.info.get("references", "").split()
-                shown = tuple(picture_of(_references_folder(paths) / name) for name in names)
-                member = int(image.info["member"]) if "member" in image.info else None
-                tiles.append(Tile(media, caption, score, fps, shown, member))
-        except (OSError, KeyError, ValueError, ArithmeticError, SyntaxError) as error:
-            raise StoreError(f"{path}: not a picture of this run ({error!r}). Delete it.") from error
-    return tuple(tiles)
+            yield _read_tile(paths, path)
+        except StoreError as error:
+            log.warning("left out of the comparison: %s", error)
 
 
 def _played(image: Image.Image, fps: float) -> list[NDArray[np.uint8]]:
@@ -175,7 +190,8 @@ def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) ->
     """Draw two evaluations side by side.
 
     Raises:
-        StoreError: no common prompt, or the disk is full or not writable.
+        NothingToCompareError: no common prompt.
+        StoreError: the disk is full or not writable.
     """
     pairs = [pair for each in _common_tiles(paths, (before, after)) for pair in each]
     path = paths.images / BEFORE_AFTER
@@ -188,7 +204,8 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
     """Draw an image of up to ``rows`` prompts at several iterations, the first that all of them have.
 
     Raises:
-        StoreError: no common prompt, or the disk is full or not writable.
+        NothingToCompareError: no common prompt.
+        StoreError: the disk is full or not writable.
     """
     shown = [seeds[0] for seeds in _common_tiles(paths, iterations)[:rows]]
     strips = [
@@ -209,8 +226,8 @@ def write_progress(paths: RunPaths, iterations: Sequence[int], *, rows: int, tit
 
 
 def _common_tiles(paths: RunPaths, iterations: Sequence[int]) -> list[list[tuple[Tile, ...]]]:
-    """By prompt and seed that every iteration has, its tile of each. Raises StoreError if there is none."""
-    drawn = [_by_prompt(read_tiles(paths, iteration)) for iteration in iterations]
+    """By prompt and seed that every iteration has, its tile of each. Raises NothingToCompareError."""
+    drawn = [_by_prompt(_whole_tiles(paths, iteration)) for iteration in iterations]
     common = [
         [
             tuple(tiles[prompt][seed] for tiles in drawn)
@@ -220,7 +237,7 @@ def _common_tiles(paths: RunPaths, iterations: Sequence[int]) -> list[list[tuple
         for prompt, first in drawn[0].items()
     ]
     if not any(common):
-        raise StoreError(
+        raise NothingToCompareError(
             f"{tiles_folder(paths)}: iterations {', '.join(map(str, iterations))} have no prompt in common; "
             f"there are pictures of iterations {drawn_iterations(paths)}."
         )
@@ -236,7 +253,7 @@ def _references_folder(paths: RunPaths) -> Path:
     return paths.images / "references"
 
 
-def _by_prompt(tiles: Sequence[Tile]) -> dict[tuple[str, ...], dict[int, Tile]]:
+def _by_prompt(tiles: Iterable[Tile]) -> dict[tuple[str, ...], dict[int, Tile]]:
     """By prompt and seed; where the seed is unknown, in turn."""
     found: dict[tuple[str, ...], dict[int, Tile]] = {}
     for tile in tiles:
@@ -288,7 +305,11 @@ def _keep(paths: RunPaths, iteration: int, tiles: Sequence[Tile | None]) -> None
             notes.add_itxt("fps", repr(float(tile.fps)))
         path = tile_path(paths, iteration, index)
         duration_ms = 1000 / tile.fps
-        first.save(path, pnginfo=notes, save_all=bool(others), append_images=others, duration=duration_ms)
+        content = io.BytesIO()
+        first.save(
+            content, "PNG", pnginfo=notes, save_all=bool(others), append_images=others, duration=duration_ms
+        )
+        write_atomically(path, content.getvalue())
 
 
 def _keep_references(paths: RunPaths, references: Sequence[NDArray[np.uint8]]) -> list[str]:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from spotlight_rewards.base.file_errors import StoreError
 
 MANIFEST = "manifest.json"
-_ADDED = ("ledger_sha256",)
+_ADDED = ("ledger_sha256", "versions")
 """Fields of the header that older versions did not write."""
 
 
@@ -25,7 +25,8 @@ class CheckpointHeader:
     Attributes:
         iteration: first iteration of a resumed run.
         ledger_position: last ledger record included.
-        ledger_sha256: the ledger's digest there; empty: an older version wrote it.
+        ledger_sha256: the ledger's digest there.
+        versions: of libraries, by package. Empty, as the digest is: an older version wrote it.
     """
 
     iteration: int
@@ -33,6 +34,7 @@ class CheckpointHeader:
     config_digest: str
     package_version: str
     ledger_sha256: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

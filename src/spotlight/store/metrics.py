@@ -176,6 +176,8 @@ def _rows(path: Path) -> Iterator[MetricsRow]:
         return
     *lines, _cut = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
+        if b"\0" in line:
+            continue  # a power cut lost a row after the last sync, which a resume writes again
         try:
             yield _parse(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError) as error:

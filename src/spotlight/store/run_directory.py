@@ -33,7 +33,7 @@ import yaml
 from spotlight.store.store_errors import OtherConfigurationError, RunInUseError
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError, storage_error, storage_errors
-from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.files import fsync_path, write_atomically
 from spotlight_rewards.base.yaml_tree import parse_yaml
 
 Leaf: TypeAlias = object
@@ -141,6 +141,8 @@ class RunDirectory(RunPaths):
             for folder in _FOLDERS:
                 (paths.path / folder).mkdir(parents=True, exist_ok=True)
             lock = _lock(paths.lock)
+            for parent in (paths.path, root):  # what is synced in a folder that a power cut takes is lost
+                fsync_path(parent)
         run = cls(paths.path, lock)
         try:
             run._adopt(config_text, may_differ, complete)

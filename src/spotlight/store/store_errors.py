@@ -24,6 +24,10 @@ class OtherConfigurationError(StoreError):
     """The run directory belongs to a configuration that this one cannot continue."""
 
 
+class NothingToCompareError(StoreError):
+    """Evaluations have no pictures of the same prompts, or theirs were lost."""
+
+
 def require_free_bytes(path: Path, needed_bytes: int) -> None:
     """Raise :class:`StoreError` unless ``needed_bytes`` fit on ``path``'s file system."""
     usage = shutil.disk_usage(existing_parent(path))

@@ -39,6 +39,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from spotlight.algorithms.base import Algorithm
 from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.condition import Condition
+from spotlight.models.experts import rows_uncounted
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.media import MediaSize
@@ -143,6 +144,7 @@ class Learner:
             budget_bytes=config.pass_memory_bytes,
             parameters=self._trainable,
             reserve=self._bytes_to_come,
+            trial=partial(rows_uncounted, slots.modules()["policy"]),
             recomputation=recomputation,
         )
         self.steps = 0

@@ -2,7 +2,7 @@
 
 ``learner.json`` is the index. Whole weights go to a safetensors file; sharded ones to torch's distributed
 checkpoint (a shard per rank); either loads into any number of ranks. The frozen ``reference`` slot is not
-saved.
+saved; of a base that is held in few bits, a digest.
 
 Writing is neither atomic nor synced; the checkpoint store does that for the directory.
 """
@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.training.sharded_files import TensorReader
 from spotlight.training.sharding import Ranks
+from spotlight.weights.flat import digest_of
 from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.file_errors import needs_user, storage_error
 
@@ -83,6 +84,7 @@ def save(directory: Path, slots: WeightSlots, optimizer: Optimizer, counters: Co
                 "batches": counters.batches,
                 "samples": counters.samples,
                 "optimizer_steps": _optimizer_steps(slots, optimizer),
+                "base": digest_of(slots.packed()),
                 "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
             }
             (directory / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
@@ -106,11 +108,17 @@ def load(directory: Path, slots: WeightSlots, optimizer: Optimizer) -> Counters:
     """Read a state saved by any number of ranks; every rank must call this.
 
     Raises:
-        StateError: a file is missing or damaged, or of another model, LoRA shape or set of slots; nothing has
+        StateError: a file is missing or damaged, or of another model, base, LoRA shape or slots; nothing has
             changed. If a sharded state proves damaged during the read, load another one before using the
             learner.
     """
     index = _read_index(directory / INDEX)
+    if index.base != (found := digest_of(slots.packed())):
+        raise StateError(
+            f"{directory / INDEX} was trained beside a quantised base of digest {index.base[:12] or 'none'}, "
+            f"and this one has {found[:12] or 'none'}; expected the same: resume with the model files and "
+            "the package that the run began with"
+        )
     steps = index.optimizer_steps
     parameters = slots.trainable_parameters()
     targets = _weights(slots)
@@ -186,6 +194,7 @@ class _StateIndex:
     counters: Counters
     optimizer_steps: dict[str, int]
     shapes: dict[str, list[int]]
+    base: str
 
 
 def _read_index(path: Path) -> _StateIndex:
@@ -201,6 +210,7 @@ def _read_index(path: Path) -> _StateIndex:
             Counters(int(index["steps"]), int(index["batches"]), int(index.get("samples", 0))),
             {str(name): int(step) for name, step in index["optimizer_steps"].items()},
             {str(name): [int(n) for n in shape] for name, shape in index["shapes"].items()},
+            str(index.get("base", "")),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StateError(_damaged(path, error)) from error

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -90,6 +90,7 @@ class TrainingPasses:
         budget_bytes: for a pass with ``auto``; None: the free memory.
         parameters: those with gradients.
         reserve: bytes to be allocated and held during a pass (with ``auto``).
+        trial: around passes that only measure.
         recomputation: whose level is to be found for each new shape; None: it is given. Of ``auto``
             timesteps, several share a pass only where nothing is computed again.
     """
@@ -104,11 +105,12 @@ class TrainingPasses:
         budget_bytes: int | None,
         parameters: Callable[[], Sequence[Tensor]],
         reserve: Callable[[], int],
+        trial: Callable[[], AbstractContextManager[object]] = nullcontext,
         recomputation: Recomputation | None = None,
     ) -> None:
         self._algorithm, self._ranks, self._device = algorithm, ranks, device
         self._setting, self._budget_bytes = per_pass, budget_bytes
-        self._parameters, self._reserve = parameters, reserve
+        self._parameters, self._reserve, self._around_trial = parameters, reserve, trial
         self._recomputation = recomputation
         self._levels: dict[tuple[Shape, int], int] = {}
         self._level = 0
@@ -275,7 +277,7 @@ class TrainingPasses:
     def _measured(self, bound: Bound, per_pass: int) -> int | None:
         """Peak bytes of a pass that changes nothing; None: it did not fit."""
         needed = None
-        with self._gradients_aside():
+        with self._gradients_aside(), self._around_trial():
             try:
                 _, needed = measure_peak(self._device, lambda: self._trial(bound, per_pass))
             except RuntimeError as error:

@@ -56,6 +56,7 @@ class WeightsManifest:
         digest: hexadecimal, of the bytes: see :func:`content_digest`.
         modules_bound: modules whose weights the tensors replace; > 0 and equal on both sides.
         bytes: length of the bundle.
+        base: digest of what it was trained beside, where that is held in few bits; else empty.
     """
 
     version: int
@@ -64,6 +65,7 @@ class WeightsManifest:
     modules_bound: int
     slots: tuple[str, ...]
     bytes: int
+    base: str = ""
 
     def to_json(self) -> str:
         """As one JSON object."""

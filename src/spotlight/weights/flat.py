@@ -91,9 +91,13 @@ def checksum(data: Tensor) -> Tensor:
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """SHA-256 over names, types, shapes and checksums of tensors on one device; equal on any device.
 
+    Empty if there are none.
+
     Raises:
         ValueError: a tensor is not contiguous.
     """
+    if not tensors:
+        return ""
     names = sorted(tensors)
     sums = torch.stack([checksum(as_bytes(tensors[name])) for name in names]).tolist()
     rows = [[n, str(tensors[n].dtype), list(tensors[n].shape), s] for n, s in zip(names, sums, strict=True)]

@@ -14,6 +14,7 @@ from spotlight.models.condition import Condition
 from spotlight.models.experts import denoisers
 from spotlight.models.family import Guidance, MediaSize, ModelFamily
 from spotlight.models.peft_layers import LoraSpec
+from spotlight.models.shared.quantised import Quantize
 from spotlight.models.slots import LoraSlots, Slot
 from spotlight.registry import FAMILIES
 from spotlight_kernels.fuse import fuse
@@ -60,11 +61,14 @@ class Predicting:
         dtype: torch.dtype = torch.float32,
         extra: tuple[Slot, ...] = (),
         text: int = TEXT,
+        quantize: Quantize = "none",
     ) -> None:
         kind = FAMILIES.load(name)
         if not (folder / "pipeline").exists():
             kind.tiny(folder / "pipeline", seed=0)
-        self.family = kind.load(folder / "pipeline", device="cpu", dtype=dtype, embeddings_cache=folder)
+        self.family = kind.load(
+            folder / "pipeline", device="cpu", dtype=dtype, embeddings_cache=folder, quantize=quantize
+        )
         self.family.max_text_tokens = text
         if name == "wan":  # its tiny heads are 12 wide
             model: Any = self.family.transformer

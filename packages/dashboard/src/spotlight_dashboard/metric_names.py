@@ -6,6 +6,7 @@ from spotlight.store.metrics import GRADED, VALIDATION
 
 REWARD = "rollout/reward"
 LOSS = "train/loss"
+GRADIENT = "train/grad_rms_over_epsilon"
 CLIPPED_SHARE = "train/clip_fraction"
 SILENT_GROUPS_SHARE = "advantage/silent_groups_share"
 NODES_ASKED = "target/nodes_asked"

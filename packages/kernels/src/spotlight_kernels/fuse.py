@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from spotlight_kernels.blocks import Kind, first
 from spotlight_kernels.feed_forward import feed_forward, fused_forward, joined_feed_forward
+from spotlight_kernels.quantised.linear import QuantisedLinear
 
 BLOCKS: Mapping[str, str] = {
     "Flux2SingleTransformerBlock": "flux2_blocks.SINGLE",
@@ -137,7 +138,7 @@ def distance(
     block: nn.Module, kind: Kind, device: torch.device, image_tokens: int = 70, text_tokens: int = 5
 ) -> float:
     """The larger of the relative differences of outputs and of gradients, on random weights and inputs."""
-    own = copy.deepcopy(block).to_empty(device=device).requires_grad_(False)
+    own = _unquantised(block).to_empty(device=device).requires_grad_(False)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in own.parameters():
         parameter.normal_(0, 0.5 * parameter.shape[-1] ** -0.5, generator=generator)
@@ -150,6 +151,12 @@ def distance(
     _put(own, kind)
     found = _outcome(own, arguments)
     return max(_far(f, w) for f, w in zip(found, wanted, strict=True))
+
+
+def _unquantised(block: nn.Module) -> nn.Module:
+    """A copy, whose linear layers are plain and have no values where they are quantised."""
+    instead = {id(part): part.plain() for part in block.modules() if isinstance(part, QuantisedLinear)}
+    return copy.deepcopy(block, instead)
 
 
 def _outcome(block: nn.Module, arguments: Mapping[str, Any]) -> list[Tensor]:
@@ -175,5 +182,5 @@ def _far(found: Tensor, wanted: Tensor) -> float:
 
 def _dtype(block: nn.Module) -> torch.dtype:
     """Of what its layers compute in; tables of modulation may be float32 beside them."""
-    layers = (part for part in block.modules() if isinstance(part, nn.Linear))
-    return next(layer.weight.dtype for layer in layers)
+    layer = next(part for part in block.modules() if isinstance(part, nn.Linear))
+    return layer.dtype if isinstance(layer, QuantisedLinear) else layer.weight.dtype

@@ -10,20 +10,21 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from spotlight_kernels.operators import rows_of
+from spotlight_kernels.quantised.linear import QuantisedLinear
 
 
 class AdaptedLinear(NamedTuple):
     """``x W' + bias + scale * (x A') B'``, all of one type.
 
     Attributes:
-        weight: [outputs, inputs].
+        weight: [outputs, inputs]; or the layer that makes it for each product.
         bias: [outputs].
         a: [rank, inputs].
         b: [outputs, rank].
         scale: of the adapter.
     """
 
-    weight: Tensor
+    weight: Tensor | QuantisedLinear
     bias: Tensor | None
     a: Tensor
     b: Tensor
@@ -61,8 +62,10 @@ def lora_linears(x: Tensor, layers: Sequence[AdaptedLinear], again: Again | None
     """
     if not torch.is_grad_enabled():
         return _outputs(x, layers)[0]
-    flat = [tensor for layer in layers for tensor in layer[:4]]
-    outputs: tuple[Tensor, ...] = _LoraLinears.apply(x, [layer.scale for layer in layers], again, *flat)  # type: ignore[no-untyped-call]
+    held = [layer.weight if isinstance(layer.weight, QuantisedLinear) else None for layer in layers]
+    flat = [each if isinstance(each, Tensor) else None for layer in layers for each in layer[:4]]
+    scales = [layer.scale for layer in layers]
+    outputs: tuple[Tensor, ...] = _LoraLinears.apply(x, scales, again, held, *flat)  # type: ignore[no-untyped-call]
     return outputs
 
 
@@ -80,8 +83,12 @@ def _outputs(x: Tensor, layers: Sequence[AdaptedLinear]) -> tuple[list[Tensor], 
     for layer, own in zip(layers, _parts(low, downs), strict=True):
         up = layer.b.t()
         y = own @ up if layer.bias is None else torch.addmm(layer.bias, own, up)
-        outputs.append(y.addmm_(rows, layer.weight.t()).view(*shape, -1))
+        outputs.append(y.addmm_(rows, _whole(layer.weight, rows).t()).view(*shape, -1))
     return outputs, low
+
+
+def _whole(weight: Tensor | QuantisedLinear, like: Tensor) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.whole(like.dtype)
 
 
 def _scaled(low: Tensor, layers: Sequence[AdaptedLinear]) -> Tensor:
@@ -96,16 +103,24 @@ def _scaled(low: Tensor, layers: Sequence[AdaptedLinear]) -> Tensor:
 class _LoraLinears(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scales: list[float], again: Again | None, *tensors: Tensor
+        ctx: Any,
+        x: Tensor,
+        scales: list[float],
+        again: Again | None,
+        held: list[QuantisedLinear | None],
+        *tensors: Any,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        layers = [AdaptedLinear._make((*tensors[4 * i : 4 * i + 4], scale)) for i, scale in enumerate(scales)]
+        layers = [
+            AdaptedLinear._make((each or tensors[4 * i], *tensors[4 * i + 1 : 4 * i + 4], scale))
+            for i, (scale, each) in enumerate(zip(scales, held, strict=True))
+        ]
         outputs, low = _outputs(x, layers)
         function, arguments = again or (None, (x,))
         kept = [each.detach() if isinstance(each, Tensor) else None for each in arguments]
         ctx.save_for_backward(low, *tensors, *kept)
         ctx.function, ctx.others = function, [None if isinstance(e, Tensor) else e for e in arguments]
-        ctx.scales, ctx.shape = scales, x.shape
+        ctx.scales, ctx.shape, ctx.held = scales, x.shape, held
         return tuple(outputs)
 
     @staticmethod
@@ -124,10 +139,10 @@ class _LoraLinears(torch.autograd.Function):
         to_x = None
         if ctx.needs_input_grad[0]:
             to_x = to_low @ _joined(downs)
-            for slope, weight in zip(slopes, weights, strict=True):
-                to_x = to_x if slope is None else to_x.addmm_(slope, weight)
+            for slope, weight, held in zip(slopes, weights, ctx.held, strict=True):
+                to_x = to_x if slope is None else to_x.addmm_(slope, _whole(held or weight, slope))
             to_x = to_x.view(ctx.shape)
-        return to_x, None, None, *_LoraLinears._of_layers(ctx, slopes, low, to_low, downs, rest[ends:])
+        return to_x, None, None, None, *_LoraLinears._of_layers(ctx, slopes, low, to_low, downs, rest[ends:])
 
     @staticmethod
     def _of_layers(
@@ -139,7 +154,7 @@ class _LoraLinears(torch.autograd.Function):
         kept: list[Tensor | None],
     ) -> list[Tensor | None]:
         """Gradients of weights, biases, A and B of every layer."""
-        needs = ctx.needs_input_grad[3:]
+        needs = ctx.needs_input_grad[4:]
         if not any(needs):
             return [None] * len(needs)
         arguments = [other if each is None else each for each, other in zip(kept, ctx.others, strict=True)]

@@ -12,7 +12,6 @@ otherwise compute in float32 and round once.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -24,10 +23,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spotlight_kernels import triton_heads, triton_rows
-from spotlight_kernels.launch import Kernel
+from spotlight_kernels.launch import INTERPRETED, Kernel
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether kernels run on CPU tensors."""
 _OPERATORS = torch.library.Library("spotlight_kernels", "DEF")  # type: ignore[no-untyped-call]
 ops = torch.ops.spotlight_kernels
 _heads_forward, _heads_backward = Kernel(triton_heads.forward), Kernel(triton_heads.backward)

@@ -26,7 +26,7 @@ from tempfile import TemporaryFile, mkdtemp
 from uuid import uuid4
 
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.base.files import TEMPORARY_PREFIX, fsync_path
+from spotlight_rewards.base.files import TEMPORARY_PREFIX, discard, fsync_path, fsync_tree
 
 VOTES_FOLDER = "votes"
 TOUCHED_EVERY_S = 2.0
@@ -123,6 +123,7 @@ class BallotBox:
         for name, picture in pictures.items():
             (scratch / f"{name}.png").write_bytes(picture)
         (scratch / _BALLOT).write_text(content, encoding="utf-8")
+        fsync_tree(scratch)  # a question that is put again keeps its pictures
         scratch.chmod(0o755)  # of mkdtemp's, which only its owner may read
         self.close(ballot.id)  # what is left of it, if its removal was interrupted
         try:
@@ -240,7 +241,7 @@ class BallotBox:
         except FileExistsError:
             raise NoSuchBallotError(_TOO_LATE) from None
         finally:
-            temporary.unlink(missing_ok=True)
+            discard(temporary)
         fsync_path(self._folder)
 
     def _names(self) -> Iterator[str]:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.cli.options import DeviceOption, WeightsOption, open_run
+from spotlight.cli.options import DeviceOption, QuantizeOption, WeightsOption, open_run
 from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
@@ -34,6 +34,7 @@ def evaluate(
     ] = None,
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
+    quantize: QuantizeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
     """Evaluate the newest checkpoint of a run on held-out prompts, with fixed seeds and standard errors.
@@ -49,7 +50,7 @@ def evaluate(
     with errors_without_traceback():
         from spotlight.cli.work_bar import WorkBar
 
-        trained = open_run(run, device, weights)
+        trained = open_run(run, device, weights, quantize)
         with WorkBar() as bar:
             validation = trained.evaluate(bar, images, steps, prompts)
     if as_json:

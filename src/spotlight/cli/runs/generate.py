@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from spotlight.cli.options import DeviceOption, WeightsOption, open_run
+from spotlight.cli.options import DeviceOption, QuantizeOption, WeightsOption, open_run
 from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.base.terminal import printable
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
@@ -63,6 +63,7 @@ def generate(
     out: OutOption = None,
     weights: WeightsOption = None,
     device: DeviceOption = "auto",
+    quantize: QuantizeOption = None,
 ) -> None:
     """Generate images with the newest checkpoint of a run.
 
@@ -79,7 +80,7 @@ def generate(
         raise failure(f"--prompt: found {prompt}; expected texts that are not empty. Say what to draw.")
     pairs = [(text, seed + index) for text in prompt for index in range(count)]
     with errors_without_traceback():
-        trained = open_run(run, device, weights)
+        trained = open_run(run, device, weights, quantize)
         untrained = trained.with_weights("reference") if before else None  # fail now rather than at the end
         texts, seeds = [text for text, _ in pairs], [number for _, number in pairs]
         shown = reference or []

@@ -315,9 +315,12 @@ def driver_of(
 def _point_to_log(config: RunConfig, progress: RunProgress) -> None:
     from spotlight.store.run_directory import RunPaths
 
-    logs = sorted(RunPaths(config.runs_dir / config.name).attempts.glob("*.log"))
-    if logs and progress.worked:
-        Console(stderr=True).print(f"The run failed; the traceback is also in {logs[-1]}.", soft_wrap=True)
+    paths = RunPaths(config.runs_dir / config.name)
+    # Logs of rewards, ranks and learners lie beside those of attempts.
+    attempts = [int(log.stem) for log in paths.attempts.glob("*.log") if log.stem.isdecimal()]
+    if attempts and progress.worked:
+        log = paths.attempt_log(max(attempts))
+        Console(stderr=True).print(f"The run failed; the traceback is also in {log}.", soft_wrap=True)
 
 
 def _print_result(result: RunResult) -> None:

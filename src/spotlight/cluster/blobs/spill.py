@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Self
 
 from spotlight_rewards.base.file_errors import storage_errors
-from spotlight_rewards.base.files import TEMPORARY_PREFIX
+from spotlight_rewards.base.files import TEMPORARY_PREFIX, discard
 
 log = logging.getLogger("spotlight.store")
 
@@ -64,7 +64,7 @@ class SpillFolder:
                 file.write(data)
             return temporary.rename(path)
         except OSError:
-            temporary.unlink(missing_ok=True)
+            discard(temporary)
             raise
 
     def read(self, path: Path, label: str) -> bytes:

@@ -59,8 +59,9 @@ from spotlight.training.batching.redistribute import passes_of, share_of
 from spotlight.training.lora_export import whole_state
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight.weights.bundle import WeightsManifest, pack
+from spotlight.weights.flat import digest_of
 from spotlight_rewards.base.errors import ConfigError, Problem
-from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.base.yaml_tree import parse_yaml
 
@@ -392,7 +393,8 @@ class LearnerRank:
             }
             if not self.ranks.is_main:
                 return None
-            return pack(held, lineage, states, learning.slots.modules_bound, dtype=dtype)
+            manifest, data = pack(held, lineage, states, learning.slots.modules_bound, dtype=dtype)
+            return replace(manifest, base=digest_of(learning.slots.packed())), data
 
     def save(self, directory: Path) -> None:
         """Write the learner's state. Collective, with the same shared directory on every rank."""
@@ -454,9 +456,13 @@ class LearnerRank:
 
 
 def write_token(config: RunConfig, token: str) -> Path:
-    """Write ``token`` to the run directory for :meth:`LearnerRank.check_storage`. Remove it afterwards."""
+    """Write ``token`` to the run directory for :meth:`LearnerRank.check_storage`. Remove it afterwards.
+
+    Raises StoreError.
+    """
     path = _token_path(config)
-    path.write_text(token, encoding="utf-8")
+    with storage_errors("cannot write the learner's token", path):
+        path.write_text(token, encoding="utf-8")
     return path
 
 

@@ -184,7 +184,7 @@ class WorkerProcess:
 
     def _base_mark(self) -> str:
         model = self._config.model
-        return f"{model.family}:{model.path}:{model.revision}:{model.dtype}"
+        return f"{model.family}:{model.path}:{model.revision}:{model.dtype}:{model.quantize}"
 
     def _assemble(self, family: ModelFamily, negative: Condition, pull: PullWeights) -> WorkerLoop:
         config, place = self._config, self._place
@@ -212,7 +212,8 @@ class WorkerProcess:
             rested=profiler.close,
         )
         dtype = build.torch_dtype(fleet.published_dtype(config))
-        loader = BundleLoader(self._home, self._cache, slots, rollout_slots(config, algorithm), dtype)
+        used, base = rollout_slots(config, algorithm), digest_of(slots.packed())
+        loader = BundleLoader(self._home, self._cache, slots, used, dtype, base)
         return WorkerLoop(
             place.worker,
             place.epoch,

@@ -31,6 +31,7 @@ class BundleLoader:
         used: slots that rollouts use, those of training first, which every version must contain; it may lack
             the evaluated ones, unless it is to be evaluated.
         dtype: of published tensors.
+        base: digest of what the base holds in few bits.
     """
 
     home: HeadClient
@@ -38,6 +39,7 @@ class BundleLoader:
     slots: WeightSlots
     used: Sequence[Slot]
     dtype: torch.dtype | None = None
+    base: str = ""
 
     def load(self, pull: PullWeights) -> str:
         """See :class:`spotlight.worker.interfaces.Loader`.
@@ -54,6 +56,12 @@ class BundleLoader:
             if (manifest.version, manifest.lineage) != (pull.version, pull.lineage):
                 raise WeightsError(
                     f"asked for version {pull.version} of lineage {pull.lineage}, found {manifest}"
+                )
+            if manifest.base != self.base:
+                raise WeightsError(
+                    f"weights of {manifest}: trained beside a quantised base of digest "
+                    f"{manifest.base[:12] or 'none'}, and this one has {self.base[:12] or 'none'}; expected "
+                    "the same: give learner and workers the same model files and package"
                 )
             bundle = self.cache.get(manifest, lambda: self._fetch(manifest))
             bind(manifest, bundle, self.slots, needs=self.used[:1], dtype=self.dtype)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from spotlight.config.requires import SET, UNSET, Requires, That, other_than
+from spotlight.config.requires import SET, UNSET, Requires, That, more_than, other_than
 from spotlight.config.section import Section
 from spotlight.registry import FAMILIES
 
@@ -26,7 +26,8 @@ def _compares_passes(run: RunConfig) -> bool:
 
 
 _KERNELS = "leave it out, or set one that takes every mask (native, cudnn)."
-_GRAPHS = {"model.cuda_graphs": True}
+WHOLE = "Ranks cannot share a quantised model: set learner.shard=none, or leave model.quantize out."
+_GRAPHS, _QUANTISED = {"model.cuda_graphs": True}, {"model.quantize": other_than("none")}
 _NO_GRAPHS = "Change it, or leave model.cuda_graphs out."
 
 
@@ -66,6 +67,11 @@ class ModelConfig(Section):
     Results differ by rounding. Default: fused on NVIDIA GPUs, except with ``learner.mode: full`` and with
     ``model.compile``. Blocks that have none, or whose outputs differ from diffusers' on this GPU, keep the
     others, as the log says.
+    """
+    quantize: Literal["none", "int8", "nf4"] = "none"
+    """In how many bits the linear layers of the frozen base's blocks are held while adapters are trained: as
+    ``model.dtype`` says, in 8 (a scale for each output; errors below 1 % of the weights) or in 4 (NF4; 9 %).
+    Rollouts and updates use the same weights; a merged export adds the adapter to those of the files.
     """
     compile: Literal["none", "regional"] = "none"
     """``regional``: compile the transformer's repeated blocks (torch.compile); faster after the half minute
@@ -127,6 +133,12 @@ class ModelConfig(Section):
             ("device", other_than("cpu")), ("model.dtype", "bfloat16"), ("model.compile", "none"),
             ("learner.mode", "lora"), ("fleet.sequence_parallel.degrees", ((1,),)),
             ("exploration.step_cache", UNSET))),
+        *(Requires(key, _QUANTISED, wanted, f"{why}, or leave model.quantize out.")
+          for key, wanted, why in (
+              ("learner.mode", "lora", "All weights can only be trained unquantised: set learner.mode=lora"),
+              ("model.compile", "none", "Compiled code would keep whole weights: leave it out"),
+              ("model.cuda_graphs", False, "A graph would keep memory for whole weights: leave it out"))),
+        Requires("learner.shard", {"fleet.learner_ranks": more_than(1), **_QUANTISED}, "none", WHOLE),
         Requires("model.lora", {"learner.mode": other_than("lora")}, None,
                  "Set learner.mode=lora, or merge the LoRA and give the result as model.transformer."),
     )  # fmt: skip

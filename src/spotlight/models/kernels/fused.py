@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 def missing(device: torch.device) -> str | None:
     """Why fused operators cannot run on ``device``; None if they can."""
     try:
-        from spotlight_kernels import operators
+        from spotlight_kernels import launch, operators
     except ImportError as error:
         return f"{error.name or error} is missing (pip install triton)"
-    if device.type != "cuda" and not operators.INTERPRETED:
+    if device.type != "cuda" and not launch.INTERPRETED:
         return f"they need a CUDA device, and this is {device.type}"
     try:
         operators.join_heads(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from spotlight.models.experts import Experts, denoisers
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles, read_json, weight_files
+from spotlight.models.shared.quantised import Quantize, hold
 from spotlight.models.skeleton import (
     allocate,
     check_files,
@@ -47,28 +48,23 @@ class TransformerFiles:
         """Reads single tensors by their names in the module that :func:`load_transformers` makes.
 
         Raises:
-            ModelError: the tensor is in none of the files; when called.
+            ModelError: the tensor is in none of the files, or they cannot be found; when called.
         """
-        shards = {
-            f"{name}." if len(self.sources) > 1 else "": (
-                weight_files(source, self.key) if source.is_dir() else [source]
-            )
-            for name, source in self.sources.items()
-        }
+        sources = {f"{name}." if len(self.sources) > 1 else "": each for name, each in self.sources.items()}
 
         @cache
         def files(prefix: str) -> dict[str, Path]:
-            found = dict[str, Path]()
-            for path in shards[prefix]:
+            found, source = dict[str, Path](), sources[prefix]
+            for path in weight_files(source, self.key) if source.is_dir() else [source]:
                 with safe_open(path, framework="pt") as file:
                     found |= dict.fromkeys(file.keys(), path)
             return found
 
         def read(name: str) -> Tensor:
-            prefix = next(prefix for prefix in shards if name.startswith(prefix))
+            prefix = next(prefix for prefix in sources if name.startswith(prefix))
             own = name.removeprefix(prefix)
             if own not in files(prefix):
-                raise ModelError(f"{self.key}: no tensor {own!r} in {shards[prefix]}: it has changed")
+                raise ModelError(f"{self.key}: no tensor {own!r} in {sources[prefix]}: it has changed")
             with safe_open(files(prefix)[own], framework="pt") as file:
                 tensor: Tensor = file.get_tensor(own)
             return tensor
@@ -110,19 +106,26 @@ def load_transformers(
     weights: TransformerFiles | None,
     *,
     deferred: bool,
+    quantize: Quantize = "none",
 ) -> nn.Module:
     """One transformer, or several as :class:`Experts`.
 
     Args:
         weights: None leaves them to :func:`spotlight.models.skeleton.filling`.
         deferred: leaves them to :meth:`TransformerFiles.read`.
+        quantize: how linear layers are held: see :mod:`spotlight.models.shared.quantised`.
 
     Raises:
         ModelError: unreadable, or weights of another model.
     """
-    own = weights is not None and weights.key == "model.path" and not deferred
-    parts = {name: _transformer(files, name, dtype, device, own, deferred) for name in names}
+    plain = quantize == "none" and not deferred
+    own = weights is not None and weights.key == "model.path" and plain
+    parts = {name: _transformer(files, name, dtype, device, own, not plain) for name in names}
+    for part in parts.values():
+        hold(part, quantize)
     module: nn.Module = next(iter(parts.values())) if len(parts) == 1 else Experts(parts)
+    if weights is None and not plain:
+        allocate(module, device)
     if weights is None or own:
         return module
     for name, part in denoisers(module).items():

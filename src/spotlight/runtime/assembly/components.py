@@ -33,6 +33,7 @@ from spotlight.models.kernels.regional import compile_blocks
 from spotlight.models.lora_file import read_lora
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec, check_targets, fuse
+from spotlight.models.shared.transformer_files import weight_sources
 from spotlight.models.slots import CopySlots, LoraSlots, Slot, WeightSlots
 from spotlight.registry import FAMILIES
 from spotlight.rollout.state import Recipe
@@ -96,6 +97,7 @@ def load_family(
         read_transformer=read_transformer,
         transformer=model.transformer,
         deferred=deferred,
+        quantize=model.quantize,
     )
 
 
@@ -188,9 +190,11 @@ def _make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) ->
     with under("learner.lora"):
         check_targets(family.transformer, spec.targets)
     compute = adapter_type(config.learner, family.dtype)
+    names = list(denoisers(family.transformer))
+    files = weight_sources(family.files, names, config.model.transformer).reader()
     if config.model.lora is None:
-        return LoraSlots(family.transformer, spec, extra, compute=compute)
-    initial = read_lora(family.pipeline_class, config.model.lora, list(denoisers(family.transformer)))
+        return LoraSlots(family.transformer, spec, extra, compute=compute, files=files)
+    initial = read_lora(family.pipeline_class, config.model.lora, names)
     if lora.rank != initial.rank:
         raise ModelError(
             f"learner.lora.rank is {lora.rank}; expected {initial.rank}, that of model.lora "
@@ -198,7 +202,7 @@ def _make_slots(config: RunConfig, family: ModelFamily, algorithm: Algorithm) ->
         )
     layers = initial.with_alpha(lora.alpha).layers
     try:
-        return LoraSlots(family.transformer, spec, extra, layers, compute=compute)
+        return LoraSlots(family.transformer, spec, extra, layers, compute=compute, files=files)
     except ModelError as error:
         raise ModelError(f"model.lora={config.model.lora}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""The commands `spotlight compare`, `spotlight dashboard` and `spotlight report`."""
+"""The commands `compare`, `dashboard`, `report` and `why`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import typer
 from spotlight_dashboard.commands.compare_command import compare
 from spotlight_dashboard.commands.dashboard_command import dashboard
 from spotlight_dashboard.commands.report_command import report
+from spotlight_dashboard.commands.why_command import why
 
 
 def add_to(app: typer.Typer) -> None:
@@ -14,3 +15,4 @@ def add_to(app: typer.Typer) -> None:
     app.command("dashboard", rich_help_panel="Run")(dashboard)
     app.command("compare", rich_help_panel="Use", no_args_is_help=True)(compare)
     app.command("report", rich_help_panel="Use", no_args_is_help=True)(report)
+    app.command("why", rich_help_panel="Use", no_args_is_help=True)(why)

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from spotlight.scheduler.types import Phase, Purpose
 from spotlight.store.ledger.history import History
 from spotlight.store.metrics import WALL_S
-from spotlight_dashboard.metric_names import CLIPPED_SHARE, LOSS, REWARD, SILENT_GROUPS_SHARE
+from spotlight_dashboard.metric_names import CLIPPED_SHARE, GRADIENT, LOSS, REWARD, SILENT_GROUPS_SHARE
+from spotlight_dashboard.views.trends import (
+    CLEAR,
+    TREND_OF,
+    Validated,
+    falling_rewards,
+    is_worse_than_best,
+    trend,
+)
 
 SILENT_SHARE_MAX = 0.5
 LOST_SHARE_MAX = 0.05
@@ -73,6 +81,7 @@ def findings(
     spot_gone_at: float | None = None,
     outlook: RunOutlook | None = None,
     limits: RunLimits = RunLimits(),
+    validations: Sequence[Validated] = (),
 ) -> list[RunFinding]:
     """The findings, serious ones first.
 
@@ -80,6 +89,7 @@ def findings(
         seconds: worker-seconds by phase.
         rows: the newest metrics, the oldest first.
         now_s: since the epoch.
+        validations: the oldest first.
         spot_gone_at: since when a running run has no spot node of those that it had.
     """
     found = [
@@ -90,6 +100,8 @@ def findings(
         *_about_spot(spot_gone_at, now_s, limits),
         *_about_learning(rows),
         *_about_rewards(_known(rows, REWARD)),
+        *_about_trends(rows),
+        *_about_held_out(validations),
         *_about_limits(outlook or RunOutlook(None, None), limits),
     ]
     return sorted(found, key=lambda each: not each.serious)
@@ -204,6 +216,43 @@ def _about_rewards(rewards: Sequence[float]) -> Iterator[RunFinding]:
         )
 
 
+def _about_trends(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunFinding]:
+    rewards = _known(rows, REWARD)
+    found = trend(rewards)
+    if found is None:
+        return
+    if found.strength < CLEAR:
+        yield RunFinding(
+            "reward_does_not_rise",
+            f"The mean reward has not clearly risen in the newest {TREND_OF} iterations: {found.begin:.3g} "
+            f"to {found.end:.3g}, {found.strength:.1f} standard errors.",
+            "If it is to rise further: another learner.learning_rate, a larger rollout.group_size, a lower "
+            "reference_weight or kl_weight; docs/howto/reward-does-not-rise.md says how to tell which.",
+        )
+    begin = f"{REWARD.rpartition('/')[0]}/"
+    names = {name for row in rows for name in row if name.startswith(begin) and name != REWARD}
+    alone = [name for name in sorted(names) if "/" not in name.removeprefix(begin)]
+    for name in falling_rewards(rewards, {name: _known(rows, name) for name in alone}):
+        yield RunFinding(
+            "reward_hacked",
+            f"The weighted sum of the rewards rises while {name.removeprefix(begin)} falls.",
+            "See the pictures: what rises may be a reader that is fooled. Raise that reward's weight, or "
+            "algorithm.reference_weight or kl_weight.",
+            serious=True,
+        )
+
+
+def _about_held_out(validations: Sequence[Validated]) -> Iterator[RunFinding]:
+    if (best := is_worse_than_best(validations)) is not None:
+        newest = validations[-1]
+        yield RunFinding(
+            "worse_than_best",
+            f"The newest validation ({newest.score:.3g} at iteration {newest.iteration}) is clearly below "
+            f"the best ({best.score:.3g} at {best.iteration}).",
+            "Lower learner.learning_rate, or raise algorithm.reference_weight or kl_weight.",
+        )
+
+
 def _about_limits(outlook: RunOutlook, limits: RunLimits) -> Iterator[RunFinding]:
     if limits.budget_usd is not None and outlook.usd is not None and outlook.usd > limits.budget_usd:
         yield RunFinding(
@@ -236,6 +285,14 @@ def _about_learning(rows: Sequence[Mapping[str, float | None]]) -> Iterator[RunF
             "clipped",
             f"{clipped:.0%} of the newest ratios lie outside the clip range.",
             "Lower learner.learning_rate or learner.updates_per_batch; see algorithm.clip_range.",
+        )
+    gradients = _known(rows[-_MEAN_OF:], GRADIENT)
+    if gradients and sum(gradients) / len(gradients) < 1:
+        yield RunFinding(
+            "epsilon_swamps",
+            f"The gradient's RMS is {sum(gradients) / len(gradients):.2g} of AdamW's epsilon: steps are "
+            "smaller than the learning rate says.",
+            "Lower learner.epsilon (1e-15 for losses of mean log-probs).",
         )
     if rows and rows[-1].get(LOSS, 0.0) is None:
         yield RunFinding(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -14,13 +15,15 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import History, read_attempts, read_history, state_of
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.ledger.ledger_schema import Incident
+from spotlight.store.metrics import JUDGED, STDERR
 from spotlight_dashboard.figures import Json, finite
 from spotlight_dashboard.metric_names import LOSS
 from spotlight_dashboard.run_folders import RunFolder, Settings
 from spotlight_dashboard.views.curves import recent_rows, spent_usd, validation_rows
-from spotlight_dashboard.views.findings import RunLimits, RunOutlook, findings, iteration_s
+from spotlight_dashboard.views.findings import RunFinding, RunLimits, RunOutlook, findings, iteration_s
 from spotlight_dashboard.views.lanes import node_of
 from spotlight_dashboard.views.money import forecast, target
+from spotlight_dashboard.views.trends import Validated
 from spotlight_dashboard.views.votes import asks_people
 from spotlight_rewards.base.file_errors import StoreError
 
@@ -116,15 +119,8 @@ def accounting(run: RunFolder, limits: RunLimits) -> Json:
     Raises:
         LedgerError: there is no ledger, or it cannot be read.
     """
-    run.ledger()
-    history = read_history(run.path)
+    history, found = history_and_findings(run, limits)
     counts = history.counts
-    with closing(queries.open_readonly(run.ledger())) as connection:
-        seconds = queries.gpu_seconds_by_phase(connection)
-        gone_at = spot_gone_at(connection) if history.state == "running" else None
-        ahead = outlook(run, connection) if limits.look_ahead else None
-    rows = [row for row in recent_rows(run, _REMEMBERED) if LOSS in row]
-    found = findings(history, seconds, rows, time.time(), gone_at, ahead, limits)
     return {
         "state": history.state,
         "issued": counts.issued[Purpose.TRAIN],
@@ -142,6 +138,33 @@ def accounting(run: RunFolder, limits: RunLimits) -> Json:
             for each in found
         ],
     }
+
+
+def history_and_findings(run: RunFolder, limits: RunLimits) -> tuple[History, list[RunFinding]]:
+    """What :func:`accounting` tells. Raises as it does."""
+    run.ledger()
+    history = read_history(run.path)
+    with closing(queries.open_readonly(run.ledger())) as connection:
+        seconds = queries.gpu_seconds_by_phase(connection)
+        gone_at = spot_gone_at(connection) if history.state == "running" else None
+        ahead = outlook(run, connection) if limits.look_ahead else None
+    rows = [row for row in recent_rows(run, _REMEMBERED) if LOSS in row]
+    return history, findings(history, seconds, rows, time.time(), gone_at, ahead, limits, _validated(run))
+
+
+def _validated(run: RunFolder) -> list[Validated]:
+    """The evaluations, by the score that the run is judged by."""
+    rows = validation_rows(run)
+    for name in JUDGED:
+        found = [
+            Validated(iteration, score, error if isinstance(error, float) else math.nan)
+            for row in rows
+            if isinstance(score := row[name], float) and isinstance(iteration := row["iteration"], int)
+            for error in (row[f"{name}{STDERR}"],)
+        ]
+        if found:
+            return found
+    return []
 
 
 def verdict(run: RunFolder) -> Json:

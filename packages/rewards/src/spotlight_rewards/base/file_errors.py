@@ -9,6 +9,7 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from spotlight_rewards.base.errors import UserError
 
@@ -26,10 +27,18 @@ class StoreError(UserError):
 
 def storage_error(what: str, path: Path, error: BaseException) -> StoreError:
     """Convert a failed write into an error with a remedy; ``path`` is on the affected file system."""
+    if _sqlite_code(error) == sqlite3.SQLITE_IOERR:
+        error = _met_by_a_write(path) or error  # SQLite does not say why
     if is_out_of_space(error, path):
         free = size(free_bytes(path))
         cause = f"no space left ({free} free), or a quota or file-size limit was reached ({error})"
         remedy = "free some space, then run the same command again: it resumes from the last checkpoint"
+    elif _errno(error) == errno.EROFS:
+        cause = f"the disk is read-only ({error})"
+        remedy = (
+            "a disk turns read-only when it meets an error: repair it and mount it writable, then run the "
+            "same command again"
+        )
     elif _is_refused(error):
         cause = f"writing is not permitted ({error})"
         remedy = "make the directory writable for this user, or choose another one"
@@ -66,6 +75,15 @@ def is_out_of_space(error: BaseException, path: Path) -> bool:
 
 def _is_refused(error: BaseException) -> bool:
     return _errno(error) in _REFUSED or _sqlite_code(error) in _SQLITE_REFUSED
+
+
+def _met_by_a_write(path: Path) -> OSError | None:
+    """The error that a file beside ``path`` meets now."""
+    try:
+        with TemporaryFile(dir=existing_parent(path if path.is_dir() else path.parent)):
+            return None
+    except OSError as error:
+        return error
 
 
 def _errno(error: BaseException) -> int | None:

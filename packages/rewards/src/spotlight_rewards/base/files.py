@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".writing-"
@@ -18,6 +19,21 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+def discard(path: Path) -> None:
+    """Remove a file in cleaning up, if that is possible: on a disk that takes no writes any more, what failed
+    before is the error to report.
+    """
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def fsync_tree(folder: Path) -> None:
+    """Force a folder, and all that is in it, to disk."""
+    for path in folder.rglob("*"):
+        fsync_path(path)
+    fsync_path(folder)
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Replace ``path`` atomically, also across a power loss. On OSError it is unchanged."""
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
@@ -28,7 +44,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
         raise
     fsync_path(path.parent)
 
