@@ -42,7 +42,7 @@ while kill -0 "$ray" 2>/dev/null; do
     status=0
     kill -TERM "$ray"
   fi
-  sleep 2 &
+  sleep 1 &
   wait $!
 done
 exit "${status:-1}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import random
 import shutil
 import signal
 import socket
@@ -38,6 +39,7 @@ CommunicationParameters=NoInAddrAny
 AuthType=auth/munge
 AuthInfo=socket={base}/munge/socket
 CredType=cred/munge
+FirstJobId={first_job}
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={base}/state
@@ -141,7 +143,10 @@ def own_slurm(control_groups: bool) -> Iterator[Slurm]:
             "PYTHONPATH": f"{os.environ.get('PYTHONPATH', '')}:{Path(__file__).parent}",
         }
         slurm = Slurm(_clone(base), environment)
-        _configure(base, control_groups)
+        # Jobs of several such clusters share /tmp/ray-JOB and ports by it.
+        first_job = random.randrange(1, 10**7)
+        _configure(base, control_groups, first_job)
+        stack.callback(_remove_ray_files, first_job)
         stack.callback(_end_processes, environment["SLURM_CONF"])
         munge = {
             "socket": "socket",
@@ -177,7 +182,7 @@ def _clone(base: Path) -> Path:
     return clone
 
 
-def _configure(base: Path, control_groups: bool) -> None:
+def _configure(base: Path, control_groups: bool, first_job: int) -> None:
     for name in ("munge", "state", *(f"n{number}" for number in range(1, NODES + 1))):
         (base / name).mkdir(mode=0o700)
     base.chmod(0o755)  # munged wants to see its socket's directory
@@ -188,8 +193,9 @@ def _configure(base: Path, control_groups: bool) -> None:
     (base / "slurm.conf").write_text(
         _CONFIGURATION.format(
             base=base, host=socket.gethostname().partition(".")[0], user=getpass.getuser(), port=port,
-            ports=",".join(map(str, ports)), nodes=NODES, cpus=os.cpu_count(), grace_s=GRACE_S,
-            tracking="cgroup" if control_groups else "linuxproc", task="cgroup" if control_groups else "none",
+            first_job=first_job, ports=",".join(map(str, ports)), nodes=NODES, cpus=os.cpu_count(),
+            grace_s=GRACE_S, tracking="cgroup" if control_groups else "linuxproc",
+            task="cgroup" if control_groups else "none",
         ), encoding="utf-8",
     )  # fmt: skip
     (base / "gres.conf").write_text("Name=gpu File=/dev/null\n", encoding="utf-8")
@@ -240,6 +246,11 @@ def _with_environment(*entries: str) -> set[int]:
             if wanted <= set(path.read_bytes().split(b"\0")):
                 found.add(int(path.parent.name))
     return found - {os.getpid()}
+
+
+def _remove_ray_files(first_job: int) -> None:
+    for job in range(first_job, first_job + 100):
+        shutil.rmtree(f"/tmp/ray-{job}", ignore_errors=True)
 
 
 def _end_processes(configuration: str) -> None:

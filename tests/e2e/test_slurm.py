@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,13 @@ RUN = (*SMALL, "iterations=2", "pipeline.trainers_generate=false", "fleet.drain_
 
 @pytest.fixture(params=[False, True], ids=["process-tree", "control-groups"])
 def slurm(request: pytest.FixtureRequest) -> Iterator[Slurm]:
-    with own_slurm(control_groups=request.param) as slurm:
+    with ExitStack() as stack:
+        try:
+            slurm = stack.enter_context(own_slurm(control_groups=request.param))
+        except RuntimeError as error:
+            if not request.param:
+                raise
+            pytest.skip(f"SLURM does not start with control groups here: {error}")
         yield slurm
 
 

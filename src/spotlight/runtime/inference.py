@@ -294,7 +294,7 @@ class TrainedRun:
             self._family.check_guidance(self._family.files, guidance, "guidance")
             recipe = dataclasses.replace(recipe, guidance_scale=guidance)
         unique = list(dict.fromkeys(inputs[rollout.prompt_id] for rollout in rollouts))
-        with _room_for_text(self._family, wanted := [self.config.rollout.negative_prompt, *unique]):
+        with _transformer_aside(self._family, wanted := [self.config.rollout.negative_prompt, *unique]):
             negative, *conditions = self._family.encode(wanted)
             self._family.free_text_encoder()
         encoded = dict(zip(unique, conditions, strict=True))
@@ -310,7 +310,7 @@ class TrainedRun:
 
 
 @contextmanager
-def _room_for_text(family: ModelFamily, wanted: Sequence[ModelInput]) -> Iterator[None]:
+def _transformer_aside(family: ModelFamily, wanted: Sequence[ModelInput]) -> Iterator[None]:
     """While prompts are embedded, the transformer waits in the host's memory: a GPU may not hold both."""
     device = family.device
     if device.type == "cpu" or family.text_device != device or not family.not_embedded(wanted):
