@@ -13,7 +13,7 @@ import json
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -140,15 +140,25 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> int:
 
 @contextmanager
 def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
-    """Read everything in the block from one snapshot. Nests."""
+    """Read everything in the block from one snapshot. Nests.
+
+    Raises LedgerError of what SQLite finds damaged, as it is read.
+    """
     if connection.in_transaction:
         yield
         return
-    connection.execute("BEGIN")
+    path = Path(connection.execute("PRAGMA database_list").fetchone()[2])
     try:
+        connection.execute("BEGIN")
         yield
-    finally:
         connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        if not is_damage(error) and "no such" not in str(error):  # a table or column
+            raise
+        raise damaged(path, error) from error
+    finally:
+        with suppress(sqlite3.Error):  # which was told
+            connection.rollback()
 
 
 def position(connection: sqlite3.Connection) -> int:

@@ -34,11 +34,17 @@ def fsync_tree(folder: Path) -> None:
     fsync_path(folder)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` atomically, also across a power loss. On OSError it is unchanged."""
+def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Replace ``path`` atomically, also across a power loss. On OSError it is unchanged.
+
+    Args:
+        mode: of the new file, less what the process's umask takes.
+    """
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # of a killed process, with a mode of its own
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT, mode)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
