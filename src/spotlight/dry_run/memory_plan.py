@@ -355,7 +355,7 @@ def checkpoint_parts(config: RunConfig, trained: int | None) -> list[Estimate]:
     if trained is None:
         return []
     copies = 3 + weight_copies(config)
-    kept = config.checkpoint.keep + 1
+    kept = config.checkpoint.keep + config.checkpoint.best + 1
     return [
         Estimate(
             "checkpoints",

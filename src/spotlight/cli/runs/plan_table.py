@@ -81,6 +81,13 @@ def _print(
 
 def _work(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:
     rollout, learner = config.rollout, config.learner
+    where = str(config.runs_dir / config.name)
+    if plan.trained >= config.iterations:
+        yield "run", "finished", f"{plan.trained} iterations are trained: {where}"
+    elif plan.trained:
+        yield "run", "resumes", f"after iteration {plan.trained} of {config.iterations}: {where}"
+    else:
+        yield "run", "begins", where
     samples = f"{rollout.prompts_per_iteration} prompts x {rollout.group_size} pictures"
     yield "samples an iteration", count(plan.samples), samples
     if (chosen := config.algorithm.train_samples) is not None:

@@ -282,8 +282,11 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.cluster.local.emulation import require_learner_room
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
+    from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
 
     with errors_without_traceback(), lasting():
+        if finished_summary(config) is None:
+            require_disk(config, require_startable(config))
         plan, fleet = make_plan(config, ranks), plan_fleet(config.fleet)
         require_learner_room(config)
     console = Console(highlight=False)
@@ -298,6 +301,7 @@ def _run(
     from spotlight.cli.runs.dashboard_beside import start_beside
     from spotlight.cli.runs.progress import make_progress
     from spotlight.runtime.clock import process_age_s
+    from spotlight.runtime.preflight import finished_summary, require_startable
     from spotlight.runtime.signals import ending_at_once
 
     if config.model.path in TESTBEDS or Path(config.model.path).is_dir():
@@ -311,6 +315,8 @@ def _run(
                     config.runs_dir, config.name, stays=keep_dashboard, note=progress.note, view=dashboard
                 )
             progress.note("loading the model, the rewards and the prompts")
+            if finished_summary(config) is None:
+                require_startable(config)  # again in the driver, whose import takes seconds
             run = driver_of(config, profile)
             return run(config, progress, process_age_s())
     except KeyboardInterrupt as error:
