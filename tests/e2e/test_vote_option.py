@@ -52,10 +52,15 @@ def test_a_run_is_trained_by_the_votes_on_the_dashboard_beside_it(job: Job) -> N
     command = [sys.executable, "-m", "spotlight.cli", "train", "--vote", "--plain", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
-        page = next(filter(None, (re.search(r"(http://127\S+)/#/voted/votes", line) for line in run.stdout)))
+        page = next(
+            filter(
+                None, (re.search(r"(http://127\S+)/\?token=(\S+)#/voted/votes", line) for line in run.stdout)
+            )
+        )
         votes = 0
         try:
             with httpx2.Client(base_url=f"{page[1]}/api/runs/voted", timeout=60) as client:
+                assert client.post(f"{page[1]}/api/session", json={"token": page[2]}).status_code == 200
                 while run.poll() is None:
                     votes += vote_once(client)
                     time.sleep(0.05)  # between two looks

@@ -18,11 +18,9 @@ ALLOWED = {
     ("scaling/shell_command.py", "shell=True"),
     # A loader derived from yaml.SafeLoader, with bounds.
     ("base/yaml_tree.py", "yaml.load"),
-    ("spotlight_dashboard/run_folders.py", "yaml.safe_load"),
     # With bounds of pixels; the others read sizes only, or have bounds of their own.
     ("base/media_files.py", "Image.open"),
     ("service/score_service.py", "PILImage.open"),
-    ("store/images.py", "Image.open"),
 }
 READERS = (
     "pickle.load",

@@ -145,8 +145,8 @@ def _unset_files(config: RunConfig) -> Iterator[Problem]:
     for key in keys_to_set(config):
         yield Problem(
             key, "nothing", f"a file of prompts for model.path={config.model.path}",
-            f"Set {key}=FILE (.txt: one prompt a line; .jsonl: one object a line), or {key}=testbed for the "
-            "coloured shapes of the testbed.",
+            f"Set {key}=FILE (.txt: one prompt a line; .jsonl: one object a line; .csv, .tsv: a column "
+            f"prompt), or {key}=testbed for the coloured shapes of the testbed.",
         )  # fmt: skip
 
 
@@ -165,7 +165,7 @@ def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]
         text = read_text(path)
     except (OSError, ValueError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
-        expected = "a readable text file of prompts (.txt or .jsonl)"
+        expected = "a readable text file of prompts (.txt, .jsonl, .csv or .tsv)"
         problem = Problem(key, f"{path}{here}", expected, f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
     prompts = parse_prompts(text, str(path))

@@ -152,6 +152,11 @@ def worker_parts(parts: Sequence[Estimate]) -> tuple[Estimate, ...]:
     )
 
 
+def may_share(config: RunConfig) -> bool:
+    """Whether several ranks could share the model."""
+    return config.learner.shard != "none" and config.model.quantize == "none"
+
+
 def shared_parts(
     config: RunConfig, model: ModelSizes, parts: Sequence[Estimate], ranks: int
 ) -> tuple[Estimate, ...]:

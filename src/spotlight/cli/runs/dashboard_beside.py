@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -44,26 +45,31 @@ def start_beside(
     except OSError as error:
         note(f"no dashboard: {error}")
         return
-    note(f"dashboard: http://127.0.0.1:{listening.getsockname()[1]}/#/{quote(run)}/{view}")
+    token = secrets.token_urlsafe(24)
+    address = f"http://127.0.0.1:{listening.getsockname()[1]}/?token={token}"
+    note(f"dashboard: {address}#/{quote(run)}/{view}")
     ends = [] if stays else ["--ends-with", str(os.getpid())]
     command = [sys.executable, "-m", "spotlight.cli", "dashboard", str(runs_dir), *ends]
-    threading.Thread(target=_attend, args=(command, listening, note), daemon=True).start()
+    threading.Thread(target=_attend, args=(command, listening, token, note), daemon=True).start()
 
 
-def _attend(command: Sequence[str], listening: socket.socket, note: Callable[[str], None]) -> None:
-    """Run the dashboard, and note if it fails."""
+def _attend(
+    command: Sequence[str], listening: socket.socket, token: str, note: Callable[[str], None]
+) -> None:
+    """Run the dashboard, which is told the token of its first browser, and note if it fails."""
     try:
         with TemporaryFile() as said:  # not a pipe, which would break when the dashboard outlives the run
             with listening:
                 process = subprocess.Popen(
                     [*command, "--fd", str(listening.fileno())],
                     pass_fds=[listening.fileno()],
-                    stdin=subprocess.DEVNULL,
+                    stdin=subprocess.PIPE,  # not an argument, which every user of the machine can read
                     stdout=subprocess.DEVNULL,
                     stderr=said,
                     start_new_session=True,  # Ctrl-C is for the run, which still needs its checkpoint
                 )
-            status = process.wait()
+            process.communicate(token.encode())
+            status = process.returncode
             if status != 0:
                 said.seek(max(0, said.seek(0, os.SEEK_END) - _SAID_BYTES))
                 words = said.read().decode(errors="replace").strip()

@@ -14,6 +14,7 @@ from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX
 from spotlight.dry_run.memory_plan import (
     Estimate,
     kept_gathered,
+    may_share,
     peak_bytes,
     phase_bytes,
     published_parts,
@@ -37,7 +38,7 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
         where = "a GPU of the learner" if config.pipeline.trainers_generate else "the device"
         _print(console, f"Memory, estimated: {peak} on {where} at the peak", _estimates(plan.memory))
         _print(console, "Peaks by phase", _peaks(plan.memory))
-        if config.learner.shard != "none" and isinstance(plan.model, ModelSizes):
+        if may_share(config) and isinstance(plan.model, ModelSizes):
             _print(
                 console, "Memory of a rank, where several share the model", _shared(config, plan, plan.model)
             )
@@ -181,7 +182,7 @@ def _shared(config: RunConfig, plan: RunPlan, model: ModelSizes) -> Iterator[tup
 
 
 def _fitting(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:
-    together = config.learner.shard != "none"
+    together = may_share(config)
     for fit in plan.fitting:
         why = f"shared by {RANKS} ranks: {_sides(fit.shared)}" if together else ""
         yield f"a GPU of {fit.gpu_gib} GB", _sides(fit.alone), why

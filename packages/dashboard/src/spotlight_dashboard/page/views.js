@@ -9,6 +9,7 @@ const stateClass = {
   killed: "bad",
   stopped: "warn",
   unreadable: "bad",
+  "does not answer": "bad",
 };
 
 // -- overview --
