@@ -89,7 +89,6 @@ def open_readonly(path: Path) -> sqlite3.Connection:
         raise
     except sqlite3.Error as error:
         connection.close()
-        remedy = "Close the program that holds its lock" if is_locked(error) else "Reading needs write access"
         remedy = "Reading needs write access to its folder"
         if is_locked(error):
             remedy = "Close the program that locks it"
