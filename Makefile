@@ -1,10 +1,12 @@
 # Two commands for everybody: `make demo` and `make test`. Both create .venv from requirements.lock first.
 # Without a GPU, PyTorch's CPU wheels are much smaller:
-#   make demo PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
+#   make demo TORCH_ARGS="--index-url https://download.pytorch.org/whl/cpu"
 
 PYTHON ?= python3
 VENV ?= .venv
+# PIP_ARGS: of every pip install. TORCH_ARGS: of PyTorch's alone; everything else is checked by its hashes.
 PIP_ARGS ?=
+TORCH_ARGS ?=
 # A file stays in one process, so that what its tests share is made once; long files come first.
 PYTEST_ARGS ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
 
@@ -24,11 +26,12 @@ env: $(STAMP) ## Create the environment from the lock file (nothing to do when i
 
 PACKAGES := $(patsubst %/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
 
-$(STAMP): requirements.lock pyproject.toml $(PACKAGES:=/pyproject.toml) $(TESSERACT)
+$(STAMP): requirements.lock requirements-torch.lock pyproject.toml $(PACKAGES:=/pyproject.toml) $(TESSERACT)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Spotlight needs Python 3.11 or newer; this is " + sys.version.split()[0] + ". Set PYTHON=python3.11 or the like.")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --no-compile $(PIP_ARGS) -r requirements.lock
-	$(BIN)/pip install --no-compile $(PIP_ARGS) --no-deps -e . $(PACKAGES:%=-e %)
+	$(BIN)/pip install --no-compile $(PIP_ARGS) --no-deps --require-hashes -r requirements.lock
+	$(BIN)/pip install --no-compile $(PIP_ARGS) $(TORCH_ARGS) -r requirements-torch.lock
+	$(BIN)/pip install --no-compile $(PIP_ARGS) --no-build-isolation --no-deps -e . $(PACKAGES:%=-e %)
 	@# pip compiles on one core. Left out: tests and model files that few import. A template that is no Python may fail.
 	$(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/' $(VENV)/lib || true
 	$(if $(TESSERACT),sh $(TESSERACT) || true)

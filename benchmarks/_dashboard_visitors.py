@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Sequence
 from urllib.parse import quote
@@ -47,7 +48,11 @@ async def client(host: str, port: int, view: Sequence[str]) -> None:
 
 
 def _request(host: str, path: str) -> bytes:
-    return f"GET {path} HTTP/1.1\r\nHost: {host}\r\nAccept-Encoding: gzip\r\n\r\n".encode()
+    token = os.environ["BENCHMARK_DASHBOARD_TOKEN"]
+    return (
+        f"GET {path} HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {token}\r\n"
+        "Accept-Encoding: gzip\r\n\r\n"
+    ).encode()
 
 
 async def _answer(reader: asyncio.StreamReader) -> bytes:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,7 @@ RUN = (
     "evaluation.images_per_prompt=2",
 )
 START_S = 1200.0
+TOKEN_ENV = "BENCHMARK_DASHBOARD_TOKEN"
 VISITORS = str(Path(__file__).with_name("_dashboard_visitors.py"))
 _TICK = os.sysconf("SC_CLK_TCK")
 
@@ -100,6 +102,7 @@ def main(
 @contextmanager
 def started(place: Path, cores: Sequence[int]) -> Iterator[tuple[int, int, tuple[str, int]]]:
     """A run on those cores and a dashboard; process ids, and where the dashboard listens."""
+    os.environ[TOKEN_ENV] = secrets.token_urlsafe(24)  # of dashboard and visitors
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     spotlight = (sys.executable, "-m", "spotlight.cli")
     with (place / "output").open("wb") as output:
@@ -111,7 +114,7 @@ def started(place: Path, cores: Sequence[int]) -> Iterator[tuple[int, int, tuple
             stdout=output, stderr=output, env=environment,
         )  # fmt: skip
         dashboard = subprocess.Popen(
-            ["nice", "-n", "5", *spotlight, "dashboard", str(place), "--port", "0"],
+            ["nice", "-n", "5", *spotlight, "dashboard", str(place), "--port", "0", "--token-env", TOKEN_ENV],
             stdout=subprocess.PIPE, stderr=output, encoding="utf-8",
         )  # fmt: skip
         try:

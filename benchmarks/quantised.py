@@ -31,6 +31,7 @@ from benchmarks._exploration_lab import laboratory
 from benchmarks._learning_cases import CASES, Case, LearningSizes
 from benchmarks._measure import wide_console
 from benchmarks._record import Record, Tree
+from benchmarks.learning import _known
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.shared.quantised import held
@@ -83,21 +84,24 @@ def train(sizes: LearningSizes, algorithm: str, base: str, seed: int) -> Tree:
 
 
 def rows_of(runs: Mapping[str, Tree], algorithm: str, kind: str) -> Iterator[Tree]:
-    """A row for each base with runs, of the seeds that every base has."""
-    by_base = {
-        base: {key.split("/")[2]: run for key, run in runs.items() if key.startswith(f"{algorithm}/{base}/")}
-        for base in BASES
-    }
-    seeds = sorted(set.intersection(*(set(each) for each in by_base.values())))
-    for base in BASES if seeds else ():
-        mine = [by_base[base][seed] for seed in seeds]
-        last = list(mine[0][kind])[-1]
-        apart = [by_base[base][seed][kind][last] - by_base["float32"][seed][kind][last] for seed in seeds]
-        replays = [run["replay_max"] for run in mine if run["replay_max"] is not None]
+    """A row for each base with runs, of the seeds that it and the first have."""
+    by_base: dict[str, dict[str, Tree]] = {base: {} for base in BASES}
+    for key, run in runs.items():
+        name, base, seed = key.split("/")
+        if name == algorithm:
+            by_base[base][seed] = run
+    first = by_base[next(iter(BASES))]
+    for base, mine in by_base.items():
+        pairs = [(run, first[seed]) for seed, run in mine.items() if seed in first]
+        if not pairs:
+            continue
+        at = list(pairs[0][0][kind])
+        replays = [run["replay_max"] for run, _ in pairs if run["replay_max"] is not None]
         yield {
-            "base": base, "seeds": len(seeds), "error of weights": f"{mine[0]['error']:.2%}",
-            **{f"at {at}": _spread([run[kind][at] for run in mine]) for at in mine[0][kind]},
-            "less float32": _spread(apart), "replay": f"{max(replays):.1e}" if replays else "",
+            "base": base, "seeds": len(pairs), "error of weights": f"{pairs[0][0]['error']:.2%}",
+            **{f"at {each}": _spread([run[kind][each] for run, _ in pairs]) for each in at},
+            "less float32": _spread([run[kind][at[-1]] - other[kind][at[-1]] for run, other in pairs]),
+            "replay": f"{max(replays):.1e}" if replays else "",
         }  # fmt: skip
 
 
@@ -113,6 +117,7 @@ def main(
     algorithm: Annotated[
         list[str] | None, typer.Option(help=f"Only these of {', '.join(ALGORITHMS)}.")
     ] = None,
+    base: Annotated[list[str] | None, typer.Option(help=f"Only these of {', '.join(BASES)}.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Run seeds 0, 1, ...")] = 5,
     iterations: Annotated[int, typer.Option(min=2, help="Of a run.")] = 30,
     prompts: Annotated[int, typer.Option(min=1, help="Of an iteration.")] = 12,
@@ -134,17 +139,13 @@ def main(
         1,
         tuple(overrides or ()),
     )
-    chosen = algorithm or [*ALGORITHMS]
-    if unknown := sorted({*chosen} - {*ALGORITHMS}):
-        raise typer.BadParameter(
-            f"{', '.join(unknown)}; expected some of {', '.join(ALGORITHMS)}", param_hint="--algorithm"
-        )
+    chosen, bases = _known(algorithm, ALGORITHMS, "--algorithm"), _known(base, BASES, "--base")
     record = Record(json_file, sizes, ("runs",))
     for seed in range(seeds):
         for name in chosen:
-            for base in BASES:
-                typer.echo(f"{name}/{base}/{seed}")
-                record.once("runs", f"{name}/{base}/{seed}", partial(train, sizes, name, base, seed))
+            for each in bases:
+                typer.echo(f"{name}/{each}/{seed}")
+                record.once("runs", f"{name}/{each}/{seed}", partial(train, sizes, name, each, seed))
     for name in chosen:
         for kind in ("strict", "graded"):
             wide_console().print(

@@ -10,6 +10,7 @@
 #
 #   SPOTLIGHT_IP          private address of this machine; default: the first private one of `hostname -I`
 #   SPOTLIGHT_PORT        the head's port, 6379
+#   SPOTLIGHT_SLOTS       so many CPU slots stand for GPUs: Ray's resource spotlight_slot, with --num-gpus=0
 #   RAY_AUTH_TOKEN_PATH   file with the cluster's secret, the same on all nodes; the head creates it if missing
 #   RAY_TMPDIR            where Ray keeps logs and sockets, /tmp/ray
 #   SPOTLIGHT_MODEL       hub id or directory of the model: fetched and read once before this machine joins
@@ -87,7 +88,10 @@ if ((store < 2000000000)); then
 elif ((store > 64000000000)); then
   store=64000000000
 fi
-options=(--node-ip-address="$ip" --resources="{\"$resource\": 1}" --object-store-memory="$store")
+# A second --resources would replace this one.
+slots=${SPOTLIGHT_SLOTS:+, \"spotlight_slot\": $SPOTLIGHT_SLOTS}
+options=(--node-ip-address="$ip" --resources="{\"$resource\": 1$slots}" --object-store-memory="$store")
+[[ -z $slots ]] || options+=(--num-gpus=0)
 [[ -z ${RAY_TMPDIR:-} ]] || options+=(--temp-dir="$RAY_TMPDIR")
 if [[ $kind == head ]]; then
   options+=(--head --port="${SPOTLIGHT_PORT:-6379}" --include-dashboard=false)

@@ -14,21 +14,32 @@ from spotlight.dry_run.fitting_sizes import USABLE
 PAGE = Path(__file__).parents[1] / "README.md"
 MARK = "small GPUs: written by scripts/small_gpus_table.py"
 GPU_GIB = (12, 16, 24)
-_HEAD = "| one GPU of | trains a LoRA of | at the peak |"
+_PRECISIONS = {"none": "in bfloat16", "int8": "in int8", "nf4": "in NF4"}
 
 
 def table() -> str:
-    """A line for each of :data:`GPU_GIB`, with the models that no smaller one takes, and their peaks."""
-    lines, known = [_HEAD, "|---|---|---|"], set[str]()
+    """A line for each of :data:`GPU_GIB`: its models by what their base is held in, the first that fits."""
+    lines = [f"| one GPU of | {' | '.join(_PRECISIONS.values())} |", f"|---|{'---|' * len(_PRECISIONS)}"]
+    known = set[str]()
     for gib in GPU_GIB:
-        fitting = [(path, found) for path, found in published_fits(USABLE * gib * 2**30) if found.fits]
-        new = [(path, max(found.peaks.values())) for path, found in fitting if path not in known]
-        known |= {path for path, _ in fitting}
-        models = ", ".join(path.partition("/")[2].removesuffix("-Diffusers") for path, _ in new)
-        peaks = [peak / 2**30 for _, peak in new]
-        also = "those, and " if len(lines) > 2 else ""
-        lines.append(f"| {gib} GB | {also}{models} | {min(peaks):.1f} to {max(peaks):.1f} GiB |")
+        fitting = [(path, found.config) for path, found in published_fits(USABLE * gib * 2**30) if found.fits]
+        cells = [
+            [
+                _name(path)
+                for path, config in fitting
+                if config.model.quantize == quantize and path not in known
+            ]
+            for quantize in _PRECISIONS
+        ]
+        if known:
+            cells[0].insert(0, "those")
+        known |= {path for path, config in fitting if config.model.quantize == "none"}
+        lines.append(f"| {gib} GB | {' | '.join(map(', '.join, cells))} |")
     return "\n".join([*lines, ""])
+
+
+def _name(path: str) -> str:
+    return path.partition("/")[2].removesuffix("-Diffusers")
 
 
 def main() -> None:

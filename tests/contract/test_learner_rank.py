@@ -33,8 +33,10 @@ from spotlight.scheduler.types import PolicyVersion, WeightKind, WorkerId
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import TrainingError
 from spotlight.weights.bundle import WeightsManifest, bind, pack, read
+from spotlight.weights.flat import digest_of
 from spotlight.weights.node_cache import NodeCache
 from spotlight.weights.weight_errors import WeightsError
+from spotlight.worker.interfaces import LoadError
 from spotlight.worker.reports import Report
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
@@ -185,6 +187,24 @@ def test_evaluated_weights_are_sent_where_they_are_evaluated_and_older_ones_cann
     evaluated = make_batch(config, worker, 3, 3, slot="policy")
     assert not evaluated.finished, "without the weights no evaluation looks right"
     assert make_batch(config, worker, 3, 3).finished
+
+
+def test_a_version_trained_beside_another_quantised_base_is_not_loaded(
+    random_pipeline: Path, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, random_pipeline, "nft")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"quantize": "nf4"})})
+    rank, worker = alone(config), alone(config).learning
+    used, base = rollout_slots(config, worker.model.algorithm), digest_of(worker.slots.packed())
+    manifest, data = rank.packed(0, 0) or pytest.fail("rank 0 publishes")
+    assert manifest.base == base, "equal files are held equally"
+    pull = PullWeights(WorkerId("w"), 1, PolicyVersion(0), 0, WeightKind.ADAPTER, None)
+    with NodeCache("beside", parent=tmp_path) as cache:
+        BundleLoader(Home(manifest, data), cache, worker.slots, used, None, base).load(pull)
+        for other in ("", "another"):
+            loader = BundleLoader(Home(manifest, data), cache, worker.slots, used, None, other)
+            with pytest.raises(LoadError, match="trained beside a quantised base of digest"):
+                loader.load(pull)
 
 
 ALGORITHMS = ("nft", "grpo")

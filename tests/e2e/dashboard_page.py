@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tests.unit.dashboard_run import TOKEN
+
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
@@ -36,6 +38,8 @@ def is_ours(url: str) -> bool:
 
 
 def open_view(page: Page, address: str, view: str, run: str = "wild") -> None:
-    page.goto(f"{address}#/{run}/{view}")
+    is_open = page.url.startswith(f"{address}/") or address.startswith("file:")
+    enters = "" if is_open else f"/?token={TOKEN}"
+    page.goto(f"{address}{enters}#/{run}/{view}")
     page.wait_for_selector(f"nav a[aria-current=page]:text-is('{view.partition('/')[0].capitalize()}')")
     page.wait_for_selector("#view > p:text('Reading')", state="detached")

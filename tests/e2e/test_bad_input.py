@@ -92,7 +92,7 @@ CASES: dict[str, tuple[tuple[str | Callable[[Place], str], ...], type[Exception]
     "LoRA target that matches nothing": (
         ("learner.lora.targets=[to_nowhere]",),
         ModelError,
-        (r"^learner\.lora\.targets: 'to_nowhere' matches no module", "to_q"),
+        (r"^learner\.lora\.targets: 'to_nowhere' matches no linear layer", "nearest: attn.add_k_proj"),
     ),
     "malformed prompts": (
         (malformed_prompts,),

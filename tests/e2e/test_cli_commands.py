@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 from spotlight.cli.main import app
 from spotlight.cli.runs.generate import slug
-from spotlight.data.datasets import load_prompts
+from spotlight.data.datasets import Prompts, load_prompts
 from spotlight.report.loading import loading_snippet
 from spotlight.report.record import read_run
 from spotlight.store.run_directory import RunPaths
@@ -60,6 +60,60 @@ def test_train_ends_with_scores_cost_places_and_loading_lines(trained: tuple[Pat
     assert record.example_prompt == load_prompts(record.config).test[0].text
     assert loading_snippet(record.config, (run / "lora").resolve(), prompt=record.example_prompt) in output
     assert (run / "card" / "README.md").is_file()
+
+
+def test_the_log_of_the_attempt_holds_what_the_console_said(trained: tuple[Path, str]) -> None:
+    run, output = trained
+    log = RunPaths(run).attempt_log(1).read_text()
+    said = [line.partition("] ")[2] for line in output.splitlines() if re.match(r"\[\d+:\d\d\] ", line)]
+    assert len(said) > 4
+    assert [line for line in said if f"INFO spotlight: {line}\n" not in log] == [
+        "loading the model, the rewards and the prompts"
+    ]
+    assert log.endswith("finished\n")
+
+
+def test_a_dry_run_says_where_the_run_goes_on(trained: tuple[Path, str], job: Job) -> None:
+    micro = "learner.micro_batch_size=2"
+    for changed, expected in (
+        ([NAME, micro, "iterations=7"], f"resumes after iteration 2 of 7: {job.root}"),
+        ([NAME, micro, "iterations=2"], "finished 2 iterations are trained"),
+        (["never-begun"], "run begins"),
+    ):
+        output = invoke("train", "--dry-run", *job.arguments(*changed)).output
+        # A table breaks a long path anywhere.
+        assert "".join(expected.split()) in "".join(output.split()), output
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ("run_seed=5", "run_seed: 0 in the run, 5 now"),
+        ("data.train=other.jsonl", "data.train: "),
+        ("runs_dir=/proc", "expected a place where this user can make folders"),
+        ("model.lora=/no/such/lora", "model.lora: cannot read a LoRA from /no/such/lora"),
+        ("model.transformer=/no/such", "model.transformer: /no/such is neither a .safetensors file nor"),
+        ("metrics.sinks={trackio: {colour: red}}", "metrics.sinks.trackio"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(
+    trained: tuple[Path, str], job: Job, changed: str, message: str
+) -> None:
+    name = NAME if "run_seed" in changed else "never-begun"
+    result = invoke("train", "--dry-run", *job.arguments(name, changed))
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_other_prompts_are_refused_before_a_model_is_loaded(
+    trained: tuple[Path, str], job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = trained
+    prompts = load_prompts(read_run(run).config)
+    changed = Prompts(prompts.train[1:], prompts.test)
+    monkeypatch.setattr("spotlight.runtime.preflight.load_prompts", lambda _: changed)
+    result = invoke("train", *job.arguments(NAME, "iterations=9", "learner.micro_batch_size=2"))
+    assert "holds other prompts than up to the checkpoint" in " ".join(result.stderr.split())
 
 
 def test_profile_writes_traces_of_so_many_steps(trained: tuple[Path, str]) -> None:
@@ -106,6 +160,45 @@ def test_generate_draws_every_prompt_and_seed_before_and_after(
     assert np.array_equal(
         np.asarray(picture), np.asarray(Image.open(again / picture.filename.split("/")[-1]))
     )  # type: ignore[attr-defined]
+
+
+def test_generate_takes_a_file_of_prompts_and_a_size(trained: tuple[Path, str], tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a red circle\na blue square\n")
+    given = ["--prompts", str(tmp_path / "prompts.txt"), "--height", "24", "--out", str(tmp_path / "drawn")]
+    assert invoke("generate", str(trained[0]), *given).exit_code == 0
+    drawn = sorted((tmp_path / "drawn").iterdir())
+    assert [path.name for path in drawn] == ["a-blue-square-seed0.png", "a-red-circle-seed0.png"]
+    assert {Image.open(path).size for path in drawn} == {(16, 24)}
+    for wrong, said in ((["--height", "23", "-p", "x"], "rollout.height is 23"), ([], "--prompt: found []")):
+        result = invoke("generate", str(trained[0]), *wrong)
+        assert result.exit_code == 2
+        assert said in " ".join(result.stderr.split())
+    scored = invoke(
+        "score", "jpeg_size", str(tmp_path / "drawn"), "--prompts", given[1], "--prompt", "a circle"
+    )
+    assert "expected one of the two" in " ".join(scored.stderr.split())
+    one = ["--prompt", 'a sign: "OPEN"', "--sheet", str(tmp_path / "sheet.png"), "--json"]
+    scored = invoke("score", "jpeg_size", str(tmp_path / "drawn"), *one)
+    assert [each["prompt"] for each in json.loads(scored.stdout)["pictures"]] == ['a sign: "OPEN"'] * 2
+
+
+def test_an_older_or_the_best_checkpoint_is_chosen(trained: tuple[Path, str], tmp_path: Path) -> None:
+    run = str(trained[0])
+    older = json.loads(invoke("eval", run, "--iteration", "1", "--json").stdout)
+    newest = json.loads(invoke("eval", run, "--json").stdout)
+    assert (older["iteration"], newest["iteration"]) == (1, 2)
+    assert older["graded"] != newest["graded"]
+    best = invoke("export", run, "--best", "--by", "jpeg_size", "--out", str(tmp_path))
+    assert f"{tmp_path} (iteration 2, policy weights)" in best.stdout
+    for given, said in (
+        (["--iteration", "7"], "no checkpoint after iteration 7; expected one of those kept: 1, 2."),
+        (["--best", "--iteration", "1"], "--best: found with --iteration 1"),
+        (["--by", "graded"], "--by: found graded without --best"),
+        (["--best", "--by", "nothing"], "has a validation of 'nothing'"),
+    ):
+        result = invoke("generate", run, "-p", "x", *given)
+        assert result.exit_code == 2
+        assert said in " ".join(result.stderr.split())
 
 
 def test_eval_repeats_the_runs_last_validation(trained: tuple[Path, str]) -> None:

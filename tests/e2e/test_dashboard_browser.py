@@ -20,7 +20,7 @@ import pytest
 from dashboard_page import CHROMIUM, open_view, watched
 from main_job import Job
 from ray_job import running
-from tests.unit.dashboard_run import HOSTILE, LONG, PROMPTS, RIGHT_TO_LEFT, make_run, served
+from tests.unit.dashboard_run import BEARER, HOSTILE, LONG, PROMPTS, RIGHT_TO_LEFT, TOKEN, make_run, served
 from tests.unit.store_history import SCRATCH
 
 from spotlight_dashboard.run_folders import RunFolder
@@ -45,7 +45,6 @@ PARTS = {
 }
 """Of a view, what is there once its answers have come."""
 VIEWS = tuple(PARTS)
-TOKEN = "a-token-of-this-test"
 FIRST_PAINT_MAX_MS = 1000
 ELEMENTS_MAX = 5000
 ANSWER_BYTES_MAX = 500_000
@@ -107,6 +106,8 @@ def test_the_page_comes_back_when_the_server_does(browser: Browser, place: Path)
             page.wait_for_selector("#connection:text-is('live')")
         page.wait_for_selector("#connection.lost")
         with served(place, int(address.rpartition(":")[2])):
+            page.fill("input[type=password]", TOKEN)  # the session went with the server
+            page.click("button:text-is('Open')")
             page.wait_for_selector("#connection:text-is('live')")
             page.keyboard.press("4")
             page.wait_for_selector(".lane canvas")
@@ -122,15 +123,24 @@ def test_a_row_that_is_written_is_seen_without_reloading(browser: Browser, place
 
 
 def test_a_token_lets_a_browser_in(browser: Browser, place: Path) -> None:
-    with served(place, token=TOKEN) as address, watched(browser) as page:
-        for wrong in ("", "?token=wrong"):
-            answer = page.goto(f"{address}/{wrong}")
-            assert answer is not None
-            assert answer.status == 401
-        page.goto(f"{address}/?token={TOKEN}")
-        page.wait_for_selector("#connection:text-is('live')")
-        assert TOKEN not in page.url
-        assert TOKEN not in page.evaluate("document.cookie")
+    with served(place) as address, watched(browser) as page:
+        page.goto(f"{address}/?token=wrong#/wild/log")
+        page.fill("input[type=password]", "wrong, too")
+        page.click("button:text-is('Open')")
+        page.wait_for_selector("text=a wrong token")
+        assert page.locator("#run option").count() == 0
+        page.goto("about:blank")
+        page.goto(f"{address}/?token={TOKEN}#/wild/log")
+        page.wait_for_selector("text=node noticed")
+        assert page.url == f"{address}/#/wild/log"
+        assert page.evaluate("document.cookie") == ""
+        (cookie,) = page.context.cookies()
+        assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+        assert cookie["name"] == f"spotlight_session_{address.rpartition(':')[2]}"
+        page.goto("about:blank")
+        page.set_content(f"<a href='{address}/#/wild/money'>a chat</a>")
+        page.click("a")  # the browser sends no such cookie with the page, but with what the page asks
+        page.wait_for_selector(PARTS["money"])
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -334,7 +344,7 @@ def test_ten_thousand_iterations_are_painted_within_a_second(browser: Browser) -
             answers = [url for url in asked if "/api/runs/long/" in url and "/picture/" not in url]
             assert len(answers) > len(VIEWS)
             for url in answers:
-                assert len(httpx2.get(url, timeout=60).content) < ANSWER_BYTES_MAX, url
+                assert len(httpx2.get(url, headers=BEARER, timeout=60).content) < ANSWER_BYTES_MAX, url
 
 
 @pytest.mark.timeout(1500)

@@ -24,10 +24,18 @@ TOLERANCE = 1e-4
 WORKS = "SELECT DISTINCT worker FROM samples WHERE worker LIKE 'spot-%'"
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "qwen-image"])  # test_ray_run.py
-def test_a_lost_node_changes_nothing(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "quantize"),
+    [
+        *((name, "none") for name in CASES if name != "qwen-image"),  # test_ray_run.py
+        ("qwen-image", "nf4"),
+        ("wan", "int8"),
+    ],
+)
+def test_a_lost_node_changes_nothing(tmp_path: Path, name: str, quantize: str) -> None:
     job, given = family_job(tmp_path, name, CASES[name].first[0])
-    settings = (*given, *NFT, "rollout.group_size=4", "rollout.prompts_per_iteration=2")
+    few = ("rollout.group_size=4", "rollout.prompts_per_iteration=2")
+    settings = (*given, *NFT, *few, f"model.quantize={quantize}")
     run = job.root / "lost"
     job.root.mkdir()
     with running(run, job.arguments("lost", *settings, *RAY)) as it:

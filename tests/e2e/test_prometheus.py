@@ -18,7 +18,7 @@ import httpx2
 import pytest
 import yaml
 from test_dashboard_browser import served
-from tests.unit.dashboard_run import make_run
+from tests.unit.dashboard_run import BEARER, TOKEN, make_run
 from tests.unit.store_history import SCRATCH
 
 PROMETHEUS, PROMTOOL = shutil.which("prometheus"), shutil.which("promtool")
@@ -46,7 +46,7 @@ def scraped() -> Iterator[httpx2.Client]:
     with TemporaryDirectory(dir=SCRATCH) as scratch:
         make_run(Path(scratch) / "runs" / "wild", 12)
         with served(Path(scratch) / "runs") as address:
-            answer = httpx2.get(f"{address}/metrics", timeout=60)
+            answer = httpx2.get(f"{address}/metrics", headers=BEARER, timeout=60)
             promtool("check", "metrics", given=answer.text)
             yield from _prometheus(Path(scratch), address.removeprefix("http://"))
 
@@ -59,6 +59,7 @@ def _prometheus(folder: Path, target: str) -> Iterator[httpx2.Client]:
     config["rule_files"] = [str(MONITORING / "spotlight-alerts.yml")]
     config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    (folder / "spotlight-token").write_text(TOKEN)
     process = subprocess.Popen(
         [
             str(PROMETHEUS),

@@ -125,6 +125,17 @@ def test_sigterm_stops_before_the_first_update_and_the_same_command_goes_on(
     assert [bill.ended for bill in clean_audit(run).attempts] == [Ending.STOPPED, Ending.FINISHED]
 
 
+def test_a_stop_leaves_a_lease_between_its_steps(job: Job) -> None:
+    arguments = job.arguments("between-steps", *NFT, "rollout.batch_size=6", "evaluation.every=1")
+    answer = job.root / "between-steps.json"
+    before = run_process(arguments, At("work evaluation", 2, signal.SIGINT), answer=answer)
+    assert before.stopped
+    assert [moment for moment in before.moments if "evaluation" in moment] == ["work evaluation"] * 2
+    assert any("a second SIGINT (Ctrl-C) stops at once" in note for note in before.notes)
+    clean_audit(job.root / "between-steps")
+    assert run_process(arguments, answer=answer).iterations == (0, 1, 2, 3)
+
+
 @pytest.mark.slow
 def test_sigterm_after_an_update_trains_the_iteration_to_its_end(job: Job, straight: Straight) -> None:
     arguments = job.arguments("updated", *GRPO, "checkpoint.every=9")
@@ -143,7 +154,7 @@ def test_sigterm_after_an_update_trains_the_iteration_to_its_end(job: Job, strai
 def test_a_second_sigint_stops_at_once_and_loses_nothing_committed(job: Job, straight: Straight) -> None:
     arguments = job.arguments("interrupted", *NFT)
     run, answer = job.root / "interrupted", job.root / "interrupted.json"
-    signals = (At("work rollout", 5, signal.SIGINT), At("work rollout", 6, signal.SIGINT))
+    signals = (At("work rollout", 5, signal.SIGINT), At("work roll", 5, signal.SIGINT))  # in one moment
     ended = run_process(arguments, *signals, answer=answer)
     assert ended.exit_code == 1  # KeyboardInterrupt
     assert ended.notes == ()

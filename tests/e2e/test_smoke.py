@@ -17,10 +17,11 @@ from spotlight.cli.runs.smoke import smoke_overrides
 from spotlight.config.load import load_config
 from spotlight.config.preset import preset_names
 from spotlight.config.schema import RunConfig
+from spotlight.data.datasets import load_prompts
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.reward import Reward
-from spotlight_rewards.reward_registry import parse
+from spotlight_rewards.reward_registry import load, parse
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RECIPES = sorted(
@@ -99,8 +100,16 @@ def smoked(given: list[str]) -> RunConfig:
 
 
 @pytest.mark.parametrize("preset", preset_names())
-def test_a_preset_has_a_smoke_run(preset: str, tmp_path: Path) -> None:
-    smoked([f"like={preset}", f"cache_dir={tmp_path}"])
+def test_a_preset_has_a_smoke_run_with_prompts_that_its_rewards_can_score(
+    preset: str, tmp_path: Path
+) -> None:
+    config = smoked([f"like={preset}", f"cache_dir={tmp_path}"])
+    prompts = load_prompts(config)
+    assert prompts.notes(config) == ()
+    every = (*prompts.train, *prompts.test)
+    for reward in config.rewards:
+        if (check := load(reward.name, reward.params).check) is not None:
+            check([prompt.text for prompt in every], [prompt.metadata for prompt in every])
 
 
 def test_whatever_the_micro_batch_the_fewer_samples_divide(tmp_path: Path) -> None:
@@ -142,8 +151,8 @@ def test_gpus_that_are_not_here_are_replaced(tmp_path: Path, monkeypatch: pytest
         assert config.rewards[0].device == ("cpu" if device == "cuda" else device)
         assert config.model.attention is None
     assert not {"data.train=testbed", "data.test=testbed"} & set(replaced)
-    preset = load_config(None, ["like=awm-sd3", f"cache_dir={tmp_path}"])
-    assert {"data.train=testbed", "data.test=testbed"} <= set(smoke_overrides(preset))
+    silent = ["like=awm-sd3", f"cache_dir={tmp_path}", "rewards=[{name: 'os.path:basename'}]"]
+    assert {"data.train=testbed", "data.test=testbed"} <= set(smoke_overrides(load_config(None, silent)))
     comparing = "rewards=[{name: vote, params: {ask_name: true}}]"
     replaced = smoke_overrides(load_config(EXAMPLES / FIRST, [*given, comparing]))
     config = load_config(EXAMPLES / FIRST, [*given, comparing, *replaced])

@@ -136,6 +136,7 @@ def vote_on_the_page(
     with served(place, port) as address:
         while not run.done() and not (place / "voted" / "config.yaml").exists():
             page.wait_for_timeout(100)
+        page.goto("about:blank")  # the session of the dashboard before is over
         open_view(page, address, "votes", run="voted")
         while len(voted) < at_most and not run.done():
             ballot = page.locator(".ballot").first

@@ -11,20 +11,25 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ALLOWED = {
     # An index of torch's distributed checkpoint, by a list of the classes that it may name.
-    ("training/sharded_files.py", "pickle.Unpickler"),
+    ("training/sharded_files.py", "pickle._Unpickler"),
     # Between a process and the reward process that it started, over a socket pair without an address.
     ("pool/channel.py", "pickle.loads"),
     # Commands of the configuration, which is code.
     ("scaling/shell_command.py", "shell=True"),
     # A loader derived from yaml.SafeLoader, with bounds.
     ("base/yaml_tree.py", "yaml.load"),
-    ("spotlight_dashboard/run_folders.py", "yaml.safe_load"),
     # With bounds of pixels; the others read sizes only, or have bounds of their own.
     ("base/media_files.py", "Image.open"),
     ("service/score_service.py", "PILImage.open"),
-    ("store/images.py", "Image.open"),
 }
-READERS = ("pickle.load", "pickle.loads", "pickle.Unpickler", "marshal.loads", "dill.loads")
+READERS = (
+    "pickle.load",
+    "pickle.loads",
+    "pickle.Unpickler",
+    "pickle._Unpickler",
+    "marshal.loads",
+    "dill.loads",
+)
 COLLECTIVES = {
     *("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"),
     *("recv_object_list", "send_object_list"),

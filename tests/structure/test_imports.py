@@ -55,11 +55,12 @@ MAY_IMPORT: dict[str, set[str]] = {
 MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"fleet", "report", "weights", "worker"}
 MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "fleet", "weights", "worker"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
+MAY_IMPORT["api"] = set(MAY_IMPORT)
 """Rooms of the trainer, and which others each may import."""
 
 BASICS = ("spotlight_rewards.base.", "spotlight_rewards.registry", "spotlight_rewards.reward_config")
 """Of the leaf: what every room may import."""
-USE_REWARDS = {"dry_run", "runtime", "cluster", "cli"}
+USE_REWARDS = {"dry_run", "runtime", "cluster", "cli", "api"}
 """Rooms that may import all of the leaf."""
 USE_KERNELS = {"models"}
 """Rooms that may import fused operators."""

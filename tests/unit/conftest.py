@@ -11,11 +11,10 @@ from starlette.testclient import TestClient
 from tests.unit.dashboard_run import (
     EVERY,
     ITERATIONS,
+    client_of,
     make_run,
 )
 from tests.unit.store_history import SCRATCH
-
-from spotlight_dashboard.dashboard_app import dashboard_app
 
 
 @pytest.fixture(scope="module")
@@ -48,5 +47,5 @@ def _fill(root: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def client(places: Path) -> TestClient:
-    """Asks a dashboard of ``places``, as from the same machine."""
-    return TestClient(dashboard_app([places]), base_url="http://localhost:8170")
+    """Asks a dashboard of ``places``."""
+    return client_of(places)

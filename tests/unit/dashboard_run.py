@@ -48,8 +48,12 @@ from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteL
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
 from spotlight_dashboard.dashboard_app import dashboard_app
+from spotlight_dashboard.dashboard_keys import DashboardKeys
 from spotlight_rewards.base.prompts import Prompt, PromptId
+from spotlight_rewards.service.guarded_connections import guarded
 
+TOKEN = "a-token-of-this-test"
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
 HOSTILE = "<script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 RIGHT_TO_LEFT = "\u202eשלושה עיגולים אדומים\u202c"
 LONG = "x" * 10_000
@@ -230,6 +234,12 @@ def truncated_picture(paths: RunPaths, iteration: int) -> None:
     whole.write_bytes(whole.read_bytes()[:20])
 
 
+def client_of(*places: Path) -> TestClient:
+    """Asks a dashboard of these places, as a program of the same machine."""
+    app = dashboard_app(places, DashboardKeys(TOKEN))
+    return TestClient(app, base_url="http://localhost:8170", headers=BEARER)
+
+
 def ask(client: TestClient, what: str, run: str = "wild", **query: object) -> Any:
     """What ``client`` is answered; ``NaN`` and ``Infinity`` are no JSON."""
     answer = client.get(f"/api/runs/{run}/{what}", params={key: str(value) for key, value in query.items()})
@@ -238,11 +248,11 @@ def ask(client: TestClient, what: str, run: str = "wild", **query: object) -> An
 
 
 @contextmanager
-def served(place: Path, port: int = 0, token: str = "") -> Iterator[str]:
-    """The address of a real server on the loopback."""
+def served(place: Path, port: int = 0) -> Iterator[str]:
+    """The address of a real server on the loopback, which :data:`TOKEN` opens."""
     listening = socket.create_server(("127.0.0.1", port))
-    app = dashboard_app([place], token)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+    app = dashboard_app([place], DashboardKeys(TOKEN))
+    server = uvicorn.Server(guarded(app, timeout_graceful_shutdown=3))
     app.state.ends = lambda: server.should_exit
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

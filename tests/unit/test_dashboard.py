@@ -28,6 +28,7 @@ from tests.unit.dashboard_run import (
     SPOT_USD_H,
     START_S,
     ask,
+    client_of,
     make_run,
     tile_score,
     truncated_picture,
@@ -40,7 +41,6 @@ from spotlight.store.ledger.sqlite_ledger import SqliteLedger
 from spotlight.store.metrics import MetricsRow, MetricsWriter
 from spotlight.store.run_directory import RunPaths
 from spotlight_dashboard import answers as answers_module
-from spotlight_dashboard.dashboard_app import dashboard_app
 from spotlight_dashboard.figures import Json, thinned
 from spotlight_dashboard.run_folders import RunFolder, find_runs
 from spotlight_dashboard.views.findings import findings
@@ -62,7 +62,7 @@ def test_the_overview_tells_progress_and_what_is_left(client: TestClient) -> Non
 
 def test_goals_that_spot_nodes_follow_are_reported_with_the_runs_own_forecast(empty_place: Path) -> None:
     paths = make_run(empty_place / "runs" / "held", 4)
-    client = TestClient(dashboard_app([empty_place / "runs"]), base_url="http://localhost:8170")
+    client = client_of(empty_place / "runs")
     assert client.get("/api/runs/held/overview").json()["target"] is None
     settings = yaml.safe_load(paths.config.read_text())
     settings["fleet"]["target"] = {"deadline_h": 2.0, "budget_usd": None}
@@ -133,7 +133,7 @@ def test_a_curve_has_four_axes_error_bars_and_gaps(client: TestClient) -> None:
 
 def test_curves_follow_the_file_also_when_a_resume_replaces_it(empty_place: Path) -> None:
     paths = make_run(empty_place / "run", 3)
-    with TestClient(dashboard_app([empty_place]), base_url="http://localhost") as client:
+    with client_of(empty_place) as client:
         assert ask(client, "curve", run="run", name="train/loss")["points"] == 3
         whole = paths.metrics.read_bytes()
         line = b'{"iteration": 3, "samples_trained": 16, "wall_s": 48.0, "train/loss": 0.5}\n'
@@ -154,7 +154,7 @@ def test_curves_of_a_file_with_its_predecessors_number_are_read_again(empty_plac
         row = {"iteration": iteration, "samples_trained": 4, "wall_s": loss, "train/loss": loss}
         return json.dumps(row).encode() + b"\n"
 
-    with TestClient(dashboard_app([empty_place]), base_url="http://localhost") as client:
+    with client_of(empty_place) as client:
         for rows in (
             [row(0, 1.0), row(1, 2.0), row(2, 3.0)],
             [row(0, 1.0), row(1, 2.5), row(2, 3.5), row(3, 4.5)],  # resumed after the first
@@ -183,7 +183,7 @@ def test_pictures_come_with_all_scores_of_their_sample(client: TestClient) -> No
 
 def test_a_picture_being_written_is_left_out(empty_place: Path) -> None:
     truncated_picture(make_run(empty_place / "run", 1), 0)
-    client = TestClient(dashboard_app([empty_place / "run"]), base_url="http://localhost")
+    client = client_of(empty_place / "run")
     found = ask(client, "evaluation", run="run", iteration=0)["pictures"]
     assert len(found) == len(PROMPTS) * GROUP_SIZE - 1
 
@@ -232,7 +232,7 @@ def test_a_ledger_without_leases_tells_who_finished_a_sample(empty_place: Path) 
     paths = make_run(empty_place / "run", 1)
     with closing(sqlite3.connect(paths.ledger)) as connection:
         connection.executescript("DROP TABLE leases; DROP TABLE kept_previews; PRAGMA user_version = 6")
-    with TestClient(dashboard_app([empty_place]), base_url="http://localhost") as client:
+    with client_of(empty_place) as client:
         found = ask(client, "sample", run="run", id="t000000-000-000")
         assert found["stays"] is None
         assert "worker spot-0/0 of node spot-0 " in found["life"][1]["detail"]
@@ -255,7 +255,7 @@ def test_prices_are_steps_with_gaps_where_no_worker_was(client: TestClient, empt
             ledger.start_billing({WorkerId(f"{node}/0"): price}, since)
             ledger.stop_billing([WorkerId(f"{node}/0")], until)
         ledger.end_attempt(Ending.STOPPED, 80.0)
-    with TestClient(dashboard_app([empty_place]), base_url="http://localhost") as other:
+    with client_of(empty_place) as other:
         found = ask(other, "cluster", run="run")["prices"]
     assert found == {"spot": [[0, 1.0], [10, 2.0], [30, None], [50, 1.5]], "reserved": []}
 

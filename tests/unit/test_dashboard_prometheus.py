@@ -15,12 +15,10 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.testclient import TestClient
-from tests.unit.dashboard_run import ITERATION_S, ITERATIONS, LEASES_EACH, make_run
+from tests.unit.dashboard_run import ITERATION_S, ITERATIONS, LEASES_EACH, client_of, make_run
 from tests.unit.store_history import SCRATCH
 
 from spotlight_dashboard import answers as answers_module
-from spotlight_dashboard.dashboard_app import dashboard_app
 from spotlight_dashboard.prometheus import CONTENT_TYPE, RunFigure, exposition
 from spotlight_dashboard.run_folders import RunFolder, find_runs
 
@@ -79,7 +77,7 @@ def unescaped(text: str) -> str:
 
 @pytest.fixture(scope="module")
 def samples(place: Path) -> Samples:
-    client = TestClient(dashboard_app([place]), base_url="http://localhost")
+    client = client_of(place)
     answer = client.get("/metrics")
     assert (answer.status_code, answer.headers["content-type"]) == (200, CONTENT_TYPE)
     return parsed(answer.text)
@@ -90,7 +88,7 @@ def value(samples: Samples, family: str, run: str = "wild", **labels: str) -> fl
 
 
 def test_the_figures_are_those_of_the_page(samples: Samples, place: Path) -> None:
-    client = TestClient(dashboard_app([place]), base_url="http://localhost")
+    client = client_of(place)
     page, money = (client.get(f"/api/runs/wild/{what}").json() for what in ("overview", "money"))
     assert value(samples, "iterations") == page["iterations"]
     assert value(samples, "iterations_planned") == page["planned"]
@@ -136,12 +134,6 @@ def test_figures_of_a_run_that_has_ended_are_made_once(place: Path, monkeypatch:
     assert made == ["wild"]
 
 
-def test_the_token_is_asked_for(place: Path) -> None:
-    client = TestClient(dashboard_app([place], "a token"))
-    assert client.get("/metrics").status_code == 401
-    assert client.get("/metrics", headers={"Authorization": "Bearer a token"}).status_code == 200
-
-
 @given(st.text(), st.dictionaries(st.text(max_size=9), st.floats(), max_size=3))
 def test_whatever_runs_and_metrics_are_called_is_read_back(run: str, metrics: dict[str, float]) -> None:
     figures = [RunFigure("spotlight_metric", number, (("name", name),)) for name, number in metrics.items()]
@@ -162,10 +154,12 @@ def test_the_files_name_families_that_there_are(name: str, samples: Samples) -> 
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="not installed: apt install prometheus")
-def test_promtool_takes_the_files() -> None:
+def test_promtool_takes_the_files(tmp_path: Path) -> None:
+    folder = shutil.copytree(MONITORING, tmp_path / "monitoring")
+    (folder / "spotlight-token").write_text("a-token-of-this-test")
     for command in (["check", "config", "prometheus.yml"], ["test", "rules", "alerts-test.yml"]):
         found = subprocess.run(
-            [str(PROMTOOL), *command], text=True, capture_output=True, cwd=MONITORING, check=False
+            [str(PROMTOOL), *command], text=True, capture_output=True, cwd=folder, check=False
         )
         assert found.returncode == 0, found.stdout + found.stderr
 

@@ -294,14 +294,37 @@ def test_pods_have_no_privilege() -> None:
 
 
 def pins(path: Path) -> dict[str, str]:
-    lines = (line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#"))
-    return {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
+    found = re.findall(r"^([\w.-]+)==(\S+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {name.lower().replace("_", "-"): version for name, version in found}
+
+
+@pytest.mark.parametrize("path", [ROOT / "requirements.lock", LAUNCH / "requirements-kuberay.lock"])
+def test_all_that_is_installed_has_hashes(path: Path) -> None:
+    """But PyTorch: pip refuses the whole file if one has none, so it is in a file of its own."""
+    locked = re.split(
+        r"\n(?=\S)", re.sub(r"^#.*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    )
+    assert len(locked) == len(pins(path)) > 20
+    assert all(re.search(r"--hash=sha256:[0-9a-f]{64}", each) for each in locked)
+    assert "torch" not in pins(path)
+    for each in (ROOT / "Makefile", LAUNCH / "Dockerfile", *SKYPILOT):
+        text = each.read_text()
+        assert "--no-deps --require-hashes -r requirements" in text
+        assert "-r requirements-torch.lock" in text
+        assert "--extra-index-url" not in text, "of two indexes either may give a package"
+
+
+def test_actions_and_the_base_image_are_pinned_by_digest() -> None:
+    used = re.findall(r"uses: (\S+)", (ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert used
+    assert all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", each) for each in used)
+    assert re.search(r"^FROM \S+@sha256:[0-9a-f]{64}$", (LAUNCH / "Dockerfile").read_text(), re.MULTILINE)
 
 
 def test_the_image_is_pinned_and_holds_what_the_pods_call() -> None:
     text = (LAUNCH / "Dockerfile").read_text()
-    assert re.search(r"^FROM python:3\.\d+\.\d+-\S+$", text, re.MULTILINE)
-    assert "pip install --no-cache-dir -r requirements.lock" in text
+    assert re.search(r"^FROM python:3\.\d+\.\d+-\S+@\S+$", text, re.MULTILINE)
+    assert "-r requirements.lock" in text
     for line in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
         *sources, _ = (word for word in line.split() if not word.startswith("--"))
         assert all((ROOT / source).exists() for source in sources), line

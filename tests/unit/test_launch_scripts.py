@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from test_launch_files import LAUNCH, SCRIPTS, ray_node
 
-from spotlight.cluster.nodes.listing import KIND_RESOURCES
+from spotlight.cluster.nodes.listing import KIND_RESOURCES, SLOT
 from spotlight.scheduler.types import NodeKind
 
 
@@ -67,6 +67,15 @@ def test_ray_start_marks_nodes_and_keeps_a_token(fake_ray: Mapping[str, str]) ->
         assert {"RAY_AUTH_MODE=token", f"RAY_AUTH_TOKEN_PATH={token}", "NCCL_CUMEM_ENABLE=0"} <= set(words)
         assert ("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S=0" in words) == (kind == "spot")
     assert set(KIND_RESOURCES.values()) == {"spotlight_reserved", "spotlight_spot", "spotlight_on_demand"}
+
+
+def test_slots_on_cpus_keep_the_kind(fake_ray: Mapping[str, str]) -> None:
+    words = ray_start("head", {**fake_ray, "SPOTLIGHT_SLOTS": "2"}).stdout.splitlines()
+    assert "--num-gpus=0" in words
+    (resources,) = (word.partition("=")[2] for word in words if word.startswith("--resources="))
+    node = ray_node({}, json.loads(resources), 0)
+    assert (node.kind, node.slots) == (NodeKind.RESERVED, 2)
+    assert SLOT in json.loads(resources)
 
 
 @pytest.mark.parametrize(

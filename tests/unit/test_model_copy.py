@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from spotlight.cluster.model_files.hub_list import asked_hub, cached_list
 from spotlight.cluster.model_files.hub_snapshot import (
     ModelFileServer,
     PendingBytes,
@@ -51,8 +55,7 @@ def fill_cache(cache: Path, seed: int = 0) -> Path:
     (directory / "blobs").mkdir(parents=True)
     for path in sorted(made.rglob("*")):
         if path.is_file():
-            kind = hashlib.sha256 if path.suffix == ".safetensors" else hashlib.sha1
-            blob = directory / "blobs" / kind(path.read_bytes()).hexdigest()
+            blob = directory / "blobs" / name_of(path.read_bytes(), large=path.suffix == ".safetensors")
             link = root / path.relative_to(made)
             link.parent.mkdir(parents=True, exist_ok=True)
             path.rename(blob)
@@ -60,6 +63,13 @@ def fill_cache(cache: Path, seed: int = 0) -> Path:
     (directory / "refs").mkdir()
     (directory / "refs" / "main").write_text(COMMIT)
     return root
+
+
+def name_of(data: bytes, *, large: bool) -> str:
+    """As the hub names blobs: large files by their SHA-256, others as git does."""
+    if large:
+        return hashlib.sha256(data).hexdigest()
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
 def content(root: Path) -> dict[str, bytes]:
@@ -250,3 +260,103 @@ def test_readers_never_see_half_a_model(there: Path, here: Path) -> None:
     reader.join()
     whole = content(model_directory(here, HUB_ID) / "snapshots" / COMMIT)
     assert all(root is None or content(root) == whole for root in seen)
+
+
+# -- against the hub's own list ----------------------------------------------------------------------
+
+
+def hub_list(cache: Path) -> dict[str, object]:
+    """As huggingface_hub keeps it."""
+    files: dict[str, object] = {}
+    for path, data in content(model_directory(cache, HUB_ID) / "snapshots" / COMMIT).items():
+        entry: dict[str, object] = {"size": len(data), "blob_id": name_of(data, large=False)}
+        if path.endswith(".safetensors"):
+            entry |= {"lfs_sha256": name_of(data, large=True), "lfs_size": len(data)}
+        files[path] = entry
+    return {"format_version": 1, "files": files}
+
+
+def keep_list(there: Path, here: Path) -> None:
+    kept = model_directory(here, HUB_ID) / "trees" / f"{COMMIT}.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps(hub_list(there)))
+
+
+def fetch_checked(here: Path, *sources: Near) -> str | None:
+    directory = model_directory(here, HUB_ID)
+    return fetch_snapshot(WANTED, sources, directory, CHUNK, hub_list=asked_hub(WANTED, directory))
+
+
+@pytest.mark.parametrize("false", ["transformer/a.safetensors", "vae/config.json", "model_index.json"])
+def test_a_node_whose_files_are_not_the_hubs_is_refused_and_leaves_none(
+    false: str, there: Path, here: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It offers hashes that fit its own files: only the hub's list tells."""
+    keep_list(there, here)
+    fill_cache(tmp_path / "liar")
+    link = model_directory(tmp_path / "liar", HUB_ID) / "snapshots" / COMMIT / false
+    honest = link.read_bytes()
+    data = honest + b" " if false.endswith("json") else honest[:-1] + bytes([honest[-1] ^ 1])
+    blob = link.resolve().with_name(name_of(data, large=false.endswith(".safetensors")))
+    blob.write_bytes(data)
+    link.unlink()
+    link.symlink_to(blob)
+    liar = Near(tmp_path / "liar", "liar")
+    assert liar.offer(WANTED) is not None
+    caplog.set_level(logging.INFO)
+    assert fetch_checked(here, liar, Near(there)) == COMMIT, "from the next node"
+    assert f"not from node liar: {false} is not the file that the hub lists" in caplog.text
+    assert not (model_directory(here, HUB_ID) / "blobs" / blob.name).exists()
+    assert content(model_directory(here, HUB_ID) / "snapshots" / COMMIT)[false] != data
+
+
+def test_without_the_hubs_list_it_is_told_what_was_not_checked(
+    there: Path, here: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    caplog.set_level(logging.INFO)
+    assert fetch_checked(here, Near(there)) == COMMIT
+    assert "the hub does not list the files of somebody/model: OfflineModeIsEnabled" in caplog.text
+    assert "checked against the hashes that node near gave, not the hub's" in caplog.text
+
+
+class Lists(BaseHTTPRequestHandler):
+    """Answers what the hub's API answers to a request for a commit's files."""
+
+    files: ClassVar[list[dict[str, object]]]
+
+    def do_GET(self) -> None:
+        body = json.dumps(self.files).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+def test_the_hub_is_asked_where_no_list_is_cached(
+    there: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = hub_list(there)["files"]
+    assert isinstance(entries, dict)
+    Lists.files = [
+        {"type": "file", "path": path, "size": each["size"], "oid": each["blob_id"]}
+        | (
+            {"lfs": {"oid": each["lfs_sha256"], "size": each["size"], "pointerSize": 130}}
+            if "lfs_sha256" in each
+            else {}
+        )
+        for path, each in entries.items()
+    ]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Lists) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        listed = asked_hub(WANTED, model_directory(here, HUB_ID))()
+        server.shutdown()
+    keep_list(there, here)
+    assert listed is not None
+    assert listed == cached_list(model_directory(here, HUB_ID), COMMIT)

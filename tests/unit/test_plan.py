@@ -539,6 +539,13 @@ def test_on_ray_the_disk_holds_the_embeddings_of_the_prompts_that_are_used(pipel
     assert 0 < few < many <= part(long.memory, "text embeddings").bytes
 
 
+def test_nobody_shares_a_quantised_model(pipeline: Path) -> None:
+    many = {**ROLLOUT, "height": 64, "width": 64}
+    for quantize, shared in (("none", True), ("int8", False)):
+        plan = plan_of(pipeline, rollout=many, model={"path": str(pipeline), "quantize": quantize})
+        assert [fit.shared is not None for fit in plan.fitting] == [shared] * len(GPU_GIB)
+
+
 def test_sizes_that_fit_grow_with_memory(pipeline: Path) -> None:
     """Thousands of samples at once, so that not all sizes fit all GPUs."""
     many = {**ROLLOUT, "batch_size": 4096, "height": 64, "width": 128}

@@ -148,8 +148,9 @@ def test_prices_are_chosen_and_sorted_by_what_a_spot_gpu_costs() -> None:
     assert {quote.region for quote in select(quotes, regions=["us-west-2"])} == {"us-west-2"}
     anywhere = [quote for quote in built_in() if not quote.region]
     assert len(anywhere) == len(select(built_in(), regions=["us-west-2"])) == 6
+    assert select(quotes, gpus=["h100"]) == select(quotes, gpus=["H100"])
     with pytest.raises(UnknownGpuError, match="Did you mean 'H100'"):
-        select(quotes, gpus=["h100"])
+        select(quotes, gpus=["h10"])
 
 
 @pytest.mark.parametrize("price", [0.0, -1.0, float("nan"), float("inf")])

@@ -8,7 +8,9 @@ import json
 import math
 import shutil
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from spotlight.report import wording
 from spotlight.report.final_screen import print_final_screen
 from spotlight.report.loading import loading_snippet
 from spotlight.report.model_card import write_card
+from spotlight.report.published_settings import published_settings, without_places
 from spotlight.report.record import Mean, RunRecord, ValidationChange, read_run
 from spotlight.scheduler.records import (
     PromptSeen,
@@ -166,6 +169,26 @@ def test_the_final_screen_says_what_was_gained_and_what_it_cost(run: RunRecord) 
         assert said in words
 
 
+def test_the_final_screen_says_when_the_end_is_worse_than_the_best(run: RunRecord) -> None:
+    assert "The end is worse" not in screen_of(run, 300)
+    first, middle, last = run.validations
+    for strict, kept, said in (
+        (
+            0.9,
+            False,
+            "strict 0.781 after 0.900, -0.119 = -4.2 x its noise of 0.028. Its checkpoint is not kept.",
+        ),
+        (0.9, True, f"noise of 0.028. spotlight export {run.paths.path} --best"),
+        (0.79, True, ""),  # less than its noise
+    ):
+        if kept and not run.paths.checkpoints.joinpath("000001-iteration-000001").exists():
+            (run.paths.checkpoints / "000001-iteration-000001").mkdir()
+        better = replace(middle, scores={**middle.scores, "strict": Mean(strict, 0.02)})
+        shown = screen_of(replace(run, validations=(first, better, last)), 300)
+        assert ("The end is worse than iteration 1: " in shown) == bool(said)
+        assert said in shown
+
+
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_the_loading_lines_survive_any_width_as_python(run: RunRecord, width: int) -> None:
     lines = screen_of(run, width).splitlines()
@@ -237,17 +260,61 @@ def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> No
     assert "| counting |" in text
     assert "`strict`: the share of pictures" in text
     assert "`graded`: the mean total reward" in text
-    assert loading_snippet(run.config, (run.paths.path / "lora").resolve(), prompt=run.example_prompt) in text
-    assert dump_config(run.config).rstrip() in text
+    snippet = loading_snippet(run.config, (run.paths.path / "lora").resolve(), prompt=run.example_prompt)
+    assert without_places(snippet) in text
+    assert published_settings(run.config).rstrip() in text
     assert "Survived 1 interruption" in text
+
+
+SECRETS = {
+    "fleet.address": "10.1.2.3:6379",
+    "fleet.notices.endpoint": "http://169.254.1.2/",
+    "fleet.on_demand.start": "ssh admin@secret-host start",
+    "fleet.target.params": {"namespace": "secret-namespace"},
+    "metrics.sinks": {"tests.unit.sinks:Secret": {"server": "secret-server"}},
+    "rewards.0.params": {"server": "http://secret-reward:8080"},
+    "rewards.0.name": "/home/secret/rewards.py:prettiest",
+    "runs_dir": "/home/secret/runs",
+    "cache_dir": "/home/secret/cache",
+    "data.train": "/home/secret/prompts.txt",
+    "model.path": "/home/secret/base-model",
+    "model.transformer": "/home/secret/transformer",
+    "rollout.negative_prompt": "secret words",
+}
+
+
+def test_the_card_tells_no_address_command_place_or_parameter(run: RunRecord) -> None:
+    """Whatever is said in a key: the card shows numbers and choices of the keys that it lists."""
+    config = run.config
+    for key, value in SECRETS.items():
+        config = _set(config, key.split("."), Path(value) if key in ("runs_dir", "cache_dir") else value)
+    text = write_card(replace(run, config=config)).read_text()
+    assert "`prettiest`" in text
+    assert "`base-model`" in text
+    settings = yaml.safe_load(text.split("```yaml\n")[1].split("```")[0])
+    assert settings["rewards"] == [{"name": "prettiest", "weight": 1.0}]
+    assert settings["learner"]["lora"]["rank"] == config.learner.lora.rank
+    assert settings["algorithm"]["name"] == "diffusion-nft"
+    assert not {"runs_dir", "cache_dir", "data", "fleet", "metrics", "policies"} & settings.keys()
+    in_code, outside = text.split("```python")[1].split("```")[0], text.replace("secret words", "", 1)
+    assert "secret" not in outside, "but for the negative prompt, which the code needs"
+    assert "10.1.2.3" not in text
+    assert "169.254" not in text
+    assert str(run.paths.path) not in text
+    assert "PATH/TO/base-model" in in_code
+
+
+def _set(section: Any, key: list[str], value: object) -> Any:
+    name, *below = key
+    if isinstance(section, tuple):
+        return (_set(section[int(name)], below, value), *section[1:])
+    return section.model_copy(update={name: _set(getattr(section, name), below, value) if below else value})
 
 
 def test_the_card_names_a_hub_model_as_its_base(run: RunRecord, tmp_path: Path) -> None:
     config = run.config.model_copy(
         update={"model": run.config.model.model_copy(update={"path": "Qwen/Qwen-Image"})}
     )
-    from dataclasses import replace
-
     text = write_card(replace(run, config=config)).read_text()
     matter = yaml.safe_load(text.split("---\n")[1])
     assert (matter["base_model"], matter["base_model_relation"]) == ("Qwen/Qwen-Image", "adapter")

@@ -51,6 +51,10 @@ def repeated(content: bytes) -> Callable[[BaseHTTPRequestHandler, Any], Reply]:
     return lambda request, body: (200, content)
 
 
+def nested(levels: int) -> bytes:
+    return b"[" * levels + b"]" * levels
+
+
 FAULTS: dict[str, Callable[[BaseHTTPRequestHandler, Any], Reply | None]] = {
     "hangs": hang,
     "drips": drip,
@@ -65,12 +69,22 @@ FAULTS: dict[str, Callable[[BaseHTTPRequestHandler, Any], Reply | None]] = {
     "NaN": repeated(b'{"choices": [NaN], "results": [NaN], "rewards": [NaN], "scores": [NaN]}'),
     "NaN in words": lambda request, body: completion("nan", top={"nan": 0.0}),
     "impossible logprobs": lambda request, body: completion("", top={"Yes": 3.0, "A": 3.0}),
+    "deep": repeated(nested(900)),
+    "deeper than Python reads": repeated(nested(100_000)),
+    "deep in its place": repeated(
+        b'{"choices": [{"message": {"content": %b}}], "results": [%b], "rewards": [%b], "scores": [%b]}'
+        % ((nested(800),) * 4)
+    ),
+    "millions of lists": repeated(b'{"results": [' + b"[]," * 2_700_000 + b"[]]}"),
     "too few": repeated(json.dumps({"choices": [], "results": [], "rewards": [], "scores": []}).encode()),
     "another's answer": repeated(json.dumps({"score": 0.0, "reward": 0.0, "ok": True}).encode()),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(each, marks=pytest.mark.slow) if each == "millions of lists" else each for each in FAULTS],
+)
 def test_a_faulty_server_s_samples_have_no_score(fault: str, tmp_path: Path) -> None:
     picture = np.full((8, 12, 3), 7, np.uint8)
     Image.fromarray(picture).save(tmp_path / "a.png")

@@ -32,6 +32,7 @@ from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.reward import RewardSetupError, SampleError
 from spotlight_rewards.reward_config import RewardConfig
 from spotlight_rewards.service import score_service
+from spotlight_rewards.service.guarded_connections import guarded
 from spotlight_rewards.service.score_service import ScoreService, decode, service_app
 
 OWN = """
@@ -85,8 +86,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @contextmanager
 def served(pools: dict[str, RewardPool], token: str, **more: int) -> Iterator[str]:
-    config = uvicorn.Config(service_app(ScoreService(pools, **more), token), port=0, log_level="warning")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(guarded(service_app(ScoreService(pools, **more), token), port=0))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

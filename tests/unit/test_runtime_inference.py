@@ -16,7 +16,7 @@ import torch
 
 from spotlight.config.schema import RunConfig
 from spotlight.rollout.state import FailedRollout, FinishedRollout, SampleTensors
-from spotlight.runtime.inference import TrainedRun, _room_for_text
+from spotlight.runtime.inference import TrainedRun, _transformer_aside
 from spotlight.runtime.observer import Silent
 from spotlight.scheduler.types import Rollout
 
@@ -104,6 +104,6 @@ def test_a_gpu_holds_the_text_encoder_or_the_transformer(
         not_embedded=lambda wanted: missing,
         transformer=SimpleNamespace(to=lambda place: places.append(str(place))),
     )
-    with _room_for_text(family, ["a cat"]):
+    with _transformer_aside(family, ["a cat"]):
         assert places == moved[:1]
     assert places == moved

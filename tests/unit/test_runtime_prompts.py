@@ -77,13 +77,45 @@ def test_held_out_prompts_that_are_trained_on_are_counted() -> None:
 
 def test_prompts_that_an_iteration_takes_twice_are_reported(tmp_path: Path) -> None:
     (tmp_path / "three.txt").write_text("a cat\na dog\na cow")
-    data = [f"data.train={tmp_path}/three.txt", "data.test=testbed", "data.tags=[]"]
+    data = [f"data.train={tmp_path}/three.txt", "evaluation.prompts=1"]
     enough = load_config(None, [*data, "rollout.prompts_per_iteration=3"])
     assert load_prompts(enough).notes(enough) == ()
     more = load_config(None, [*data, "rollout.prompts_per_iteration=4"])
     (note,) = load_prompts(more).notes(more)
     assert "rollout.prompts_per_iteration is 4, but data.train has 3 prompts" in note
     assert "at most 3" in note
+
+
+def test_without_a_file_other_prompts_do_not_inherit_the_demos_tags(tmp_path: Path) -> None:
+    (tmp_path / "own.txt").write_text("a cat\na dog")
+    assert load_config(None, []).data.tags == ("counting",)
+    for overrides in (
+        [f"data.train={tmp_path}/own.txt"],
+        [f"data.test={tmp_path}/own.txt"],
+        [f"data={{train: {tmp_path}/own.txt}}"],
+    ):
+        config = load_config(None, overrides)
+        assert config.data.tags == ()
+        load_prompts(config)
+    assert load_config(None, ["data.tags=[colors]", "data.train=testbed"]).data.tags == ("colors",)
+
+
+def test_evaluations_of_more_steps_than_training_are_reported() -> None:
+    few = ["rollout.prompts_per_iteration=1", "rollout.group_size=4", "learner.micro_batch_size=4"]
+    much = load_config(None, [*few, "evaluation.prompts=3", "evaluation.every=1", "evaluation.steps=5"])
+    (note,) = load_prompts(much).notes(much)
+    # 31 evaluations of 3 x 32 pictures in 5 steps, 30 iterations of 4 in 10
+    assert note.startswith("93% of all denoising steps will be evaluation: 96 pictures (3 prompts x ")
+    less = load_config(None, [*few, "evaluation.prompts=3", "evaluation.images_per_prompt=1"])
+    assert load_prompts(less).notes(less) == ()
+
+
+def test_prompts_that_are_cut_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("a red circle\n" + "a red circle " * 200)
+    config = load_config(None, [f"data.train={tmp_path}/long.txt", "evaluation.prompts=1",
+                                "rollout.prompts_per_iteration=2"])  # fmt: skip
+    (note,) = load_prompts(config).notes(config)
+    assert note.startswith("1 prompts have more than model.max_text_tokens=512 words")
 
 
 def test_more_held_out_prompts_than_there_are_is_an_error() -> None:

@@ -31,7 +31,8 @@ def test_only_the_same_signal_again_stops_at_once(number: signal.Signals) -> Non
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
     assert f"{number.name}: stopping" in progress.notes[0]
-    assert f"a second {number.name} stops at once" in progress.notes[0]
+    key = " (Ctrl-C)" if number is signal.SIGINT else ""
+    assert f"a second {number.name}{key} stops at once" in progress.notes[0]
     assert len(progress.notes) == len(requests) == 1 + len(others)
 
 

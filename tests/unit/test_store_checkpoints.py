@@ -27,6 +27,24 @@ def header(iteration: int) -> CheckpointHeader:
     )
 
 
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    best = {1: [1], 2: [1], 3: [1], 4: [3, 1], 5: [9, 3, 1], 6: [5, 3]}
+    kept = {}
+    for iteration, order in best.items():
+        with store.writer(header(iteration), order) as directory:
+            (directory / "weights").write_text(str(iteration))
+        kept[iteration] = store.iterations
+    assert kept == {1: [1], 2: [1, 2], 3: [1, 2, 3], 4: [3, 4], 5: [3, 4, 5], 6: [5, 6]}
+    made = store.made_after(5)
+    assert made is not None
+    assert (made.directory / "weights").read_text() == "5"
+    assert store.made_after(4) is None
+    (made.directory / "weights").write_text("6")
+    with pytest.raises(DamagedCheckpointError, match="weights"):
+        store.made_after(5)
+
+
 def save(store: CheckpointStore, iteration: int, size_bytes: int = 300) -> None:
     with store.writer(header(iteration)) as directory:
         (directory / "weights").mkdir()

@@ -14,12 +14,13 @@ from spotlight.store.images import (
     Tile,
     drawn_iterations,
     drop_pictures,
-    read_tile_notes,
+    read_tile_note,
     read_tiles,
     write_comparison,
     write_grid,
     write_progress,
 )
+from spotlight.store.picture_names import tiles_of
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.picture_page import _wrap, picture_of
@@ -102,7 +103,8 @@ def test_a_seed_is_compared_with_itself_when_others_are_missing(paths: RunPaths)
 
     write_grid(paths, 0, [made(0, 0), made(1, 0), made(2, 0)], columns=3, title="")
     write_grid(paths, 5, [None, made(1, 9), made(2, 9)], columns=3, title="")
-    assert [note.path.name for note in read_tile_notes(paths, 5)] == ["000005-001.png", "000005-002.png"]
+    notes = filter(read_tile_note, tiles_of(paths, 5))
+    assert [path.name for path in notes] == ["000005-001.png", "000005-002.png"]
     assert [each.member for each in read_tiles(paths, 5)] == [1, 2]
     path = write_comparison(paths, before=0, after=5, title="t")
     for member, (red, green, blue) in colours.items():

@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,29 @@ def test_a_new_run_gets_its_layout_and_resumes(tmp_path: Path) -> None:
             )
             assert run.attempt_log(7) == run.path / "attempts" / "007.log"
             run.ledger.touch()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [
+        ("fleet: {address: null, target: {params: {}}}\nrewards: [{name: ocr, params: {}}]", 0o644),
+        ("fleet: {address: '10.0.0.5:6379'}", 0o600),
+        ("fleet: {on_demand: {start: ssh admin@host}}", 0o600),
+        ("fleet: {target: {params: {namespace: ours}}}", 0o600),
+        ("rewards: [{name: ocr}, {name: http, params: {server: 'http://10.0.0.7'}}]", 0o600),
+        ("metrics: {sinks: {mine: {server: ours}}}", 0o600),
+        ("policies: {mine: {key: value}}", 0o600),
+    ],
+)
+def test_a_configuration_with_addresses_commands_or_parameters_is_its_owners_alone(
+    text: str, mode: int, tmp_path: Path
+) -> None:
+    before = os.umask(0o022)
+    try:
+        with RunDirectory.open(tmp_path, "run", text) as run:
+            assert stat.S_IMODE(run.config.stat().st_mode) == mode
+    finally:
+        os.umask(before)
 
 
 def test_another_configuration_is_refused_by_key_and_value(tmp_path: Path) -> None:

@@ -97,10 +97,15 @@ def trains(memory_bytes: int) -> Finding:
     from spotlight.dry_run.fit.published import published_fits
     from spotlight.dry_run.fitting_sizes import USABLE
 
-    there = [path for path, found in published_fits(USABLE * memory_bytes) if found.fits]
-    found = f"a LoRA of {', '.join(there) or 'no published model'}"
-    how = "spotlight train FILE --fit auto finds the settings."
-    return _ok_unless(not there, "can train", found + (f": {how}" if there else ""), "See docs/families.md.")
+    fitting = [(path, found.config) for path, found in published_fits(USABLE * memory_bytes) if found.fits]
+    quantised = [
+        f"{path} ({config.model.quantize})" for path, config in fitting if config.model.quantize != "none"
+    ]
+    whole = [path for path, config in fitting if config.model.quantize == "none"]
+    if not fitting:
+        return Finding(Verdict.WARN, "can train", "no published model", "See docs/howto/small-gpus.md.")
+    found = f"a LoRA of {', '.join([*whole, *quantised])}: spotlight train FILE --fit auto finds the settings"
+    return Finding(Verdict.OK, "can train", found)
 
 
 def kernels() -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 import typer
@@ -34,6 +35,14 @@ def wait_for_threads_asleep() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)
 
 
+def prepare_process() -> None:
+    """What every command does first."""
+    wait_for_threads_asleep()
+    # transformers says of every image processor that it does without torchvision, which changes nothing.
+    fallbacks = logging.getLogger("transformers.utils.import_utils")
+    fallbacks.addFilter(lambda record: "requires torchvision" not in record.getMessage())
+
+
 _ELSEWHERE = {
     **dict.fromkeys(("simulate", "plan", "calibrate", "prices", "traces"), "plan"),
     **dict.fromkeys(("dashboard", "report"), "dashboard"),
@@ -44,7 +53,7 @@ _ELSEWHERE = {
 app = typer.Typer(
     name="spotlight",
     cls=AnyTerminal,
-    callback=wait_for_threads_asleep,
+    callback=prepare_process,
     help="Reinforcement-learning post-training of Diffusion Transformers on cheap, preemptible GPUs.",
     epilog="Start with: spotlight train (the embedded default: a tiny Qwen-Image, minutes on a laptop).",
     no_args_is_help=True,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 import typer
 
 from spotlight.cli.run_argument import find_run
+from spotlight_rewards.commands.exit_codes import failure
 from spotlight_rewards.commands.options import silence_loading_bars
 
 if TYPE_CHECKING:
@@ -24,6 +25,27 @@ WeightsOption: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+IterationOption: TypeAlias = Annotated[
+    int | None,
+    typer.Option(
+        "--iteration",
+        min=0,
+        help="The checkpoint after so many iterations (default: the newest).",
+        show_default=False,
+    ),
+]
+BestOption: TypeAlias = Annotated[
+    bool, typer.Option("--best", help="The kept checkpoint with the best validation.")
+]
+CurveOption: TypeAlias = Annotated[
+    str | None,
+    typer.Option(
+        "--by",
+        metavar="CURVE",
+        help="With --best: by this curve of validation, such as pickscore (default: the one judged).",
+        show_default=False,
+    ),
+]
 DeviceOption: TypeAlias = Annotated[Device, typer.Option("--device", help="Where the model lives.")]
 
 
@@ -38,11 +60,28 @@ QuantizeOption: TypeAlias = Annotated[
 
 
 def open_run(
-    run: str, device: Device, weights: Weights | None, quantize: Quantize | None = None
+    run: str,
+    device: Device,
+    weights: Weights | None,
+    iteration: int | None,
+    best: bool,
+    curve: str | None,
+    quantize: Quantize | None = None,
 ) -> TrainedRun:
-    """The newest checkpoint of the run that the argument names, loaded."""
+    """A checkpoint of the run that the argument names, loaded; the newest if none is chosen."""
+    if best and iteration is not None:
+        raise failure(f"--best: found with --iteration {iteration}; expected one of the two. Leave one out.")
+    if curve is not None and not best:
+        raise failure(f"--by: found {curve} without --best; expected both. Add --best, or leave it out.")
     directory = find_run(run)
     silence_loading_bars()
     from spotlight.runtime.inference import TrainedRun
 
-    return TrainedRun.open(directory, device=device, weights=weights, quantize=quantize)
+    return TrainedRun.open(
+        directory,
+        device=device,
+        weights=weights,
+        iteration=iteration,
+        best=(curve or "") if best else None,
+        quantize=quantize,
+    )

@@ -39,24 +39,21 @@ from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.cluster.scorers.scorer_places import placed_by_ray, require_places, scorer_nodes
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
-from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.rollout.sequence_parallel.rendezvous import serve
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.conclusion import conclude_run
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.preflight import finished_summary, require_disk
+from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
 from spotlight.runtime.recorder import LEARNER_FOLDER
 from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
-from spotlight.store.sinks import check_sinks
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.pool.reward_lane import ScorerStarter
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.reward_process import RewardProcess, Scorer
-from spotlight_rewards.results import require_names
 from spotlight_rewards.reward_config import RewardConfig
 
 
@@ -84,9 +81,6 @@ def train_on_cluster(
         site = stack.enter_context(_joined(config, observer)) if placed_by_ray(config) else None
         starter = None if site is None else _starter(config, site, observer)
         rewards = _start_rewards(config, prompts, stack, starter)
-        for note in (*config.every_note(), *prompts.notes(config)):
-            observer.note(note)
-        require_disk(config, prompts)
         directory = stack.enter_context(
             RunDirectory.open(
                 config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys
@@ -119,14 +113,11 @@ def train_on_cluster(
 
 
 def _read_prompts(config: RunConfig) -> build.Prompts:
-    check_sinks(config.metrics.chosen)
-    require_model(config)
     if config.fleet.address is None:
         spot_trace(config.fleet)  # raises ConfigError early if the trace is unreadable
         require_learner_room(config)
-    require_names(config.rewards)
-    prompts = build.load_prompts(config)
-    require_prompts(config, prompts)
+    prompts = require_startable(config)
+    require_disk(config, prompts)
     return prompts
 
 

@@ -10,6 +10,7 @@ from spotlight.cluster.blobs.blob_client import BlobClient
 from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
 from spotlight.cluster.remote_calls import Conversations, Notify
 from spotlight.rollout.serialization import unpack_image
+from spotlight.runtime.observer import NotScored
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import ScoreSamples
 from spotlight.scheduler.types import DropReason, Rollout, RolloutId, group_of
@@ -133,13 +134,15 @@ class SampleScoring:
 
     def _finish(self, results: Mapping[Rollout, SampleResult], lineage: int) -> None:
         scores: dict[RolloutId, Mapping[str, float]] = {}
+        failed = NotScored()
         for rollout, result in results.items():
             if isinstance(result, ScoredSample):
                 scores[rollout.id] = result.curves()
                 continue
             detail = f"{result.reward}: {result.message}"
             reason = DropReason(f"reward_{result.kind}")
-            self.note(f"{rollout.id} is not scored: {reason.value}: {detail.splitlines()[0]}")
+            failed.add(rollout.id, f"{reason.value}: {detail}")
             self.put_event(ev.RewardFailed(rollout.id, reason, detail, lineage))
+        failed.tell(self.note)
         if scores:
             self.put_event(ev.SamplesRewarded(scores, lineage))

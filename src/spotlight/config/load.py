@@ -38,7 +38,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
 
     Args:
         path: YAML file, whose own name is the run's if it gives none (``demo`` if that cannot be one);
-            None: :data:`EMBEDDED` (the tiny Qwen-Image demo), or what ``like=NAME`` names.
+            None: :data:`EMBEDDED` (the tiny Qwen-Image demo, without its tags where ``overrides`` name other
+            prompts), or what ``like=NAME`` names.
         overrides: ``key.subkey=value`` in YAML syntax, applied in order.
 
     Raises:
@@ -46,6 +47,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> RunConfig:
     """
     preset = any(text.startswith("like=") for text in overrides)
     tree = {} if path is None and preset else read_tree(path or EMBEDDED)
+    if path is None and any(text.startswith(("data.train=", "data.test=", "data=")) for text in overrides):
+        tree.pop("data", None)  # the demo's tags are of the testbed's prompts
     read, problems = without_removed(tree)
     tree = tree if problems else read  # an old file's key under its new name, which an override may set
     # Apply a change of algorithm first: all its keys but those of groups start from its own defaults.
@@ -227,6 +230,10 @@ def _explain(detail: ErrorDetails, algorithm: type[AlgorithmSection] | None) -> 
         if tag is None:
             return Problem(f"{key}.name", "nothing", expected, f"Set {key}.name=NAME.")
         return Problem(f"{key}.name", repr(tag), expected, _nearest(tag, expected) or absent_remedy(tag))
+    if parts[:1] == ["rewards"] and isinstance(text := detail["input"], str) and len(parts) < 3:
+        listed = text if len(parts) == 1 else f"'{text}'"
+        remedy = f"Write rewards=[{{name: {listed}}}], which may also have weight and params."
+        return Problem(key, repr(text), "a list of sections" if len(parts) == 1 else "a section", remedy)
     if detail["type"] in _SHAPES:
         return Problem(key, repr(detail["input"]), *_SHAPES[detail["type"]])
     expected = re.sub(r"^(Input should be |Value error, |\w+ should (have|match) )", "", detail["msg"])

@@ -135,15 +135,17 @@ class RunConfig(Section):
 
 RESUMABLE_KEYS = frozenset(
     {"iterations", "evaluation.every", "evaluation.at_start", "evaluation.at_end",
-     "evaluation.grid_images", "checkpoint.every", "checkpoint.keep", "fleet", "runs_dir",
+     "evaluation.grid_images", "checkpoint.every", "checkpoint.keep", "checkpoint.best", "fleet", "runs_dir",
      "cache_dir", "metrics.tensorboard", "metrics.wandb", "metrics.sinks", "device", "rollout.batch_size",
      "learner.micro_batch_size", "learner.shard", "learner.recompute",
      "learner.keep_gathered", "model.cuda_graphs", "learner.timesteps_per_pass", "learner.pass_memory_gib",
      "pipeline.trainers_generate", "pipeline.switch_s", "reward_policy.workers",
-     "reward_policy.start_deadline_s", "rewards.*.device", "rewards.*.replicas", "rewards.*.batch_size"}
+     "reward_policy.start_deadline_s", "reward_policy.on_failure", "reward_policy.max_drop_share",
+     "rewards.*.deadline_s", "rewards.*.retries", "rewards.*.isolation_s",
+     "rewards.*.device", "rewards.*.replicas", "rewards.*.batch_size"}
 )  # fmt: skip
 """Keys that may change when a run is resumed; ``*``: of any item.
 
-Those from ``device`` on, meant for runs short of memory or time, change rounding at most: not what is
+Those from ``device`` on change rounding at most, but for what happens when a reward fails: not what is
 sampled, trained or scored.
 """

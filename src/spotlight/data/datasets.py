@@ -15,6 +15,8 @@ from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.prompt_files import parse_prompts, read_text, with_found_references, with_tags
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
+_EVALUATED_SHARE_MAX = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
@@ -57,7 +59,31 @@ class Prompts:
                 "not show how the model does on prompts that it was not trained on. "
                 "Take them out of data.train, or put others in data.test."
             )
+        limit = config.model.max_text_tokens
+        if cut := [prompt for prompt in (*self.train, *self.test) if len(prompt.text.split()) > limit]:
+            notes.append(
+                f"{len(cut)} prompts have more than model.max_text_tokens={limit} words: the model reads the "
+                f"first {limit} tokens, and the rest is cut. The first is {cut[0].text[:40]!r}... Shorten "
+                "them, or raise the key as far as the model goes."
+            )
+        if (share := self.evaluated_share(config)) > _EVALUATED_SHARE_MAX:
+            evaluation = config.evaluation
+            pictures = len(self.test) * evaluation.images_per_prompt
+            notes.append(
+                f"{share:.0%} of all denoising steps will be evaluation: {pictures} pictures "
+                f"({len(self.test)} prompts x evaluation.images_per_prompt={evaluation.images_per_prompt}) "
+                f"every {evaluation.every} iterations. Lower that or evaluation.prompts, or raise "
+                "evaluation.every."
+            )
         return tuple(notes)
+
+    def evaluated_share(self, config: RunConfig) -> float:
+        """Share of evaluations in the denoising steps of the run."""
+        rollout, evaluation = config.rollout, config.evaluation
+        each = len(self.test) * evaluation.images_per_prompt * evaluation.steps
+        evaluated = evaluation.count(config.iterations) * each
+        rolled = rollout.prompts_per_iteration * rollout.group_size * rollout.steps * config.iterations
+        return evaluated / (evaluated + rolled)
 
     def used(self, config: RunConfig) -> list[Prompt]:
         """The prompts that the run uses, without duplicates."""
@@ -119,8 +145,8 @@ def _unset_files(config: RunConfig) -> Iterator[Problem]:
     for key in keys_to_set(config):
         yield Problem(
             key, "nothing", f"a file of prompts for model.path={config.model.path}",
-            f"Set {key}=FILE (.txt: one prompt a line; .jsonl: one object a line), or {key}=testbed for the "
-            "coloured shapes of the testbed.",
+            f"Set {key}=FILE (.txt: one prompt a line; .jsonl: one object a line; .csv, .tsv: a column "
+            f"prompt), or {key}=testbed for the coloured shapes of the testbed.",
         )  # fmt: skip
 
 
@@ -139,7 +165,7 @@ def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]
         text = read_text(path)
     except (OSError, ValueError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
-        expected = "a readable text file of prompts (.txt or .jsonl)"
+        expected = "a readable text file of prompts (.txt, .jsonl, .csv or .tsv)"
         problem = Problem(key, f"{path}{here}", expected, f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
     prompts = parse_prompts(text, str(path))

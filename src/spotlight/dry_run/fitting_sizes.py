@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.media_size import media_size
-from spotlight.dry_run.memory_plan import Estimate, memory_parts, peak_bytes, shared_parts
+from spotlight.dry_run.memory_plan import Estimate, may_share, memory_parts, peak_bytes, shared_parts
 from spotlight.dry_run.model_plan import ModelSizes
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
@@ -56,7 +56,7 @@ def fitting_sizes(
         sized = resized(config, size)
         parts = (*memory_parts(sized, model, family, trained, text_tokens), *beside)
         alone.append((size, peak_bytes(parts)))
-        if config.learner.shard != "none":
+        if may_share(config):
             shared.append((size, peak_bytes(shared_parts(sized, model, parts, RANKS))))
     return tuple(FittingSize(gib, _largest(alone, gib), _largest(shared, gib)) for gib in GPU_GIB)
 

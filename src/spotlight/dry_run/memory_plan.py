@@ -152,6 +152,11 @@ def worker_parts(parts: Sequence[Estimate]) -> tuple[Estimate, ...]:
     )
 
 
+def may_share(config: RunConfig) -> bool:
+    """Whether several ranks could share the model."""
+    return config.learner.shard != "none" and config.model.quantize == "none"
+
+
 def shared_parts(
     config: RunConfig, model: ModelSizes, parts: Sequence[Estimate], ranks: int
 ) -> tuple[Estimate, ...]:
@@ -350,7 +355,7 @@ def checkpoint_parts(config: RunConfig, trained: int | None) -> list[Estimate]:
     if trained is None:
         return []
     copies = 3 + weight_copies(config)
-    kept = config.checkpoint.keep + 1
+    kept = config.checkpoint.keep + config.checkpoint.best + 1
     return [
         Estimate(
             "checkpoints",

@@ -6,6 +6,7 @@ The one place of these refusals: the dry run asks here, and every run before it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
@@ -13,14 +14,29 @@ from spotlight.data.media_size import media_size
 from spotlight.data.section_names import under
 from spotlight.dry_run.model_plan import NotHere, family_of, planned_files
 from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles
+from spotlight.models.pipeline_files import PipelineFiles, is_hub_id, shards_of
 from spotlight_rewards.base.errors import ConfigError
 
 
 def require_model(config: RunConfig) -> None:
-    """:func:`require_supported` of the configured model, as far as it is known here."""
+    """:func:`require_supported` of the configured model, as far as it is known here, and the files of its
+    ``transformer`` and ``lora``; a hub's are looked up when they are loaded."""
     files = planned_files(config)
     require_supported(config, None if isinstance(files, NotHere) else files)
+    if isinstance(files, NotHere):
+        return
+    from spotlight.models.lora_file import lora_file_of, lora_folder
+    from spotlight.models.shared.transformer_files import weight_sources
+
+    family = family_of(config)
+    names = family.transformers(files)
+    if config.model.transformer is not None:
+        weights = weight_sources(files, names, config.model.transformer)
+        for source in weights.sources.values():
+            shards_of(source, weights.key)
+    if (lora := config.model.lora) is not None and (Path(lora).is_dir() or not is_hub_id(lora)):
+        for name in names:
+            lora_file_of(str(lora_folder(Path(lora), name)))
 
 
 def require_supported(config: RunConfig, files: PipelineFiles | None) -> None:

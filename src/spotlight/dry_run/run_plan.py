@@ -28,7 +28,10 @@ from spotlight.dry_run.model_plan import (
 )
 from spotlight.dry_run.reward_plan import RewardPlace, require_rewards, reward_parts, reward_places
 from spotlight.models.model_errors import ModelError
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import read_metrics
+from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.errors import ConfigError
 
 SMALL_GIB = (12, 16, 24, 32)
@@ -83,6 +86,7 @@ class RunPlan:
             and ``small`` are empty, and ``disk`` lacks checkpoints.
         small: what fits one GPU, by its GiB; empty with Ray.
         seconds_per_iteration: median measured in this run's directory; None before.
+        trained: iterations that are in a checkpoint of this run already.
     """
 
     samples: int
@@ -104,6 +108,7 @@ class RunPlan:
     disk: tuple[Estimate, ...]
     rewards: tuple[RewardPlace, ...]
     seconds_per_iteration: float | None
+    trained: int
 
 
 def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
@@ -152,7 +157,14 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
         ),
         rewards=rewards,
         seconds_per_iteration=_measured_seconds(config),
+        trained=newest.iteration if (newest := newest_checkpoint(config)) else 0,
     )
+
+
+def newest_checkpoint(config: RunConfig) -> CheckpointHeader | None:
+    """Where the run goes on, unless a file of its newest checkpoint is damaged; None: at the beginning."""
+    checkpoints = RunPaths(config.runs_dir / config.name).checkpoints
+    return CheckpointStore(checkpoints, 1).newest_header() if checkpoints.is_dir() else None
 
 
 @dataclass(frozen=True, slots=True)

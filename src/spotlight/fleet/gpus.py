@@ -153,19 +153,21 @@ INSTANCE_TYPES: tuple[InstanceType, ...] = (
 """Instance types queried at AWS and Azure, and those that carry GCP's accelerators."""
 
 
+_FOLDED = {known.lower(): known for known in GPU_TYPES}
+
+
 def gpu_type(name: str) -> GpuType:
-    """Look up a type. Raises :class:`UnknownGpuError`."""
+    """Look up a type, in any case of letters. Raises :class:`UnknownGpuError`."""
     try:
-        return GPU_TYPES[name]
+        return GPU_TYPES[name if name in GPU_TYPES else _FOLDED[name.lower()]]
     except KeyError:
         raise UnknownGpuError(unknown_gpu(name)) from None
 
 
 def unknown_gpu(name: str) -> str:
     """Error text for an unknown type."""
-    folded = {known.lower(): known for known in GPU_TYPES}
-    close = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
-    hint = f"Did you mean {folded[close[0]]!r}?" if close else "Common ones: A100-80GB, H100, H200, L4."
+    close = difflib.get_close_matches(name.lower(), _FOLDED, n=1, cutoff=0.6)
+    hint = f"Did you mean {_FOLDED[close[0]]!r}?" if close else "Common ones: A100-80GB, H100, H200, L4."
     return f"unknown GPU type {name!r}; expected one of the {len(GPU_TYPES)} known types. {hint}"
 
 

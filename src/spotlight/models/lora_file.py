@@ -82,7 +82,7 @@ def read_lora(pipeline_class: str, path: str, transformers: Sequence[str] = (TRA
 
 def _read(pipeline_class: str, path: str) -> LoraFile:
     try:
-        file = _file_of(path)
+        file = lora_file_of(path)
         tensors, about = _opened(file)
     except (OSError, ValueError, SafetensorError) as error:
         raise ModelError(
@@ -93,7 +93,8 @@ def _read(pipeline_class: str, path: str) -> LoraFile:
     return _of_one_rank(converted, alphas, about, path)
 
 
-def _file_of(path: str) -> Path:
+def lora_file_of(path: str) -> Path:
+    """The file of a LoRA; a hub's is downloaded. Raises ModelError if there is none, or several."""
     where = Path(path).expanduser()
     if where.is_file():
         return where

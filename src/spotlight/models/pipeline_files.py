@@ -265,6 +265,14 @@ def check_weights(folder: Path) -> None:
         _tensor_names(file)
 
 
+def shards_of(source: Path, key: str) -> list[Path]:
+    """The files of weights that are given as a directory or a file. Raises ModelError if there are none."""
+    shards = weight_files(source, key) if source.is_dir() else [source]
+    if not shards or not all(shard.is_file() for shard in shards):
+        raise ModelError(f"{key}: {source} is neither a .safetensors file nor a directory with any")
+    return shards
+
+
 def weight_files(folder: Path, key: str = "model.path") -> list[Path]:
     """A component's safetensors files; variants, as ``*.fp16.safetensors``, may lie beside them.
 

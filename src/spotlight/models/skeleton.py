@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from spotlight.models.experts import denoisers
 from spotlight.models.model_errors import ModelError
-from spotlight.models.pipeline_files import PipelineFiles, weight_files
+from spotlight.models.pipeline_files import PipelineFiles, shards_of
 from spotlight.models.shared.quantised import as_stored
 from spotlight.models.shared.sharded import is_sharded
 
@@ -175,11 +175,8 @@ def _visit_files(
     key: str,
     visit: Callable[[Any, str, Tensor | StoredWeight], None],
 ) -> None:
-    shards = weight_files(source, key) if source.is_dir() else [source]
-    if not shards or not all(shard.is_file() for shard in shards):
-        raise ModelError(f"{key}: {source} is neither a .safetensors file nor a directory with any")
     found: set[str] = set()
-    for shard in shards:
+    for shard in shards_of(source, key):
         try:
             with safe_open(shard, framework="pt") as file:
                 names = set(file.keys())

@@ -17,6 +17,7 @@ from spotlight.report.loading import loading_snippet
 from spotlight.report.record import RunRecord, ValidationChange
 from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
+from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger.ledger_schema import Incident
 
 _BAR_WIDTH = 16
@@ -37,6 +38,8 @@ def print_final_screen(console: Console, run: RunRecord, card: Path | None) -> N
         console.print(_title(f"Validation on held-out prompts, {images} each, the same seeds every time"))
         tables = [validation_table(run), Text()] if len(run.validations) > 1 else []
         console.print(*tables, curve_table(run), Text(), sep="\n")
+        if said := better_before(run):
+            console.print(Text(f" {said}\n", style="yellow"), soft_wrap=True)
     spent = sum(run.seconds_by_phase.values())
     console.print(
         _title(f"{spent:,.1f} worker seconds at {prices(run)} an hour: {money(run.history.cost_usd)}")
@@ -67,6 +70,22 @@ def validation_table(run: RunRecord) -> Table:
             in_noise(change),
         )
     return table
+
+
+def better_before(run: RunRecord) -> str:
+    """That the end is worse than the best by more than noise, and where that is; empty if it is not."""
+    if (best := run.best) is None:
+        return ""
+    curve, last = run.curves[0], run.validations[-1]
+    change = ValidationChange(best.scores[curve], last.scores[curve])
+    if abs(change.margin_in_noise) < 1:
+        return ""
+    kept = best.iteration in CheckpointStore(run.paths.checkpoints, 1).iterations
+    return (
+        f"The end is worse than iteration {best.iteration}: {curve} {score(change.after.mean)} after "
+        f"{score(change.before.mean)}, {change.margin:+.3f} {in_noise(change)}. "
+        + (f"spotlight export {run.paths.path} --best" if kept else "Its checkpoint is not kept.")
+    )
 
 
 def in_noise(change: ValidationChange) -> str:

@@ -5,7 +5,8 @@
     card/progress.png         the same prompts at several iterations
     card/validation.svg       curves with standard errors; reward.svg, loss.svg
 
-Rewriting replaces it. It names no licence: that is for the owner to choose.
+Rewriting replaces it. It names no licence: that is for the owner to choose. It is meant for the public: of
+the configuration it shows what :mod:`spotlight.report.published_settings` allows.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
-from spotlight.report.loading import base_model, loading_snippet
+from spotlight.report.loading import loading_snippet
+from spotlight.report.published_settings import hub_model, published_settings, reward_name, without_places
 from spotlight.report.record import RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
@@ -73,14 +74,14 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
         hint = f"Once {where} is on a hub, its id takes the place of the path."
         if run.config.learner.mode == "lora":
             hint += f" {_where_it_loads(run.config)}"
-        sections += ["## Use", f"```python\n{snippet}\n```\n\n{hint}"]
+        sections += ["## Use", f"```python\n{without_places(snippet)}\n```\n\n{hint}"]
     if charts:
         sections += ["## Curves", *(f"![{_alt(name)}]({name})" for name in charts)]
     sections += ["## What it cost and survived", _cost(run)]
     sections += [
         "## Configuration",
-        "<details><summary>The resolved configuration</summary>\n\n"
-        f"```yaml\n{dump_config(run.config).rstrip()}\n```\n\n</details>",
+        "<details><summary>The settings of training</summary>\n\n"
+        f"```yaml\n{published_settings(run.config).rstrip()}\n```\n\n</details>",
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -106,8 +107,7 @@ def _front_matter(run: RunRecord) -> str:
     config = run.config
     task = "text-to-video" if FAMILIES.load(config.model.family).video else "text-to-image"
     lora = config.learner.mode == "lora"
-    # The hub resolves ids only; a local directory would be a dead link.
-    from_hub = config.model.path not in TESTBEDS and not Path(config.model.path).expanduser().exists()
+    base = hub_model(config)  # the hub resolves ids only; a local directory would be a dead link
     scores = [
         EvalResult(
             task_type=task,
@@ -130,8 +130,8 @@ def _front_matter(run: RunRecord) -> str:
             config.model.family,
             "spotlight",
         ],
-        base_model=config.model.path if from_hub else None,
-        base_model_relation=("adapter" if lora else "finetune") if from_hub else None,
+        base_model=base,
+        base_model_relation=("adapter" if lora else "finetune") if base else None,
         model_name=config.name if scores else None,
         eval_results=scores or None,
     )
@@ -150,12 +150,12 @@ def _introduction(run: RunRecord) -> str:
     base = (
         f"the tiny `{FAMILIES.load(config.model.family).pipeline_class}` that ships with Spotlight"
         if config.model.path in TESTBEDS
-        else (f"`{base_model(config)}`")
+        else f"`{hub_model(config) or Path(config.model.path).name}`"
     )
     if config.model.quantize != "none":
         base += f", held in {config.model.quantize.upper()} for training and all scores,"
     rewards = ", ".join(
-        f"`{reward.name}`" + (f" x {reward.weight:g}" if reward.weight != 1 else "")
+        f"`{reward_name(reward.name)}`" + (f" x {reward.weight:g}" if reward.weight != 1 else "")
         for reward in config.rewards
     )
     return (

@@ -99,6 +99,13 @@ class RunRecord:
         return ValidationChange(self.validations[0].scores[curve], self.validations[-1].scores[curve])
 
     @property
+    def best(self) -> ValidationRow | None:
+        """The best validation of the judged curve, if it is better than the last."""
+        judged, last = self.curves[0], self.validations[-1]
+        best = max(self.validations, key=lambda row: (row.scores[judged].mean, row.iteration))
+        return best if best.scores[judged].mean > last.scores[judged].mean else None
+
+    @property
     def wall_s(self) -> float:
         """Seconds of work of one worker, all attempts together."""
         validated = [row.wall_s for row in self.validations]

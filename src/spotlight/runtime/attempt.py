@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
 from spotlight.runtime.library_versions import library_versions, version_note
 from spotlight.runtime.observer import Observer
+from spotlight.runtime.preflight import require_same_prompts
 from spotlight.runtime.recorder import RunRecorder
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
@@ -37,8 +38,6 @@ from spotlight.store.run_summary import RunSummary
 from spotlight.store.sinks import open_sinks
 from spotlight.training.sharding import Ranks
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.base.prompt_files import PromptFileError
-from spotlight_rewards.base.prompts import PromptId
 from spotlight_rewards.reward import RewardSetupError, same_scorer
 
 log = logging.getLogger("spotlight")
@@ -112,6 +111,8 @@ def open_attempt(
         attempt = Attempt(number, recorder, newest)
         with _closing(attempt, account):
             stack.enter_context(_attempt_log(directory.attempt_log(number)))
+            for note in (*config.every_note(), *prompts.notes(config)):
+                observer.note(note)
             _say_where(newest, observer, number)
             for reward, code in recorder.ledger.scorers_at(kept).items():
                 if scored_by.get(reward) != code:  # other than code was refused
@@ -129,23 +130,6 @@ def open_attempt(
                 )
             yield attempt
             assert attempt.result is not None, "an attempt that does not fail has a result"
-
-
-def _require_same_prompts(
-    before: Mapping[str, Sequence[PromptId]], now: Prompts, config: RunConfig, directory: RunDirectory
-) -> None:
-    files = {"data.train": config.data.train, "data.test": config.data.test}
-    for key, ids in now.ids.items():
-        old = before.get(key, ids)
-        if ids == old:
-            continue
-        added, removed = len(set(ids) - set(old)), len(set(old) - set(ids))
-        found = f"{added} added, {removed} removed" if added or removed else "the same in another order"
-        raise PromptFileError(
-            f"{directory.path}: {key} ({files[key]}) holds other prompts than up to the checkpoint: {found} "
-            f"({len(ids)} now); expected the same {len(old)}. Put back the file that the run began with, or "
-            "start a run of another name."
-        )
 
 
 def _require_same_scorers(before: Mapping[str, str], now: Mapping[str, str], directory: RunDirectory) -> None:
@@ -176,7 +160,7 @@ def _open_recorder(
     require_resumable(ledger, newest, directory)
     resume_at, kept = (newest.header.iteration, newest.header.ledger_position) if newest else (0, 0)
     # Before the curves and pictures after the checkpoint are removed: a run that is refused keeps them.
-    _require_same_prompts(ledger.prompts_at(kept), prompts, config, directory)
+    require_same_prompts(ledger.prompts_at(kept), prompts, config)
     _require_same_scorers(ledger.scorers_at(kept), scored_by, directory)
     metrics = stack.enter_context(
         MetricsWriter(
@@ -200,6 +184,7 @@ def _open_recorder(
         strict=config.evaluation.strict,
         grid_images=config.evaluation.grid[1],
         fps=config.rollout.fps,
+        keeps_best=config.checkpoint.best,
         before_s=ledger.worked_s(),
         began_s=began_s,
     )
@@ -221,6 +206,7 @@ def _closing(attempt: Attempt, account: Callable[[RunRecorder], None]) -> Iterat
     result = attempt.result
     assert result is not None
     ending = Ending.STOPPED if result.stopped else Ending.FAILED if result.error else Ending.FINISHED
+    log.info("%s%s", ending.value, f": {result.error}" if result.error else "")
     _close(attempt.recorder, account, ending)
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.model import ModelConfig
-from spotlight.dry_run.model_checks import require_references
+from spotlight.dry_run.model_checks import require_references, require_supported
 from spotlight.models.condition import ModelInput, model_input
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
@@ -37,6 +37,7 @@ from spotlight.runtime.validation import Validation, summarise
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Phase, PolicyVersion, Purpose, Rollout, RolloutId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
+from spotlight.store.metrics import STDERR, VALIDATION, best_iterations, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner_state import load_weights
 from spotlight.training.lora_export import export_lora, export_merged, export_renamed_lora, measured_rounding
@@ -73,6 +74,8 @@ class TrainedRun:
         *,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         weights: Slot | None = None,
+        iteration: int | None = None,
+        best: str | None = None,
         quantize: Quantize | None = None,
     ) -> Self:
         """Load a run's newest intact checkpoint; ``weights`` default to ``evaluation.weights``.
@@ -80,10 +83,12 @@ class TrainedRun:
         ``model.attention``, ``kernels``, ``compile`` and ``cuda_graphs`` have their defaults.
 
         Args:
+            iteration: load the checkpoint with so many iterations trained instead.
+            best: or the kept one that this curve of validation is highest at; empty: the judged curve.
             quantize: in the place of ``model.quantize``.
 
         Raises:
-            StoreError: not a run directory, or no checkpoint yet.
+            StoreError: not a run directory, or no checkpoint yet, or not that one.
             ModelError: the model is missing, the run has no such weights, or it trained what to quantise.
         """
         paths = RunPaths(directory)
@@ -95,6 +100,14 @@ class TrainedRun:
         checkpoints = CheckpointStore(paths.checkpoints, config.checkpoint.keep)
         if not checkpoints.any_committed:  # before the model is loaded
             raise StoreError(f"{directory}: no checkpoint yet; let `spotlight train` finish an iteration.")
+        if best is not None:
+            iteration = _best_kept(directory, checkpoints.iterations, best)
+        if iteration is not None and iteration not in checkpoints.iterations:
+            kept = ", ".join(map(str, checkpoints.iterations))
+            raise StoreError(
+                f"{directory}: no checkpoint after iteration {iteration}; expected one of those kept: "
+                f"{kept}. checkpoint.keep and checkpoint.best say which are."
+            )
         device_here = build.pick_device(config)
         prepare_process(device_here, config.deterministic, config.model.tf32)
         family = build.load_family(config, device_here)
@@ -106,12 +119,13 @@ class TrainedRun:
             load_weights(newest.directory / LEARNER_FOLDER, slots)
             return newest.header.iteration
 
-        iteration = checkpoints.read_newest(load)
-        if iteration is None:
+        asked = None if iteration is None else checkpoints.made_after(iteration)
+        loaded = checkpoints.read_newest(load) if asked is None else load(asked)
+        if loaded is None or iteration not in (None, loaded):
             raise StoreError(
                 f"{directory}: its checkpoints were removed; let `spotlight train` write another."
             )
-        return cls(directory, config, iteration, chosen, family, slots)
+        return cls(directory, config, loaded, chosen, family, slots)
 
     def with_weights(self, weights: Slot) -> TrainedRun:
         """The same run with other weights. Raises ModelError if it has none such.
@@ -120,6 +134,18 @@ class TrainedRun:
         """
         _require_slot(self._slots, weights)
         return dataclasses.replace(self, weights=weights)
+
+    def with_size(self, height: int | None, width: int | None) -> TrainedRun:
+        """The same run with pictures of another size; None: as it is.
+
+        Raises:
+            ModelError: the model makes none of that size.
+        """
+        sides = {"height": height, "width": width}
+        changed = {name: side for name, side in sides.items() if side is not None}
+        config = self.config.model_copy(update={"rollout": self.config.rollout.model_copy(update=changed)})
+        require_supported(config, self._family.files)
+        return dataclasses.replace(self, config=config)
 
     def generate(
         self,
@@ -294,7 +320,7 @@ class TrainedRun:
             self._family.check_guidance(self._family.files, guidance, "guidance")
             recipe = dataclasses.replace(recipe, guidance_scale=guidance)
         unique = list(dict.fromkeys(inputs[rollout.prompt_id] for rollout in rollouts))
-        with _room_for_text(self._family, wanted := [self.config.rollout.negative_prompt, *unique]):
+        with _transformer_aside(self._family, wanted := [self.config.rollout.negative_prompt, *unique]):
             negative, *conditions = self._family.encode(wanted)
             self._family.free_text_encoder()
         encoded = dict(zip(unique, conditions, strict=True))
@@ -310,7 +336,7 @@ class TrainedRun:
 
 
 @contextmanager
-def _room_for_text(family: ModelFamily, wanted: Sequence[ModelInput]) -> Iterator[None]:
+def _transformer_aside(family: ModelFamily, wanted: Sequence[ModelInput]) -> Iterator[None]:
     """While prompts are embedded, the transformer waits in the host's memory: a GPU may not hold both."""
     device = family.device
     if device.type == "cpu" or family.text_device != device or not family.not_embedded(wanted):
@@ -322,6 +348,23 @@ def _room_for_text(family: ModelFamily, wanted: Sequence[ModelInput]) -> Iterato
         yield
     finally:
         family.transformer.to(device)
+
+
+def _best_kept(directory: Path, kept: Sequence[int], curve: str) -> int:
+    rows = read_metrics(directory)
+    found = next((each for each in best_iterations(rows, curve or None) if each in kept), None)
+    if found is None:
+        curves = dict.fromkeys(
+            name.removeprefix(VALIDATION)
+            for row in rows
+            for name in row.values
+            if name.startswith(VALIDATION) and not name.endswith(STDERR)
+        )
+        raise StoreError(
+            f"{directory}: no kept checkpoint (after iterations {', '.join(map(str, kept))}) has a validation"
+            f"{' of ' + repr(curve) if curve else ''}; expected one. Curves: {', '.join(curves) or 'none'}."
+        )
+    return found
 
 
 def _on_any_machine(

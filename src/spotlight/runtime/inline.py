@@ -32,7 +32,7 @@ from spotlight.rollout.state import FailedRollout, FinishedRollout
 from spotlight.runtime.assembly.components import Recipes
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
-from spotlight.runtime.observer import Observer
+from spotlight.runtime.observer import NotScored, Observer
 from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
@@ -141,6 +141,10 @@ class InlineParts:
     grid: tuple[int, int]
     deal_size: int | None = None
     around: Callable[[Phase], AbstractContextManager[object]] = nullcontext
+
+
+class _LeaseGivenUp(Exception):  # noqa: N818 - no error: the run was asked to stop
+    """Leaves a lease between two of its steps."""
 
 
 @dataclass(slots=True)
@@ -316,7 +320,10 @@ class InlineDriver:
         began = time.perf_counter()
         with parts.clock.phase(phase):
             around = partial(parts.around, phase)
-            results = parts.denoiser.run(work, self._progress(phase, rollouts), around)
+            try:
+                results = parts.denoiser.run(work, self._progress(phase, rollouts), around)
+            except _LeaseGivenUp:
+                return
         self._measure(phase, time.perf_counter() - began)
         failures: dict[str, str] = {}
         own = {rollout.id for rollout in mine}
@@ -355,7 +362,14 @@ class InlineDriver:
         left = self.parts.controller.queue.outstanding_for(rollouts[0].purpose)
         before, total = self._denoised[phase], self._denoised[phase] + left
         self._denoised[phase] = before + len(rollouts) if left > len(rollouts) else 0
-        return lambda share: self.parts.observer.work(phase, before + share * len(rollouts), total)
+
+        def report(share: float) -> None:
+            self.parts.observer.work(phase, before + share * len(rollouts), total)
+            # Several ranks would have to agree at every step.
+            if self._stop_requested and self.parts.ranks.world == 1 and self.parts.controller.stops_at_once:
+                raise _LeaseGivenUp
+
+        return report
 
     # -- rewards ---------------------------------------------------------------------------------------
 
@@ -414,6 +428,7 @@ class InlineDriver:
         }
         for shared in self.parts.ranks.share(results):
             results |= shared
+        failed = NotScored()
         for rollout in scoring.rollouts:
             scores = results[rollout.id]
             if isinstance(scores, dict):
@@ -421,8 +436,10 @@ class InlineDriver:
                 self.parts.feed.learner.log.scored(rollout, scores)
             else:
                 reason, detail = scores
-                self.parts.observer.note(f"{rollout.id} is not scored: {reason}: {_brief(detail)}")
+                failed.add(rollout.id, f"{reason}: {detail}")
                 self._events.append(ev.RewardFailed(rollout.id, DropReason(reason), detail, scoring.lineage))
+
+        failed.tell(self.parts.observer.note)
 
     # -- evaluation and training -----------------------------------------------------------------------
 
@@ -511,11 +528,6 @@ def _will_stop(scoring: _Scoring) -> bool:
         return True
     expendable = bool(scoring.rollouts) and all(r.purpose is Purpose.EXPLORE for r in scoring.rollouts)
     return bool(future.result().failures) and not expendable
-
-
-def _brief(detail: str) -> str:
-    first, *rest = detail.splitlines()
-    return f"{first} ... {rest[-1].strip()}" if rest else first
 
 
 def _encode(picture: Picture) -> str:

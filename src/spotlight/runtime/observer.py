@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from spotlight.scheduler.types import Phase
@@ -28,6 +29,23 @@ class Observer(Protocol):
 
     def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
         """An iteration was trained; ``row`` is its line in ``metrics.jsonl``."""
+
+
+class NotScored:
+    """Samples of a call that a reward gave no score, told in one line for each reason."""
+
+    def __init__(self) -> None:
+        self._samples: defaultdict[str, list[str]] = defaultdict(list)
+
+    def add(self, sample: str, why: str) -> None:
+        """``why``: of several lines, as of a traceback, the first and the last are told."""
+        first, *rest = why.splitlines()
+        self._samples[f"{first} ... {rest[-1].strip()}" if rest else first].append(sample)
+
+    def tell(self, note: Callable[[str], None]) -> None:
+        for why, samples in self._samples.items():
+            more = f" and {len(samples) - 1} more are" if len(samples) > 1 else " is"
+            note(f"{samples[0]}{more} not scored: {why}")
 
 
 class Silent:

@@ -1,23 +1,29 @@
-"""Checks before a model is loaded: is the run already finished, and does it fit on disk?
+"""Checks before a model is loaded: is the run already finished, can it start, and does it fit on disk?
 
-Imports no torch, so that it answers at once.
+Dry runs ask the same. :func:`finished_summary` imports no torch, so that it answers at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
-from spotlight.data.datasets import Prompts
+from spotlight.data.datasets import Prompts, load_prompts
 from spotlight.dry_run.memory_plan import checkpoint_parts, stored_parts
+from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import NotHere, read_transformer
-from spotlight.dry_run.run_plan import parameters_trained, stored_tokens
+from spotlight.dry_run.run_plan import newest_checkpoint, parameters_trained, stored_tokens
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths, check_run_directory
 from spotlight.store.run_summary import RunSummary, read_summary
+from spotlight.store.sinks import check_sinks
 from spotlight.store.store_errors import require_free_bytes
+from spotlight_rewards.base.prompt_files import PromptFileError
+from spotlight_rewards.base.prompts import PromptId
+from spotlight_rewards.results import require_names
 
 
 def finished_summary(config: RunConfig) -> RunSummary | None:
@@ -39,6 +45,43 @@ def finished_summary(config: RunConfig) -> RunSummary | None:
     if summary.lora is not None and not (paths.path / summary.lora).exists():
         return None
     return summary if summary.iterations >= config.iterations else None
+
+
+def require_startable(config: RunConfig) -> Prompts:
+    """The run's prompts, once all is checked that can be refused before anything is loaded.
+
+    Raises:
+        ConfigError, PromptFileError, ModelError: what is configured, and files that are not there.
+        RewardSetupError: a reserved name.
+        StoreError: a tracker that cannot be used.
+    """
+    check_sinks(config.metrics.chosen)
+    require_names(config.rewards)
+    prompts = load_prompts(config)
+    paths = RunPaths(config.runs_dir / config.name)
+    if (newest := newest_checkpoint(config)) is not None and paths.ledger.exists():
+        with closing(queries.open_readonly(paths.ledger)) as connection:
+            before = queries.prompts_at(connection, newest.ledger_position)
+        require_same_prompts(before, prompts, config)
+    require_model(config)  # last, since a family imports torch
+    require_prompts(config, prompts)
+    return prompts
+
+
+def require_same_prompts(before: Mapping[str, Sequence[PromptId]], now: Prompts, config: RunConfig) -> None:
+    """Raise PromptFileError for other prompts than those up to the checkpoint."""
+    files = {"data.train": config.data.train, "data.test": config.data.test}
+    for key, ids in now.ids.items():
+        old = before.get(key, ids)
+        if ids == old:
+            continue
+        added, removed = len(set(ids) - set(old)), len(set(old) - set(ids))
+        found = f"{added} added, {removed} removed" if added or removed else "the same in another order"
+        raise PromptFileError(
+            f"{config.runs_dir / config.name}: {key} ({files[key]}) holds other prompts than up to the "
+            f"checkpoint: {found} ({len(ids)} now); expected the same {len(old)}. Put back the file that the "
+            "run began with, or start a run of another name."
+        )
 
 
 def require_disk(config: RunConfig, prompts: Prompts) -> None:

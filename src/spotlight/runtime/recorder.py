@@ -25,7 +25,7 @@ from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.images import Tile, write_grid
 from spotlight.store.ledger.sqlite_ledger import GpuSpend, GrantedLease, SqliteLedger
 from spotlight.store.manifest import CheckpointHeader
-from spotlight.store.metrics import VALIDATION, MetricsRow, MetricsWriter
+from spotlight.store.metrics import VALIDATION, MetricsRow, MetricsWriter, best_iterations, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.training.learner import Learner
 from spotlight.training.sharding import Ranks
@@ -81,6 +81,7 @@ class RunRecorder:
         began_s: start of this one, in seconds since the epoch.
         grid_images: images per prompt shown.
         fps: of videos.
+        keeps_best: ``checkpoint.best``.
     """
 
     paths: RunPaths
@@ -96,6 +97,7 @@ class RunRecorder:
     fps: float
     before_s: float
     began_s: float
+    keeps_best: bool = True
     _records: list[tuple[int, Record]] = field(default_factory=list)
     _granted: list[GrantedLease] = field(default_factory=list)
     _spent_s: float = 0.0
@@ -181,7 +183,8 @@ class RunRecorder:
             ledger_position=effect.position,
             ledger_sha256=self.ledger.digest_at(effect.position),
         )
-        with self.checkpoints.writer(header) as directory:
+        best = best_iterations(read_metrics(self.paths.path)) if self.keeps_best else []
+        with self.checkpoints.writer(header, best) as directory:
             (directory / CONTROLLER_FILE).write_text(json.dumps(effect.snapshot), encoding="utf-8")
             yield directory
 

@@ -19,7 +19,6 @@ import torch
 
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
-from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.garbage import collection_paused
 from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.runtime.assembly import components as build
@@ -30,7 +29,7 @@ from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
 from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.observer import Observer
-from spotlight.runtime.preflight import finished_summary, require_disk
+from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, PassiveRecorder, Recorder, RunRecorder
 from spotlight.runtime.signals import stopping_gracefully
@@ -38,7 +37,6 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import Phase, WorkerId
 from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.run_directory import RunDirectory, RunPaths
-from spotlight.store.sinks import check_sinks
 from spotlight.training.settings import compute_type
 from spotlight.training.sharding import Ranks, RolloutGathering, process_group
 from spotlight_rewards.base.errors import ConfigError
@@ -88,8 +86,6 @@ def train(
             profiler = StepProfiler(folder, _TRACED, profiled_steps, observer.note)
             stack.callback(profiler.close)
             materials.around = profiler.step
-        for note in (*config.every_note(), *materials.prompts.notes(config)):
-            observer.note(note)
         if not ranks.is_main:
             return _drive(
                 materials,
@@ -97,7 +93,6 @@ def train(
                 clock,
                 PassiveRecorder(ranks, materials.prompts.by_id, config.evaluation.strict),
             )
-        require_disk(config, materials.prompts)
         directory = stack.enter_context(
             RunDirectory.open(
                 config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys
@@ -112,10 +107,9 @@ def train(
 def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitStack) -> _Materials:
     if problems := list(config.rank_problems(ranks.world, ranks.per_node)):
         raise ConfigError(f"this configuration on {ranks.world} ranks", problems)
-    check_sinks(config.metrics.chosen)
-    require_model(config)
-    prompts = build.load_prompts(config)
-    require_prompts(config, prompts)
+    prompts = require_startable(config)
+    if ranks.is_main:
+        require_disk(config, prompts)
     # The rewards' mistakes are the user's, and reported before a large model is downloaded and read.
     rewards = stack.enter_context(build.make_reward_pool(config))
     used = prompts.used(config)

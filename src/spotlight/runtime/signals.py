@@ -20,10 +20,10 @@ def stopping_gracefully(request_stop: Callable[[], object], observer: Observer) 
     def stop(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.default_int_handler)
         request_stop()
-        name = signal.Signals(number).name
+        name, again = signal.Signals(number).name, " (Ctrl-C)" * (number == signal.SIGINT)
         observer.note(
-            f"{name}: stopping where the same command can resume exactly; a second {name} stops at once, and "
-            f"loses what is not in a checkpoint{_limit()}"
+            f"{name}: stopping where the same command can resume exactly; a second {name}{again} stops at "
+            f"once, and loses what is not in a checkpoint{_limit()}"
         )
 
     with on_signals((signal.SIGINT, *signals_that_end()), stop):

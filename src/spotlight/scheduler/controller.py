@@ -541,6 +541,11 @@ class Controller:
         return f"the checkpoint that iteration {self.iteration} begins with is written first"
 
     @property
+    def stops_at_once(self) -> bool:
+        """Whether a stop needs nothing of the rollouts in work."""
+        return not self._updated
+
+    @property
     def _updated(self) -> bool:
         """Whether the learner's weights are no longer, or not for long, those of the iteration's rollouts."""
         stepping = isinstance(self.training.task, StepOptimizer)

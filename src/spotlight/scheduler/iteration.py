@@ -102,7 +102,10 @@ class Iteration(Work):
         self.unscored.discard(rollout)
         self.drops += 1
         if share is None:
-            return f"{rollout}: {why}"
+            return (
+                f"{rollout}: {why}\nRepair that, and the same command goes on; so does one with "
+                "reward_policy.on_failure=drop, which leaves such samples out."
+            )
         if self.drops <= share * len(self.rollouts):
             return None
         return (

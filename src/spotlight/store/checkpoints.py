@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +64,11 @@ class CheckpointStore:
         self._known_damaged: set[str] = set()
 
     @contextmanager
-    def writer(self, header: CheckpointHeader) -> Iterator[Path]:
+    def writer(self, header: CheckpointHeader, best: Sequence[int] = ()) -> Iterator[Path]:
         """Yield a directory to write into; leaving the block commits it as the newest checkpoint.
+
+        Args:
+            best: iterations, the best first: the first that has a checkpoint keeps it, however old it is.
 
         If the body raises, nothing is committed. Failing to remove an old checkpoint raises after the commit.
 
@@ -79,7 +82,7 @@ class CheckpointStore:
             temporary.mkdir()
             yield temporary
             self._commit(temporary, name, header)
-            self._remove_old(newest=name)
+            self._remove_old(name, best)
         except BaseException as error:
             # Before cleaning up, which frees space.
             is_storage = isinstance(error, OSError) or (
@@ -124,6 +127,29 @@ class CheckpointStore:
                 "Restore one from a copy, or delete the run directory to start again."
             )
         return None
+
+    def newest_header(self) -> CheckpointHeader | None:
+        """Of the newest checkpoint whose manifest is intact; its files are not read. None: there is none."""
+        found = (read_manifest(self._directory / name) for name in self._committed()[0])
+        return next((each.header for each in found if not isinstance(each, Damage)), None)
+
+    @property
+    def iterations(self) -> list[int]:
+        """Iterations trained at each committed checkpoint, ascending."""
+        return sorted({int(name.rpartition("-")[2]) for name in self._committed()[0]})
+
+    def made_after(self, iteration: int) -> Checkpoint | None:
+        """The checkpoint with so many iterations trained; None: it is not kept.
+
+        Raises:
+            DamagedCheckpointError: its files have changed.
+        """
+        if (name := _made_after(self._committed()[0], iteration)) is None:
+            return None
+        manifest, damages = verify(self._directory / name)
+        if manifest is None or damages:
+            raise DamagedCheckpointError(f"{self._directory}: {damages[0]}. Restore a copy, or take another.")
+        return Checkpoint(self._directory / name, manifest.header, ())
 
     @property
     def any_committed(self) -> bool:
@@ -202,14 +228,22 @@ class CheckpointStore:
             else:
                 path.unlink()
 
-    def _remove_old(self, newest: str) -> None:
-        others = [name for name in self._names() if name != newest]
+    def _remove_old(self, newest: str, best: Sequence[int]) -> None:
+        names = self._names()
+        others = [name for name in names if name != newest]
+        spared = next((found for iteration in best if (found := _made_after(names, iteration))), None)
         for name in others[self._keep - 1 :]:
-            self._discard(name)
+            if name != spared:
+                self._discard(name)
 
     def _discard(self, name: str) -> None:
         doomed = (self._directory / name).rename(self._directory / (TEMPORARY_PREFIX + name))
         shutil.rmtree(doomed)
+
+
+def _made_after(names: Sequence[str], iteration: int) -> str | None:
+    """The newest checkpoint with so many iterations trained; ``names`` are sorted, the newest first."""
+    return next((name for name in names if int(name.rpartition("-")[2]) == iteration), None)
 
 
 def _serial(name: str) -> int:

@@ -37,7 +37,7 @@ from spotlight.store.picture_names import (
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import NothingToCompareError
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
-from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.files import open_regular, write_atomically
 from spotlight_rewards.base.media_files import FILE_PIXELS, open_picture
 from spotlight_rewards.base.picture_page import (
     BEFORE_AFTER,
@@ -174,16 +174,13 @@ class TileNote:
     score: float
 
 
-def read_tile_notes(paths: RunPaths, iteration: int) -> tuple[TileNote, ...]:
-    """One evaluation's tiles, in grid order, without decoding them; a file that is no tile is left out."""
-    notes = []
-    for path in tiles_of(paths, iteration):
-        try:
-            with Image.open(path, formats=("PNG",)) as image:
-                notes.append(TileNote(path, image.info["caption"], float(image.info["score"])))
-        except (OSError, KeyError, ValueError, SyntaxError):
-            continue  # being written, or not ours
-    return tuple(notes)
+def read_tile_note(path: Path) -> TileNote | None:
+    """A tile without decoding it; None for a file that is no tile: it is being written, or not ours."""
+    try:
+        with open_regular(path) as file, open_picture(file, formats=("PNG",)) as image:
+            return TileNote(path, image.info["caption"], float(image.info["score"]))
+    except (OSError, KeyError, ValueError, SyntaxError):
+        return None
 
 
 def write_comparison(paths: RunPaths, *, before: int, after: int, title: str) -> Path:

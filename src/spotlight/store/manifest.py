@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.files import open_regular
 
 MANIFEST = "manifest.json"
 _ADDED = ("ledger_sha256", "versions")
@@ -72,7 +73,7 @@ class Damage:
 
 
 def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -107,7 +108,8 @@ def read_manifest(directory: Path) -> CheckpointManifest | Damage:
     path = directory / MANIFEST
     if not path.is_file():
         return Damage(directory.name, MANIFEST, "a manifest", "no such file")
-    content = path.read_bytes()
+    with open_regular(path) as file:
+        content = file.read()
     try:
         body = json.loads(content)
         manifest = CheckpointManifest(

@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +46,21 @@ class MetricsRow:
     samples_trained: int
     wall_s: float
     values: Mapping[str, float]
+
+
+def best_iterations(rows: Iterable[MetricsRow], curve: str | None = None) -> list[int]:
+    """Iterations whose weights were validated, the best first and of equal ones the later.
+
+    Args:
+        curve: name without :data:`VALIDATION`; default: that which the run is judged by.
+    """
+    rows = list(rows)
+    names = [curve] if curve else [STRICT, GRADED]
+    for name in names:
+        found = {row.iteration: row.values.get(f"{VALIDATION}{name}", math.nan) for row in rows}
+        if known := {iteration: value for iteration, value in found.items() if math.isfinite(value)}:
+            return sorted(known, key=lambda iteration: (known[iteration], iteration), reverse=True)
+    return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,19 @@ def _forget_locks() -> None:
 os.register_at_fork(after_in_child=_forget_locks)
 
 
+_CONFIDENTIAL = (
+    *(
+        "rewards.*.params",
+        "fleet.address",
+        "fleet.notices.endpoint",
+        "fleet.on_demand.start",
+        "fleet.on_demand.stop",
+    ),
+    *("fleet.target.params", "metrics.sinks", "policies"),
+)
+"""Keys of addresses, shell commands, and whatever rewards, providers, trackers and policies are given."""
+
+
 class RunPaths:
     """Paths in a run directory; opens nothing."""
 
@@ -155,7 +168,7 @@ class RunDirectory(RunPaths):
         if self.config.exists():
             _require_same_configuration(self, config_text, may_differ, complete)
         with storage_errors("cannot write the configuration", self.config):
-            write_atomically(self.config, config_text.encode())
+            write_atomically(self.config, config_text.encode(), _mode(config_text))
 
     def close(self) -> None:
         if self._lock in _held_locks:
@@ -293,6 +306,16 @@ def _require_same_configuration(
         f"{paths.path}: this run was started with another configuration:\n" + "\n".join(lines) + "\n"
         f"Start a run of another name, delete {paths.path} to start it again, or undo the change."
     )
+
+
+def _mode(config_text: str) -> int:
+    """For the owner alone where a configuration says what others must not know."""
+    said = [
+        key.split(".")
+        for key, value in flatten(parse_yaml(config_text)).items()
+        if value not in (None, {}, ())
+    ]
+    return 0o600 if any(_covers(each.split("."), key) for each in _CONFIDENTIAL for key in said) else 0o666
 
 
 def _covers(allowed: Sequence[str], key: Sequence[str]) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,23 @@ _CLASSES = {
     "pathlib._local": {"Path", "PosixPath"},  # its name in Python 3.13
 }
 """All that an index of tensors consists of, but for types of tensors and their sizes."""
+_DAMAGED = (
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    ArithmeticError,
+    ImportError,
+    struct.error,
+)
+"""What unpickling raises of other bytes, beside UnpicklingError."""
 
 
-class _IndexUnpickler(pickle.Unpickler):
+class _IndexUnpickler(pickle._Unpickler):
+    """In Python: the one in C takes gigabytes at a few bytes' word."""
+
     def find_class(self, module: str, name: str) -> Any:
         plain = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
         if not plain and name not in _CLASSES.get(module, ()):
@@ -41,8 +57,14 @@ class TensorReader(FileSystemReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """The index, checked."""
-        with (Path(self.path) / INDEX).open("rb") as file:
-            index = _IndexUnpickler(file).load()
+        try:
+            # From memory: a file would be asked for as many bytes as the index says.
+            content = io.BytesIO((Path(self.path) / INDEX).read_bytes())
+            return self._checked(_IndexUnpickler(content).load())
+        except _DAMAGED as error:
+            raise pickle.UnpicklingError(f"its index is damaged ({type(error).__name__}: {error})") from error
+
+    def _checked(self, index: object) -> Metadata:
         if not isinstance(index, Metadata):
             raise pickle.UnpicklingError(f"its index is a {type(index).__name__}; expected torch's Metadata")
         for name, entry in index.state_dict_metadata.items():

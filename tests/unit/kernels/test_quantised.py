@@ -13,6 +13,8 @@ from torch import nn
 
 from spotlight.models.kernels.fused import is_fused
 from spotlight.models.shared.quantised import held
+from spotlight.registry import FAMILIES
+from spotlight_kernels.fuse import BLOCKS, _kind, distance
 from spotlight_kernels.quantised import nf4
 from spotlight_kernels.quantised.nf4 import Nf4Linear, dequantise_reference
 from spotlight_kernels.quantised.nf4_operator import dequantise
@@ -47,3 +49,15 @@ def test_a_quantised_model_computes_fused_what_it_does_otherwise(
     assert max(map(far, found, wanted)) < 1e-5
     with torch.no_grad():
         assert torch.equal(fused(), found[0])
+
+
+def test_blocks_are_compared_with_plain_layers_in_their_place(tmp_path: Path) -> None:
+    FAMILIES.load("flux2-klein").tiny(tmp_path / "pipeline", seed=0)
+    family = FAMILIES.load("flux2-klein").load(
+        tmp_path / "pipeline", device="cpu", dtype=torch.float32, embeddings_cache=tmp_path, quantize="int8"
+    )
+    block = next(part for part in family.transformer.modules() if type(part).__name__ in BLOCKS)
+    packed = [parameter.clone() for parameter in block.parameters()]
+    assert distance(block, _kind(type(block).__name__), torch.device("cpu"), 2, 2) < 1e-5
+    assert held(block), "only the copy has plain layers"
+    assert all(map(torch.equal, block.parameters(), packed))

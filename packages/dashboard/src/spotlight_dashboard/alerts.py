@@ -19,6 +19,7 @@ import httpx2
 from spotlight_dashboard.answers import RunAnswers
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import RunFolder
+from spotlight_dashboard.run_threads import ASKED_S, RunThreads
 from spotlight_dashboard.views.findings import ENDINGS
 from spotlight_dashboard.views.overview import UNREADABLE
 
@@ -75,21 +76,27 @@ class AlertWatch:
     """
 
     answers: RunAnswers
+    threads: RunThreads = field(default_factory=RunThreads)
     _standing: dict[str, dict[str, Alert]] = field(default_factory=dict)
 
     def look(self, runs: Mapping[str, RunFolder]) -> list[Alert]:
         """What has come and gone since the last look."""
+        read = asyncio.run(self.threads.each("alerts", list(runs.values()), self._look_at, ASKED_S))
+        for run in runs.values():
+            if run not in read:
+                log.info("%s: does not answer", run.name)
         found: list[Alert] = []
-        for name, run in runs.items():
+        for run, each in read.items():
             try:
-                found += self._look_at(name, run)
+                found += each.get()
             except UNREADABLE as error:
-                log.info("%s: cannot be read now: %s", name, error)
+                log.info("%s: cannot be read now: %s", run.name, error)
             except Exception as error:  # noqa: BLE001 - one run's fault hides no other's alerts
-                log.warning("%s: no alerts of it now (%s)", name, type(error).__name__)
+                log.warning("%s: no alerts of it now (%s)", run.name, type(error).__name__)
         return found
 
-    def _look_at(self, name: str, run: RunFolder) -> list[Alert]:
+    def _look_at(self, run: RunFolder) -> list[Alert]:
+        name = run.name
         before = self._standing.get(name, {})
         waits = name not in self._standing or any(ending in before for ending in ENDINGS)
         if waits and self.answers.headline(run)["state"] != "running":

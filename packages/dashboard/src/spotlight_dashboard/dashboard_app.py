@@ -1,7 +1,7 @@
 """The dashboard's server: one page, answers as JSON, and a stream of what changed.
 
-    GET /                           the page; with ?token=TOKEN once, where a token is expected
-    GET /api/runs                   names, states and progress
+    GET /                           the page; all else wants a session or a token (``gate.py``)
+    GET /api/runs                   names, states and progress; of runs that do not answer, that
     GET /api/runs/RUN/WHAT          see ``answers.py``
     GET /api/runs/RUN/picture/N/I   one picture of the evaluation at iteration N
     GET /api/changes                server-sent events: a run's files have changed
@@ -14,200 +14,118 @@ Imports FastAPI.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
-import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from urllib.parse import parse_qs, urlencode
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, PlainTextResponse, StreamingResponse
-from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers, MutableHeaders
+from fastapi.responses import StreamingResponse
 from starlette.middleware.gzip import GZipMiddleware
-from starlette.requests import cookie_parser
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from spotlight.store.ledger.ledger_queries import ran_out_of_time
 from spotlight_dashboard.answers import BadQueryError, RunAnswers
+from spotlight_dashboard.dashboard_keys import DashboardKeys
 from spotlight_dashboard.figures import Json
-from spotlight_dashboard.page_files import CONTENT_POLICY, PAGE_FILES, page_file, plotly_file
-from spotlight_dashboard.prometheus import CONTENT_TYPE, exposition
-from spotlight_dashboard.run_folders import RunFolder, find_runs
+from spotlight_dashboard.gate import Gate, add_sessions, text
+from spotlight_dashboard.page_files import PAGE_FILES, page_file, plotly_file
+from spotlight_dashboard.prometheus import CONTENT_TYPE, SILENT_FIGURES, exposition
+from spotlight_dashboard.run_threads import ASKED_S
+from spotlight_dashboard.shown_runs import LOOKS_EVERY_S, ShownRuns, SilentRunError
 from spotlight_dashboard.views.findings import RunLimits
-from spotlight_dashboard.views.gallery import picture_file
+from spotlight_dashboard.views.gallery import picture as picture_of
+from spotlight_dashboard.views.overview import AUDIT_S, silent_headline
 from spotlight_dashboard.voting import add_votes
 from spotlight_rewards.base.file_errors import StoreError
 
-LOOKS_EVERY_S = 1.0
 _SAYS_EVERY_S = 15.0
-_COOKIE = "spotlight_token"
-_LOOPBACK_HOSTS = {"localhost", "127.0.0.1", "[::1]"}
-_HEADERS = {
-    "Content-Security-Policy": f"{CONTENT_POLICY}; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-}
 
 
-@dataclass(slots=True)
-class ShownRuns:
-    """The runs at ``places``, looked for at most once in :data:`LOOKS_EVERY_S`, however many ask."""
-
-    places: Sequence[Path]
-    _runs: dict[str, RunFolder] = field(default_factory=dict)
-    _signatures: dict[str, str] = field(default_factory=dict)
-    _looked: float = -LOOKS_EVERY_S
-
-    def look(self) -> dict[str, RunFolder]:
-        """The runs by name."""
-        if time.monotonic() - self._looked >= LOOKS_EVERY_S:
-            self._runs = find_runs(self.places)
-            self._signatures = {name: run.signature() for name, run in self._runs.items()}
-            self._looked = time.monotonic()
-        return self._runs
-
-    def signatures(self) -> dict[str, str]:
-        """By run; another one when its files have changed."""
-        self.look()
-        return self._signatures
-
-
-class Gate:
-    """Refuses requests without the token, or under another host's name; adds the headers of every answer.
-
-    Without a token only the loopback's names are served: a page of the web whose name leads to this machine
-    could otherwise read the runs through its visitor's browser.
-    """
-
-    def __init__(self, app: ASGIApp, token: str) -> None:
-        self._app, self._token = app, token
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers.setdefault(name, value)
-                headers.setdefault("Cache-Control", "no-store")
-            await send(message)
-
-        refused = self._refusal(scope)
-        await (refused or self._app)(scope, receive, with_headers)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        if not self._token:
-            host = re.sub(r":[0-9]+$", "", headers.get("host", ""))
-            if host not in _LOOPBACK_HOSTS:
-                return _text(
-                    403, f"the host is {host[:100]!r}; expected localhost. Start the dashboard with a token."
-                )
-            return None
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if self._matches(given):
-            return None
-        query = parse_qs(scope["query_string"].decode("latin-1"))
-        if scope["path"] == "/" and self._matches(query.pop("token", [""])[0]):
-            answer = Response(status_code=303, headers={"Location": f"/?{urlencode(query, doseq=True)}"})
-            # Not strict: a link to the dashboard, from a chat say, would come without it.
-            answer.set_cookie(_cookie_name(headers), self._token, httponly=True, samesite="lax")
-            return answer
-        if self._matches(cookie_parser(headers.get("cookie", "")).get(_cookie_name(headers), "")):
-            return None
-        return _text(401, "no or a wrong token; open /?token=TOKEN once, or send Authorization: Bearer TOKEN")
-
-    def _matches(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), self._token.encode())
-
-
-def _cookie_name(headers: Headers) -> str:
-    """One name per port as the browser sees it: to cookies all ports of a host are the same."""
-    port = re.search(r":([0-9]+)$", headers.get("host", ""))
-    return f"{_COOKIE}_{port[1]}" if port else _COOKIE
-
-
-def dashboard_app(places: Sequence[Path], token: str = "", limits: RunLimits | None = None) -> FastAPI:
+def dashboard_app(places: Sequence[Path], keys: DashboardKeys, limits: RunLimits | None = None) -> FastAPI:
     """The dashboard as a FastAPI application; streams end when its ``state.ends()`` is true.
 
     ``state.shown`` and ``state.answers`` are what it shows, for others of its process.
 
     Args:
         places: run directories, and folders of them.
-        token: expected from browsers that are not given a cookie yet; empty: none is.
+        keys: who may ask.
         limits: of the runs.
     """
     app = FastAPI(title="Spotlight dashboard", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=2000)
-    app.add_middleware(Gate, token=token)
+    app.add_middleware(Gate, keys=keys)
     app.state.ends = lambda: False
     shown, answers = ShownRuns(places), RunAnswers(limits or RunLimits())
+    app.add_exception_handler(SilentRunError, _silent)
     app.state.shown, app.state.answers = shown, answers
     _add_page(app)
+    add_sessions(app, keys)
     _add_answers(app, shown, answers)
-    add_votes(app, shown.look)
+    add_votes(app, shown)
     return app
 
 
 def _add_page(app: FastAPI) -> None:
+    # In memory: files would be read by threads of a pool, which others could use up.
+    index, plotly = page_file("index.html").read_bytes(), plotly_file().read_bytes()
+    parts = {name: page_file(name).read_bytes() for name in PAGE_FILES}
+
     @app.get("/")
     async def page() -> Response:
-        return FileResponse(page_file("index.html"), media_type="text/html")
+        return Response(index, media_type="text/html")
 
     @app.get("/page/{name}")
     async def part(name: str) -> Response:
         if name == "plotly.min.js":
             # The page asks for it with its version in the address, so that browsers may keep it.
-            return FileResponse(
-                plotly_file(), media_type="text/javascript", headers={"Cache-Control": "max-age=86400"}
-            )
-        if name not in PAGE_FILES:
-            return _text(404, "no such file")
-        return FileResponse(page_file(name), headers={"Cache-Control": "no-cache"})
+            return Response(plotly, media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
+        if name not in parts:
+            return text(404, "no such file")
+        kind = "text/css" if name.endswith(".css") else "text/javascript"
+        return Response(parts[name], media_type=kind, headers={"Cache-Control": "no-cache"})
 
 
 def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
     @app.get("/api/runs")
-    def runs() -> Response:
-        found = [answers.headline(run) for run in shown.look().values()]
+    async def runs() -> Response:
+        found = await shown.each("headline", answers.headline)
+        lines = [each or silent_headline(name) for name, each in found.items()]
         places = [str(place) for place in shown.places]
-        return _json({"runs": found, "places": places, "plotly": version("plotly")})
+        return _json({"runs": lines, "places": places, "plotly": version("plotly")})
 
     @app.get("/metrics")
-    def metrics() -> Response:
-        found = {name: answers.figures(run) for name, run in shown.look().items()}
-        return Response(exposition(found), headers={"Content-Type": CONTENT_TYPE})
+    async def metrics() -> Response:
+        found = await shown.each("figures", answers.figures)
+        shown_figures = {name: SILENT_FIGURES if each is None else each for name, each in found.items()}
+        return Response(exposition(shown_figures), headers={"Content-Type": CONTENT_TYPE})
 
     @app.get("/api/runs/{name}/picture/{iteration}/{index}")
-    def picture(name: str, iteration: int, index: int) -> Response:
-        run = shown.look().get(name)
-        path = picture_file(run, iteration, index) if run is not None else None
-        if path is None:
-            return _text(404, "no such picture")
-        return FileResponse(path, media_type="image/png", headers={"Cache-Control": "no-cache"})
+    async def picture(name: str, iteration: int, index: int) -> Response:
+        run = (await shown.look()).get(name)
+        found = (
+            await shown.ask(run, "picture", lambda run: picture_of(run, iteration, index)) if run else None
+        )
+        if found is None:
+            return text(404, "no such picture")
+        return Response(found, media_type="image/png", headers={"Cache-Control": "no-cache"})
 
     @app.get("/api/runs/{name}/{what}")
-    def answer(name: str, what: str, request: Request) -> Response:
-        run = shown.look().get(name)
+    async def answer(name: str, what: str, request: Request) -> Response:
+        run = (await shown.look()).get(name)
         if run is None:
-            return _text(404, f"no run {name[:100]!r} here")
+            return text(404, f"no run {name[:100]!r} here")
+        query, limit_s = dict(request.query_params), AUDIT_S if what == "audit" else ASKED_S
         try:
-            found = answers.answer(run, what, dict(request.query_params))
+            found = await shown.ask(run, what[:100], lambda run: answers.answer(run, what, query), limit_s)
         except BadQueryError as error:
-            return _text(400, str(error))
+            return text(400, str(error))
         except (StoreError, sqlite3.Error, OSError) as error:
-            return _text(409, str(error))
-        return _text(404, "no such thing") if found is None else _json(found)
+            if ran_out_of_time(error):
+                raise SilentRunError(name) from error
+            return text(409, str(error))
+        return text(404, "no such thing") if found is None else _json(found)
 
     @app.get("/api/changes")
     async def changes(request: Request) -> Response:
@@ -218,12 +136,12 @@ def _add_answers(app: FastAPI, shown: ShownRuns, answers: RunAnswers) -> None:
 
 async def _changes(request: Request, shown: ShownRuns) -> AsyncIterator[str]:
     """``runs`` when runs have come or gone, ``changed`` with the names of runs that wrote something."""
-    known = await run_in_threadpool(shown.signatures)
+    known = await shown.signatures()
     said, again = time.monotonic(), set[str]()
     yield f"retry: 2000\n\n{_event('runs', {'names': list(known)})}"
     while not (request.app.state.ends() or await request.is_disconnected()):
         await asyncio.sleep(LOOKS_EVERY_S)
-        now = await run_in_threadpool(shown.signatures)
+        now = await shown.signatures()
         if known.keys() != now.keys():
             yield _event("runs", {"names": list(now)})
         before, known = known, now
@@ -239,6 +157,10 @@ async def _changes(request: Request, shown: ShownRuns) -> AsyncIterator[str]:
         said = time.monotonic()
 
 
+async def _silent(request: Request, error: Exception) -> Response:
+    return text(503, str(error))
+
+
 def _event(name: str, data: Json) -> str:
     return f"event: {name}\ndata: {json.dumps(data)}\n\n"
 
@@ -246,7 +168,3 @@ def _event(name: str, data: Json) -> str:
 def _json(found: Json) -> Response:
     # In ASCII: half a surrogate pair, which YAML and file names can hold, has no UTF-8.
     return Response(json.dumps(found, allow_nan=False), media_type="application/json")
-
-
-def _text(status: int, found: str) -> PlainTextResponse:
-    return PlainTextResponse(found.encode("utf-8", "backslashreplace"), status_code=status)

@@ -56,12 +56,16 @@ class RunFigure:
     labels: tuple[tuple[str, str], ...] = ()
 
 
+SILENT_FIGURES = (RunFigure("spotlight_run_readable", 0),)
+"""Of a run that cannot be read, or does not answer."""
+
+
 def run_figures(run: RunFolder) -> tuple[RunFigure, ...]:
     """A run's figures; of one that cannot be read, that it cannot."""
     try:
         return (RunFigure("spotlight_run_readable", 1), *_ledger_figures(run), *_metrics(run))
     except UNREADABLE:
-        return (RunFigure("spotlight_run_readable", 0),)
+        return SILENT_FIGURES
 
 
 def _metrics(run: RunFolder) -> Iterator[RunFigure]:
@@ -94,7 +98,7 @@ def _ledger_figures(run: RunFolder) -> Iterator[RunFigure]:
     if run.readable(run.paths.ledger) is None:
         yield from _states("new")
         return
-    with closing(queries.open_readonly(run.ledger())) as connection, queries.consistent_reading(connection):
+    with closing(run.open_ledger()) as connection, queries.consistent_reading(connection):
         attempts = read_attempts(connection)
         state = state_of(attempts)
         yield from _states(state)

@@ -6,20 +6,28 @@ run's directory once links are followed.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
+from sqlite3 import Connection
 
 import yaml
 
+from spotlight.store.ledger.ledger_queries import open_readonly
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import LedgerError
 from spotlight_dashboard.figures import finite
 from spotlight_rewards.ballots import VOTES_FOLDER
+from spotlight_rewards.base.files import read_regular
+from spotlight_rewards.base.yaml_tree import parse_yaml
 
 LOG_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\.log")
 CONFIG_BYTES_MAX = 1 << 20
+READ_S = 60.0
+"""All queries of a ledger for one answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +57,19 @@ class RunFolder:
             raise LedgerError(f"{self.paths.ledger}: no ledger here yet, or only a link out of the run.")
         return path
 
+    def open_ledger(self) -> Connection:
+        """The ledger for :data:`READ_S`. Raises as :func:`.ledger_queries.open_readonly`."""
+        return open_readonly(self.ledger(), READ_S)
+
+    def file(self, path: Path, bytes_max: int) -> bytes | None:
+        """What the file holds, as :meth:`readable` finds it. Raises OSError."""
+        real = self.readable(path)
+        return None if real is None else read_regular(real, bytes_max)
+
     def settings(self) -> Settings:
         """The configuration; empty if there is none to read."""
         path = self.readable(self.paths.config)
-        if path is None or path.stat().st_size > CONFIG_BYTES_MAX:
-            return Settings({})
-        try:
-            found = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError, RecursionError):
-            return Settings({})
-        return Settings(found if isinstance(found, dict) else {})
+        return Settings({}) if path is None else _settings(path, _stamp(path))
 
     def signature(self) -> str:
         """Changes when the run writes anything that the page shows."""
@@ -108,14 +119,15 @@ class Settings:
 
 
 def find_runs(places: Sequence[Path]) -> dict[str, RunFolder]:
-    """The runs at ``places``, each a run directory or a folder of them, by name.
+    """The runs at ``places``, each a run directory or a folder of them, by name."""
+    return named(run for place in places for each in folders_at(place) if (run := run_at(each)))
 
-    A link in a folder of runs is not followed out of it: name its target instead. Of several runs of one
-    name, the later are called ``name~2``, ``name~3``.
-    """
+
+def named(paths: Iterable[Path]) -> dict[str, RunFolder]:
+    """The runs by name. Of several of one name, the later are called ``name~2``, ``name~3``."""
     found: dict[str, RunFolder] = {}
     met: set[Path] = set()
-    for path in (path for place in places for path in _runs_at(place)):
+    for path in paths:
         if path in met:
             continue
         met.add(path)
@@ -129,19 +141,37 @@ def find_runs(places: Sequence[Path]) -> dict[str, RunFolder]:
     return found
 
 
-def _runs_at(place: Path) -> Iterator[Path]:
+def folders_at(place: Path) -> list[Path]:
+    """The folders at a place that may be runs: itself, or those in it. Asks nothing of these."""
     try:
         root = place.resolve()
         if RunPaths(root).config.is_file():
-            yield root
-            return
-        configs = sorted(root.glob("*/config.yaml"))
+            return [root]
+        with os.scandir(root) as found:
+            return [root / each.name for each in sorted(found, key=lambda each: each.name)]
     except (OSError, RuntimeError):
-        return
-    for config in configs:
-        real = config.parent.resolve()
-        if real.is_relative_to(root):
-            yield real
+        return []
+
+
+def run_at(folder: Path) -> Path | None:
+    """The run directory of this path; None if there is none.
+
+    A link in a folder of runs is not followed out of it: name its target instead.
+    """
+    try:
+        real = folder.resolve()
+        return real if real.is_relative_to(folder.parent) and RunPaths(real).config.is_file() else None
+    except (OSError, RuntimeError):
+        return None
+
+
+@lru_cache(maxsize=1024)
+def _settings(path: Path, stamp: str) -> Settings:
+    try:
+        found = parse_yaml(read_regular(path, CONFIG_BYTES_MAX).decode())
+    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        return Settings({})
+    return Settings(found if isinstance(found, dict) else {})
 
 
 def _stamp(path: Path) -> str:

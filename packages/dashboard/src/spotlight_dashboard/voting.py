@@ -3,97 +3,76 @@
     GET  /api/runs/RUN/ballots/ID/NAME   a picture of a ballot
     POST /api/runs/RUN/ballots/ID        {"ranking": [NAME, ...], "voter": TEXT}
 
-A vote is taken from this page and from programs, not from other sites: browsers say where a request comes
-from, and send JSON elsewhere only after asking, which is not answered. Whom it came from is not recorded.
+A vote is taken from this page and from programs, not from other sites (``gate.py``). Whom it came from is not
+recorded.
 Imports FastAPI.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, PlainTextResponse
-from starlette.concurrency import run_in_threadpool
+from fastapi.responses import PlainTextResponse
 
+from spotlight_dashboard.gate import not_from_here
 from spotlight_dashboard.run_folders import RunFolder
+from spotlight_dashboard.shown_runs import ShownRuns
 from spotlight_dashboard.views.votes import ballot_box, ballot_picture
 from spotlight_rewards.ballots import NoSuchBallotError
 
 BODY_MAX = 1 << 16
-Look = Callable[[], Mapping[str, RunFolder]]
 
 
 class NoVoteError(ValueError):
     """A request that is no vote; says why."""
 
 
-def add_votes(app: FastAPI, look: Look) -> None:
-    """Add the routes.
-
-    Args:
-        look: the runs by name.
-    """
+def add_votes(app: FastAPI, shown: ShownRuns) -> None:
+    """Add the routes."""
 
     @app.get("/api/runs/{name}/ballots/{ballot}/{picture}")
-    def picture(name: str, ballot: str, picture: str) -> Response:
-        run = look().get(name)
-        path = None if run is None else ballot_picture(run, ballot, picture)
-        if path is None:
+    async def picture(name: str, ballot: str, picture: str) -> Response:
+        run = (await shown.look()).get(name)
+        found = (
+            None
+            if run is None
+            else await shown.ask(run, "ballot picture", lambda run: ballot_picture(run, ballot, picture))
+        )
+        if found is None:
             return PlainTextResponse("no such picture", 404)
-        return FileResponse(path, media_type="image/png")
+        return Response(found, media_type="image/png")
 
     @app.post("/api/runs/{name}/ballots/{ballot}")
     async def cast(name: str, ballot: str, request: Request) -> Response:
-        if refusal := foreign(request):
+        if refusal := not_from_here(request):
             return PlainTextResponse(refusal, 403)
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > BODY_MAX:
                 return PlainTextResponse(f"a vote of more than {BODY_MAX} bytes", 413)
-        return await run_in_threadpool(recorded, name, ballot, bytes(body))
-
-    def recorded(name: str, ballot: str, body: bytes) -> Response:
-        run = look().get(name)
-        box = None if run is None else ballot_box(run)
-        if box is None:
+        run = (await shown.look()).get(name)
+        if run is None:
             return PlainTextResponse("no such ballot", 404)
-        try:
-            ranking, voter = read_vote(body)
-            box.vote(ballot, ranking, voter)
-        except NoSuchBallotError as error:
-            return PlainTextResponse(str(error), 409)
-        except ValueError as error:
-            return PlainTextResponse(str(error), 400)
-        except OSError as error:
-            return PlainTextResponse(f"the vote cannot be written: {error.strerror or error}", 507)
-        return Response("{}", media_type="application/json")
+        return await shown.ask(run, "vote", lambda run: recorded(run, ballot, bytes(body)))
 
 
-def foreign(request: Request) -> str:
-    """Why a request may come from another site's page; empty if it does not."""
-    headers = request.headers
-    origin = headers.get("origin")
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        return "votes are sent as application/json"
-    if headers.get("sec-fetch-site", "same-origin") != "same-origin":
-        return "votes are taken from the dashboard's own page only"
-    if origin is not None and not _is_host(origin, headers.get("host", "")):
-        return (
-            f"the page's origin is {origin[:100]!r}, the host asked for {headers.get('host', '')[:100]!r}; "
-            "expected the same. A proxy in between must pass the host on."
-        )
-    return ""
-
-
-def _is_host(origin: str, host: str) -> bool:
+def recorded(run: RunFolder, ballot: str, body: bytes) -> Response:
+    """The answer to a vote, which is written if it is one."""
+    box = ballot_box(run)
+    if box is None:
+        return PlainTextResponse("no such ballot", 404)
     try:
-        return urlsplit(origin).netloc.lower() == host.lower()
-    except ValueError:  # "http://[x"
-        return False
+        ranking, voter = read_vote(body)
+        box.vote(ballot, ranking, voter)
+    except NoSuchBallotError as error:
+        return PlainTextResponse(str(error), 409)
+    except ValueError as error:
+        return PlainTextResponse(str(error), 400)
+    except OSError as error:
+        return PlainTextResponse(f"the vote cannot be written: {error.strerror or error}", 507)
+    return Response("{}", media_type="application/json")
 
 
 def read_vote(body: bytes) -> tuple[list[str], str]:

@@ -26,7 +26,13 @@ from tempfile import TemporaryFile, mkdtemp
 from uuid import uuid4
 
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.base.files import TEMPORARY_PREFIX, discard, fsync_path, fsync_tree
+from spotlight_rewards.base.files import (
+    TEMPORARY_PREFIX,
+    discard,
+    fsync_path,
+    fsync_tree,
+    read_regular,
+)
 
 VOTES_FOLDER = "votes"
 TOUCHED_EVERY_S = 2.0
@@ -36,6 +42,7 @@ VOTER_MAX = 200
 _STALE_S = 60.0
 _ID = re.compile(r"[0-9a-f]{32}")
 _BALLOT = "ballot.json"
+_BALLOT_BYTES_MAX = 1 << 20
 _CLOCK_FOLDER = "clock"
 _TOO_LATE = "This group is voted on already, or its vote is not awaited any more."
 
@@ -222,11 +229,11 @@ class BallotBox:
         if path.parent.is_symlink() or path.is_symlink():
             return None
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = json.loads(read_regular(path, _BALLOT_BYTES_MAX))
             names = tuple(str(name) for name in found["pictures"] if _ID.fullmatch(str(name)))
             times = float(found["asked_at"]), float(found["ends_at"])
             return Ballot(str(found["prompt"]), names, found["asks_name"] is True, *times)
-        except (OSError, ValueError, KeyError, TypeError):  # closed meanwhile, or not ours
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # closed meanwhile, or not ours
             return None
 
     def _write_first(self, path: Path, content: bytes) -> None:

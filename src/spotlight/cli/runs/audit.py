@@ -14,6 +14,8 @@ from spotlight.cli.run_argument import RunArgument, find_run
 from spotlight_rewards.commands.exit_codes import EXIT_NOT_STARTED, errors_without_traceback
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from spotlight.store.ledger.ledger_audit import AuditReport
 
 _IDS_SHOWN = 5
@@ -34,27 +36,32 @@ def audit(
 
       spotlight audit runs/demo --json | jq .violations
     """
-    from spotlight.config.load import load_dump
-    from spotlight.store.ledger.ledger_audit import AuditLimits
-    from spotlight.store.ledger.ledger_audit import audit as recount
-    from spotlight.store.run_directory import RunPaths
-
     directory = find_run(run)
     with errors_without_traceback(EXIT_NOT_STARTED):
-        config = load_dump(RunPaths(directory).config, installed=False)
-        limits = AuditLimits.configured(
-            group_size=config.rollout.group_size,
-            updates_per_batch=config.learner.updates_per_batch,
-            next_share=config.pipeline.next_share,
-            train_samples=config.algorithm.train_samples,
-        )
-        report = recount(directory, limits)
+        report = audit_run(directory)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(report), indent=2))
     else:
         _print(report)
     if not report.ok:
         raise typer.Exit(1)
+
+
+def audit_run(directory: Path) -> AuditReport:
+    """Recount with the limits of the run's own configuration. Raises StoreError if there is no ledger."""
+    from spotlight.config.load import load_dump
+    from spotlight.store.ledger.ledger_audit import AuditLimits
+    from spotlight.store.ledger.ledger_audit import audit as recount
+    from spotlight.store.run_directory import RunPaths
+
+    config = load_dump(RunPaths(directory).config, installed=False)
+    limits = AuditLimits.configured(
+        group_size=config.rollout.group_size,
+        updates_per_batch=config.learner.updates_per_batch,
+        next_share=config.pipeline.next_share,
+        train_samples=config.algorithm.train_samples,
+    )
+    return recount(directory, limits)
 
 
 def _print(report: AuditReport) -> None:

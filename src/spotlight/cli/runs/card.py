@@ -10,7 +10,7 @@ from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 
 def card(run: RunArgument) -> None:
-    """Write or rewrite the model card of a run: gallery, curves, configuration, cost, loading snippet.
+    """Write or rewrite the model card of a run: gallery, curves, settings, cost, loading snippet.
 
     It is written to RUN/card, ready to be uploaded with the weights.
 

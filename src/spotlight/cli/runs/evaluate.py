@@ -11,7 +11,15 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from spotlight.cli.options import DeviceOption, QuantizeOption, WeightsOption, open_run
+from spotlight.cli.options import (
+    BestOption,
+    CurveOption,
+    DeviceOption,
+    IterationOption,
+    QuantizeOption,
+    WeightsOption,
+    open_run,
+)
 from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
@@ -33,11 +41,14 @@ def evaluate(
         typer.Option(help="File of prompts (default: the run's held-out prompts).", show_default=False),
     ] = None,
     weights: WeightsOption = None,
+    iteration: IterationOption = None,
+    best: BestOption = False,
+    by: CurveOption = None,
     device: DeviceOption = "auto",
     quantize: QuantizeOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the scores as JSON.")] = False,
 ) -> None:
-    """Evaluate the newest checkpoint of a run on held-out prompts, with fixed seeds and standard errors.
+    """Evaluate a checkpoint (default: the newest) on held-out prompts, with fixed seeds and standard errors.
 
     [bold]Examples[/bold]
 
@@ -45,12 +56,14 @@ def evaluate(
 
       spotlight eval demo --weights reference
 
+      spotlight eval demo --iteration 20
+
       spotlight eval runs/demo --prompts my_prompts.jsonl --images 32 --json
     """
     with errors_without_traceback():
         from spotlight.cli.work_bar import WorkBar
 
-        trained = open_run(run, device, weights, quantize)
+        trained = open_run(run, device, weights, iteration, best, by, quantize)
         with WorkBar() as bar:
             validation = trained.evaluate(bar, images, steps, prompts)
     if as_json:

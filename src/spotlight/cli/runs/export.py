@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
 
-from spotlight.cli.options import DeviceOption, WeightsOption, open_run
+from spotlight.cli.options import (
+    BestOption,
+    CurveOption,
+    DeviceOption,
+    IterationOption,
+    WeightsOption,
+    open_run,
+)
 from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.base.terminal import printable
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
@@ -55,10 +62,13 @@ def export(
         ),
     ] = None,
     weights: WeightsOption = None,
+    iteration: IterationOption = None,
+    best: BestOption = False,
+    by: CurveOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Export the newest checkpoint: a LoRA for load_lora_weights, with --format for other programs, or with
-    --merged a whole pipeline.
+    """Export a checkpoint, by default the newest: a LoRA for load_lora_weights, with --format for
+    other programs, or with --merged a whole pipeline.
 
     [bold]Examples[/bold]
 
@@ -69,6 +79,8 @@ def export(
       spotlight export demo --merged --out my_model
 
       spotlight export demo --merged --dtype float32
+
+      spotlight export demo --best --out best
     """
     if dtype is not None and not merged:
         raise failure(
@@ -81,7 +93,7 @@ def export(
         from spotlight.report.loading import loading_snippet
         from spotlight.report.record import read_run
 
-        trained = open_run(run, device, weights)
+        trained = open_run(run, device, weights, iteration, best, by)
         full = trained.config.learner.mode == "full"
         if full and not merged:
             raise failure(f"{trained.directory}: a full fine-tune has no LoRA to export; add --merged.")

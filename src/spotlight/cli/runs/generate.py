@@ -9,10 +9,19 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
-from spotlight.cli.options import DeviceOption, QuantizeOption, WeightsOption, open_run
+from spotlight.cli.options import (
+    BestOption,
+    CurveOption,
+    DeviceOption,
+    IterationOption,
+    QuantizeOption,
+    WeightsOption,
+    open_run,
+)
 from spotlight.cli.run_argument import RunArgument
 from spotlight_rewards.base.terminal import printable
 from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
+from spotlight_rewards.commands.options import read_prompts_option
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,8 +33,17 @@ _SLUG_MAX = 48
 
 
 PromptOption: TypeAlias = Annotated[
-    list[str], typer.Option("--prompt", "-p", help="What to draw; may be given several times.")
+    list[str] | None,
+    typer.Option("--prompt", "-p", help="What to draw; may be given several times.", show_default=False),
 ]
+PromptsOption: TypeAlias = Annotated[
+    Path | None,
+    typer.Option("--prompts", metavar="FILE", help="Prompts to draw, .txt or .jsonl.", show_default=False),
+]
+HeightOption: TypeAlias = Annotated[
+    int | None, typer.Option(min=1, help="In pixels (default: the run's).", show_default=False)
+]
+WidthOption: TypeAlias = HeightOption
 StepsOption: TypeAlias = Annotated[
     int | None, typer.Option(min=1, help="Denoising steps (default: the run's).", show_default=False)
 ]
@@ -53,19 +71,25 @@ OutOption: TypeAlias = Annotated[
 
 def generate(
     run: RunArgument,
-    prompt: PromptOption,
+    prompt: PromptOption = None,
+    prompts: PromptsOption = None,
     seed: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     count: Annotated[int, typer.Option(min=1, help="Pictures per prompt, with successive seeds.")] = 1,
+    height: HeightOption = None,
+    width: WidthOption = None,
     steps: StepsOption = None,
     guidance: GuidanceOption = None,
     reference: ReferenceOption = None,
     before: BeforeOption = False,
     out: OutOption = None,
     weights: WeightsOption = None,
+    iteration: IterationOption = None,
+    best: BestOption = False,
+    by: CurveOption = None,
     device: DeviceOption = "auto",
     quantize: QuantizeOption = None,
 ) -> None:
-    """Generate images with the newest checkpoint of a run.
+    """Generate images with a checkpoint of a run, by default the newest.
 
     Equal seeds give equal images. With --before, before-after.png shows both sides. Models that edit pictures
     take those with --reference.
@@ -75,12 +99,18 @@ def generate(
       spotlight generate demo --prompt "two red circles"
 
       spotlight generate demo -p "a blue square" -p "a green triangle" --count 4 --before
+
+      spotlight generate demo --prompts prompts.txt --height 48 --width 32
     """
-    if not all(text.strip() for text in prompt):
-        raise failure(f"--prompt: found {prompt}; expected texts that are not empty. Say what to draw.")
-    pairs = [(text, seed + index) for text in prompt for index in range(count)]
     with errors_without_traceback():
-        trained = open_run(run, device, weights, quantize)
+        listed = [] if prompts is None else read_prompts_option("--prompts", prompts)
+        drawn = [*(prompt or ()), *(each.text for each in listed)]
+        if not drawn or not all(text.strip() for text in drawn):
+            raise failure(f"--prompt: found {drawn}; expected texts that are not empty. Say what to draw.")
+        if any(each.references for each in listed) and not reference:
+            raise failure(f"--prompts: {prompts} names references; expected them by --reference, for all.")
+        pairs = [(text, seed + index) for text in drawn for index in range(count)]
+        trained = open_run(run, device, weights, iteration, best, by, quantize).with_size(height, width)
         untrained = trained.with_weights("reference") if before else None  # fail now rather than at the end
         texts, seeds = [text for text, _ in pairs], [number for _, number in pairs]
         shown = reference or []

@@ -14,6 +14,7 @@ from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX
 from spotlight.dry_run.memory_plan import (
     Estimate,
     kept_gathered,
+    may_share,
     peak_bytes,
     phase_bytes,
     published_parts,
@@ -37,7 +38,7 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
         where = "a GPU of the learner" if config.pipeline.trainers_generate else "the device"
         _print(console, f"Memory, estimated: {peak} on {where} at the peak", _estimates(plan.memory))
         _print(console, "Peaks by phase", _peaks(plan.memory))
-        if config.learner.shard != "none" and isinstance(plan.model, ModelSizes):
+        if may_share(config) and isinstance(plan.model, ModelSizes):
             _print(
                 console, "Memory of a rank, where several share the model", _shared(config, plan, plan.model)
             )
@@ -80,6 +81,13 @@ def _print(
 
 def _work(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:
     rollout, learner = config.rollout, config.learner
+    where = str(config.runs_dir / config.name)
+    if plan.trained >= config.iterations:
+        yield "run", "finished", f"{plan.trained} iterations are trained: {where}"
+    elif plan.trained:
+        yield "run", "resumes", f"after iteration {plan.trained} of {config.iterations}: {where}"
+    else:
+        yield "run", "begins", where
     samples = f"{rollout.prompts_per_iteration} prompts x {rollout.group_size} pictures"
     yield "samples an iteration", count(plan.samples), samples
     if (chosen := config.algorithm.train_samples) is not None:
@@ -174,7 +182,7 @@ def _shared(config: RunConfig, plan: RunPlan, model: ModelSizes) -> Iterator[tup
 
 
 def _fitting(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]:
-    together = config.learner.shard != "none"
+    together = may_share(config)
     for fit in plan.fitting:
         why = f"shared by {RANKS} ranks: {_sides(fit.shared)}" if together else ""
         yield f"a GPU of {fit.gpu_gib} GB", _sides(fit.alone), why

@@ -1,10 +1,11 @@
-"""Progress display: live bars on a terminal, one line per event elsewhere.
+"""Progress display: live bars on a terminal, one line per event elsewhere and in the attempt's log.
 
 Drawing never slows the run: events only set fields, and a thread redraws twice per second.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -29,6 +30,8 @@ from spotlight.store.metrics import JUDGED, STDERR
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig
+
+log = logging.getLogger("spotlight")
 
 _REDRAWS_PER_S = 2
 _PLAIN_WORK_EVERY_S = 30.0
@@ -120,7 +123,7 @@ def _is_silent(row: Mapping[str, float]) -> bool:
 
 
 class RunProgress(Silent):
-    """An ``Observer`` of the run; base of both displays. Use as a context manager."""
+    """An ``Observer`` of the run, which only logs; base of both displays. Use as a context manager."""
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -135,6 +138,13 @@ class RunProgress(Silent):
     ) -> None:
         return
 
+    def say(self, text: str) -> None:
+        """Give one line; the attempt's log, once it is open, has every one."""
+        log.info(text)
+
+    def note(self, text: str) -> None:
+        self.say(text)
+
     def work(self, phase: Phase, done: float, total: int) -> None:
         self.worked = True
         self.facts.take_work(phase, done, total)
@@ -145,6 +155,7 @@ class RunProgress(Silent):
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
         self.worked = True
         self.facts.take_validation(row)
+        self.say(f"validation at iteration {iteration}: {scores(row)}")
 
     def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
         self.worked = True
@@ -157,7 +168,13 @@ class RunProgress(Silent):
                 "them. Look at what `spotlight score` gives for pictures that should differ; if that "
                 "differs, the prompts are too hard or too easy, or the reward too coarse"
             )
-        self.facts.take_iteration(iteration, row)
+        facts = self.facts
+        facts.take_iteration(iteration, row)
+        parts = [f"iteration {facts.done}/{facts.total}", training(row)]
+        if math.isfinite(facts.left_s):
+            parts.append(f"{facts.seconds_per_iteration:.1f} s each, {duration(facts.left_s)} left")
+        parts.append(money(facts.cost_usd))
+        self.say("  ".join(part for part in parts if part))
 
 
 class RunConsole(Console):
@@ -184,28 +201,13 @@ class PlainProgress(RunProgress):
         self._console = console
         self._said = time.monotonic()
 
-    def note(self, text: str) -> None:
-        self._say(text)
-
     def work(self, phase: Phase, done: float, total: int) -> None:
         super().work(phase, done, total)
         if time.monotonic() - self._said > _PLAIN_WORK_EVERY_S:
-            self._say(f"{phase.value} {done:.0f}/{total}{_rate(self.facts)}")
+            self.say(f"{phase.value} {done:.0f}/{total}{_rate(self.facts)}")
 
-    def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:
-        super().evaluated(iteration, row)
-        self._say(f"validation at iteration {iteration}: {scores(row)}")
-
-    def iterated(self, iteration: int, row: Mapping[str, float]) -> None:
-        super().iterated(iteration, row)
-        facts = self.facts
-        parts = [f"iteration {facts.done}/{facts.total}", training(row)]
-        if math.isfinite(facts.left_s):
-            parts.append(f"{facts.seconds_per_iteration:.1f} s each, {duration(facts.left_s)} left")
-        parts.append(money(facts.cost_usd))
-        self._say("  ".join(part for part in parts if part))
-
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        super().say(text)
         self._said = time.monotonic()
         self._console.print(Text(f"[{duration(self.facts.elapsed_s)}] {text}"), soft_wrap=True)
 
@@ -230,6 +232,7 @@ class LiveProgress(RunProgress):
             self._live.stop()
 
     def note(self, text: str) -> None:
+        super().note(text)
         self._keep(Text(text, style="dim"))
 
     def evaluated(self, iteration: int, row: Mapping[str, float]) -> None:

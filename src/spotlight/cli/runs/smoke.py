@@ -1,6 +1,7 @@
 """``spotlight train --smoke``: a recipe on a small random pipeline of its family, on this machine.
 
-Rewards with weights score with small random models of the same classes.
+Rewards with weights score with small random models of the same classes. Where no prompts are set, as in a
+preset, they are the rewards' own examples.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 
 ITERATIONS = 2
 _GROUP, _EVALUATED = 4, 2
+_TRAINED = [
+    f"{light} in {season}"
+    for light in ("by day", "by night")
+    for season in ("spring", "summer", "autumn", "winter")
+]
+_HELD_OUT = ["in the rain", "in the fog"]
 _SIDE_MIN_PX = 32
 """Rewards cannot read much on smaller pictures."""
 
@@ -57,7 +64,7 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
         if getattr(config.model, key) is not None:
             yield f"model.{key}", "null"
     if len(unset := unset_keys(config)) == 2:  # as in a preset; one of two is left to be refused
-        yield from ((key, "testbed") for key in unset)
+        yield from zip(unset, _write_prompts(config, folder / "prompts"), strict=True)
     if config.device == "cuda" and not _cuda():
         yield "device", "cpu"
     if config.model.attention is not None and not _has_attention(config.model.attention):
@@ -75,6 +82,27 @@ def _replaced(config: RunConfig, family: type[ModelFamily], folder: Path) -> Ite
         yield "fleet.sequence_parallel.degrees", "[1]"
     if fleet.sequence_parallel.guidance:
         yield "fleet.sequence_parallel.guidance", "false"
+
+
+def _write_prompts(config: RunConfig, folder: Path) -> Iterator[object]:
+    """Training and held-out prompts that every reward can score, as far as rewards say what they read."""
+    from spotlight_rewards.reward_check import example_record
+    from spotlight_rewards.reward_facts import Reads
+    from spotlight_rewards.reward_registry import facts_of
+
+    every = [facts for reward in config.rewards if (facts := facts_of(reward.name)) is not None]
+    examples = [(facts.reads, facts.example) for facts in every if facts.example is not None]
+    if not examples:
+        yield from ("testbed", "testbed")
+        return
+    folder.mkdir()
+    metadata = {key: value for _, each in examples for key, value in example_record(each, folder).items()}
+    text = max(examples, key=lambda each: (each[0] is Reads.TEXT, len(each[1].prompt)))[1].prompt
+    for name, settings in (("train", _TRAINED), ("test", _HELD_OUT)):
+        lines = [json.dumps({"prompt": f"{text}, {setting}", **metadata}) for setting in settings]
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        yield path
 
 
 def _rewards(config: RunConfig, folder: Path) -> Iterator[tuple[str, object]]:

@@ -92,6 +92,14 @@ FitOption: TypeAlias = Annotated[
         show_default=False,
     ),
 ]
+VoteOption: TypeAlias = Annotated[
+    bool,
+    typer.Option(
+        "--vote",
+        help="People judge: they pick the best of four pictures on the dashboard, as with --dashboard; the "
+        "configuration's rewards stay as curves.",
+    ),
+]
 RanksOption: TypeAlias = Annotated[
     int | None,
     typer.Option(
@@ -129,6 +137,7 @@ def train(
     dry_run: DryRunOption = False,
     smoke: SmokeOption = False,
     fit: FitOption = None,
+    vote: VoteOption = False,
     ranks: RanksOption = None,
     address: AddressOption = None,
     deadline_h: DeadlineOption = None,
@@ -168,6 +177,8 @@ def train(
 
       spotlight train --dashboard
 
+      spotlight train examples/24gb-z-image-turbo.yaml --vote
+
       spotlight train qwen.yaml --profile 3
     """
     from spotlight.config.load import load_config
@@ -182,6 +193,9 @@ def train(
         given = [*(arguments or []), *(["fleet.driver=ray"] if named else []), *named]
         config = load_config(*split_arguments(given))
         _require_ranks(config, ranks, smoke)
+        if vote:
+            given += _vote(config, given)
+            config = load_config(*split_arguments(given))
         if fit is not None:
             given += _fit(config, fit, ranks)
             config = load_config(*split_arguments(given))
@@ -195,8 +209,9 @@ def train(
         from spotlight.cli.runs.rank_processes import run_ranks
 
         raise typer.Exit(run_ranks(ranks or 1, [sys.executable, "-m", "spotlight.cli", *sys.argv[1:]]))
-    beside = (dashboard or keep_dashboard) and int(os.environ.get("RANK", "0")) == 0
-    result = _run(config, plain, dashboard=beside, keep_dashboard=keep_dashboard, profile=profile or 0)
+    beside = (dashboard or keep_dashboard or vote) and int(os.environ.get("RANK", "0")) == 0
+    view = ("votes" if vote else "overview") if beside else None
+    result = _run(config, plain, view, keep_dashboard=keep_dashboard, profile=profile or 0)
     if int(os.environ.get("RANK", "0")) == 0:
         _print_result(result)
     if result.error is not None:
@@ -234,6 +249,17 @@ def _fit(config: RunConfig, asked: str, ranks: int | None) -> list[str]:
     return fitted_overrides(config, asked, started, Console(highlight=False))
 
 
+def _vote(config: RunConfig, given: Sequence[str]) -> list[str]:
+    from spotlight.cli.runs.vote_option import vote_overrides
+
+    replaced = vote_overrides(config, given)
+    console = Console(highlight=False)
+    console.print("People vote: as configured, but for")
+    for each in replaced:
+        console.print(Text(f"  {each}"), soft_wrap=True)
+    return replaced
+
+
 def _smoke(config: RunConfig) -> list[str]:
     import shutil
 
@@ -256,8 +282,11 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.cluster.local.emulation import require_learner_room
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
+    from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
 
     with errors_without_traceback(), lasting():
+        if finished_summary(config) is None:
+            require_disk(config, require_startable(config))
         plan, fleet = make_plan(config, ranks), plan_fleet(config.fleet)
         require_learner_room(config)
     console = Console(highlight=False)
@@ -266,10 +295,13 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
 
 
-def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: bool, profile: int) -> RunResult:
+def _run(
+    config: RunConfig, plain: bool, dashboard: str | None, *, keep_dashboard: bool, profile: int
+) -> RunResult:
     from spotlight.cli.runs.dashboard_beside import start_beside
     from spotlight.cli.runs.progress import make_progress
     from spotlight.runtime.clock import process_age_s
+    from spotlight.runtime.preflight import finished_summary, require_startable
     from spotlight.runtime.signals import ending_at_once
 
     if config.model.path in TESTBEDS or Path(config.model.path).is_dir():
@@ -278,9 +310,13 @@ def _run(config: RunConfig, plain: bool, *, dashboard: bool, keep_dashboard: boo
     progress.facts.started = time.monotonic() - process_age_s()  # imports are billed too
     try:
         with ending_at_once(), progress:
-            if dashboard:
-                start_beside(config.runs_dir, config.name, stays=keep_dashboard, note=progress.note)
+            if dashboard is not None:
+                start_beside(
+                    config.runs_dir, config.name, stays=keep_dashboard, note=progress.note, view=dashboard
+                )
             progress.note("loading the model, the rewards and the prompts")
+            if finished_summary(config) is None:
+                require_startable(config)  # again in the driver, whose import takes seconds
             run = driver_of(config, profile)
             return run(config, progress, process_age_s())
     except KeyboardInterrupt as error:

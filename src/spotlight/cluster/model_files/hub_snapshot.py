@@ -57,11 +57,10 @@ class SnapshotFile:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotManifest:
-    """The files of one commit; ``tree``: the hub's own list of them, where its cache has it."""
+    """The files of one commit."""
 
     commit: str
     files: tuple[SnapshotFile, ...]
-    tree: str | None
 
     @property
     def bytes(self) -> int:
@@ -135,10 +134,7 @@ class ModelFileServer:
             return None
         files = tuple(_file(root, path) for path in _matching(root, wanted.patterns))
         self._offered = {file.path: (root / file.path).resolve() for file in files}
-        tree = model_directory(self._cache, wanted.hub_id) / "trees" / f"{root.name}.json"
-        return SnapshotManifest(
-            root.name, files, tree.read_text(encoding="utf-8") if tree.is_file() else None
-        )
+        return SnapshotManifest(root.name, files)
 
     def read(self, path: str, start: int, length: int) -> bytes:
         """Bytes of an offered file; fewer at its end. OSError if it is gone, KeyError if not offered."""

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from spotlight.cluster.model_files.hub_list import asked_hub
 from spotlight.cluster.model_files.hub_snapshot import (
     ModelFileServer,
     PendingBytes,
@@ -102,8 +103,11 @@ def _fetch(wanted: WantedModel, cache: Path, config: RunConfig) -> str | None:
         root = on_disk(wanted, cache)
         if root is not None:  # by another process, while this one waited
             return root.name
+        hub_list = asked_hub(wanted, directory)
         with closing(node_sources(config.fleet.answer_s)) as sources:
-            return fetch_snapshot(wanted, sources, directory, limit_s=config.fleet.start_s / 2)
+            return fetch_snapshot(
+                wanted, sources, directory, limit_s=config.fleet.start_s / 2, hub_list=hub_list
+            )
 
 
 class NodeSource:

@@ -17,9 +17,10 @@ import os
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from spotlight.cluster.model_files.hub_list import Listed, require_listed
 from spotlight.cluster.model_files.hub_snapshot import (
     FileSource,
     PendingBytes,
@@ -46,12 +47,14 @@ def fetch_snapshot(
     directory: Path,
     chunk_bytes: int = CHUNK_BYTES,
     limit_s: float = math.inf,
+    hub_list: Callable[[], Listed | None] = lambda: None,
 ) -> str | None:
     """Copy the files from the first source that has them, and from others in turn if it is lost.
 
     Args:
         directory: of the model in the hub's cache.
         limit_s: after this long no further source is asked.
+        hub_list: the hub's own list of the commit, if it can be had: what is not in it is refused.
 
     Returns:
         The commit; None if no source had the files, or none was left; the log says which.
@@ -67,6 +70,15 @@ def fetch_snapshot(
             if offer is not None:
                 require_fit(offer, wanted)
                 copied = copy_files(offer, source, directory / "blobs", chunk_bytes)
+                listed = hub_list()
+                if listed is None:
+                    log.warning(
+                        "%s: checked against the hashes that node %s gave, not the hub's: its list is "
+                        "neither cached here nor to be had. A node that lies leaves false files in %s",
+                        wanted.hub_id, source.name, directory,
+                    )  # fmt: skip
+                else:
+                    require_listed(offer, listed, directory / "blobs")
                 _publish(offer, directory)
                 seconds = time.monotonic() - began_s
                 log.info(
@@ -149,15 +161,6 @@ def _publish(offer: SnapshotManifest, directory: Path) -> None:
         draft.unlink(missing_ok=True)
         draft.symlink_to(os.path.relpath(directory / "blobs" / file.blob, link.parent))
         draft.replace(link)
-    if offer.tree is not None:
-        _write(directory / "trees" / f"{offer.commit}.json", offer.tree)
-
-
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f"{path.name}{_PART}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(path)
 
 
 def _size(path: Path) -> int:

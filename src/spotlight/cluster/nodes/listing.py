@@ -188,8 +188,9 @@ def require_usable(view: View, learner_ranks: int, source: str) -> None:
                 source,
                 f"no GPU and no {SLOT} on any node (nodes: {names})",
                 "at least one",
-                f"Start nodes with ray start --num-gpus=N, or where CPUs stand for GPUs with "
-                f"--num-gpus=0 --resources='{{\"{SLOT}\": N}}'.",
+                f"Start nodes with GPUs, or where CPUs stand for them with SPOTLIGHT_SLOTS=N "
+                f'launch/ray-start.sh (ray start --num-gpus=0 --resources=\'{{"spotlight_reserved": 1, '
+                f'"{SLOT}": N}}\').',
             )
         )
     elif reserved and (slots := sum(node.slots for node in reserved)) < learner_ranks:

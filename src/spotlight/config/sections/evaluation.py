@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, PositiveInt
@@ -56,6 +57,15 @@ class EvaluationConfig(Section):
         """Number of evaluations in a whole run."""
         between = (iterations - 1) // self.every if self.every else 0
         return self.at_start + between + self.at_end
+
+    def notes(self, run: RunConfig) -> Iterator[str]:
+        """Pictures are judged, and later made, as they are evaluated."""
+        if self.steps == type(self).model_fields["steps"].default != run.rollout.steps:
+            yield (
+                f"evaluation.steps is {self.steps}, the default, but rollout.steps {run.rollout.steps}: "
+                "pictures are trained in other steps than evaluated, and than `spotlight generate` and the "
+                "printed lines make them. Where that is not meant, set evaluation.steps too."
+            )
 
     requires = (
         Requires("evaluation.weights", {"learner.ema": UNSET},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -249,6 +250,16 @@ class FleetConfig(Section):
         # Guidance in parallel opens a group of each half, too, for half as long.
         openings = 2.5 if self.sequence_parallel.guidance else 2.0
         return openings / (_TIMES_ASKED - 0.5) * self.collective_s
+
+    def notes(self, run: RunConfig) -> Iterator[str]:
+        """What the learner's GPUs do without spot nodes."""
+        vanish = self.address is not None or self.spot.trace is not None
+        waits = self.driver == "ray" and not self.learner_moves and not run.pipeline.trainers_generate
+        if waits and vanish and self.local.rollout_slots == 0:
+            yield (
+                "where no node but the learner's is left, its GPUs wait at full price until a spot node "
+                "joins: with pipeline.trainers_generate=true they roll out meanwhile."
+            )
 
     requires = (
         *(Requires(key, _INLINE, UNSET, _RAY)

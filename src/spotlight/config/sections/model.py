@@ -148,7 +148,7 @@ class DataConfig(Section):
     """Training prompts, and held-out prompts for evaluation."""
 
     train: str = "testbed"
-    """File of training prompts (.txt: one per line; .jsonl: GenEval metadata); ``testbed`` and
+    """File of training prompts (.txt: one per line; .jsonl, .csv, .tsv: also metadata); ``testbed`` and
     ``testbed-video``: built in. Must be set, like ``test``, for a model other than these.
     """
     test: str = "testbed"

@@ -19,6 +19,8 @@ class CheckpointConfig(Section):
     """Iterations between checkpoints; a killed run loses at most this much."""
     keep: PositiveInt = 2
     """Checkpoints to keep; an older one is used if the newest is damaged."""
+    best: bool = True
+    """Beside them, keep the one with the best validation (``strict`` if there is that, else ``graded``)."""
 
 
 class WandbConfig(Section):

@@ -98,14 +98,14 @@ def read_attempts(connection: Connection) -> tuple[AttemptRecord, ...]:
     )
 
 
-def read_history(run: Path) -> History:
-    """Read a run's history.
+def read_history(run: Path, within_s: float | None = None) -> History:
+    """Read a run's history, ``within_s`` as :func:`.ledger_queries.open_readonly` has it.
 
     Raises:
         LedgerError: there is no ledger, or its version is not supported.
     """
     with (
-        closing(queries.open_readonly(RunPaths(run).ledger)) as connection,
+        closing(queries.open_readonly(RunPaths(run).ledger, within_s)) as connection,
         queries.consistent_reading(connection),
     ):
         attempts = read_attempts(connection)

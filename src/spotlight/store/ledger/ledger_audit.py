@@ -119,20 +119,25 @@ class AuditReport:
         return not self.violations
 
 
-def audit(run: Path, limits: AuditLimits) -> AuditReport:
+def audit(run: Path, limits: AuditLimits, within_s: float | None = None) -> AuditReport:
     """Audit a run directory, also while the run is working.
+
+    Args:
+        within_s: of the ledger's queries, as :func:`.ledger_queries.open_readonly` has it.
 
     Raises:
         LedgerError: there is no ledger, or it cannot be read in full.
         StoreError: the run replaced its checkpoints faster than they can be read.
     """
     paths = RunPaths(run)
-    with closing(queries.open_readonly(paths.ledger)) as connection:
+    with closing(queries.open_readonly(paths.ledger, within_s)) as connection:
         # Before the ledger's snapshot, which would not hold the records of a checkpoint written during it.
         newest = _newest_checkpoint(paths)
         try:
             return _audit(connection, newest, limits)
         except sqlite3.DatabaseError as error:
+            if queries.ran_out_of_time(error):
+                raise
             raise queries.damaged(paths.ledger, f"cannot be read to its end: {error}") from error
 
 

@@ -12,8 +12,10 @@ import heapq
 import json
 import os
 import sqlite3
+import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,11 @@ from spotlight.store.ledger.ledger_schema import (
 from spotlight.store.store_errors import LedgerError
 from spotlight_rewards.base.prompts import PromptId
 
+_BESIDE = ("-journal", "-wal", "-shm")
+"""Endings of the files that SQLite opens besides a database."""
+_STEPS_BETWEEN_LOOKS = 10_000
+"""Of SQLite's machine, between two looks at the clock: a millisecond."""
+_VALUE_BYTES_MAX = 64 << 20
 _TOGETHER_S = 5.0
 """Parts of a machine that are lost so shortly one after the other are lost together."""
 _DIGESTED = (
@@ -69,31 +76,67 @@ class LedgerCounts:
     rejected: int
 
 
-def open_readonly(path: Path) -> sqlite3.Connection:
-    """Open a read-only connection, safe beside a writer.
+def open_readonly(path: Path, within_s: float | None = None) -> sqlite3.Connection:
+    """Open a read-only connection, safe beside a writer, and to a file of somebody else.
 
     Of a ledger that no process works on, also where nothing can be written, as on a disk mounted read-only.
 
+    Args:
+        within_s: seconds from now after which queries end with ``sqlite3.OperationalError`` (interrupted).
+
     Raises:
-        LedgerError: the file is missing, or no ledger of a supported version.
+        LedgerError: the file is missing, no ledger of a supported version, or its tables are none.
     """
     if not path.is_file():
         raise LedgerError(f"{path}: no ledger here. Name a run directory that `spotlight train` has made.")
+    for part in (path.with_name(path.name + ending) for ending in _BESIDE):
+        if os.path.lexists(part) and not stat.S_ISREG(part.lstat().st_mode):
+            raise LedgerError(f"{part}: not a regular file; expected one that SQLite has made. Remove it.")
     # SQLite would make two files beside the ledger; without a log to read it can do without.
     still = "" if os.access(path.parent, os.W_OK) or _has_log(path) else "&immutable=1"
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{still}", uri=True, isolation_level=None)
+    if within_s is not None:
+        end_s = time.monotonic() + within_s
+        connection.set_progress_handler(lambda: time.monotonic() > end_s, _STEPS_BETWEEN_LOOKS)
     try:
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_BYTES_MAX)
         check_identity(connection, path)
+        _check_tables(connection, path)
     except LedgerError:
         connection.close()
         raise
     except sqlite3.Error as error:
         connection.close()
+        if ran_out_of_time(error):
+            raise
+        if is_damage(error):
+            raise damaged(path, error) from error
         remedy = "Reading needs write access to its folder"
         if is_locked(error):
             remedy = "Close the program that locks it"
         raise LedgerError(f"{path}: cannot be read: {error}. {remedy}.") from error
     return connection
+
+
+def ran_out_of_time(error: BaseException) -> bool:
+    """Whether the seconds given to :func:`open_readonly` were over."""
+    return isinstance(error, sqlite3.Error) and error.sqlite_errorcode == sqlite3.SQLITE_INTERRUPT
+
+
+def _check_tables(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse tables that compute what they hold: of a few bytes they could make rows without an end."""
+    computed = connection.execute(
+        "SELECT type, name FROM sqlite_master WHERE type = 'view' AND name <> 'scores'"
+        " OR type = 'table' AND rootpage = 0 UNION SELECT 'column', tables.name || '.' || columns.name"
+        " FROM sqlite_master AS tables, pragma_table_xinfo(tables.name) AS columns"
+        " WHERE tables.type = 'table' AND rootpage > 0 AND columns.hidden = 2"
+    ).fetchone()
+    if computed is not None:
+        raise LedgerError(
+            f"{path}: {computed[1][:100]!r} is a computed {computed[0]}; expected tables that hold "
+            "their rows. No Spotlight made this file."
+        )
 
 
 def _has_log(path: Path) -> bool:
@@ -139,15 +182,25 @@ def check_identity(connection: sqlite3.Connection, path: Path) -> int:
 
 @contextmanager
 def consistent_reading(connection: sqlite3.Connection) -> Iterator[None]:
-    """Read everything in the block from one snapshot. Nests."""
+    """Read everything in the block from one snapshot. Nests.
+
+    Raises LedgerError of what SQLite finds damaged, as it is read.
+    """
     if connection.in_transaction:
         yield
         return
-    connection.execute("BEGIN")
+    path = Path(connection.execute("PRAGMA database_list").fetchone()[2])
     try:
+        connection.execute("BEGIN")
         yield
-    finally:
         connection.execute("COMMIT")
+    except sqlite3.Error as error:
+        if not is_damage(error) and "no such" not in str(error):  # a table or column
+            raise
+        raise damaged(path, error) from error
+    finally:
+        with suppress(sqlite3.Error):  # which was told
+            connection.rollback()
 
 
 def position(connection: sqlite3.Connection) -> int:
@@ -260,7 +313,12 @@ def scorers_at(connection: sqlite3.Connection, position: int) -> dict[str, str]:
 
 
 def prompts_at(connection: sqlite3.Connection, position: int) -> dict[str, list[PromptId]]:
-    """The prompts that the records up to ``position`` were made with, by key and in the file's order."""
+    """The prompts that the records up to ``position`` were made with, by key and in the file's order.
+
+    Empty: the ledger is of a version that did not record them.
+    """
+    if not has_table(connection, "prompt_files"):
+        return {}
     rows = connection.execute(
         "SELECT key, prompts FROM prompt_files WHERE position < ? ORDER BY id", (position,)
     )

@@ -13,7 +13,8 @@ from typing import Literal
 
 from PIL import Image, ImageSequence
 
-from spotlight.store.images import TileNote, read_tile_notes
+from spotlight.store.images import TileNote, read_tile_note
+from spotlight.store.picture_names import tiles_of
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.media_files import open_picture
 
@@ -46,7 +47,8 @@ class ShownMedia:
 
 def shown_media(paths: RunPaths, iteration: int) -> tuple[ShownMedia, ...]:
     """What was kept of an evaluation, in the order of its grid."""
-    return tuple(_shown(note) for note in read_tile_notes(paths, iteration))
+    notes = map(read_tile_note, tiles_of(paths, iteration))
+    return tuple(_shown(note) for note in notes if note is not None)
 
 
 def _shown(note: TileNote) -> ShownMedia:

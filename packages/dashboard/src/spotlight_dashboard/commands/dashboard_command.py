@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -23,6 +25,8 @@ from spotlight_rewards.commands.serving import HostOption, TokenEnvOption, token
 if TYPE_CHECKING:
     import uvicorn
     from fastapi import FastAPI
+
+    from spotlight_dashboard.dashboard_keys import DashboardKeys
 
 _INSTALL = "pip install 'spotlight-rl[dashboard]'"
 _GOES_WITH_S = 2.0
@@ -62,6 +66,8 @@ def dashboard(
 ) -> None:
     """Show runs in the browser while they work, or later: progress, pictures, curves, nodes, money, ledger.
 
+    Prints an address with a token that opens it in one browser; programs send the token of --token-env.
+
     Only reads the run directories, which may be on a mounted disk, and writes nothing there but the votes of
     people where a run asks for them. Needs neither the model nor a GPU, but
     pip install 'spotlight-rl\\[dashboard]'.
@@ -78,24 +84,33 @@ def dashboard(
     """
     if descriptor >= 0:
         os.nice(5)  # the run that it is beside goes first
-    token, webhook = token_of(host, token_env), _webhook(webhook_env)
+    from spotlight_dashboard.dashboard_keys import DashboardKeys
+
+    keys, webhook = DashboardKeys(token_of(host, token_env)), _webhook(webhook_env)
     shown = places if descriptor >= 0 and places else [_place(place) for place in places or [RUNS]]
     with errors_without_traceback():
-        app = _app(shown, token, (budget_usd, deadline_h, no_spot_min))
+        app = _app(shown, keys, (budget_usd, deadline_h, no_spot_min))
         listening = socket.socket(fileno=descriptor) if descriptor >= 0 else _listen(host, port)
+    if descriptor >= 0:
+        keys.one_time(sys.stdin.readline().strip())  # of the address that the run has printed
     import uvicorn
 
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+    from spotlight_rewards.service.guarded_connections import guarded
+
+    server = uvicorn.Server(guarded(app, timeout_graceful_shutdown=3))
     app.state.ends = lambda: server.should_exit  # or an open page would hold it up
     if ends_with:
         threading.Thread(target=_end_after, args=(ends_with, server), daemon=True).start()
     else:
-        _print_address(host, listening.getsockname()[1], bool(token))
+        keys.used = lambda: _print_address(host, listening.getsockname()[1], keys.one_time())
+        keys.used()
         _start_alerts(app, webhook)
     server.run(sockets=[listening])
 
 
-def _app(shown: Sequence[Path], token: str, limits: tuple[float | None, float | None, float]) -> FastAPI:
+def _app(
+    shown: Sequence[Path], keys: DashboardKeys, limits: tuple[float | None, float | None, float]
+) -> FastAPI:
     """The page's server. Exits if a package or a file of the page is missing."""
     try:
         import uvicorn as uvicorn
@@ -107,7 +122,7 @@ def _app(shown: Sequence[Path], token: str, limits: tuple[float | None, float | 
     from spotlight_dashboard.views.findings import RunLimits
 
     plotly_file()
-    return dashboard_app(shown, token, RunLimits(*limits))
+    return dashboard_app(shown, keys, RunLimits(*limits))
 
 
 def _place(text: Path) -> Path:
@@ -158,9 +173,12 @@ def _is_url(text: str) -> bool:
 
 def _start_alerts(app: FastAPI, webhook: str) -> None:
     from spotlight_dashboard.alerts import AlertWatch, watch_runs
+    from spotlight_dashboard.shown_runs import ShownRuns
 
-    watch = AlertWatch(app.state.answers)
-    arguments = (app.state.shown.look, watch, webhook, threading.Event())
+    shown: ShownRuns = app.state.shown
+    watch = AlertWatch(app.state.answers, shown.threads)
+    own = ShownRuns(shown.places, shown.threads)  # a loop's lock is of that loop
+    arguments = (lambda: asyncio.run(own.look()), watch, webhook, threading.Event())
     threading.Thread(target=watch_runs, args=arguments, daemon=True).start()
 
 
@@ -170,9 +188,9 @@ def _end_after(process: int, server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-def _print_address(host: str, port: int, needs_token: bool) -> None:
+def _print_address(host: str, port: int, token: str) -> None:
     shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
     address = f"http://[{shown}]:{port}/" if ":" in shown else f"http://{shown}:{port}/"
     Console(highlight=False).print(
-        f"{address}{'?token=...' if needs_token else ''}  (Ctrl-C ends it)", soft_wrap=True
+        f"{address}?token={token}  (for one browser; Ctrl-C ends the dashboard)", soft_wrap=True
     )

@@ -23,6 +23,7 @@ function h(tag, attributes = {}, ...children) {
 }
 
 class Refused extends Error {}
+class NoSession extends Refused {}
 
 /** The answer to one question about a run. Throws `Refused` with the server's words. */
 async function ask(run, what, query = {}) {
@@ -50,8 +51,24 @@ async function fetched(address) {
   } catch {
     throw new Refused("The dashboard's server does not answer.");
   }
+  if (answer.status === 401) throw new NoSession(await answer.text());
   if (!answer.ok) throw new Refused(await answer.text());
   return answer.json();
+}
+
+/** Give JSON to the server. Throws `Refused` with its words and the answer's `status`. */
+async function sent(address, content) {
+  let answer;
+  try {
+    answer = await fetch(address, {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(content),
+    });
+  } catch {
+    throw new Refused("The dashboard's server does not answer; try again when it does.");
+  }
+  if (!answer.ok) throw Object.assign(new Refused(await answer.text()), { status: answer.status });
 }
 
 function pictureAddress(run, iteration, index) {

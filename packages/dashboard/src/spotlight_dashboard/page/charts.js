@@ -132,7 +132,8 @@ async function drawCurves(
       ...(shown.some((curve) => curve.steps) ? { rangemode: "tozero" } : {}),
     },
     showlegend: shown.length > 1,
-    legend: narrow
+    // Above, more than two names would cover the title.
+    legend: narrow || shown.length > 2
       ? { orientation: "h", y: -0.32, x: 0 }
       : { orientation: "h", y: 1.02, yanchor: "bottom", x: 1, xanchor: "right" },
     hovermode: "closest",

@@ -167,7 +167,10 @@ function follow() {
     source.addEventListener("error", () => {
       lost = true;
       status("connection lost, trying again", true);
-      if (source.readyState === EventSource.CLOSED) setTimeout(listen, RECONNECT_MS); // an answer other than 200: the browser gives up
+      if (source.readyState !== EventSource.CLOSED) return;
+      // An answer other than 200, at which the browser gives up: a server that starts, or another one.
+      const again = () => setTimeout(listen, RECONNECT_MS);
+      readRuns().then(again, (error) => (error instanceof NoSession ? askToken(error) : again()));
     });
     source.addEventListener("runs", async () => {
       const before = here.run;
@@ -188,6 +191,45 @@ function follow() {
     readRunsSoon();
     updateSoon();
   }, 60000); // a process that was killed writes nothing
+}
+
+// -- who may ask --
+
+/** A session for the token in the address, which goes from there and from the browser's history. */
+async function enter() {
+  const query = new URLSearchParams(location.search);
+  const token = query.get("token");
+  if (token === null) return;
+  query.delete("token");
+  history.replaceState(null, "", `${location.pathname}${query.size ? `?${query}` : ""}${location.hash}`);
+  await sent("api/session", { token }).catch(() => {}); // used before, by this browser perhaps
+}
+
+/** Ask for a token in place of the view. */
+function askToken(error) {
+  const token = h("input", { type: "password", "aria-label": "Token", autocomplete: "off" });
+  const said = h("span", { role: "alert" });
+  const give = async (event) => {
+    event.preventDefault();
+    try {
+      await sent("api/session", { token: token.value.trim() });
+      location.reload();
+    } catch (refused) {
+      said.textContent = refused.message;
+    }
+  };
+  refresh = null;
+  place.replaceChildren(
+    h(
+      "form",
+      { class: "empty", on: { submit: give } },
+      h("p", {}, `This browser may not see the runs: ${error.message}.`),
+      h("label", {}, "Token ", token),
+      h("button", { type: "submit" }, "Open"),
+      said,
+    ),
+  );
+  token.focus();
 }
 
 // -- light and dark, keys, start --
@@ -237,11 +279,13 @@ window.addEventListener("hashchange", show);
 
 (async () => {
   try {
+    if (!INLINED) await enter();
     await readRuns();
     show();
     if (!INLINED) follow();
     else connection.textContent = `as of ${moment(INLINED.made_at)}`;
   } catch (error) {
+    if (error instanceof NoSession) return askToken(error);
     place.replaceChildren(failed(error));
     if (!INLINED) setTimeout(() => location.reload(), 5000);
   }

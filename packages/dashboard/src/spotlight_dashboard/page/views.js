@@ -9,6 +9,7 @@ const stateClass = {
   killed: "bad",
   stopped: "warn",
   unreadable: "bad",
+  "does not answer": "bad",
 };
 
 // -- overview --
@@ -580,8 +581,9 @@ async function pricesOf(place, found) {
       name: `${name} worker`,
       steps: true,
       dash: DASHES[index],
-      x: [...steps.map(([at]) => at), found.end].map(localTime),
-      y: [...steps, steps.at(-1)].map(([, price]) => price),
+      // A price holds until the next one: also where that is a gap, before which a line of one point has no end.
+      x: steps.flatMap(([at], index) => [at, steps[index + 1]?.[0] ?? found.end]).map(localTime),
+      y: steps.flatMap(([, price]) => [price, price]),
     }));
   await drawCurves(place, {
     title: "Price of a worker over time",

@@ -116,7 +116,7 @@ function votesView(place, { run }) {
     async function send(chosen) {
       [vote.disabled, alike.disabled] = [true, true];
       try {
-        await voted(`api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}`, {
+        await sent(`api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}`, {
           ranking: chosen,
           voter: name?.value ?? "",
         });
@@ -126,7 +126,7 @@ function votesView(place, { run }) {
       } catch (error) {
         say(error.message);
         draw();
-        if (error.gone) shown = null;
+        if (error.status === 409) shown = null;
       }
       await refresh();
     }
@@ -167,19 +167,4 @@ function votesView(place, { run }) {
     );
   }
   return refresh;
-}
-
-/** Send a vote. Throws `Refused`; `gone` if nobody can vote on this any more. */
-async function voted(address, vote) {
-  let answer;
-  try {
-    answer = await fetch(address, {
-      method: "POST",
-      headers: { "Content-Type": "application/json" },
-      body: JSON.stringify(vote),
-    });
-  } catch {
-    throw new Refused("The dashboard's server does not answer; vote again when it does.");
-  }
-  if (!answer.ok) throw Object.assign(new Refused(await answer.text()), { gone: answer.status === 409 });
 }

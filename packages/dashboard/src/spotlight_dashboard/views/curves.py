@@ -19,9 +19,13 @@ from spotlight.store.metrics import ITERATION, JUDGED, SAMPLES_TRAINED, STDERR, 
 from spotlight_dashboard.figures import Json, finite, thinned
 from spotlight_dashboard.metric_names import VALIDATION_GRADED
 from spotlight_dashboard.run_folders import RunFolder
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.files import open_regular, read_regular
 
 AXES = ("iteration", "samples", "hours", "usd")
 POINTS_MAX = 600
+METRICS_BYTES_MAX = 512 << 20
+"""A row of training has some 3 kB."""
 _QUOTED_GRADED = f'"{VALIDATION_GRADED}"'.encode()
 SpentDollars: TypeAlias = tuple[list[int], list[float]] | None
 """(iterations, dollars spent by the end of each); None without a ledger."""
@@ -67,7 +71,7 @@ def _row(line: bytes) -> tuple[int, int, float, dict[str, float]] | None:
         iteration, samples = int(row.pop(ITERATION)), int(row.pop(SAMPLES_TRAINED))
         wall_s = float(row.pop(WALL_S))
         values = {name: math.nan if value is None else float(value) for name, value in row.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
     return iteration, samples, wall_s, values
 
@@ -98,8 +102,13 @@ class CurveReader:
         if path is None:
             self._start_over(0)
             return
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
+            if status.st_size > METRICS_BYTES_MAX:
+                raise StoreError(
+                    f"{path}: {status.st_size} bytes; expected at most {METRICS_BYTES_MAX} to draw. "
+                    "No run writes so many: remove the file."
+                )
             file.seek(self._file[1] - len(self._last))
             if status.st_ino != self._file[0] or file.read(len(self._last)) != self._last:
                 self._start_over(status.st_ino)
@@ -159,10 +168,9 @@ def curve(columns: CurveColumns, name: str, spent: SpentDollars, points_max: int
 
 def read_spent(run: RunFolder) -> SpentDollars:
     """:func:`spent_usd` of a run's ledger. Raises :class:`LedgerError` if it cannot be read."""
-    path = run.readable(run.paths.ledger)
-    if path is None:
+    if run.readable(run.paths.ledger) is None:
         return None
-    with closing(queries.open_readonly(path)) as connection, queries.consistent_reading(connection):
+    with closing(run.open_ledger()) as connection, queries.consistent_reading(connection):
         return spent_usd(connection)
 
 
@@ -193,7 +201,8 @@ def spent_usd(connection: Connection) -> tuple[list[int], list[float]]:
 def validation_rows(run: RunFolder, points_max: int = 300) -> list[Json]:
     """The validations (``graded``, ``strict`` and their errors), thinned; other rows are not parsed."""
     path = run.readable(run.paths.metrics)
-    lines = path.read_bytes().split(b"\n")[:-1] if path is not None else []
+    content = read_regular(path, METRICS_BYTES_MAX) if path is not None else b""
+    lines = content.split(b"\n")[:-1]
     rows = []
     for line in lines:
         if _QUOTED_GRADED not in line:
@@ -201,7 +210,7 @@ def validation_rows(run: RunFolder, points_max: int = 300) -> list[Json]:
         try:
             row = json.loads(line)
             rows.append((int(row[ITERATION]), float(row[WALL_S]), row))
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
     graded = [known if (known := finite(row[VALIDATION_GRADED])) is not None else 0.0 for *_, row in rows]
     return [
@@ -225,7 +234,7 @@ def recent_rows(run: RunFolder, rows_max: int, bytes_max: int = 1 << 18) -> list
             row = json.loads(line)
             if isinstance(row, dict) and VALIDATION_GRADED not in row:
                 found.append({name: finite(value) for name, value in row.items()})
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             continue
         if len(found) == rows_max:
             break
@@ -247,7 +256,7 @@ def _newest_lines(run: RunFolder, bytes_max: int) -> Iterator[bytes]:
     path = run.readable(run.paths.metrics)
     if path is None:
         return
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - bytes_max))
         yield from reversed(file.read().split(b"\n")[:-1])
 

@@ -8,13 +8,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.store.images import drawn_iterations, read_tile_notes
+from spotlight.store.images import drawn_iterations, read_tile_note
 from spotlight.store.ledger import ledger_queries as queries
-from spotlight.store.picture_names import tile_path
+from spotlight.store.picture_names import tile_path, tiles_of
 from spotlight.store.store_errors import LedgerError
 from spotlight_dashboard.figures import Json, finite
 from spotlight_dashboard.run_folders import RunFolder
 
+PICTURE_BYTES_MAX = 256 << 20
+"""Of a file; videos are pictures, too."""
 _CAPTION_MAX = 20_000
 
 
@@ -34,9 +36,9 @@ def gallery(run: RunFolder) -> Json:
 def pictures(run: RunFolder, iteration: int) -> Json:
     """One evaluation's pictures in the grid's order, with scores, seed and tag of the sample where known."""
     notes = [
-        (int(note.path.stem.rpartition("-")[2]), note)
-        for note in read_tile_notes(run.paths, iteration)
-        if run.readable(note.path)
+        (int(path.stem.rpartition("-")[2]), note)
+        for path in tiles_of(run.paths, iteration)
+        if run.readable(path) and (note := read_tile_note(path)) is not None
     ]
     rollouts = _evaluated(run, iteration)
     found: list[Json] = []
@@ -68,10 +70,15 @@ def picture_file(run: RunFolder, iteration: int, index: int) -> Path | None:
     return run.readable(tile_path(run.paths, iteration, index))
 
 
+def picture(run: RunFolder, iteration: int, index: int) -> bytes | None:
+    """What :func:`picture_file` holds; None if there is none."""
+    return run.file(tile_path(run.paths, iteration, index), PICTURE_BYTES_MAX)
+
+
 def _evaluated(run: RunFolder, iteration: int) -> dict[str, list[_ScoredPicture]]:
     """Scored evaluation rollouts of an iteration by prompt, in the order of issue; empty without a ledger."""
     try:
-        connection = queries.open_readonly(run.ledger())
+        connection = run.open_ledger()
     except LedgerError:
         return {}
     with closing(connection), queries.consistent_reading(connection):

@@ -52,7 +52,7 @@ def lanes(run: RunFolder, last_s: float | None = None, page: int = 0) -> Json:
         LedgerError: there is no ledger, or it cannot be read.
     """
     with (
-        closing(queries.open_readonly(run.ledger())) as connection,
+        closing(run.open_ledger()) as connection,
         queries.consistent_reading(connection),
     ):
         found = _known(connection)

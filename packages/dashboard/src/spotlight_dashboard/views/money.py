@@ -29,7 +29,7 @@ def money(run: RunFolder) -> Json:
     """
     settings = run.settings()
     with (
-        closing(queries.open_readonly(run.ledger())) as connection,
+        closing(run.open_ledger()) as connection,
         queries.consistent_reading(connection),
     ):
         phases = connection.execute(

@@ -18,7 +18,7 @@ from spotlight.store.ledger.ledger_schema import Incident
 from spotlight.store.metrics import JUDGED, STDERR
 from spotlight_dashboard.figures import Json, finite
 from spotlight_dashboard.metric_names import LOSS
-from spotlight_dashboard.run_folders import RunFolder, Settings
+from spotlight_dashboard.run_folders import READ_S, RunFolder, Settings
 from spotlight_dashboard.views.curves import recent_rows, spent_usd, validation_rows
 from spotlight_dashboard.views.findings import RunFinding, RunLimits, RunOutlook, findings, iteration_s
 from spotlight_dashboard.views.lanes import node_of
@@ -29,8 +29,11 @@ from spotlight_rewards.base.file_errors import StoreError
 
 AUTOMATIC_BYTES_MAX = 256 << 20
 """Ledger and newest checkpoint together: a larger run is audited only when asked."""
+AUDIT_S = 600.0
 RECENT = 20
 _REMEMBERED = 60
+SILENT = "does not answer"
+"""The state of a run that cannot be read in time."""
 UNREADABLE = (StoreError, Error, OSError, ArithmeticError, ValueError, RecursionError)
 """What reading a directory that is damaged, or no run's, may raise."""
 
@@ -59,7 +62,7 @@ def overview(run: RunFolder) -> Json:
     if run.readable(run.paths.ledger) is None:
         return {**begun, "state": "new", "iterations": 0, "validations": [], "row": {}}
     with (
-        closing(queries.open_readonly(run.ledger())) as connection,
+        closing(run.open_ledger()) as connection,
         queries.consistent_reading(connection),
     ):
         (iterations,) = connection.execute(ITERATIONS).fetchone()
@@ -106,11 +109,16 @@ def headline(run: RunFolder) -> Json:
         begun["planned"] = run.settings().whole("iterations")
         if run.readable(run.paths.ledger) is None:
             return {**begun, "state": "new"}
-        with closing(queries.open_readonly(run.ledger())) as connection:
+        with closing(run.open_ledger()) as connection:
             (iterations,) = connection.execute(ITERATIONS).fetchone()
             return {**begun, "state": state_of(read_attempts(connection)), "iterations": iterations}
-    except UNREADABLE:
-        return {**begun, "state": "unreadable"}
+    except UNREADABLE as error:
+        return {**begun, "state": SILENT if queries.ran_out_of_time(error) else "unreadable"}
+
+
+def silent_headline(name: str) -> Json:
+    """The :func:`headline` of a run whose files are waited for in vain."""
+    return {"name": name, "iterations": 0, "planned": None, "state": SILENT}
 
 
 def accounting(run: RunFolder, limits: RunLimits) -> Json:
@@ -143,8 +151,8 @@ def accounting(run: RunFolder, limits: RunLimits) -> Json:
 def history_and_findings(run: RunFolder, limits: RunLimits) -> tuple[History, list[RunFinding]]:
     """What :func:`accounting` tells. Raises as it does."""
     run.ledger()
-    history = read_history(run.path)
-    with closing(queries.open_readonly(run.ledger())) as connection:
+    history = read_history(run.path, READ_S)
+    with closing(run.open_ledger()) as connection:
         seconds = queries.gpu_seconds_by_phase(connection)
         gone_at = spot_gone_at(connection) if history.state == "running" else None
         ahead = outlook(run, connection) if limits.look_ahead else None
@@ -181,7 +189,7 @@ def verdict(run: RunFolder) -> Json:
         next_share=settings.number("pipeline.next_share"),
         train_samples=settings.whole("algorithm.train_samples"),
     )
-    report = audit(run.path, limits)
+    report = audit(run.path, limits, AUDIT_S)
     return {
         "ok": report.ok,
         "finished": report.finished,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.history import read_attempts
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import LOG_NAME, RunFolder
+from spotlight_rewards.base.files import open_regular
 
 PAGE_SIZE = 200
 _TAIL_BYTES = 64 << 10
@@ -22,7 +24,7 @@ def happened(run: RunFolder, before: int | None = None) -> Json:
         LedgerError: there is no ledger, or it cannot be read.
     """
     with (
-        closing(queries.open_readonly(run.ledger())) as connection,
+        closing(run.open_ledger()) as connection,
         queries.consistent_reading(connection),
     ):
         attempts = read_attempts(connection)
@@ -74,8 +76,8 @@ def log_tail(run: RunFolder, name: str) -> Json | None:
     path = run.readable(run.paths.attempts / name) if LOG_NAME.fullmatch(name) else None
     if path is None:
         return None
-    with path.open("rb") as file:
-        size = path.stat().st_size
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - _TAIL_BYTES))
         tail = file.read().decode("utf-8", "replace")
     return {"name": name, "bytes": size, "cut": size > _TAIL_BYTES, "text": tail}

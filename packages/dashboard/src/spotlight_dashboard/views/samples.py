@@ -55,7 +55,7 @@ def samples(run: RunFolder, search: SampleSearch) -> Json:
         LedgerError: there is no ledger, or it cannot be read.
     """
     with (
-        closing(queries.open_readonly(run.ledger())) as connection,
+        closing(run.open_ledger()) as connection,
         queries.consistent_reading(connection),
     ):
         conditions = list(_conditions(search, leased=queries.has_table(connection, "leases")))
@@ -108,7 +108,7 @@ def sample(run: RunFolder, rollout: str) -> Json | None:
         LedgerError: there is no ledger, or it cannot be read.
     """
     with (
-        closing(queries.open_readonly(run.ledger())) as connection,
+        closing(run.open_ledger()) as connection,
         queries.consistent_reading(connection),
     ):
         connection.row_factory = sqlite3.Row

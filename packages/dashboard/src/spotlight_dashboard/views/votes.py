@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import RunFolder
+from spotlight_dashboard.views.gallery import PICTURE_BYTES_MAX
 from spotlight_rewards.ballots import VOTES_FOLDER, BallotBox
 
 _SHOWN = 20
@@ -37,11 +36,11 @@ def votes(run: RunFolder) -> Json:
     return {"ballots": shown, "more": len(waiting) - len(shown)}
 
 
-def ballot_picture(run: RunFolder, ballot: str, name: str) -> Path | None:
+def ballot_picture(run: RunFolder, ballot: str, name: str) -> bytes | None:
     """The file of a ballot's picture, within the run's directory."""
     box = ballot_box(run)
     path = None if box is None else box.picture(ballot, name)
-    return None if path is None else run.readable(path)
+    return None if path is None else run.file(path, PICTURE_BYTES_MAX)
 
 
 def asks_people(run: RunFolder) -> bool:

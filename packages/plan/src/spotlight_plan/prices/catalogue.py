@@ -75,8 +75,7 @@ def parse_catalogue(
         PriceError: missing columns, malformed rows (up to ten are listed), no price at all.
         UnknownGpuError: ``gpus`` names an unknown type.
     """
-    for name in gpus:
-        gpu_type(name)
+    gpus = [gpu_type(name).name for name in gpus]
     rows: list[_CatalogueRow] = []
     problems: list[str] = []
     for line, record in _records(text, source, COLUMNS):

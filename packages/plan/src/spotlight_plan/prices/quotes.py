@@ -106,8 +106,7 @@ def select(
     Raises:
         UnknownGpuError: an unknown GPU type.
     """
-    for name in gpus:
-        gpu_type(name)
+    gpus = [gpu_type(name).name for name in gpus]
     found = (
         quote
         for quote in quotes

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import uuid
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".writing-"
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file that another may have put there, for reading.
+
+    Raises OSError, also for anything but a file: a FIFO or a device would be waited for, perhaps forever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, bytes_max: int) -> bytes:
+    """What the file holds, as :func:`open_regular` reads it. Raises OSError, also if it is larger."""
+    with open_regular(path) as file:
+        content = file.read(bytes_max + 1)
+    if len(content) > bytes_max:
+        raise OSError(errno.EFBIG, f"larger than {bytes_max} bytes", str(path))
+    return content
 
 
 def fsync_path(path: Path) -> None:
@@ -34,11 +58,17 @@ def fsync_tree(folder: Path) -> None:
     fsync_path(folder)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace ``path`` atomically, also across a power loss. On OSError it is unchanged."""
+def write_atomically(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Replace ``path`` atomically, also across a power loss. On OSError it is unchanged.
+
+    Args:
+        mode: of the new file, less what the process's umask takes.
+    """
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # of a killed process, with a mode of its own
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT, mode)
+        with os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Parse prompts: one per line, or one JSON object per line in GenEval's metadata format.
+"""Parse prompts: one per line, one JSON object per line in GenEval's metadata format, or a table.
 
 Nothing is skipped or repaired; all bad lines are reported together. A prompt's id hashes its text and
 metadata, independent of file and order.
@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Literal, NoReturn, TypeAlias
 
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.prompt_tables import DELIMITERS, objects
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 PromptFormat: TypeAlias = Literal["auto", "txt", "jsonl"]
@@ -26,7 +27,7 @@ _REMOVED_BY_NUMBER_MAX = 50
 _DISTINCT = r"""awk '{gsub(/^[ \t\r]+|[ \t\r]+$/, "")} !seen[$0]++'"""
 _ID_BYTES = 8
 
-_FORMATS = "a .txt file, one prompt a line, or a .jsonl file, one JSON object a line"
+_FORMATS = "a .txt file, one prompt a line, a .jsonl file, one JSON object a line, or a .csv or .tsv table"
 _JSON_DOCUMENT = re.compile(r'\[\s*(\{|$|"[^"]*"\s*,?\s*$|".*"\s*\]\s*$)|\{\s*("[^}]*)?$')
 """First line of an array, or of an object over several lines."""
 _BINARY = {
@@ -64,24 +65,26 @@ def prompt_id(text: str, metadata: Mapping[str, object]) -> PromptId:
 
 
 def read_text(path: Path) -> str:
-    """A prompts file's content.
+    """A prompts file's content; of a .csv or .tsv table, an object for each row.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no text in UTF-8; says what it is and what to do.
+        ValueError: it is no text in UTF-8, or no table; says what it is and what to do.
     """
     content = path.read_bytes()
     for kind, (at, magic) in _BINARY.items():
         if content.startswith(magic, at):
             raise ValueError(f"it is {kind}: convert it to {_FORMATS}")
     try:
-        return content.decode()
+        text = content.decode()
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(
             f"line {line} is not UTF-8 (byte {content[error.start]:#x}): convert it, for example with "
             f"iconv -f ISO-8859-1 -t UTF-8 {path} > FILE"
         ) from None
+    delimiter = DELIMITERS.get(path.suffix.lower())
+    return text if delimiter is None else "\n".join(objects(text, delimiter))
 
 
 def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list[Prompt]:
@@ -178,14 +181,14 @@ def _is_jsonl(first_line: str, source: str, format: PromptFormat) -> bool:
         raise PromptFileError(f"format of {source} is {format!r}; expected auto, txt or jsonl")
     if format == "auto":
         ending = PurePath(source).suffix.lower()
-        return ending == ".jsonl" or (ending != ".txt" and first_line.startswith("{"))
+        return ending == ".jsonl" or ending in DELIMITERS or (ending != ".txt" and first_line.startswith("{"))
     return format == "jsonl"
 
 
 def _require_lines(first_line: str, source: str, format: PromptFormat) -> None:
     """Refuse other formats, of which every line would be a prompt."""
     ending = PurePath(source).suffix.lower()
-    if format == "auto" and ending in (".csv", ".tsv", ".json"):
+    if format == "auto" and ending == ".json":
         raise PromptFileError(f"{source} ends with {ending}; expected {_FORMATS}. Convert it")
     if _JSON_DOCUMENT.match(first_line):
         raise PromptFileError(

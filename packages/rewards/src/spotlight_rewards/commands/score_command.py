@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from spotlight_rewards.base.prompts import Prompt
     from spotlight_rewards.results import SampleResult
     from spotlight_rewards.reward_config import RewardConfig
 
@@ -41,6 +42,9 @@ PromptsOption: TypeAlias = Annotated[
         "consecutive pictures (default: what spotlight generate wrote into them).",
         show_default=False,
     ),
+]
+PromptOption: TypeAlias = Annotated[
+    str | None, typer.Option("--prompt", help="One prompt, of all pictures.", show_default=False)
 ]
 SheetOption: TypeAlias = Annotated[
     Path, typer.Option("--sheet", metavar="FILE", help="Where to draw the best and the worst.")
@@ -70,6 +74,7 @@ def score(
         list[Path], typer.Argument(metavar="IMAGES...", help="Pictures or videos, or folders of them.")
     ],
     prompts: PromptsOption = None,
+    prompt: PromptOption = None,
     param: ParamOption = None,
     sheet: SheetOption = Path("scores.png"),
     show: Annotated[int, typer.Option("--show", min=1, help="Best, and worst, to draw.")] = 4,
@@ -84,6 +89,8 @@ def score(
 
       spotlight score pickscore runs/demo/generated
 
+      spotlight score pickscore a.png b.png --prompt "two red circles"
+
       spotlight score ocr a.png b.png --prompts prompts.txt --json
 
       spotlight score geneval pictures --prompts evaluation_metadata.jsonl -p detector=weights/geneval
@@ -96,7 +103,7 @@ def score(
         config = reward_of(reward, param, deadline_s)
         # A reward of one's own is imported in its own process only.
         facts = facts_of(reward) if reward in REWARDS else None
-        pictures = list(_pictures(_files(images, sheet), prompts))
+        pictures = list(_pictures(_files(images, sheet), _given(prompts, prompt)))
         reads = None if facts is None else facts.reads
         _require_prompts(reward, reads, pictures)
         scored, scored_by = _score(config, pictures)
@@ -138,13 +145,22 @@ def _files(images: Sequence[Path], sheet: Path) -> list[Path]:
     return found
 
 
-def _pictures(files: Sequence[Path], prompts: Path | None) -> Iterator[_Picture]:
+def _given(prompts: Path | None, prompt: str | None) -> list[Prompt] | None:
+    from spotlight_rewards.base.prompts import Prompt, PromptId
+
+    if prompts is not None and prompt is not None:
+        raise failure(f"--prompt: found {prompt!r} with --prompts; expected one of the two. Leave one out.")
+    if prompt is not None:
+        return [Prompt(PromptId(prompt), prompt, {})]
+    return None if prompts is None else read_prompts_option("--prompts", prompts)
+
+
+def _pictures(files: Sequence[Path], given: list[Prompt] | None) -> Iterator[_Picture]:
     from spotlight_rewards.base.media_files import read_media
 
-    given = None if prompts is None else read_prompts_option("--prompts", prompts)
     if given is not None and len(files) % len(given):
         raise failure(
-            f"--prompts: {prompts} has {len(given)} prompts for {len(files)} pictures; expected one per "
+            f"--prompts: found {len(given)} prompts for {len(files)} pictures; expected one per "
             "picture, or one for each run of N consecutive pictures. Add the missing lines."
         )
     for index, path in enumerate(files):
@@ -167,7 +183,8 @@ def _require_prompts(reward: str, reads: str | None, pictures: Sequence[_Picture
         others = f" and {len(bare) - 1} more do" if len(bare) > 1 else " does"
         raise failure(
             f"IMAGES: the reward {reward!r} reads the prompt's {reads}, which {bare[0]}{others} not hold; "
-            "expected a file of prompts. Give --prompts."
+            "expected a file of prompts. Give --prompts"
+            f"{'' if reads == 'metadata' else ', or --prompt for all'}."
         )
 
 

@@ -54,6 +54,7 @@ def serve(
         try:
             import uvicorn
 
+            from spotlight_rewards.service.guarded_connections import guarded
             from spotlight_rewards.service.score_service import ScoreService, service_app
         except ImportError as error:
             raise RewardSetupError(
@@ -69,7 +70,7 @@ def serve(
         console.print(f"{', '.join(pools)} at http://{host}:{port} (POST /score, GET /rewards, /metrics)")
         # uvicorn ends by the signal that it got: without this, the rewards' processes would not be ended.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-        uvicorn.run(app, host=host, port=port, log_level="warning")
+        uvicorn.Server(guarded(app, host=host, port=port)).run()
 
 
 def _opened(configs: Sequence[RewardConfig], workers: int, stack: ExitStack) -> dict[str, RewardPool]:

@@ -28,13 +28,15 @@ import numpy as np
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 from PIL import Image as PILImage
-from pydantic import BaseModel, Field
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from spotlight_rewards.base.web_origin import from_another_site, under_another_name
 from spotlight_rewards.pool.reward_lane import SampleAbandonedError
 from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.results import RewardBatch, RewardFailure
 from spotlight_rewards.reward import Image
+from spotlight_rewards.service.score_body import REQUESTS_MAX, BodyError, ScoreRequest, read_body
 
 BODY_MAX_BYTES = 256 << 20
 PIXELS_MAX = 1 << 24
@@ -46,34 +48,12 @@ SERVICE_PIXELS_MAX = 1 << 29
 SERVICE_BODIES_MAX_BYTES = 512 << 20
 """Of all requests that are read or answered."""
 _FORMATS = ("PNG", "JPEG")
-_REQUESTS_MAX = 1024
 _RETRY_AFTER_S = 5
 _MESSAGE_MAX = 2000
 _LOOK_FOR_CLIENT_S = 0.2
 _BODY_TIMEOUT_S, _BODY_BYTES_S = 30.0, 1e6
 """A body may take so long to arrive, and a second more for so many bytes."""
 _UNREADABLE = (binascii.Error, OSError, ValueError, SyntaxError, PILImage.DecompressionBombError)
-
-
-class Turn(BaseModel):
-    """One exchange: a prompt and the picture made for it, as a file in base64."""
-
-    text: str
-    image_b64: str
-
-
-class ScoreRequest(BaseModel):
-    """One sample; the last turn is scored."""
-
-    history: list[Turn] = Field(min_length=1)
-    required_rewards: list[str] = Field(min_length=1)
-    metadata: dict[str, Any] = Field(default_factory=dict)
-
-
-class ScoreBody(BaseModel):
-    """The body of ``POST /score``."""
-
-    requests: list[ScoreRequest] = Field(min_length=1, max_length=_REQUESTS_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +80,7 @@ class ScoreService:
     def __init__(
         self,
         pools: Mapping[str, RewardPool],
-        waiting_max: int = _REQUESTS_MAX,
+        waiting_max: int = REQUESTS_MAX,
         pixels_max: int = SERVICE_PIXELS_MAX,
         bytes_max: int = SERVICE_BODIES_MAX_BYTES,
     ) -> None:
@@ -110,23 +90,34 @@ class ScoreService:
         self._pictures: Counter[tuple[str, str]] = Counter()
         self._seconds = dict.fromkeys(pools, 0.0)
 
+    def check_room(self, what: str, number: int, own: int = 0) -> None:
+        """Keep within the limit of ``pictures``, ``pixels`` or ``bytes``. Raises ServiceBusyError.
+
+        Args:
+            own: of those that are held, those of the request that wants more.
+        """
+        held, most = self._held[what], self._limits[what]
+        if number and held > own and held + number > most:
+            raise ServiceBusyError(
+                f"{held:,} {what} wait here; expected at most {most:,} with these {number:,}. Come again "
+                "later, or send fewer at once."
+            )
+
     @asynccontextmanager
-    async def holding(self, **wanted: int) -> AsyncIterator[None]:
-        """Keep within the limits of ``pictures``, ``pixels`` or ``bytes``. Raises ServiceBusyError."""
-        for what, number in wanted.items():
-            held, most = self._held[what], self._limits[what]
-            if number and held and held + number > most:
-                raise ServiceBusyError(
-                    f"{held:,} {what} wait here; expected at most {most:,} with these {number:,}. Come again "
-                    "later, or send fewer at once."
-                )
-        for what, number in wanted.items():
+    async def holding(self, what: str) -> AsyncIterator[Callable[[int], None]]:
+        """Gives what takes so many more, all of which are given back. It raises ServiceBusyError."""
+        own = 0
+
+        def take(number: int) -> None:
+            nonlocal own
+            self.check_room(what, number, own)
             self._held[what] += number
+            own += number
+
         try:
-            yield
+            yield take
         finally:
-            for what, number in wanted.items():
-                self._held[what] -= number
+            self._held[what] -= own
 
     async def score(
         self, requests: Sequence[ScoreRequest], abandoned: Callable[[], bool] = lambda: False
@@ -141,10 +132,11 @@ class ScoreService:
             ServiceBusyError: too many pictures, or too large ones, wait.
         """
         files = [each.history[-1].image_b64 for each in requests]
-        async with self.holding(pictures=len(requests)):
+        async with self.holding("pictures") as take_pictures, self.holding("pixels") as take_pixels:
+            take_pictures(len(requests))
             pixels = await asyncio.to_thread(lambda: sum(map(pixels_of, files)))
-            async with self.holding(pixels=min(pixels, REQUEST_PIXELS_MAX)):
-                return await self._score(requests, files, abandoned)
+            take_pixels(min(pixels, REQUEST_PIXELS_MAX))
+            return await self._score(requests, files, abandoned)
 
     async def _score(
         self, requests: Sequence[ScoreRequest], files: Sequence[str], abandoned: Callable[[], bool]
@@ -217,7 +209,7 @@ class ScoreService:
 
 
 class RequestGate:
-    """Refuses requests without the token, and bodies that are too long or do not arrive.
+    """Refuses requests without the token, or of other sites, and bodies that are too long or do not arrive.
 
     Not a middleware of Starlette's kind, behind which nobody learns that a client has gone.
 
@@ -240,20 +232,23 @@ class RequestGate:
         if request.method != "POST":
             await self._app(scope, receive, send)
             return
-        length = int(request.headers["content-length"])
         try:
-            async with self._service.holding(bytes=length):
-                await self._answer(scope, receive, send, length)
+            async with self._service.holding("bytes") as take:
+                await self._answer(scope, receive, send, take)
         except ServiceBusyError as error:
             await _busy(error)(scope, receive, send)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, length: int) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, take: Callable[[int], None]) -> None:
         arrived: deque[Message] = deque()
+        length = int(Headers(scope=scope)["content-length"])
         limit_s = _BODY_TIMEOUT_S + length / _BODY_BYTES_S
+        # Bytes count when they are here: who announces many and sends none takes nothing from others.
+        self._service.check_room("bytes", length)
         try:
             async with asyncio.timeout(limit_s):
                 while not arrived or arrived[-1].get("more_body", False):
                     arrived.append(await receive())
+                    take(len(arrived[-1].get("body", b"")))
         except TimeoutError:
             found = f"a body of {length} bytes that did not arrive in {limit_s:g} s; expected all of it"
             await _refusal(408, found, {"Connection": "close"})(scope, receive, send)
@@ -265,6 +260,10 @@ class RequestGate:
         await self._app(scope, replayed, send)
 
     def _refusal(self, request: Request) -> Response | None:
+        if not self._token and (found := under_another_name(request.headers)):
+            return _refusal(403, f"{found}. Serve with --token-env to be reached by other names")
+        if request.method == "POST" and (found := from_another_site(request.headers)):
+            return _refusal(403, found)
         given = request.headers.get("authorization", "").encode()
         right = not self._token or hmac.compare_digest(given, f"Bearer {self._token}".encode())
         if not right and (request.method == "POST" or request.url.path != "/health"):
@@ -297,11 +296,16 @@ def service_app(service: ScoreService, token: str = "") -> FastAPI:
         return PlainTextResponse(service.metrics())
 
     @app.post("/score")
-    async def score(body: ScoreBody, request: Request) -> JSONResponse:
+    async def score(request: Request) -> JSONResponse:
+        parts = [part async for part in request.stream()]
         gone = threading.Event()
         watch = asyncio.create_task(_watch(request, gone))
         try:
-            answers = await service.score(body.requests, gone.is_set)
+            requests = await asyncio.to_thread(read_body, parts)
+            parts.clear()
+            answers = await service.score(requests, gone.is_set)
+        except BodyError as error:
+            return _refusal(error.status, str(error))
         except ServiceBusyError as error:
             return _busy(error)
         finally:

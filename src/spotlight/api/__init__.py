@@ -1,0 +1,1 @@
+"""What scripts and notebooks call: :func:`spotlight.train` and :func:`spotlight.open`."""

@@ -1,0 +1,144 @@
+""":class:`Run`: a run's directory as Python sees it, also while it works."""
+
+from __future__ import annotations
+
+import html
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from spotlight.store.run_directory import RunPaths
+from spotlight_rewards.base.file_errors import StoreError
+
+if TYPE_CHECKING:
+    from spotlight.report.record import RunRecord
+    from spotlight.store.ledger.ledger_audit import AuditReport
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run directory. Properties read it when they are asked."""
+
+    directory: Path
+
+    @property
+    def record(self) -> RunRecord:
+        """Configuration, history and validations, as the closing screen sees them."""
+        from spotlight.report.record import read_run
+
+        return read_run(self.directory)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all iterations are trained."""
+        return self.record.history.state == "finished"
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """A row per iteration: ``pandas.DataFrame(run.metrics)``."""
+        return [
+            {
+                "iteration": row.iteration,
+                "samples_trained": row.samples_trained,
+                "wall_s": row.wall_s,
+                **row.values,
+            }
+            for row in self.record.rows
+        ]
+
+    @property
+    def evaluations(self) -> list[dict[str, float]]:
+        """A row per validation: the mean of each curve, and its standard error as ``CURVE_stderr``."""
+        return [
+            {"iteration": row.iteration, "samples_trained": row.samples_trained, "wall_s": row.wall_s}
+            | {name: mean.mean for name, mean in row.scores.items()}
+            | {f"{name}_stderr": mean.stderr for name, mean in row.scores.items()}
+            for row in self.record.validations
+        ]
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """A row per rollout of the ledger, with its reward where it has one."""
+        from spotlight.store.ledger import ledger_queries as queries
+        from spotlight_rewards.reward_config import REWARD
+
+        with closing(queries.open_readonly(RunPaths(self.directory).ledger)) as connection:
+            found = connection.execute(
+                "SELECT rollouts.id, purpose, iteration, prompts.text AS prompt, member, seed, steps, "
+                "version, value AS reward FROM rollouts JOIN prompts ON prompts.id = rollouts.prompt "
+                "LEFT JOIN rewards ON rollout = rollouts.id AND name = ? ORDER BY rollouts.seq",
+                (REWARD,),
+            )
+            names = [each[0] for each in found.description]
+            return [dict(zip(names, row, strict=True)) for row in found]
+
+    def pictures(self, iteration: int) -> Path:
+        """The grid of held-out pictures after so many iterations. Raises StoreError if there is none."""
+        path = RunPaths(self.directory).images / f"iteration-{iteration:06d}.png"
+        if not path.is_file():
+            found = sorted(each.stem for each in path.parent.glob("iteration-*.png"))
+            raise StoreError(f"{path}: no such pictures; expected one of {', '.join(found) or 'none'}.")
+        return path
+
+    @property
+    def lora(self) -> Path | None:
+        """Folder for ``load_lora_weights``; None before the end, and of a full fine-tune."""
+        folder = self.directory / "lora"
+        return folder if folder.is_dir() else None
+
+    def export(
+        self,
+        directory: str | Path,
+        *,
+        iteration: int | None = None,
+        best: str | bool = False,
+        merged: bool = False,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+    ) -> Path:
+        """Write a LoRA, or with ``merged`` a whole pipeline, for diffusers.
+
+        Args:
+            iteration: of the checkpoint; default: the newest.
+            best: the kept checkpoint with the best validation; a text names the curve.
+
+        Raises:
+            StoreError, ModelError: as ``spotlight export``.
+        """
+        from spotlight.runtime.inference import TrainedRun
+
+        by = (best if isinstance(best, str) else "") if best else None
+        trained = TrainedRun.open(self.directory, device=device, iteration=iteration, best=by)
+        if merged:
+            trained.export_merged(Path(directory))
+        else:
+            trained.export_lora(Path(directory))
+        return Path(directory)
+
+    def audit(self) -> AuditReport:
+        """Recount the ledger. Raises StoreError if there is none."""
+        from spotlight.cli.runs.audit import audit_run
+
+        return audit_run(self.directory)
+
+    def _repr_html_(self) -> str:
+        record = self.record
+        rows = "".join(
+            f"<tr><td>{row.iteration}</td>"
+            + "".join(f"<td>{row.scores[curve].mean:.3f}</td>" for curve in record.curves)
+            + "</tr>"
+            for row in record.validations
+        )
+        head = "".join(f"<th>{html.escape(curve)}</th>" for curve in record.curves)
+        name = html.escape(
+            f"{record.config.name}: {record.history.iterations} iterations, {record.history.state}"
+        )
+        return f"<b>{name}</b><table><tr><th>iteration</th>{head}</tr>{rows}</table>"
+
+
+def open(directory: str | Path) -> Run:
+    """A run that has been started. Raises StoreError if there is none."""
+    path = Path(directory)
+    if not RunPaths(path).config.is_file():
+        raise StoreError(f"{path}: not a run directory (no config.yaml); see `spotlight runs`.")
+    return Run(path)

@@ -1,0 +1,77 @@
+""":func:`train`: a run from Python, with the keys, checks and errors of ``spotlight train``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spotlight.api.arguments import PromptsArgument, RewardArgument, overrides_of, prompt_files, reward_of
+from spotlight.api.opened_run import Run
+from spotlight.api.opened_run import open as open_run
+from spotlight_rewards.base.errors import UserError
+
+
+class RunStoppedError(UserError, RuntimeError):
+    """The run stopped by an error, which names the remedy; the same call goes on after it."""
+
+
+def train(
+    *,
+    model: str | dict[str, Any] | None = None,
+    prompts: PromptsArgument | None = None,
+    test_prompts: PromptsArgument | None = None,
+    rewards: Sequence[RewardArgument] | None = None,
+    algorithm: str | dict[str, Any] | None = None,
+    config: str | Path | None = None,
+    plain: bool = False,
+    **keys: Any,
+) -> Run:
+    """Train, or go on with a run of this name; Ctrl-C, or a notebook's stop, keeps the work.
+
+    Args:
+        model: ``model.path``, or the section ``model``.
+        prompts: of training (``data.train``): a file; or texts, rows with a column ``prompt``, a DataFrame or
+            a ``datasets.Dataset``, of which without ``test_prompts`` every tenth is held out.
+        test_prompts: held-out prompts (``data.test``), likewise.
+        rewards: names, functions of modules, or sections as in ``rewards``.
+        algorithm: its name, or the section ``algorithm``.
+        config: a configuration file; without one, keys that are not given have the reference's defaults.
+        plain: one line per event, also on a terminal.
+        keys: any other key of the configuration, sections as dictionaries: ``rollout={"steps": 8}``.
+
+    Returns:
+        The run. One that was interrupted has ``finished`` false; the same call goes on.
+
+    Raises:
+        ConfigError, PromptFileError, ModelError, RewardSetupError, RewardInputError, StoreError: as the
+            command, before any work.
+        RunStoppedError: the run stopped by an error.
+    """
+    from spotlight.cli.runs.progress import make_progress
+    from spotlight.cli.runs.train import driver_of
+    from spotlight.config.load import load_config
+    from spotlight.runtime.assembly.components import cache_dir
+    from spotlight.runtime.preflight import finished_summary, require_startable
+
+    sections = {
+        "model": {"path": model} if isinstance(model, str) else model or {},
+        "algorithm": {"name": algorithm} if isinstance(algorithm, str) else algorithm or {},
+    }
+    given = [*overrides_of({name: each for name, each in sections.items() if each}), *overrides_of(keys)]
+    if rewards is not None:
+        given += overrides_of({"rewards": [reward_of(each) for each in rewards]})
+    source = Path(os.devnull if config is None else config)
+    run_config = load_config(source, given)
+    if prompts is not None:
+        files = prompt_files(prompts, test_prompts, cache_dir(run_config))
+        run_config = load_config(source, [*given, *overrides_of(files)])
+    progress = make_progress(run_config, plain)
+    with progress:
+        if finished_summary(run_config) is None:
+            require_startable(run_config)
+        result = driver_of(run_config)(run_config, progress, 0.0)
+    if result.error is not None:
+        raise RunStoppedError(result.error)
+    return open_run(result.directory)

@@ -1,0 +1,54 @@
+"""``spotlight train --vote``: people judge the pictures on the dashboard; the recipe's rewards are curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from spotlight.cli.runs.dashboard_beside import missing_package
+from spotlight_rewards.base.errors import UserError
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
+
+_SHOWN = 4
+"""Pictures of a prompt, of which a person picks the best."""
+_DEADLINE_S = 900
+_COMPARED_MIN = 2
+
+
+class VoteError(UserError, ValueError):
+    """Nobody could vote."""
+
+
+def vote_overrides(config: RunConfig, given: Sequence[str]) -> list[str]:
+    """Overrides that make people the judges.
+
+    Args:
+        given: overrides of the command, which hold but for rewards: these become curves, too.
+
+    Raises:
+        VoteError: no dashboard is installed.
+    """
+    if (missing := missing_package()) is not None:
+        package, remedy = missing
+        raise VoteError(f"--vote without the package {package!r}; people vote on the dashboard. {remedy}")
+    chosen = {each.partition("=")[0] for each in given} - {"rewards"}
+    return [f"{key}={value}" for key, value in _changes(config) if key not in chosen]
+
+
+def _changes(config: RunConfig) -> Iterator[tuple[str, object]]:
+    rollout, asked = config.rollout, {"name": "vote", "deadline_s": _DEADLINE_S, "retries": 0}
+    others = [
+        reward.model_dump(mode="json", exclude_defaults=True) | {"weight": 0.0}
+        for reward in config.rewards
+        if reward.name != "vote"
+    ]
+    # All groups of an iteration can wait at the same time.
+    yield "rewards", json.dumps([asked | {"replicas": rollout.prompts_per_iteration}, *others])
+    yield "reward_policy.on_failure", "drop"
+    if rollout.group_size > _SHOWN:
+        yield "rollout.group_size", _SHOWN
+    if config.evaluation.images_per_prompt < _COMPARED_MIN:
+        yield "evaluation.images_per_prompt", _COMPARED_MIN

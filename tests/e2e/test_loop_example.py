@@ -1,0 +1,31 @@
+"""The loop in one file and the command give one curve."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from main_job import GRPO, NFT, Job
+
+from spotlight.report.record import read_run
+
+LOOP = Path(__file__).parents[2] / "examples" / "loop.py"
+CURVES = ("rollout/reward", "train/loss", "train/grad_norm")
+
+
+@pytest.mark.parametrize("algorithm", [NFT, pytest.param(GRPO, marks=pytest.mark.slow)])
+def test_the_loop_has_the_curve_of_the_commands_run(job: Job, algorithm: tuple[str, ...]) -> None:
+    assert len(LOOP.read_text(encoding="utf-8").splitlines()) <= 150
+    spec = importlib.util.spec_from_file_location("loop", LOOP)
+    assert spec is not None
+    assert spec.loader is not None
+    loop = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loop)
+    name = f"loop-{len(algorithm)}"
+    job.train(name, *algorithm, "iterations=3")
+    expected = [row.values for row in read_run(job.root / name).rows]
+    found = loop.train(job.config(name, *algorithm, "iterations=3"))
+    assert [[row[curve] for curve in CURVES] for row in found] == [
+        [row[curve] for curve in CURVES] for row in expected
+    ]

@@ -1,0 +1,131 @@
+"""Training and opening runs from Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from main_job import TINY, Job
+
+import spotlight
+from spotlight.api.arguments import overrides_of, prompt_files, reward_of
+from spotlight.config.load import dump_config, load_config
+from spotlight.data.datasets import load_prompts
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.reward import Image
+
+PROMPTS = [f"{number} red circles" for number in range(20)]
+HERE = Path(__file__).parent
+
+
+def redness(
+    images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+) -> list[float]:
+    return [float(np.mean(image[..., 0])) / 255 for image in images]
+
+
+def test_importing_it_imports_no_torch() -> None:
+    code = "import sys, spotlight; spotlight.train, spotlight.open; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        spotlight.trian  # noqa: B018
+
+
+def test_a_run_from_python_is_that_of_the_command(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(HERE)
+    tiny = dict(each.split("=", 1) for each in TINY if not each.startswith(("data.", "rewards")))
+    keys = {key: load_value(text) for key, text in tiny.items()} | {"evaluation.prompts": None}
+    run = spotlight.train(
+        name="python", runs_dir=tmp_path, cache_dir=job.root / "cache", model=str(job.pipeline),
+        prompts=PROMPTS, rewards=[redness, {"name": "jpeg_size", "weight": 0.1}], algorithm="diffusion-nft",
+        **(keys | {"iterations": 2, "learner": {"lora": {"rank": 2}}}),
+    )  # fmt: skip
+    assert run.finished
+    assert [row["iteration"] for row in run.metrics] == [0, 1]
+    assert [row["iteration"] for row in run.evaluations] == [0, 2]
+    assert {"graded", "graded_stderr", "redness"} <= run.evaluations[0].keys()
+    assert sum(each["purpose"] == "train" for each in run.samples) == 12
+    assert all(each["prompt"] in PROMPTS and each["reward"] is not None for each in run.samples)
+    assert run.pictures(2).is_file()
+    assert run.lora == tmp_path / "python" / "lora"
+    assert run.audit().ok
+    assert (
+        run.export(tmp_path / "one", iteration=1, device="cpu") / "pytorch_lora_weights.safetensors"
+    ).is_file()
+    assert "python: 2 iterations, finished" in run._repr_html_()
+    again = spotlight.open(run.directory)
+    assert again == run
+    config = again.record.config
+    assert (config.learner.lora.rank, config.learner.lora.alpha) == (2, 8.0)
+    assert config.rewards[0].name == f"{__name__}:redness"
+    held_out = [prompt.text for prompt in load_prompts(config).test]
+    assert held_out == PROMPTS[::10]
+    with pytest.raises(StoreError, match="iteration-000002"):
+        run.pictures(1)
+    with pytest.raises(StoreError, match="not a run directory"):
+        spotlight.open(tmp_path)
+
+
+def load_value(text: str) -> object:
+    import yaml
+
+    return yaml.safe_load(text)
+
+
+def test_arguments_are_those_of_a_file(tmp_path: Path) -> None:
+    given = {"rollout": {"steps": 8, "sde_window": {"size": 1}}, "name": "x", "runs_dir": tmp_path}
+    overrides = list(overrides_of(given))
+    assert overrides == ["rollout.steps=8", "rollout.sde_window.size=1", 'name="x"', f'runs_dir="{tmp_path}"']
+    loaded = load_config(Path(os.devnull), overrides[:1])
+    assert dump_config(loaded) == dump_config(load_config(Path(os.devnull), ["rollout={steps: 8}"]))
+    with pytest.raises(ConfigError, match=r"rollout.stepps.*Did you mean 'steps'"):
+        spotlight.train(rollout={"stepps": 3})
+
+
+def test_rewards_that_no_process_can_import_are_refused() -> None:
+    assert reward_of("ocr") == {"name": "ocr"}
+    assert reward_of({"name": redness, "weight": 2}) == {"name": f"{__name__}:redness", "weight": 2}
+    with pytest.raises(ConfigError, match="%%writefile my_rewards"):
+        reward_of(lambda images, prompts, metadata: [0.0 for _ in images])
+
+
+def test_prompts_are_texts_rows_or_tables(tmp_path: Path) -> None:
+    class Table:
+        columns = ("prompt", "tag")
+
+        def to_dict(self, kind: str) -> list[dict[str, str]]:
+            assert kind == "records"
+            return [{"prompt": text, "tag": "a"} for text in PROMPTS]
+
+    files = prompt_files(Table(), ["a cat", {"prompt": "a dog", "tag": "b"}], tmp_path)
+    config = load_config(Path(os.devnull), [f"{key}={path}" for key, path in files.items()])
+    prompts = load_prompts(config)
+    assert [prompt.text for prompt in prompts.train] == PROMPTS
+    assert [dict(prompt.metadata) for prompt in prompts.test] == [{}, {"tag": "b"}]
+    assert prompt_files(Table(), ["a cat", {"prompt": "a dog", "tag": "b"}], tmp_path) == files
+    assert prompt_files("train.txt", "test.txt", tmp_path) == {
+        "data.train": "train.txt",
+        "data.test": "test.txt",
+    }
+    with pytest.raises(ConfigError, match="column 'prompt'"):
+        prompt_files([{"text": "a cat"}, {"text": "a dog"}], None, tmp_path)
+
+
+@pytest.mark.slow
+def test_the_notebook_goes_from_a_function_to_a_lora(tmp_path: Path) -> None:
+    cells = json.loads((HERE.parents[1] / "examples" / "notebook.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    assert len(cells) <= 12
+    # The process of a notebook imports what is beside it.
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+    assert (tmp_path / "lora-of-the-best" / "pytorch_lora_weights.safetensors").is_file()

@@ -1,0 +1,86 @@
+"""``spotlight train --vote``: whatever the rewards are, people judge; a program votes as the page does."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx2
+import pytest
+from main_job import NFT, Job, clean_audit
+
+from spotlight.cli.runs import dashboard_beside, vote_option
+from spotlight.cli.runs.vote_option import VoteError, vote_overrides
+from spotlight.config.load import load_config
+
+RECIPE = Path(__file__).parents[2] / "examples/24gb-z-image-turbo.yaml"
+
+
+def test_a_recipes_rewards_become_curves_and_its_groups_can_be_seen_at_a_glance() -> None:
+    before = load_config(RECIPE, [])
+    voted = load_config(RECIPE, vote_overrides(before, []))
+    assert [(reward.name, reward.weight) for reward in voted.rewards] == [("vote", 1.0), ("pickscore", 0.0)]
+    assert voted.rewards[1].device == "cpu"
+    assert voted.rewards[0].replicas == voted.rollout.prompts_per_iteration
+    assert (voted.reward_policy.on_failure, voted.rollout.group_size) == ("drop", 4)
+    assert voted.evaluation.images_per_prompt == 2
+    assert list(voted.every_problem()) == []
+    again = load_config(RECIPE, vote_overrides(voted, []))
+    assert again.rewards == voted.rewards
+
+
+def test_what_the_command_sets_holds() -> None:
+    given = ["rollout.group_size=8"]
+    overrides = vote_overrides(load_config(RECIPE, given), given)
+    assert not [each for each in overrides if each.startswith("rollout.group_size")]
+
+
+def test_without_a_dashboard_nobody_could_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard_beside, "_NEEDS", ("json", "no_such_package"))
+    with pytest.raises(VoteError, match=r"--vote without the package 'no_such_package'.*\[dashboard\]"):
+        vote_option.vote_overrides(load_config(RECIPE, []), [])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_is_trained_by_the_votes_on_the_dashboard_beside_it(job: Job) -> None:
+    arguments = job.arguments("voted", *NFT, "iterations=1", "evaluation.every=1", "evaluation.prompts=1")
+    command = [sys.executable, "-m", "spotlight.cli", "train", "--vote", "--plain", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        page = next(
+            filter(
+                None, (re.search(r"(http://127\S+)/\?token=(\S+)#/voted/votes", line) for line in run.stdout)
+            )
+        )
+        votes = 0
+        try:
+            with httpx2.Client(base_url=f"{page[1]}/api/runs/voted", timeout=60) as client:
+                assert client.post(f"{page[1]}/api/session", json={"token": page[2]}).status_code == 200
+                while run.poll() is None:
+                    votes += vote_once(client)
+                    time.sleep(0.05)  # between two looks
+        finally:
+            run.kill()
+            run.stdout.read()
+    assert run.returncode == 0
+    kept = [json.loads(path.read_text()) for path in (job.root / "voted" / "votes").glob("*.json")]
+    assert votes == len(kept) == 2 + 2  # of the iteration's groups, and two evaluations
+    assert clean_audit(job.root / "voted").counts.trained == 2 * 3
+
+
+def vote_once(client: httpx2.Client) -> int:
+    """The first picture of whatever is asked; 0 if nothing is, or the run is over."""
+    try:
+        found = client.get("/votes")
+        ballots = found.json()["ballots"] if found.status_code == 200 else []
+        if not ballots:
+            return 0
+        ranking = {"ranking": [ballots[0]["pictures"][0]]}
+        return int(client.post(f"/ballots/{ballots[0]['id']}", json=ranking).status_code == 200)
+    except httpx2.TransportError:  # the dashboard ends with the run
+        return 0
