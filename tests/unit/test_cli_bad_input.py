@@ -31,6 +31,9 @@ def assert_refused(result: Result, *said: str) -> None:
         assert words in message
 
 
+DATA = ("data.train=testbed", "data.test=testbed")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -38,9 +41,9 @@ def assert_refused(result: Result, *said: str) -> None:
         (["iterations=0"], ["iterations", "greater than 0"]),
         (["absent.yaml"], ["absent.yaml", "No such file"]),
         (["name=a", "other.yaml"], ["'other.yaml'", "key=value"]),
-        (["model.path=absent/dir/here"], ["absent/dir/here does not exist"]),
+        (["model.path=absent/dir/here", *DATA], ["absent/dir/here does not exist"]),
         (
-            ["model.path=my models/qwen"],
+            ["model.path=my models/qwen", *DATA],
             ["my models/qwen does not exist (relative to the current"],
         ),
         (["data.train=absent.txt"], ["data.train: found absent.txt (relative to the current directory /"]),
@@ -83,7 +86,7 @@ def test_a_component_that_is_missing(here: Path, random_pipeline: Path) -> None:
 
     shutil.copytree(random_pipeline, here / "broken")
     shutil.rmtree(here / "broken" / "vae")
-    assert_refused(invoke("train", "--dry-run", "model.path=broken"), "component 'vae'", "is missing")
+    assert_refused(invoke("train", "--dry-run", "model.path=broken", *DATA), "component 'vae'", "is missing")
 
 
 @pytest.mark.parametrize("command", ["audit", "card", "eval", "export"])

@@ -66,7 +66,7 @@ def test_prices_of_a_server_its_cheapest_zone_and_its_failure(here: Path) -> Non
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu", "h100"], "Did you mean 'H100'?"),
+        (["--gpu", "H10O"], "Did you mean 'H100'?"),
         (["--gpu", "L4"], "No price of L4 in this source; it has aws A100, aws A100-80GB, aws H100"),
         (["--source", "nosuch"], "expected builtin, skypilot, aws, azure"),
         (["--source", "aws=absent.csv"], "absent.csv: No such file"),

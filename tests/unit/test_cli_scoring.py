@@ -93,7 +93,7 @@ def test_one_prompt_serves_as_many_pictures_in_a_row(here: Path) -> None:
     assert [prompts[name] for name in names] == ["x", "x", "y", "y"]
     wrong = spotlight("score", "shapes", *names[:3], "--prompts", "p.jsonl")
     assert wrong.exit_code == 2
-    assert "p.jsonl has 2 prompts for 3 pictures" in wrong.stderr
+    assert "--prompts: found 2 prompts for 3 pictures" in wrong.stderr
 
 
 def test_a_comparing_reward_gets_whole_groups_even_of_equal_prompts(here: Path) -> None:

@@ -234,7 +234,10 @@ def test_evaluations_at_start_and_end_can_be_left_out(at_start: bool, at_end: bo
 def test_by_default_a_failing_reward_stops_the_run_with_its_error() -> None:
     finish = Run(answer=lose_member(1)).until(FinishRun)
     assert isinstance(finish, FinishRun)
-    assert finish.error == "t000000-000-001: reward_error: it raised"
+    assert finish.error is not None
+    first, remedy = finish.error.splitlines()
+    assert first == "t000000-000-001: reward_error: it raised"
+    assert "reward_policy.on_failure=drop" in remedy
 
 
 def test_dropped_samples_leave_smaller_groups() -> None:
