@@ -33,16 +33,21 @@ end() {
   kill -TERM "$ray" 2>/dev/null
 }
 
-status=
+status= away=0
 setsid "$here/ray-start.sh" "$kind" "$address" --block &
 ray=$!
 trap end TERM
 while kill -0 "$ray" 2>/dev/null; do
-  if [[ -z $status && $(cat "$file" 2>/dev/null) != "$address" ]]; then
+  # Thrice in a row, because a shared disk may fail to answer once.
+  if [[ $(cat "$file" 2>/dev/null) == "$address" ]]; then
+    away=0
+  elif ((++away >= 3)) && [[ -z $status ]]; then
     status=0
     kill -TERM "$ray"
   fi
   sleep 1 &
   wait $!
 done
+# What ray-start.sh began before Ray, such as reading the model, is of its group and may outlive it.
+kill -TERM -- "-$ray" 2>/dev/null
 exit "${status:-1}"

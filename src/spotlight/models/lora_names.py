@@ -21,6 +21,7 @@ from torch import Tensor
 
 from spotlight.models.lora_file import part_prefix
 from spotlight.models.model_errors import ModelError
+from spotlight_rewards.base.files import fsync_path
 
 Layout = Literal["comfyui", "kohya"]
 LayerNames = Mapping[str, tuple[str, ...]]
@@ -158,7 +159,9 @@ def save_renamed(
     for file, tensors in files.items():
         partial = file.with_name(f"partial-{file.name}")
         save_file(tensors, partial, {"format": "pt"})
+        fsync_path(partial)
         partial.replace(file)
+    fsync_path(directory)
     return list(files)
 
 
