@@ -3,7 +3,8 @@
     python examples/loop.py [CONFIG.yaml] [KEY=VALUE ...]
 
 Its parts are those of `spotlight train`, without what makes that a product: evaluation, checkpoints, ledger,
-resume, several ranks, a cluster. Its curve is that of the command's run, on a CPU to the bit.
+resume, several ranks, a cluster. With the default policies (no exploration, overlap or subset) its curve is
+that of the command's run, on a CPU to the bit.
 """
 
 from __future__ import annotations

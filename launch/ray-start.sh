@@ -65,8 +65,10 @@ if [[ ! -s $RAY_AUTH_TOKEN_PATH ]]; then
   draft=$(mktemp "$RAY_AUTH_TOKEN_PATH.XXXXXX") # only this user may read it
   od -An -N32 -tx1 /dev/urandom | tr -d ' \n' >"$draft"
   # Of heads that share the file and start at the same moment, one makes it.
-  ln "$draft" "$RAY_AUTH_TOKEN_PATH" 2>/dev/null || [[ -s $RAY_AUTH_TOKEN_PATH ]] || fail "cannot make $RAY_AUTH_TOKEN_PATH"
-  rm "$draft"
+  # Renamed where an empty file is in the way, or where the file system has no links.
+  ln "$draft" "$RAY_AUTH_TOKEN_PATH" 2>/dev/null || [[ -s $RAY_AUTH_TOKEN_PATH ]] ||
+    mv "$draft" "$RAY_AUTH_TOKEN_PATH" || fail "cannot make $RAY_AUTH_TOKEN_PATH"
+  rm -f "$draft"
 fi
 
 # A node that joins has fleet.start_s to start its workers: not the time for a download.

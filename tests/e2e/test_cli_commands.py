@@ -80,8 +80,9 @@ def test_a_dry_run_says_where_the_run_goes_on(trained: tuple[Path, str], job: Jo
         ([NAME, micro, "iterations=2"], "finished 2 iterations are trained"),
         (["never-begun"], "run begins"),
     ):
-        output = " ".join(invoke("train", "--dry-run", *job.arguments(*changed)).output.split())
-        assert expected in output.replace(" / ", "/"), output
+        output = invoke("train", "--dry-run", *job.arguments(*changed)).output
+        # A table breaks a long path anywhere.
+        assert "".join(expected.split()) in "".join(output.split()), output
 
 
 @pytest.mark.parametrize(

@@ -258,6 +258,17 @@ def test_a_slurm_node_without_a_cluster_fails_at_once(
     assert done.stdout.startswith("start\n--node-ip-address=127.0.0.1\n") == listens
 
 
+def test_an_empty_token_file_is_made_again(fake_ray: Mapping[str, str]) -> None:
+    token = Path(fake_ray["HOME"]) / ".ray" / "auth_token"
+    token.parent.mkdir(parents=True)
+    token.touch()
+    head = ray_start("head", fake_ray)
+    assert head.returncode == 0, head.stderr
+    assert re.fullmatch("[0-9a-f]{64}", token.read_text())
+    assert token.stat().st_mode & 0o077 == 0
+    assert list(token.parent.iterdir()) == [token]
+
+
 def test_heads_that_start_at_once_share_one_token(fake_ray: Mapping[str, str], tmp_path: Path) -> None:
     (tmp_path / "ray").write_text('#!/bin/sh\ncat "$RAY_AUTH_TOKEN_PATH"\n')
     heads = [

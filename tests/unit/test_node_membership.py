@@ -112,6 +112,15 @@ def test_a_gcs_that_nobody_restarts_is_dead_once_it_refuses_connections() -> Non
     assert elsewhere.listener.ray_was_lost == [], "its GCS may be restarted"
 
 
+def test_a_lost_ray_is_told_once_and_looked_after_no_more() -> None:
+    ray = SilentRay()
+    looking = threading.Thread(target=ray.membership._run, daemon=True)
+    looking.start()
+    looking.join(60)
+    assert not looking.is_alive()
+    assert ray.listener.ray_was_lost == ["Ray is dead: it has not listed its nodes for 30 s"]
+
+
 def test_an_agent_that_a_hung_ray_never_starts_does_not_keep_it_from_being_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -6,6 +6,7 @@ import os
 import queue
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,6 +59,24 @@ def test_a_guard_that_is_killed_or_stopped_is_replaced_and_none_is_left(
         assert second.poll() is None
     assert second.poll() == 0
     assert started.empty()
+
+
+def test_guards_that_end_at_once_are_replaced_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: queue.SimpleQueue[float | None] = queue.SimpleQueue()
+
+    class Waits(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.put(timeout)
+            return self.is_set()
+
+    (ends := tmp_path / "ends.py").touch()
+    monkeypatch.setattr(guard, "__file__", str(ends))
+    monkeypatch.setattr(guarded, "time", SimpleNamespace(monotonic=lambda: 0.0))
+    monkeypatch.setattr(guarded, "threading", SimpleNamespace(Event=Waits, Thread=threading.Thread))
+    with guarded.guarded("1.1.0", tmp_path):
+        assert [waits.get(timeout=60) for _ in range(2)] == [guarded._RETRY_S] * 2
 
 
 SPOT_LEARNER = ("fleet.driver=ray", "fleet.learner_placement=spot", "device=cpu", "rollout.group_size=4")

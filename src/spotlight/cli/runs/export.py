@@ -101,7 +101,7 @@ def export(
         lost = None
         if layout is not None:
             for file in trained.export_renamed_lora(target, layout):
-                typer.echo(f"{file} (iteration {trained.iteration}, {trained.weights} weights)")
+                typer.echo(f"{printable(file)} (iteration {trained.iteration}, {trained.weights} weights)")
             typer.echo(f"\n{_WHERE[layout]}")
             return
         if merged:

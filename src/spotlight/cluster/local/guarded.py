@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,19 +23,24 @@ _END_S = 5.0
 
 @contextmanager
 def guarded(cluster: str, directory: Path) -> Iterator[None]:
-    """A guard of a cluster for the block. One that is killed or stopped is replaced at once."""
+    """A guard of a cluster for the block. One that is killed or stopped is replaced at once, unless it had
+    just been started: what ends every guard must not keep this process busy.
+    """
     over = threading.Event()
     watch = _start(cluster, directory)
 
     def keep() -> None:
         nonlocal watch
         while True:
+            began_s = time.monotonic()
             _until_it_ends_or_stands_still(watch)
             if over.is_set():
                 return
             watch.kill()
             watch.wait()
             log.warning("the guard of the local Ray is gone (%s): another is started", watch.returncode)
+            if time.monotonic() - began_s < _RETRY_S:
+                over.wait(_RETRY_S)
             while not over.is_set():
                 try:
                     watch = _start(cluster, directory)

@@ -75,7 +75,7 @@ class Listener(Protocol):
         ...
 
     def ray_lost(self, why: str) -> None:
-        """The Ray cluster itself is dead. This thread may take its time."""
+        """The Ray cluster itself is dead. Once, and last; this thread may take its time."""
         ...
 
 
@@ -228,14 +228,18 @@ class NodeMembership:
             self._silence_told = False
             return rows
         if self._settings.mortal_gcs and refuses(*_parts(self._settings.mortal_gcs)):
-            self._listener.ray_lost("Ray is dead: its GCS refuses connections")
+            self._lose_ray("its GCS refuses connections")
         elif silent_s >= self._settings.dead_s:
-            self._listener.ray_lost(f"Ray is dead: it has not listed its nodes for {silent_s:.0f} s")
+            self._lose_ray(f"it has not listed its nodes for {silent_s:.0f} s")
         elif silent_s >= self._settings.answer_s and not self._silence_told:
             self._silence_told = True
             log.warning("Ray has not listed its nodes for %.0f s", silent_s)
             self._listener.ray_silent(silent_s, self._settings.dead_s)
         return None
+
+    def _lose_ray(self, why: str) -> None:
+        self._stop.set()  # the run ends, which takes a while: nothing is looked after, and this told once
+        self._listener.ray_lost(f"Ray is dead: {why}")
 
     def _look(self, rows: Sequence[Mapping[str, object]]) -> None:
         names = self._names | {ray_id: watched.node.name for ray_id, watched in self._watched.items()}

@@ -313,7 +313,12 @@ def scorers_at(connection: sqlite3.Connection, position: int) -> dict[str, str]:
 
 
 def prompts_at(connection: sqlite3.Connection, position: int) -> dict[str, list[PromptId]]:
-    """The prompts that the records up to ``position`` were made with, by key and in the file's order."""
+    """The prompts that the records up to ``position`` were made with, by key and in the file's order.
+
+    Empty: the ledger is of a version that did not record them.
+    """
+    if not has_table(connection, "prompt_files"):
+        return {}
     rows = connection.execute(
         "SELECT key, prompts FROM prompt_files WHERE position < ? ORDER BY id", (position,)
     )
