@@ -106,7 +106,7 @@ def test_metrics_that_are_no_file_or_no_numbers_are_one_error(tmp_path: Path) ->
             read_metrics(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../../private.png", "{private}", "link.png", "circle.png"])
+@pytest.mark.parametrize("name", ["../../../private.png", "{private}", "link.png", "circle.png"])
 def test_a_tile_names_no_picture_outside_its_run(name: str, tmp_path: Path) -> None:
     paths, private = RunPaths(tmp_path / "run"), tmp_path / "private.png"
     references = paths.images / "references"
