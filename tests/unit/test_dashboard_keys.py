@@ -59,6 +59,7 @@ def test_a_one_time_token_opens_one_session_whose_secret_is_another(
     cookie = entered(first, token).headers["set-cookie"]
     assert all(word in cookie for word in ("HttpOnly", "SameSite=strict", "spotlight_session_8170="))
     assert token not in cookie
+    assert "path" not in cookie.lower()  # that of the request, below what a proxy puts before it
     assert "Secure" not in cookie
     assert first.get("/api/runs").status_code == 200
     assert entered(second, token).status_code == 401
@@ -103,6 +104,32 @@ def test_who_guesses_is_not_listened_to_and_sessions_stay(places: Path) -> None:
         forged = {**BEARER, "X-Forwarded-For": "10.1.2.3"}
         assert httpx2.get(f"{address}/api/runs", headers=forged).status_code == 429
         assert inside.get("/api/runs").status_code == 200
+
+
+def test_who_guesses_keeps_nobody_from_the_printed_address(places: Path) -> None:
+    keys = DashboardKeys(TOKEN)
+    for _ in range(GUESSES):
+        keys.guesses.was_wrong("testclient")
+    assert entered(browser(places, keys), TOKEN).status_code == 429
+    assert entered(browser(places, keys), keys.one_time()).status_code == 200
+
+
+def test_what_a_proxy_asks_for_itself_is_no_guess(places: Path, keys: DashboardKeys) -> None:
+    client = browser(places, keys, Authorization="Basic YTpi")
+    assert {client.get("/api/runs").status_code for _ in range(2 * GUESSES)} == {401}
+    assert browser(places, keys, Authorization=f"bearer {TOKEN}").get("/api/runs").status_code == 200
+
+
+def test_whoever_reads_the_addresses_may_go(places: Path) -> None:
+    command = [sys.executable, "-m", "spotlight.cli", "dashboard", str(places), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        address, _, token = process.stdout.readline().split()[0].partition("?token=")
+        process.stdout.close()
+        with httpx2.Client(base_url=address, timeout=60) as client:
+            assert client.post("/api/session", json={"token": token}).status_code == 200
+            assert client.get("/api/runs").status_code == 200
+        process.terminate()
 
 
 def test_guesses_are_counted_by_network_and_forgiven() -> None:

@@ -19,6 +19,7 @@ import httpx2
 import pytest
 from tests.unit.dashboard_run import BEARER, served
 
+from spotlight_dashboard.page_files import plotly_file
 from spotlight_rewards.service import guarded_connections
 from spotlight_rewards.service.score_body import PLAIN_BYTES_MAX, BodyError, read_body
 
@@ -170,3 +171,19 @@ def test_who_does_not_read_is_cut_off(places: Path, monkeypatch: pytest.MonkeyPa
         with pytest.raises(ConnectionError):
             connection.sendall(asks * 1_000_000)
         assert httpx2.get(f"{address}/api/runs", headers=BEARER).status_code == 200
+
+
+def test_who_reads_slowly_gets_the_whole(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_connections, "SILENT_S", 0.3)
+    monkeypatch.setattr(guarded_connections, "UNREAD_S", 1.5)
+    with served(places) as address, socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        connection.connect(("127.0.0.1", int(urlsplit(address).port or 0)))
+        connection.sendall(
+            b"GET /page/plotly.min.js HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        )
+        arrived = 0
+        while found := connection.recv(50_000):
+            arrived += len(found)
+            time.sleep(0.02)
+    assert arrived > plotly_file().stat().st_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import time
 import zlib
@@ -22,6 +23,7 @@ from spotlight.cli.main import app
 from spotlight.fleet.traces.trace import TraceError
 from spotlight.fleet.traces.trace_files import parse_trace
 from spotlight.store.images import read_tiles
+from spotlight.store.metrics import read_metrics
 from spotlight.store.picture_names import tile_path
 from spotlight.store.run_directory import RunPaths
 from spotlight_dashboard.report_pictures import embedded
@@ -84,6 +86,49 @@ def test_what_is_no_picture_is_one_kind_of_error(content: bytes) -> None:
         open_picture(io.BytesIO(content))
 
 
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_file_is_refused_and_not_waited_for(reader: str, tmp_path: Path) -> None:
+    read, error = READERS[reader]
+    os.mkfifo(tmp_path / "1.png")
+    with pytest.raises(error, match="not a regular file"):
+        read(tmp_path / "1.png")
+
+
+def test_metrics_that_are_no_file_or_no_numbers_are_one_error(tmp_path: Path) -> None:
+    metrics = RunPaths(tmp_path).metrics
+    os.mkfifo(metrics)
+    with pytest.raises(StoreError, match="cannot be read: not a regular file"):
+        read_metrics(tmp_path)
+    metrics.unlink()
+    for line in ("[" * 100_000, '{"iteration": Infinity, "samples_trained": 0, "wall_s": 0}'):
+        metrics.write_text(f"{line}\n", encoding="utf-8")
+        with soon(), pytest.raises(StoreError, match="line 1: not a row"):
+            read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../../private.png", "{private}", "link.png", "circle.png"])
+def test_a_tile_names_no_picture_outside_its_run(name: str, tmp_path: Path) -> None:
+    paths, private = RunPaths(tmp_path / "run"), tmp_path / "private.png"
+    references = paths.images / "references"
+    references.mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(private)
+    Image.new("RGB", (8, 8)).save(references / "own.png")
+    (references / "link.png").symlink_to(private)
+    (references / "circle.png").symlink_to("circle.png")
+    tile = tile_path(paths, 0, 0)
+    tile.parent.mkdir(parents=True)
+    for reference in ("own.png", name.format(private=private)):
+        notes = PngImagePlugin.PngInfo()
+        for key, value in {"caption": "a", "score": "1", "references": reference}.items():
+            notes.add_text(key, value)
+        Image.new("RGB", (8, 8)).save(tile, pnginfo=notes)
+        if reference == "own.png":
+            assert len(read_tiles(paths, 0)[0].references) == 1
+            continue
+        with pytest.raises(StoreError, match="not a picture of this run"):
+            read_tiles(paths, 0)
+
+
 def test_a_tile_that_lasts_for_years_is_refused(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     notes = PngImagePlugin.PngInfo()
@@ -112,9 +157,11 @@ BOMB = "\n".join(
         ("[" + "0," * 100_000 + "]", "more than 20000 values"),
         ("a: 2001-99-99", "a value is not what it looks like"),
         ("a: !!int x", "a value is not what it looks like"),
-        ("a: " + "9" * 5_000, "a value is not what it looks like"),
+        ("a: " + "9" * 5_000, "a number of more than 1000 characters"),
+        ("a: 1" + ":1" * 400_000, "a number of more than 1000 characters"),
+        ("- " + "9" * 900_000 + "x\n- 2001-99-99", "a value is not what it looks like"),
     ],
-    ids=["lists", "mappings", "dashes", "aliases", "values", "date", "whole", "digits"],
+    ids=["lists", "mappings", "dashes", "aliases", "values", "date", "whole", "digits", "sixties", "text"],
 )
 def test_yaml_has_bounds_and_one_kind_of_error(text: str, told: str) -> None:
     with soon(), pytest.raises(yaml.YAMLError, match=told):

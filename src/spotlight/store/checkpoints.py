@@ -208,7 +208,8 @@ class CheckpointStore:
         return [older for older in names if _serial(older) <= _serial(name)], []
 
     def _names(self) -> list[str]:
-        found = (path.name for path in self._directory.iterdir() if _NAME.fullmatch(path.name))
+        there = self._directory.iterdir() if self._directory.is_dir() else ()
+        found = (path.name for path in there if _NAME.fullmatch(path.name))
         return sorted(found, key=_serial, reverse=True)
 
     def _next_serial(self) -> int:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby, islice, repeat
@@ -136,7 +137,7 @@ def _read_tile(paths: RunPaths, path: Path) -> Tile:
             frames = _played(image, fps)
             media = frames[0] if len(frames) == 1 else np.stack(frames)
             names = image.info.get("references", "").split()
-            shown = tuple(picture_of(_references_folder(paths) / name) for name in names)
+            shown = tuple(picture_of(_reference(paths, name)) for name in names)
             member = int(image.info["member"]) if "member" in image.info else None
             return Tile(media, caption, score, fps, shown, member)
     except (OSError, KeyError, ValueError, ArithmeticError, SyntaxError) as error:
@@ -244,6 +245,15 @@ def _common_tiles(paths: RunPaths, iterations: Sequence[int]) -> list[list[tuple
 def _reference_name(picture: NDArray[np.uint8]) -> str:
     content = hashlib.sha256(repr(picture.shape).encode() + picture.tobytes())
     return f"{content.hexdigest()[:16]}.png"
+
+
+def _reference(paths: RunPaths, name: str) -> Path:
+    """Where a tile's reference is; ValueError if a name or a link leads elsewhere: others may write tiles."""
+    folder = _references_folder(paths)
+    found = Path(os.path.realpath(folder / name))
+    if found.parent != Path(os.path.realpath(folder)):
+        raise ValueError(f"the reference {name[:100]!r} is none of this run's")
+    return found
 
 
 def _references_folder(paths: RunPaths) -> Path:

@@ -19,7 +19,7 @@ from typing import Any, Protocol, Self
 
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
-from spotlight_rewards.base.files import write_atomically
+from spotlight_rewards.base.files import open_regular, write_atomically
 
 ITERATION = "iteration"
 SAMPLES_TRAINED = "samples_trained"
@@ -189,13 +189,17 @@ def read_metrics(run: Path) -> list[MetricsRow]:
 def _rows(path: Path) -> Iterator[MetricsRow]:
     if not path.exists():
         return
-    *lines, _cut = path.read_bytes().split(b"\n")
+    try:
+        with open_regular(path) as file:
+            *lines, _cut = file.read().split(b"\n")
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}. Put the run's own file there.") from error
     for number, line in enumerate(lines, 1):
         if b"\0" in line:
             continue  # a power cut lost a row after the last sync, which a resume writes again
         try:
             yield _parse(json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StoreError(
                 f"{path}, line {number}: not a row of metrics ({error!r}): {line[:80]!r}. Delete that line."
             ) from error

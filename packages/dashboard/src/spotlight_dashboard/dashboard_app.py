@@ -14,6 +14,7 @@ Imports FastAPI.
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import sqlite3
 import time
@@ -70,6 +71,7 @@ def dashboard_app(places: Sequence[Path], keys: DashboardKeys, limits: RunLimits
 def _add_page(app: FastAPI) -> None:
     # In memory: files would be read by threads of a pool, which others could use up.
     index, plotly = page_file("index.html").read_bytes(), plotly_file().read_bytes()
+    packed = gzip.compress(plotly, 6)  # once: it is large, and everybody may ask for it
     parts = {name: page_file(name).read_bytes() for name in PAGE_FILES}
 
     @app.get("/")
@@ -77,10 +79,14 @@ def _add_page(app: FastAPI) -> None:
         return Response(index, media_type="text/html")
 
     @app.get("/page/{name}")
-    async def part(name: str) -> Response:
+    async def part(name: str, request: Request) -> Response:
         if name == "plotly.min.js":
             # The page asks for it with its version in the address, so that browsers may keep it.
-            return Response(plotly, media_type="text/javascript", headers={"Cache-Control": "max-age=86400"})
+            headers = {"Cache-Control": "max-age=86400", "Vary": "Accept-Encoding"}
+            if "gzip" in request.headers.get("accept-encoding", ""):
+                headers["Content-Encoding"] = "gzip"
+            content = packed if "Content-Encoding" in headers else plotly
+            return Response(content, media_type="text/javascript", headers=headers)
         if name not in parts:
             return text(404, "no such file")
         kind = "text/css" if name.endswith(".css") else "text/javascript"

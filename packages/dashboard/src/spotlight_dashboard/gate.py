@@ -65,8 +65,8 @@ class Gate:
             return None
         if self._keys.is_session(cookie_parser(headers.get("cookie", "")).get(_cookie_name(headers), "")):
             return None
-        given = headers.get("authorization", "").removeprefix("Bearer ")
-        if not given:
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        if not given or scheme.lower() != "bearer":  # a proxy in front may have Basic for itself
             return text(401, "no session, or one that is over; open the address that the dashboard prints")
         address = _address(scope)
         if not self._keys.guesses.may_try(address):
@@ -90,10 +90,11 @@ def add_sessions(app: FastAPI, keys: DashboardKeys) -> None:
             if len(body) > _BODY_MAX:
                 return text(413, f"more than {_BODY_MAX} bytes")
         address = _address(request.scope)
-        if not keys.guesses.may_try(address):
-            return too_many()
-        opened = keys.open_session(_token(bytes(body)))
+        may_try = keys.guesses.may_try(address)
+        opened = keys.open_session(_token(bytes(body)), own_too=may_try)
         if opened is None:
+            if not may_try:
+                return too_many()
             keys.guesses.was_wrong(address)
             return text(
                 401, "a wrong token, or one that was used; the dashboard prints a new one when one is"
@@ -103,6 +104,7 @@ def add_sessions(app: FastAPI, keys: DashboardKeys) -> None:
             _cookie_name(request.headers),
             opened,
             max_age=SESSION_S,
+            path=None,  # of /api below whatever a proxy puts before it: others there have sessions, too
             httponly=True,
             samesite="strict",
             # As a proxy in front says: whoever makes it up has only their own cookie marked.
@@ -127,7 +129,7 @@ def text(status: int, found: str) -> PlainTextResponse:
 
 
 def too_many() -> Response:
-    """Of an address that has guessed too often: whether its token is right is not looked at."""
+    """Of an address that has guessed too often: whether it has the user's token is not looked at."""
     answer = text(429, "too many wrong tokens from this address; try again later")
     answer.headers["Retry-After"] = f"{GUESS_EVERY_S:.0f}"
     return answer

@@ -11,11 +11,12 @@ from PIL import Image, ImageSequence
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.views.gallery import picture_file
+from spotlight_rewards.base.files import read_regular
 from spotlight_rewards.base.media_files import open_picture
 
 PICTURE_BYTES_MAX = 24 << 20
 """Of all pictures in a file, as text."""
-_AS_IT_IS_BYTES = 48 << 10
+_AS_IT_IS_BYTES, _FILE_BYTES = 48 << 10, 1 << 30
 _SIDE_PX, _VIDEO_SIDE_PX, _FRAMES_MAX = 512, 256, 24
 _QUALITY = 80
 
@@ -28,7 +29,7 @@ def embedded(path: Path) -> str:
     Raises:
         OSError: not a picture, or not a whole one.
     """
-    content = path.read_bytes()
+    content = read_regular(path, _FILE_BYTES)
     if len(content) <= _AS_IT_IS_BYTES:
         return _uri("png", content)
     try:

@@ -10,12 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
 
 import typer
-from rich.console import Console
 
 from spotlight.cli.run_argument import RUNS
 from spotlight.cli.runs.dashboard_beside import PORT
@@ -191,6 +191,5 @@ def _end_after(process: int, server: uvicorn.Server) -> None:
 def _print_address(host: str, port: int, token: str) -> None:
     shown = {"0.0.0.0": socket.gethostname(), "::": socket.gethostname()}.get(host, host)
     address = f"http://[{shown}]:{port}/" if ":" in shown else f"http://{shown}:{port}/"
-    Console(highlight=False).print(
-        f"{address}?token={token}  (for one browser; Ctrl-C ends the dashboard)", soft_wrap=True
-    )
+    with suppress(OSError):  # whoever read this may have gone; sessions go on
+        typer.echo(f"{address}?token={token}  (for one browser; Ctrl-C ends the dashboard)")

@@ -14,9 +14,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, ImageSequence, PngImagePlugin
 
 from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.base.files import read_regular
 
 FRAME_PIXELS, FILE_PIXELS = 2**26, 2**28
 """Of a picture to be decoded: 8192 x 8192, and 291 frames of 1280 x 720; 768 MB in all."""
+_FILE_BYTES = 2**30
 _NO_PICTURE = (
     ValueError,
     SyntaxError,
@@ -69,8 +71,10 @@ def open_picture(source: Path | IO[bytes], formats: tuple[str, ...] | None = Non
     """Open a picture that anybody may have made, decoding nothing yet.
 
     Raises:
-        OSError: not a picture, or one of more than ``FRAME_PIXELS`` a frame or ``FILE_PIXELS`` in all.
+        OSError: no file, no picture, or one of more than ``FRAME_PIXELS`` a frame or ``FILE_PIXELS`` in all.
     """
+    if isinstance(source, Path):
+        source = io.BytesIO(read_regular(source, _FILE_BYTES))
     try:
         image = Image.open(source, formats=formats)
         frames = getattr(image, "n_frames", 1)

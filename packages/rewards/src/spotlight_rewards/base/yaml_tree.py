@@ -14,6 +14,8 @@ from spotlight_rewards.base.errors import ConfigError, Problem
 _DEPTH_MAX = 64
 _VALUES_MAX = 20_000
 """Of a document, aliases written out: tens of times those of a whole configuration or profile."""
+_NUMBER_CHARS_MAX = 1000
+"""Of all that is not text. PyYAML's time for base 60 (``1:30:00``) grows with the square of it."""
 _NO_VALUE = (ValueError, ArithmeticError, LookupError, AttributeError, TypeError)
 """What PyYAML's constructors raise of texts such as ``2001-99-99`` or ``!!int x``."""
 
@@ -43,6 +45,14 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         if not isinstance(event, yaml.AliasEvent) and event.anchor is not None:
             self._values_in[event.anchor] = self._values - before
+        return node
+
+    def compose_scalar_node(self, anchor: Any) -> yaml.ScalarNode:
+        """Compose a text or number. Raises :class:`yaml.YAMLError` on a number that is too long."""
+        event: Any = self.peek_event()  # type: ignore[no-untyped-call]
+        node = super().compose_scalar_node(anchor)
+        if node.tag != "tag:yaml.org,2002:str" and len(node.value) > _NUMBER_CHARS_MAX:
+            raise _misplaced(event, f"a number of more than {_NUMBER_CHARS_MAX} characters: quote it")
         return node
 
     def compose_sequence_node(self, anchor: Any) -> yaml.SequenceNode:
@@ -83,7 +93,7 @@ def _error(node: yaml.Node, problem: str) -> yaml.YAMLError:
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.[\d_]+)[eE][-+]?\d+$"),
+    re.compile(r"^[-+]?(?:\d[\d_]*(?:\.[\d_]*)?|\.[\d_]+)[eE][-+]?\d+$"),
     list("-+0123456789."),
 )
 

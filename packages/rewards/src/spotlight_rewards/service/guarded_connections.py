@@ -20,6 +20,8 @@ CONNECTIONS_MAX = 400
 SILENT_S = 10.0
 """From connecting, or from the last answer, to the whole head of a request, and then without a byte."""
 UNREAD_S = 30.0
+READ_BYTES_S = 4000.0
+"""Who reads at least so much of what waits to be sent has a slow link, and goes on."""
 
 
 def guarded(app: ASGIApp, **settings: Any) -> uvicorn.Config:
@@ -65,7 +67,7 @@ class GuardedConnection(H11Protocol):
     def pause_writing(self) -> None:
         """Note that what was sent is not read."""
         super().pause_writing()
-        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+        self._wait_for_reader()
 
     def resume_writing(self) -> None:
         """Note that it is read."""
@@ -83,10 +85,27 @@ class GuardedConnection(H11Protocol):
         self.since = time.monotonic()
         if self._silent is not None:
             self._silent.cancel()
-        self._silent = self.loop.call_later(SILENT_S, self._cut_off)
+        left_bytes = self._left_bytes()
+        seconds = UNREAD_S if left_bytes else SILENT_S
+        self._silent = self.loop.call_later(seconds, self._cut_off, left_bytes)
 
-    def _cut_off(self) -> None:
-        if self.flow.read_paused:
-            self._wait()  # it is we who take no more
+    def _cut_off(self, left_bytes: int) -> None:
+        if self.flow.read_paused or self._reads(left_bytes):
+            self._wait()  # it is we who take no more, or a slow link
         elif self.is_waited_for:
             self.transport.abort()
+
+    def _wait_for_reader(self) -> None:
+        self._unread = self.loop.call_later(UNREAD_S, self._cut_off_unread, self._left_bytes())
+
+    def _cut_off_unread(self, left_bytes: int) -> None:
+        if self._reads(left_bytes):
+            self._wait_for_reader()
+        else:
+            self.transport.abort()
+
+    def _reads(self, left_bytes: int) -> bool:
+        return left_bytes - self._left_bytes() >= READ_BYTES_S * UNREAD_S
+
+    def _left_bytes(self) -> int:
+        return self.transport.get_write_buffer_size()
