@@ -108,7 +108,7 @@ def test_another_scorer_may_score_where_no_score_of_the_first_is_kept(tmp_path: 
 def test_a_run_goes_on_with_other_code_of_a_reward_and_says_so(tmp_path: Path) -> None:
     first, other = ({"mine": f"{CODE}mine.py@{digest}"} for digest in ("1f", "2e"))
     go_on(tmp_path, first, save=True)
-    (note,) = go_on(tmp_path, other, save=True)[1:]
+    *_, note = go_on(tmp_path, other, save=True)
     assert "the code of reward 'mine' changed" in note
     assert audit(tmp_path / "run", AuditLimits()).scorers == {"mine": (first["mine"], other["mine"])}
 

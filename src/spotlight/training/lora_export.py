@@ -11,8 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
-from spotlight.models.lora_names import Layout, save_renamed
+from spotlight.models.lora_names import Layout
 from spotlight.models.model_errors import ModelError, storing
+from spotlight.models.renamed_lora import save_renamed
 from spotlight.models.shared.transformer_files import TransformerFiles
 from spotlight.models.shared.update_rounding import UpdateRounding
 from spotlight.models.skeleton import keeps_float32
