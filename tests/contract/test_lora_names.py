@@ -22,7 +22,7 @@ from spotlight.models.family import ModelFamily
 from spotlight.models.lora_names import FLUX, Layout
 from spotlight.models.model_errors import ModelError
 from spotlight.models.peft_layers import LoraSpec
-from spotlight.models.renamed_lora import save_renamed
+from spotlight.models.shared.renamed_lora import save_renamed
 from spotlight.models.slots import LoraSlots
 from spotlight.registry import FAMILIES
 from spotlight.training.lora_export import export_renamed_lora

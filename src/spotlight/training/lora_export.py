@@ -13,7 +13,7 @@ from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
 from spotlight.models.lora_names import Layout
 from spotlight.models.model_errors import ModelError, storing
-from spotlight.models.renamed_lora import save_renamed
+from spotlight.models.shared.renamed_lora import save_renamed
 from spotlight.models.shared.transformer_files import TransformerFiles
 from spotlight.models.shared.update_rounding import UpdateRounding
 from spotlight.models.skeleton import keeps_float32
