@@ -187,3 +187,20 @@ def test_who_reads_slowly_gets_the_whole(places: Path, monkeypatch: pytest.Monke
             arrived += len(found)
             time.sleep(0.02)
     assert arrived > plotly_file().stat().st_size
+
+
+def test_metadata_may_have_keys_of_the_bodys_own() -> None:
+    metadata = {"image_b64": "\u00e9", "deep": [{"image_b64": "QQ=="}, 3, "image_b64"]}
+    turns = [{"text": "a", "image_b64": "QUJD"}]
+    body = {"requests": [{"history": turns, "required_rewards": ["x"], "metadata": metadata}]}
+    (request,) = read_body([json.dumps(body, ensure_ascii=False).encode()])
+    assert request.metadata == metadata
+    assert request.history[-1].image_b64 == "QUJD"
+
+
+def test_metadata_nested_too_deeply_is_refused() -> None:
+    deep = "[" * 900 + "]" * 900
+    turns = '[{"text": "a", "image_b64": ""}]'
+    request = f'{{"history": {turns}, "required_rewards": ["x"], "metadata": {{"a": {deep}}}}}'
+    with pytest.raises(BodyError, match="nested too deeply"):
+        read_body([f'{{"requests": [{request}]}}'.encode()])

@@ -59,19 +59,30 @@ def read_body(parts: Sequence[bytes]) -> list[ScoreRequest]:
         plain += body[at:start] + f"{mark}{number}".encode()
         at = end
     plain += body[at:]
+
+    def whole(found: Any) -> Any:
+        """What was sent, of a value that may be, or hold, a mark."""
+        match found:
+            case dict():
+                return {name: whole(each) for name, each in found.items()}
+            case list():
+                return [whole(each) for each in found]
+            case str() if found.startswith(mark):
+                start, end = pictures[int(found.removeprefix(mark))]
+                return body[start:end].decode("utf-8", "replace")
+        return found
+
     try:
         requests = ScoreBody.model_validate(json.loads(plain)).requests
+        for request in requests:
+            request.history[-1].image_b64 = whole(request.history[-1].image_b64)
+            request.metadata = whole(request.metadata)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))[:200]
         raise BodyError(422, f"{where}: {first['msg']}") from None
     except (ValueError, RecursionError):
         raise BodyError(422, "the body is no JSON, or nested too deeply; expected that of /score") from None
-    for request in requests:
-        turn = request.history[-1]
-        if turn.image_b64.startswith(mark):
-            start, end = pictures[int(turn.image_b64.removeprefix(mark))]
-            turn.image_b64 = body[start:end].decode("ascii", "replace")
     return requests
 
 
