@@ -181,8 +181,6 @@ def train(
 
       spotlight train qwen.yaml --profile 3
     """
-    from spotlight.config.load import load_config
-
     with errors_without_traceback(), lasting():
         options = {
             "fleet.address": address,
@@ -191,17 +189,7 @@ def train(
         }
         named = [f"{key}={value}" for key, value in options.items() if value is not None]
         given = [*(arguments or []), *(["fleet.driver=ray"] if named else []), *named]
-        config = load_config(*split_arguments(given))
-        _require_ranks(config, ranks, smoke)
-        if vote:
-            given += _vote(config, given)
-            config = load_config(*split_arguments(given))
-        if fit is not None:
-            given += _fit(config, fit, ranks)
-            config = load_config(*split_arguments(given))
-        if smoke:
-            given += _smoke(config)
-            config = load_config(*split_arguments(given))
+        config, given = _configured(given, ranks, vote=vote, fit=fit, smoke=smoke)
     if dry_run:
         _print_plan(config, given, ranks)
         return
@@ -218,6 +206,26 @@ def train(
         raise typer.Exit(EXIT_STOPPED_BY_ERROR)
     if result.stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _configured(
+    given: list[str], ranks: int | None, *, vote: bool, fit: str | None, smoke: bool
+) -> tuple[RunConfig, list[str]]:
+    """The configuration, and the arguments that give it once the options' own keys are among them."""
+    from spotlight.config.load import load_config
+
+    config = load_config(*split_arguments(given))
+    _require_ranks(config, ranks, smoke)
+    if vote:
+        given = [*given, *_vote(config, given)]
+        config = load_config(*split_arguments(given))
+    if fit is not None:
+        given = [*given, *_fit(config, fit, ranks)]
+        config = load_config(*split_arguments(given))
+    if smoke:
+        given = [*given, *_smoke(config)]
+        config = load_config(*split_arguments(given))
+    return config, given
 
 
 def _require_ranks(config: RunConfig, asked: int | None, smoke: bool) -> None:
