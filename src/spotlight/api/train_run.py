@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from spotlight.api.arguments import PromptsArgument, RewardArgument, overrides_of, prompt_files, reward_of
 from spotlight.api.opened_run import Run
 from spotlight.api.opened_run import open as open_run
 from spotlight_rewards.base.errors import UserError
+
+if TYPE_CHECKING:
+    from spotlight.config.schema import RunConfig
 
 
 class RunStoppedError(UserError, RuntimeError):
@@ -49,11 +52,8 @@ def train(
             command, before any work.
         RunStoppedError: the run stopped by an error.
     """
-    from spotlight.cli.runs.progress import make_progress
-    from spotlight.cli.runs.train import driver_of
     from spotlight.config.load import load_config
     from spotlight.runtime.assembly.components import cache_dir
-    from spotlight.runtime.preflight import finished_summary, require_startable
 
     sections = {
         "model": {"path": model} if isinstance(model, str) else model or {},
@@ -67,11 +67,20 @@ def train(
     if prompts is not None:
         files = prompt_files(prompts, test_prompts, cache_dir(run_config))
         run_config = load_config(source, [*given, *overrides_of(files)])
-    progress = make_progress(run_config, plain)
+    return trained(run_config, plain=plain)
+
+
+def trained(config: RunConfig, *, plain: bool) -> Run:
+    """Train, or go on with, what is configured. Raises as :func:`train`."""
+    from spotlight.cli.runs.progress import make_progress
+    from spotlight.cli.runs.train import driver_of
+    from spotlight.runtime.preflight import finished_summary, require_startable
+
+    progress = make_progress(config, plain)
     with progress:
-        if finished_summary(run_config) is None:
-            require_startable(run_config)
-        result = driver_of(run_config)(run_config, progress, 0.0)
+        if finished_summary(config) is None:
+            require_startable(config)
+        result = driver_of(config)(config, progress, 0.0)
     if result.error is not None:
         raise RunStoppedError(result.error)
     return open_run(result.directory)

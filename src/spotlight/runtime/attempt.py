@@ -21,6 +21,7 @@ import spotlight
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
+from spotlight.runtime.course import changed_course
 from spotlight.runtime.library_versions import library_versions, version_note
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import require_same_prompts
@@ -104,7 +105,8 @@ def open_attempt(
         recorder, newest = _open_recorder(
             stack, config, directory, prompts, ranks, workers, scored_by, began_s, observer
         )
-        kept = newest.header.ledger_position if newest else 0
+        kept, resume_at = (newest.header.ledger_position, newest.header.iteration) if newest else (0, 0)
+        course = changed_course(config, directory, recorder.ledger, prompts, kept)
         number = recorder.ledger.begin_attempt(
             pid=os.getpid(), host=socket.gethostname(), workers=workers, now_s=began_s
         )
@@ -122,8 +124,11 @@ def open_attempt(
                     )
             undone = recorder.ledger.rollback(kept, number)
             recorder.ledger.record_scorers(scored_by)
-            if not recorder.ledger.prompts_at(kept):
+            if recorder.ledger.prompts_at(kept) != prompts.ids:
                 recorder.ledger.record_prompts(prompts.ids)
+            for said in recorder.ledger.record_course(kept, resume_at, course, began_s):
+                observer.note(said)
+            directory.adopt()
             if undone:
                 observer.note(
                     f"{undone} ledger records after the checkpoint are undone and will be made again"
@@ -161,7 +166,9 @@ def _open_recorder(
     resume_at, kept = (newest.header.iteration, newest.header.ledger_position) if newest else (0, 0)
     # Before the curves and pictures after the checkpoint are removed: a run that is refused keeps them.
     require_same_prompts(ledger.prompts_at(kept), prompts, config)
-    _require_same_scorers(ledger.scorers_at(kept), scored_by, directory)
+    # A fork may be scored otherwise than what it goes on from.
+    if not any(change.key == "name" for change in ledger.course(since=kept)):
+        _require_same_scorers(ledger.scorers_at(kept), scored_by, directory)
     metrics = stack.enter_context(
         MetricsWriter(
             directory,

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from spotlight.config.load import dump_config, with_new_keys
-from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
+from spotlight.config.load import dump_config
+from spotlight.config.schema import RunConfig
 from spotlight.garbage import collection_paused
 from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.runtime.assembly import components as build
@@ -27,6 +27,7 @@ from spotlight.runtime.attempt import RunResult as RunResult
 from spotlight.runtime.attempt import open_attempt
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
+from spotlight.runtime.course import Resuming
 from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
@@ -94,9 +95,7 @@ def train(
                 PassiveRecorder(ranks, materials.prompts.by_id, config.evaluation.strict),
             )
         directory = stack.enter_context(
-            RunDirectory.open(
-                config.runs_dir, config.name, dump_config(config), RESUMABLE_KEYS, with_new_keys
-            )
+            RunDirectory.open(config.runs_dir, config.name, dump_config(config), Resuming(config))
         )
         return _as_main(materials, directory, observer, clock)
 
