@@ -64,6 +64,8 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = _Algorithms(
         "v-grpo": "spotlight.config.sections.newer_algorithms:VGRPOConfig",
         "dgpo": "spotlight.config.sections.newer_algorithms:DGPOConfig",
         "diffusion-dpo": "spotlight.config.sections.newer_algorithms:DiffusionDPOConfig",
+        "rvm": "spotlight.config.sections.newer_algorithms:RVMConfig",
+        "ram": "spotlight.config.sections.newer_algorithms:RAMConfig",
     },
     base="spotlight.config.sections.algorithm:AlgorithmSection",
 )
