@@ -66,6 +66,7 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = _Algorithms(
         "diffusion-dpo": "spotlight.config.sections.newer_algorithms:DiffusionDPOConfig",
         "rvm": "spotlight.config.sections.newer_algorithms:RVMConfig",
         "ram": "spotlight.config.sections.newer_algorithms:RAMConfig",
+        "sft": "spotlight.config.sections.newer_algorithms:SFTConfig",
     },
     base="spotlight.config.sections.algorithm:AlgorithmSection",
 )
