@@ -29,6 +29,7 @@ from torch import nn
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout
+from spotlight.rollout.stored_pictures import StoredPictures
 from spotlight.runtime.assembly.components import Recipes
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
@@ -83,6 +84,7 @@ class Denoiser:
 
     Attributes:
         around: a context for the steps of a lease, given the module that takes them.
+        stored: makes the training samples of pictures; None: they are denoised.
     """
 
     engine: Engine
@@ -92,6 +94,7 @@ class Denoiser:
     train_slot: Slot
     evaluation_slot: Slot
     around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
+    stored: StoredPictures | None = None
 
     def run(
         self,
@@ -106,6 +109,8 @@ class Denoiser:
         """
         evaluating = rollouts[0].purpose is Purpose.EVAL
         recipe = self.recipes.by_purpose()[rollouts[0].purpose]
+        if self.stored is not None and not evaluating:
+            return [*self.stored.samples(rollouts, recipe)]
         conditions = self.conditions.of(rollout.prompt_id for rollout in rollouts)
         states = self.engine.start(rollouts, conditions, recipe)
         steps = max(rollout.steps for rollout in rollouts)

@@ -21,6 +21,7 @@ from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.garbage import collection_paused
 from spotlight.models.kernels.step_profile import StepProfiler
+from spotlight.rollout.stored_pictures import StoredPictures
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.attempt import RunResult as RunResult
@@ -130,6 +131,9 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
         model.algorithm.rollout_slot,
         config.evaluation.weights,
         RolloutGathering(config.learner.keep_gathered, ranks, device, compute_type(config.learner)).around,
+        stored=StoredPictures(model.family, prompts.by_id, config.rollout.group_size)
+        if config.algorithm.trains_on_stored
+        else None,
     )
     return _Materials(config, ranks, prompts, learning, denoiser, rewards, MainTurn(ranks))
 

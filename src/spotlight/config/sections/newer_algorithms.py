@@ -127,6 +127,10 @@ class DiffusionDPOConfig(PreferenceSection):
     """Selects this algorithm."""
     beta: PositiveFloat = 2000.0
     """Sharpness of the preference."""
+    stored: bool = False
+    """Train on pairs of pictures of ``data.train``, the preferred one first (``pictures``, or Pick-a-Pic's
+    columns), in place of rollouts.
+    """
     pairs: Literal["extremes", "ranks"] = "extremes"
     """``extremes``: each group's best with its worst sample; ``ranks``: also the second best with the second
     worst, and so on. Pairs of equal advantage teach nothing, nor do samples in no pair: with ``extremes``,
@@ -134,6 +138,21 @@ class DiffusionDPOConfig(PreferenceSection):
     """
     train_timesteps: PositiveInt = 1
     """Noise levels trained per pair."""
+
+    @property
+    def trains_on_stored(self) -> bool:
+        return self.stored
+
+
+class SFTConfig(ForwardProcessSection):
+    """Supervised fine-tuning: flow matching on pictures of ``data.train``, without rewards."""
+
+    implementation = "spotlight.algorithms.sft:SFT"
+
+    name: Literal["sft"] = "sft"
+    """Selects this algorithm."""
+
+    trains_on_stored: ClassVar[bool] = True
 
 
 _NO_ANCHOR = {"algorithm.anchor_weight": 0}
