@@ -1,4 +1,4 @@
-"""The four packages as wheels, installed in clean environments: each works with what it declares."""
+"""The packages as wheels, installed in clean environments: each works with what it declares."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import spotlight
+import spotlight_bucket
 import spotlight_dashboard
 import spotlight_kernels
 import spotlight_plan
@@ -20,7 +21,7 @@ import spotlight_rewards
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"spotlight-rl": ".", **{f"spotlight-{name}": f"packages/{name}" for name in
-                                   ("kernels", "rewards", "plan", "dashboard")}}  # fmt: skip
+                                   ("kernels", "rewards", "plan", "dashboard", "bucket")}}  # fmt: skip
 HEAVY = {"torch", "ray", "diffusers", "transformers"}
 
 
@@ -58,7 +59,8 @@ def installed(bin_folder: Path) -> set[str]:
 
 
 def test_versions_are_one() -> None:
-    packages = (spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard)
+    others = (spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard, spotlight_bucket)
+    packages = (spotlight, *others)
     assert {each.__version__ for each in packages} == {spotlight.__version__}
     for place in FOLDERS.values():
         project = tomllib.loads((ROOT / place / "pyproject.toml").read_text())["project"]

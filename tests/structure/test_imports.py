@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import spotlight
+import spotlight_bucket
 import spotlight_dashboard
 import spotlight_kernels
 import spotlight_plan
@@ -22,7 +23,10 @@ import spotlight_rewards
 SOURCE = Path(spotlight.__file__).parent
 SOURCES = {
     package.__name__: Path(package.__file__).parent
-    for package in (spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard)
+    for package in (
+        *(spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard),
+        spotlight_bucket,
+    )
     if package.__file__ is not None
 }
 
@@ -32,6 +36,7 @@ PACKAGES_MAY_IMPORT: dict[str, set[str]] = {
     "spotlight": {"spotlight_kernels", "spotlight_rewards"},
     "spotlight_plan": {"spotlight", "spotlight_rewards"},
     "spotlight_dashboard": {"spotlight", "spotlight_rewards"},
+    "spotlight_bucket": {"spotlight", "spotlight_rewards"},
 }
 """Packages, each a distribution of its own; the leaf first."""
 
@@ -67,6 +72,7 @@ USE_KERNELS = {"models"}
 FROM_TRAINER: dict[str, set[str]] = {
     "spotlight_plan": {"scheduler", "fleet", "config", "store"},
     "spotlight_dashboard": {"store"},
+    "spotlight_bucket": {"store"},
 }
 """Rooms of the trainer that other packages may import; their commands may import all."""
 
@@ -166,6 +172,7 @@ LIGHT = (
     "spotlight_rewards",
     "spotlight_plan",
     "spotlight_dashboard",
+    "spotlight_bucket",
 )
 """Packages and rooms that start without torch, Ray and the model libraries."""
 MODELS = ("diffusers", "transformers", "peft", "accelerate")
