@@ -21,6 +21,7 @@ from main_job import (
     clean_audit,
     outcome,
 )
+from tests.bucket_server import BUCKET, BucketServer, bucket_server
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
