@@ -21,8 +21,8 @@ import spotlight_plan
 import spotlight_rewards
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"spotlight-rl": ".", **{f"spotlight-{name}": f"packages/{name}" for name in
-                                   ("kernels", "rewards", "fleet", "plan", "dashboard", "bucket")}}  # fmt: skip
+BESIDE = ("kernels", "rewards", "fleet", "plan", "dashboard", "bucket")
+FOLDERS = {"spotlight-rl": ".", **{f"spotlight-{name}": f"packages/{name}" for name in BESIDE}}
 HEAVY = {"torch", "ray", "diffusers", "transformers"}
 
 
