@@ -15,7 +15,7 @@ from spotlight_plan.scenarios.prepare import Prepared, bytes_of_both
 from spotlight_plan.scenarios.pricing import PriceTag, crossing_of
 from spotlight_plan.scenarios.profile import NamedFigure, assumptions
 from spotlight_plan.scenarios.scenario_file import Target
-from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, strategy_named
+from spotlight_plan.scenarios.strategies import LEARNS_OTHERWISE, SpotPlaces, strategy_named
 from spotlight_plan.strategy_runs import FigureRange, StrategyRuns
 from spotlight_plan.traces.trace_statistics import statistics
 
@@ -189,7 +189,7 @@ def _unlike_targets(runs: Sequence[StrategyRuns]) -> Iterator[str]:
     names: dict[str, list[str]] = {}
     for one in runs:
         strategy, target = strategy_named(one.strategy), one.first.target
-        if target is not None and strategy.explore is None and PipelinePart.TCSS not in strategy.parts:
+        if target is not None and strategy.explore is None and not strategy.parts & LEARNS_OTHERWISE:
             names.setdefault(_iterations(target), []).append(one.strategy)
     if len(names) > 1:
         text = "; ".join(f"{', '.join(alike)} {number}" for number, alike in names.items())

@@ -179,7 +179,8 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
     Raises:
         ConfigError: the profile lacks a figure, or the model does not fit.
     """
-    file, work = prepared.file, prepared.file.workload
+    file = prepared.file.run_as(strategy)
+    prepared, work = replace(prepared, file=file), file.workload
     nodes = node_events(prepared, strategy)
     joining = [event.node for _, event in nodes if isinstance(event, NodeJoined)]
     ranks = ranks_of(prepared, strategy)
