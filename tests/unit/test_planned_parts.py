@@ -171,6 +171,20 @@ def test_a_subset_learns_as_measured_and_replaces_previews() -> None:
         assert expected in caught.value.expected
 
 
+def test_a_scenario_may_hold_a_deadline_with_the_nodes_it_asks_for() -> None:
+    nodes = "cluster.spot={nodes: 6, gpus_per_node: 2, gpu_type: H100, usd_gpu_h: 2}"
+    held = ("run.iterations=9", "target={deadline_h: 1, nodes_first: 1}", nodes)
+    free, asking = (outcome("spot_rollout_only", *given) for given in ((*held[:1], nodes), held))
+    assert (free.decisions, free.problem, asking.problem) == ((), None, None)
+    assert re.search(r"2 spot nodes instead of 1: .*out of reach", asking.decisions[1][1])
+    prep = prepared("spot_rollout_only", *TINY, TARGET, *held)
+    assert any(
+        "What spot_rollout_only decided" in one.heading
+        for one in notes_of(prep, [StrategyRuns((asking,))], NOW)
+    )
+    assert outcome("disaggregated", *held).decisions == ()
+
+
 def test_what_the_learner_refuses_is_refused() -> None:
     fresh = "workload.recomputes_log_probs=false"
     for overrides, message in (

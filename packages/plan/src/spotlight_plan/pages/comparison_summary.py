@@ -134,6 +134,7 @@ def notes_of(prepared: Prepared, runs: Sequence[StrategyRuns], now: datetime) ->
         PageNote("Iterations to target: an input, not a result", tuple(_targets(runs))),
         PageNote("Prices of a GPU-hour", tuple(_prices(prepared, now))),
         PageNote("Spot nodes", tuple(_trace(prepared))),
+        *_decided(outcomes),
         PageNote("Assumed in the cost profile", tuple(_assumed(prepared))),
         PageNote(
             "How to read it", tuple(_reading(prepared, max((len(one.outcomes) for one in runs), default=1)))
@@ -258,6 +259,13 @@ def _too_short(prepared: Prepared, runs: Sequence[StrategyRuns]) -> Iterator[str
             f"{hours(max(spans))} of spot nodes were simulated, and one stays {hours(stay_h)} on average, so "
             f"preemptions hardly show: {remedy}."
         )
+
+
+def _decided(outcomes: Sequence[SimulationOutcome]) -> Iterator[PageNote]:
+    for one in outcomes:
+        if one.decisions:
+            lines = (f"at {at_s / 3600:.2f} h: {text}" for at_s, text in one.decisions)
+            yield PageNote(f"What {one.strategy} decided, from the first start", tuple(lines))
 
 
 def _abouts(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:

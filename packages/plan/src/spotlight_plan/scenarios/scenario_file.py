@@ -25,6 +25,7 @@ from pydantic import (
 from spotlight.config.sections.exploration import SeedChoiceConfig
 from spotlight.config.sections.fleet import OnDemandConfig
 from spotlight.config.sections.pipeline import PipelineConfig
+from spotlight.config.sections.target import TargetConfig
 from spotlight.scheduler.types import WeightKind
 from spotlight_plan.scenarios.profile import Source
 from spotlight_plan.scenarios.profile_costs import Shard
@@ -367,6 +368,37 @@ class SimulationRunSection(_ScenarioSection):
     """Denoising steps between commits of progress."""
 
 
+class HeldTarget(_ScenarioSection):
+    """A deadline and a budget that the run itself holds, as ``fleet.target`` (docs/howto/hold-a-deadline.md).
+
+    They are of all ``run.iterations``. The spot nodes of the scenario are the market, of which it takes some.
+    """
+
+    deadline_h: PositiveFloat | None = None
+    """Hours from start to end."""
+    budget_usd: PositiveFloat | None = None
+    """Dollars of the whole run."""
+    nodes_min: NonNegativeInt = 1
+    """Fewest spot nodes asked for."""
+    nodes_first: PositiveInt = 2
+    """Spot nodes that it asks for before anything is measured."""
+
+    def for_nodes(self, nodes_max: int, node_s: float) -> TargetConfig | None:
+        """As a run's configuration; None: there is no goal.
+
+        Args:
+            node_s: until a new node works, before one has been measured.
+        """
+        found = TargetConfig(
+            deadline_h=self.deadline_h,
+            budget_usd=self.budget_usd,
+            nodes_min=min(self.nodes_min, nodes_max),
+            nodes_max=nodes_max,
+            node_s=node_s,
+        )
+        return found if found.is_set else None
+
+
 class SearchSection(_ScenarioSection):
     """Search space of ``spotlight plan``; empty lists: around the scenario's cluster."""
 
@@ -432,6 +464,8 @@ class ScenarioFile(_ScenarioSection):
     """By strategy; with pipeline parts, defaults to the strategy without them. With exploration, defaults to
     those with random seeds, fewer by the realised contrast. Without any, time and cost to target are
     unknown."""
+    target: HeldTarget = HeldTarget()
+    """Goals that the number of spot nodes follows, for strategies with spot nodes."""
     run: SimulationRunSection = SimulationRunSection()
     """What is simulated."""
     plan: SearchSection = SearchSection()
