@@ -1,10 +1,10 @@
-"""Pictures of the dashboard's votes for the documentation: Chromium at a real run, whose votes this program makes.
+"""Pictures of the dashboard's votes for the documentation: Chromium at a real run, on which it votes.
 
     python scripts/vote_pictures.py docs/img
 
-Trains the testbed by ``spotlight train --vote`` and votes on every group for the picture with the most paint, as
-a person would on the page. Writes ``votes-ballot.webp``, ``votes-phone.webp`` and ``votes-learnt.webp``. Needs
-Chromium of the distribution, Playwright, and minutes of a CPU.
+Trains the testbed by ``spotlight train --vote`` and votes on every group, as a person would on the page, for
+the picture with the most paint. Writes ``votes-ballot.webp``, ``votes-phone.webp`` and ``votes-learnt.webp``.
+Needs Chromium of the distribution, Playwright, and minutes of a CPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows about consumer GPUs: a base in few bits under the memory that they have.
 
-What a process may allocate is capped at 90 % of a card's: CUDA's context is not counted. Int8's cap holds about
-half of the layers of Qwen-Image.
+What a process may allocate is capped at 90 % of a card's: CUDA's context is not counted. In int8, 14.4 GiB
+hold about half of Qwen-Image's layers.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def below(lab: Lab, gib: float) -> Iterator[None]:
 def replay(lab: Lab) -> Outcome:
     """Log-probs of the learner's first forward against those of the rollout, at equal batch, few layers."""
     lab.drop()
-    shape, found = _one(lab.scale.train_small), {}
+    shape = _one(lab.scale.train_small)
+    found: dict[str, float] = {}
     for quantize in ("nf4", "int8"):
         family = lab.fresh(lab.scale.few_layers, quantize=quantize)
         slots = lab.adapted(family)
