@@ -90,8 +90,9 @@ def draw(page: Page, folder: Path) -> None:
 def vote(page: Page) -> None:
     """For the picture with the most paint, on the next group, by keys."""
     choose(page, 1)
+    voted = page.locator(".ballot").get_attribute("data-ballot")
     page.keyboard.press("Enter")
-    page.wait_for_selector("[role=status] >> text=Your vote is recorded")
+    page.wait_for_function("voted => document.querySelector('.ballot')?.dataset.ballot !== voted", arg=voted)
 
 
 def choose(page: Page, count: int) -> None:

@@ -132,7 +132,7 @@ function votesView(place, { run }) {
       [vote.disabled, alike.disabled, clear.disabled] = [!ranking.length || !able, !able, !ranking.length];
     }
     async function send(chosen) {
-      [vote.disabled, alike.disabled] = [true, true];
+      [vote.disabled, alike.disabled, onKey] = [true, true, null];
       try {
         await sent(`api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}`, {
           ranking: chosen,
@@ -143,12 +143,13 @@ function votesView(place, { run }) {
         rest(empty("The next group comes when its pictures are made."));
       } catch (error) {
         say(error.message);
+        onKey = keys;
         draw();
         if (error.status === 409) shown = null;
       }
       await refresh();
     }
-    onKey = (event) => {
+    const keys = (event) => {
       const chosen = ballot.pictures[Number(event.key) - 1];
       if (chosen && ready) return pick(chosen);
       if (event.key === "0" && !alike.disabled) return send([]);
@@ -156,6 +157,7 @@ function votesView(place, { run }) {
       // On a button it presses that.
       if (event.key === "Enter" && !vote.disabled && !event.target.closest("button, a")) return send(ranking);
     };
+    onKey = keys;
     const left = h("span", { class: "faint" });
     showLeft = (found) => {
       left.textContent = `taken for another ${duration(found.left_s)}`;
