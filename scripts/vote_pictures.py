@@ -33,7 +33,7 @@ RUN = (
     "rollout.group_size=4",
     "learner.micro_batch_size=32",
     "learner.warmup_steps=1",
-    f"iterations={ROUNDS + 1}",
+    f"iterations={ROUNDS + 2}",
 )
 LIGHT = """images => images.every(image => image.naturalWidth) && images.map(image => {
   const canvas = document.createElement("canvas");
@@ -62,7 +62,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the pictures go.")])
 def voted_run(runs: Path) -> Iterator[str]:
     """The testbed in training, in ``runs``, until the block ends; the address of its votes."""
     command = [sys.executable, "-m", "spotlight.cli", "train", "--vote", "--plain", *RUN, f"runs_dir={runs}"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout is not None
         try:
             yield next(filter(None, (re.search(r"http://127\S+/votes", line) for line in process.stdout)))[0]
@@ -81,7 +81,7 @@ def draw(page: Page, folder: Path) -> None:
     choose(page, 2)
     keep(page.locator(".ballot").screenshot(), folder / "votes-ballot.webp")
     page.keyboard.press("Backspace")
-    while not page.locator(f".learnt h2:text('round {ROUNDS}')").count():
+    while not page.locator(f".learnt:has(img) h2:text('round {ROUNDS}')").count():
         vote(page)
     page.wait_for_function("[...document.querySelectorAll('.learnt img')].every(image => image.naturalWidth)")
     keep(page.locator(".learnt").screenshot(), folder / "votes-learnt.webp")

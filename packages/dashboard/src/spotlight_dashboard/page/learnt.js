@@ -13,16 +13,27 @@ function learntView(run) {
 }
 
 async function drawnLearnt(run, rounds, vote) {
-  const newest = rounds.find((each) => each.trained);
-  if (!newest)
+  const trained = rounds.filter((each) => each.trained);
+  if (!trained.length)
     return rounds.length ? h("p", { class: "faint" }, "What was learnt comes here after this round.") : [];
   const iterations = (await ask(run, "pictures")).iterations;
-  const after = iterations.filter((at) => at > newest.iteration)[0];
+  const afterOf = ({ iteration }) => iterations.find((at) => at > iteration);
+  const shown = trained.find((each) => afterOf(each) !== undefined) ?? trained[0];
+  const newer = trained[0] !== shown ? trained[0].iteration + 1 : null;
   return [
-    h("h2", {}, `What was learnt in round ${newest.iteration + 1}`),
-    h("p", {}, roundInWords(newest)),
-    after === undefined ? null : await beforeAndAfter(run, iterations, after, vote),
-    rounds.length > 1 || Object.keys(newest.agree).length ? roundsTable(rounds) : null,
+    h("h2", {}, `What was learnt in round ${shown.iteration + 1}`),
+    h("p", {}, roundInWords(shown)),
+    afterOf(shown) === undefined
+      ? h("p", { class: "faint" }, "Its pictures come with the votes of the next.")
+      : await beforeAndAfter(run, iterations, afterOf(shown), vote),
+    newer
+      ? h(
+          "p",
+          { class: "faint" },
+          `Round ${newer} is learnt, too: its pictures come with the votes of the next.`,
+        )
+      : null,
+    rounds.length > 1 || Object.keys(shown.agree).length ? roundsTable(rounds) : null,
   ];
 }
 
