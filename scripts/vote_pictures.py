@@ -83,6 +83,7 @@ def draw(page: Page, folder: Path) -> None:
     page.keyboard.press("Backspace")
     while not page.locator(f".learnt:has(img) h2:text('round {ROUNDS}')").count():
         vote(page)
+    page.wait_for_selector(".ballot .picture button:not([disabled])")  # it moves no more
     page.wait_for_function("[...document.querySelectorAll('.learnt img')].every(image => image.naturalWidth)")
     keep(page.locator(".learnt").screenshot(), folder / "votes-learnt.webp")
 
