@@ -278,17 +278,19 @@ def make_reward_pool(
 
 def _group_problems(config: RunConfig, comparing: Sequence[str]) -> Iterator[Problem]:
     """Of the rewards that compare the samples of a group, by curve."""
-    names, evaluation = " and ".join(map(repr, comparing)), config.evaluation
+    evaluation, alone = config.evaluation, {each.curve for each in config.rewards if each.scores_one}
+    names = " and ".join(map(repr, comparing))
+    two = " and ".join(repr(curve) for curve in comparing if curve not in alone)
     if comparing and config.exploration is not None:
         yield Problem(
             "rewards", f"{names}, which compares the samples of a group, with exploration",
             "rewards that score each sample by itself",
             "Leave out exploration: its previews are scored one by one, as they come.",
         )  # fmt: skip
-    if comparing and evaluation.count(config.iterations) and evaluation.images_per_prompt < _COMPARED_MIN:
+    if two and evaluation.count(config.iterations) and evaluation.images_per_prompt < _COMPARED_MIN:
         yield Problem(
             "evaluation.images_per_prompt", str(evaluation.images_per_prompt), f"at least {_COMPARED_MIN}",
-            f"Raise it: {names} compares the pictures of a prompt.",
+            f"Raise it: {two} compares the pictures of a prompt.",
         )  # fmt: skip
 
 
