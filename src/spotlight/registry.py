@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from typer import Typer
 
     from spotlight.config.sections.algorithm import AlgorithmSection
+    from spotlight.dry_run.fitting import Fitting
     from spotlight.models.family import ModelFamily
     from spotlight.scheduler.fleet.fleet_machine import FleetPolicy
     from spotlight.scheduler.rollouts import PolicyKind
     from spotlight.store.metrics import SinkFactory
+    from spotlight.store.run_store import RunStore
     from spotlight_fleet.providers.node_provider import NodeProviderKind
 
 
@@ -94,6 +96,9 @@ SINKS: Registry[SinkFactory] = Registry(
 )
 """Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""
 
+RUN_STORES: Registry[RunStore] = Registry("runs_dir", "spotlight.run_stores", {})
+"""What keeps runs at addresses, by scheme (``s3``): a :class:`~spotlight.store.run_store.RunStore`."""
+
 COMMANDS: Registry[Callable[[Typer], None]] = Registry("the commands' entry point", "spotlight.commands", {})
 """Commands of other packages: a function that adds them to the command line."""
 
@@ -103,6 +108,9 @@ CHECKS: Registry[Callable[[str, int | None, Path | None], None]] = Registry(
 """Longer checks of other packages, by the option of ``spotlight doctor`` that asks for one: a function of the
 model asked about, its side in pixels (None: the model's own), and where a report goes (None: nowhere).
 """
+
+FITTINGS: Registry[Fitting] = Registry("what --fit fits", "spotlight.fittings", {})
+"""What makes a run fit, by what it fits (``gpu``): a :class:`~spotlight.dry_run.fitting.Fitting`."""
 
 FLEET_POLICIES: Registry[type[FleetPolicy]] = Registry(
     "policies",

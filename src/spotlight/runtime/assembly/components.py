@@ -42,6 +42,7 @@ from spotlight.runtime.assembly.controller_plan import plan_of as plan_of
 from spotlight.runtime.assembly.preview_settings import preview_recipe
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose
+from spotlight.store.run_store import default_cache
 from spotlight.testbed import pipeline_directory
 from spotlight.training.settings import adapter_type, autocast_type
 from spotlight_rewards.base.errors import ConfigError, Problem
@@ -110,7 +111,7 @@ def cache_dir(config: RunConfig) -> Path:
     """Directory for data shared by all runs."""
     if config.cache_dir is not None:
         return config.cache_dir
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spotlight"
+    return default_cache()
 
 
 def make_sampler(config: RunConfig) -> Sampler:
