@@ -38,7 +38,7 @@ from spotlight_rewards.pool.channel import (
     Values,
 )
 from spotlight_rewards.pool.shared_limits import share_limits
-from spotlight_rewards.reward import RewardInputError, RewardSetupError, SampleError
+from spotlight_rewards.reward import Gradient, Image, RewardInputError, RewardSetupError, SampleError
 
 
 class RewardResultError(Exception):
@@ -80,13 +80,14 @@ def _serve(connection: socket.socket) -> None:
                 return Done()
             case Score():
                 assert reward is not None
-                found = reward.function(
-                    [sample.image for sample in samples],
-                    [sample.prompt for sample in samples],
-                    [sample.metadata for sample in samples],
-                )
+                images = [sample.image for sample in samples]
+                asked = [sample.prompt for sample in samples], [sample.metadata for sample in samples]
+                found = reward.function(images, *asked)
                 curves = as_curves(found, len(samples))
-                return Values(curves, scored_by, sample_errors(found))
+                gradients: Sequence[Gradient] = ()
+                if reward.gradient is not None and any(sample.gradient for sample in samples):
+                    gradients = as_gradients(reward.gradient(images, *asked), images)
+                return Values(curves, scored_by, sample_errors(found), gradients)
 
     while True:
         request = channel.receive(connection)
@@ -152,6 +153,15 @@ def as_curves(found: object, samples: int) -> dict[str, list[float]]:
             f"returned a dictionary with the keys {list(found)!r}; expected non-empty strings"
         )
     return {name: _as_floats(f"a {name!r}", values, samples) for name, values in found.items()}
+
+
+def as_gradients(found: Sequence[object], images: Sequence[Image]) -> list[Gradient]:
+    """In float32. Raises RewardResultError unless there is one in the shape of each image."""
+    gradients = [np.asarray(each, np.float32) for each in found]
+    shapes, expected = [each.shape for each in gradients], [image.shape for image in images]
+    if shapes != expected:
+        raise RewardResultError(f"returned gradients of shapes {shapes}; expected {expected}, as its images")
+    return gradients
 
 
 def sample_errors(found: object) -> dict[int, str]:
