@@ -50,7 +50,7 @@ def train(
         RunStoppedError: the run stopped by an error.
     """
     from spotlight.cli.runs.progress import make_progress
-    from spotlight.cli.runs.train import driver_of
+    from spotlight.cli.runs.train import driver_of, in_a_folder
     from spotlight.config.load import load_config
     from spotlight.runtime.assembly.components import cache_dir
     from spotlight.runtime.preflight import finished_summary, require_startable
@@ -68,7 +68,7 @@ def train(
         files = prompt_files(prompts, test_prompts, cache_dir(run_config))
         run_config = load_config(source, [*given, *overrides_of(files)])
     progress = make_progress(run_config, plain)
-    with progress:
+    with progress, in_a_folder(run_config, progress.note) as run_config:
         if finished_summary(run_config) is None:
             require_startable(run_config)
         result = driver_of(run_config)(run_config, progress, 0.0)

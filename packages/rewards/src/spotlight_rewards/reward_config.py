@@ -53,6 +53,11 @@ class RewardConfig(StrictSection):
         return self.name == "vote"
 
     @property
+    def scores_one(self) -> bool:
+        """Whether it scores a picture alone in its group, although it compares: nobody is asked about it."""
+        return self.name == "vote"
+
+    @property
     def isolation_limit_s(self) -> float:
         """``isolation_s`` with its default resolved."""
         return _ISOLATION_DEADLINES * self.deadline_s if self.isolation_s is None else self.isolation_s
