@@ -81,6 +81,7 @@ class Blame(StrEnum):
     SETUP = "setup"
     RESULT = "result"
     RAISED = "raised"
+    AWAY = "away"
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +96,14 @@ class Done:
 class Values:
     """A batch's scores by curve, including ``score``; lists as long as the batch, possibly not finite.
 
-    ``failed``: by index, why a sample has no score. ``scored_by`` as in :class:`Done`. ``gradients``: one a
-    sample, or none.
+    ``failed``: by index, why a sample has no score; ``away``: of which what scores does not answer.
+    ``scored_by`` as in :class:`Done`. ``gradients``: one a sample, or none.
     """
 
     curves: Mapping[str, Sequence[float]]
     scored_by: str = ""
     failed: Mapping[int, str] = field(default_factory=dict)
+    away: frozenset[int] = frozenset()
     gradients: Sequence[Gradient] = ()
 
 

@@ -38,7 +38,15 @@ from spotlight_rewards.pool.channel import (
     Values,
 )
 from spotlight_rewards.pool.shared_limits import share_limits
-from spotlight_rewards.reward import Gradient, Image, RewardInputError, RewardSetupError, SampleError
+from spotlight_rewards.reward import (
+    AwayError,
+    Gradient,
+    Image,
+    RewardInputError,
+    RewardSetupError,
+    SampleError,
+    is_away,
+)
 
 
 class RewardResultError(Exception):
@@ -83,11 +91,13 @@ def _serve(connection: socket.socket) -> None:
                 images = [sample.image for sample in samples]
                 asked = [sample.prompt for sample in samples], [sample.metadata for sample in samples]
                 found = reward.function(images, *asked)
-                curves = as_curves(found, len(samples))
+                curves, errors = as_curves(found, len(samples)), sample_errors(found)
+                away = frozenset(index for index, each in errors.items() if isinstance(each, AwayError))
+                failed = {index: str(each) for index, each in errors.items()}
                 gradients: Sequence[Gradient] = ()
                 if reward.gradient is not None and any(sample.gradient for sample in samples):
                     gradients = as_gradients(reward.gradient(images, *asked), images)
-                return Values(curves, scored_by, sample_errors(found), gradients)
+                return Values(curves, scored_by, failed, away, gradients)
 
     while True:
         request = channel.receive(connection)
@@ -129,7 +139,8 @@ def _within_deadline(answer: Callable[[], Reply], deadline_s: float) -> Reply:
         end_if_lost(error)  # every later call would fail as well
         text = "".join(traceback.format_exception(error))
         return Failed(
-            Blame.RAISED, f"raised {type(error).__name__}: {error}\nIn the reward's process:\n{text}"
+            Blame.AWAY if is_away(error) else Blame.RAISED,
+            f"raised {type(error).__name__}: {error}\nIn the reward's process:\n{text}",
         )
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -164,11 +175,11 @@ def as_gradients(found: Sequence[object], images: Sequence[Image]) -> list[Gradi
     return gradients
 
 
-def sample_errors(found: object) -> dict[int, str]:
+def sample_errors(found: object) -> dict[int, SampleError]:
     """By index, why a sample has no score; of a return value that :func:`as_curves` accepts."""
     scores = found["score"] if isinstance(found, Mapping) else found
     assert isinstance(scores, Iterable)
-    return {index: str(each) for index, each in enumerate(scores) if isinstance(each, SampleError)}
+    return {index: each for index, each in enumerate(scores) if isinstance(each, SampleError)}
 
 
 def _as_floats(what: str, found: object, samples: int) -> list[float]:
