@@ -12,8 +12,8 @@ from tiny_policy import CHANNELS, TOKENS, TinyPolicy
 from torch import Tensor
 
 from spotlight.algorithms.base import TrainBatch
-from spotlight.algorithms.opsd import OPSD
-from spotlight.algorithms.refl import ReFL
+from spotlight.algorithms.gradient.opsd import OPSD
+from spotlight.algorithms.gradient.refl import ReFL
 from spotlight.config.sections.gradient_algorithms import OPSDConfig, ReFLConfig
 from spotlight.diffusion.samplers import ODE
 from spotlight.models.family import ModelFamily

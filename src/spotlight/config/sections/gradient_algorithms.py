@@ -42,7 +42,7 @@ class GradientSection(AlgorithmSection):
 class OPSDConfig(GradientSection):
     """DiffusionOPSD: bounded targets up and down the reward's gradient, which the policy fits."""
 
-    implementation = "spotlight.algorithms.opsd:OPSD"
+    implementation = "spotlight.algorithms.gradient.opsd:OPSD"
 
     name: Literal["opsd"] = "opsd"
     """Selects this algorithm."""
@@ -61,7 +61,7 @@ class OPSDConfig(GradientSection):
 class ReFLConfig(GradientSection):
     """ReFL and DRaFT-1: up the reward's gradient through one denoising step."""
 
-    implementation = "spotlight.algorithms.refl:ReFL"
+    implementation = "spotlight.algorithms.gradient.refl:ReFL"
 
     name: Literal["refl"] = "refl"
     """Selects this algorithm."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import mean_square, weighted_error
-from spotlight.algorithms.query import query_of
+from spotlight.algorithms.gradient.query import query_of
 from spotlight.config.sections.gradient_algorithms import OPSDConfig
 from spotlight.diffusion.samplers import Sampler, predict_x0
 

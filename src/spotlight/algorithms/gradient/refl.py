@@ -17,7 +17,7 @@ from typing import Literal
 
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.forward_process import mean_square
-from spotlight.algorithms.query import query_of
+from spotlight.algorithms.gradient.query import query_of
 from spotlight.config.sections.gradient_algorithms import ReFLConfig
 from spotlight.diffusion.samplers import Sampler, predict_x0
 
