@@ -20,17 +20,19 @@ PICTURE = ROOT / "docs" / "img" / "architecture.svg"
 POLICIES = ("spotlight", "scheduler", "policies")
 """The folder whose folders are policies."""
 ABOVE, BESIDE, BELOW = (
-    ("spotlight_plan", "spotlight_dashboard"),
+    ("spotlight_plan", "spotlight_dashboard", "spotlight_bucket"),
     ("spotlight",),
-    ("spotlight_rewards", "spotlight_kernels"),
+    ("spotlight_fleet", "spotlight_rewards", "spotlight_kernels"),
 )
 """Packages, row by row."""
 FOR_WHOM = {
     "spotlight": "train",
     "spotlight_rewards": "score pictures and videos, with any trainer",
+    "spotlight_fleet": "know nodes that come and go",
     "spotlight_kernels": "fuse operators of blocks",
     "spotlight_plan": "decide what to rent",
     "spotlight_dashboard": "watch runs",
+    "spotlight_bucket": "keep runs in a bucket",
 }
 
 Graph = Mapping[str, set[str]]

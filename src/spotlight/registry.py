@@ -12,13 +12,14 @@ if TYPE_CHECKING:
 
     from typer import Typer
 
-    from spotlight.cluster.scaling.node_provider import NodeProviderKind
     from spotlight.config.sections.algorithm import AlgorithmSection
-    from spotlight.fleet.notices.notice import Cloud
+    from spotlight.dry_run.fitting import Fitting
     from spotlight.models.family import ModelFamily
     from spotlight.scheduler.fleet.fleet_machine import FleetPolicy
     from spotlight.scheduler.rollouts import PolicyKind
     from spotlight.store.metrics import SinkFactory
+    from spotlight.store.run_store import RunStore
+    from spotlight_fleet.providers.node_provider import NodeProviderKind
 
 
 class _Algorithms(Registry["type[AlgorithmSection]"]):
@@ -65,32 +66,26 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = _Algorithms(
         "v-grpo": "spotlight.config.sections.newer_algorithms:VGRPOConfig",
         "dgpo": "spotlight.config.sections.newer_algorithms:DGPOConfig",
         "diffusion-dpo": "spotlight.config.sections.newer_algorithms:DiffusionDPOConfig",
+        "rvm": "spotlight.config.sections.newer_algorithms:RVMConfig",
+        "ram": "spotlight.config.sections.newer_algorithms:RAMConfig",
+        "opsd": "spotlight.config.sections.gradient_algorithms:OPSDConfig",
+        "refl": "spotlight.config.sections.gradient_algorithms:ReFLConfig",
+        "sft": "spotlight.config.sections.newer_algorithms:SFTConfig",
     },
     base="spotlight.config.sections.algorithm:AlgorithmSection",
 )
 """Algorithms: the configuration section, which names the class that computes the loss."""
 
-CLOUDS: Registry[Cloud] = Registry(
-    "fleet.notices.cloud",
-    "spotlight.clouds",
-    {
-        "aws": "spotlight.fleet.notices.aws:AWS",
-        "gcp": "spotlight.fleet.notices.gcp:GCP",
-        "azure": "spotlight.fleet.notices.azure:AZURE",
-    },
-)
-"""Clouds: a :class:`~spotlight.fleet.notices.notice.Cloud` with its preemption notices and prices."""
-
 NODE_PROVIDERS: Registry[NodeProviderKind] = Registry(
     "fleet.target.provider",
     "spotlight.node_providers",
     {
-        "emulated": "spotlight.cluster.scaling.emulated_provider:EMULATED",
-        "kubernetes": "spotlight.cluster.scaling.kubernetes_provider:KUBERNETES",
-        "commands": "spotlight.cluster.scaling.command_provider:COMMANDS",
+        "emulated": "spotlight_fleet.providers.emulated_provider:EMULATED",
+        "kubernetes": "spotlight_fleet.providers.kubernetes_provider:KUBERNETES",
+        "commands": "spotlight_fleet.providers.command_provider:COMMANDS",
     },
 )
-"""Who adds and drops spot nodes: a :class:`~spotlight.cluster.scaling.node_provider.NodeProviderKind`."""
+"""Who adds and drops spot nodes: a :class:`~spotlight_fleet.providers.node_provider.NodeProviderKind`."""
 
 SINKS: Registry[SinkFactory] = Registry(
     "metrics.sinks",
@@ -103,6 +98,9 @@ SINKS: Registry[SinkFactory] = Registry(
 )
 """Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""
 
+RUN_STORES: Registry[RunStore] = Registry("runs_dir", "spotlight.run_stores", {})
+"""What keeps runs at addresses, by scheme (``s3``): a :class:`~spotlight.store.run_store.RunStore`."""
+
 COMMANDS: Registry[Callable[[Typer], None]] = Registry("the commands' entry point", "spotlight.commands", {})
 """Commands of other packages: a function that adds them to the command line."""
 
@@ -112,6 +110,9 @@ CHECKS: Registry[Callable[[str, int | None, Path | None], None]] = Registry(
 """Longer checks of other packages, by the option of ``spotlight doctor`` that asks for one: a function of the
 model asked about, its side in pixels (None: the model's own), and where a report goes (None: nowhere).
 """
+
+FITTINGS: Registry[Fitting] = Registry("what --fit fits", "spotlight.fittings", {})
+"""What makes a run fit, by what it fits (``gpu``): a :class:`~spotlight.dry_run.fitting.Fitting`."""
 
 FLEET_POLICIES: Registry[type[FleetPolicy]] = Registry(
     "policies",

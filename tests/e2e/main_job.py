@@ -27,7 +27,7 @@ from fragile_disk import cut_power, turn_read_only
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spotlight.cli.runs.train import configuration_of, driver_of
+from spotlight.cli.runs.train import configuration_of, driver_of, in_a_folder
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.runtime.attempt import RunResult
@@ -206,7 +206,8 @@ def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
     config = configuration_of(arguments)
     observer = _Moments(config.runs_dir / config.name, signals)
     try:
-        result = driver_of(config)(config, observer)
+        with in_a_folder(config, observer.note) as config:
+            result = driver_of(config)(config, observer)
         ended = {
             "finished": result.summary is not None,
             "stopped": result.stopped,
@@ -227,11 +228,17 @@ def run_process(arguments: list[str], *signals: At, answer: Path) -> Ended:
     return _ended(process.exitcode, answer)
 
 
-def run_ranks(world: int, arguments: list[str], *signals: At, answer: Path) -> list[Ended]:
-    """Run in as many processes as torchrun would start, each told its rank as torchrun tells it."""
+def free_port() -> int:
+    """Nobody listens on it yet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+    return port
+
+
+def run_ranks(world: int, arguments: list[str], *signals: At, answer: Path) -> list[Ended]:
+    """Run in as many processes as torchrun would start, each told its rank as torchrun tells it."""
+    port = free_port()
     answers = [answer.with_suffix(f".{rank}") for rank in range(world)]
     ranks = []
     for rank, each in enumerate(answers):

@@ -14,24 +14,35 @@ from pathlib import Path
 import pytest
 
 import spotlight
+import spotlight_bucket
 import spotlight_dashboard
+import spotlight_fleet
 import spotlight_kernels
 import spotlight_plan
 import spotlight_rewards
 
+PACKAGES = (
+    spotlight,
+    spotlight_kernels,
+    spotlight_rewards,
+    spotlight_fleet,
+    spotlight_plan,
+    spotlight_dashboard,
+    spotlight_bucket,
+)
 SOURCE = Path(spotlight.__file__).parent
 SOURCES = {
-    package.__name__: Path(package.__file__).parent
-    for package in (spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard)
-    if package.__file__ is not None
+    package.__name__: Path(package.__file__).parent for package in PACKAGES if package.__file__ is not None
 }
 
 PACKAGES_MAY_IMPORT: dict[str, set[str]] = {
     "spotlight_kernels": set(),
     "spotlight_rewards": set(),
-    "spotlight": {"spotlight_kernels", "spotlight_rewards"},
-    "spotlight_plan": {"spotlight", "spotlight_rewards"},
+    "spotlight_fleet": {"spotlight_rewards"},
+    "spotlight": {"spotlight_kernels", "spotlight_rewards", "spotlight_fleet"},
+    "spotlight_plan": {"spotlight", "spotlight_rewards", "spotlight_fleet", "spotlight_kernels"},
     "spotlight_dashboard": {"spotlight", "spotlight_rewards"},
+    "spotlight_bucket": {"spotlight", "spotlight_rewards"},
 }
 """Packages, each a distribution of its own; the leaf first."""
 
@@ -41,7 +52,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "diffusion": set(),
     "algorithms": {"config", "diffusion"},
     "models": {"diffusion"},
-    "fleet": {"scheduler"},
     "store": {"scheduler"},
     "weights": set(),
     "testbed": set(),
@@ -52,8 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dry_run": {"config", "data", "models", "rollout", "store", "testbed", "training"},
     "report": {"store", "config", "testbed"},
 }
-MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"fleet", "report", "weights", "worker"}
-MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "fleet", "weights", "worker"}
+MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"report", "weights", "worker"}
+MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "weights", "worker"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["api"] = set(MAY_IMPORT)
 """Rooms of the trainer, and which others each may import."""
@@ -62,16 +72,28 @@ BASICS = ("spotlight_rewards.base.", "spotlight_rewards.registry", "spotlight_re
 """Of the leaf: what every room may import."""
 USE_REWARDS = {"dry_run", "runtime", "cluster", "cli", "api"}
 """Rooms that may import all of the leaf."""
+USE_FLEET = {"config", "cluster", "cli"}
+"""Rooms that may import what is known of nodes."""
+MEASURE = {"training", "rollout", "runtime", "cluster"}
+"""Rooms that may import what measures steps."""
 USE_KERNELS = {"models"}
 """Rooms that may import fused operators."""
 FROM_TRAINER: dict[str, set[str]] = {
-    "spotlight_plan": {"scheduler", "fleet", "config", "store"},
+    "spotlight_plan": {"scheduler", "config", "store"},
     "spotlight_dashboard": {"store"},
+    "spotlight_bucket": {"store"},
 }
 """Rooms of the trainer that other packages may import; their commands may import all."""
 
 INNER_ROOMS: dict[str, dict[str, set[str]]] = {
-    "fleet": {"gpus": set(), "notices": set(), "traces": set()},
+    "spotlight_fleet": {
+        "gpus": set(),
+        "notices": set(),
+        "traces": set(),
+        "ray_names": set(),
+        "emulated": {"ray_names", "traces"},
+        "providers": {"emulated", "ray_names"},
+    },
     "spotlight_plan": {
         "traces": set(),
         "simulation": set(),
@@ -162,10 +184,12 @@ SCHEDULER_PARTS: dict[str, set[str]] = {
 }
 """Who may import whom inside the scheduler; ``messages`` is every module of its own level not named here."""
 LIGHT = (
-    *(f"spotlight.{room}" for room in ("config", "data", "scheduler", "fleet", "store")),
+    *(f"spotlight.{room}" for room in ("config", "data", "scheduler", "store")),
     "spotlight_rewards",
+    "spotlight_fleet",
     "spotlight_plan",
     "spotlight_dashboard",
+    "spotlight_bucket",
 )
 """Packages and rooms that start without torch, Ray and the model libraries."""
 MODELS = ("diffusers", "transformers", "peft", "accelerate")
@@ -199,6 +223,7 @@ HOLD_MODELS = {
 """Modules of light rooms that hold a reward's models: only a function of that reward imports them."""
 MEASURE_CARDS = "spotlight_plan.commands.gpu."
 """Modules that need torch to measure with: only their package's function imports them."""
+NEED_RAY = {f"spotlight_fleet.emulated.{each}" for each in ("node_processes", "local_cluster", "market")}
 
 
 @cache
@@ -241,7 +266,10 @@ def allowed(room: str, module: str) -> bool:
     if package != own and package not in PACKAGES_MAY_IMPORT[own]:
         return False
     if package == "spotlight_kernels":
-        return room in USE_KERNELS
+        measures = room in MEASURE and module.startswith("spotlight_kernels.measure.")
+        return room in USE_KERNELS or measures or room == "spotlight_plan.commands"
+    if package == "spotlight_fleet":
+        return own != "spotlight" or room in USE_FLEET
     if package != "spotlight":
         return own != "spotlight" or module.startswith(BASICS) or room in USE_REWARDS
     target = rest.split(".")[0]
@@ -383,7 +411,9 @@ def modules_of(name: str) -> list[str]:
         if path.stem != "__main__"
     ]
     return [
-        module for module in modules if module not in HOLD_MODELS and not module.startswith(MEASURE_CARDS)
+        module
+        for module in modules
+        if module not in {*HOLD_MODELS, *NEED_RAY} and not module.startswith(MEASURE_CARDS)
     ]
 
 
@@ -441,5 +471,4 @@ def test_no_folder_is_a_drawer() -> None:
 
 
 def test_the_packages_have_one_version() -> None:
-    packages = spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard
-    assert len({package.__version__ for package in packages}) == 1
+    assert len({package.__version__ for package in PACKAGES}) == 1

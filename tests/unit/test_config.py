@@ -220,7 +220,8 @@ def test_values_that_contain_themselves_are_no_configuration(text: str, tmp_path
 def test_a_resumed_run_may_capture_its_forwards(tmp_path: Path) -> None:
     def opened(*overrides: str) -> None:
         config = load_config(None, ["model.dtype=bfloat16", *overrides])
-        RunDirectory.open(tmp_path, "run", dump_config(config), Resuming(config)).close()
+        with RunDirectory.open(tmp_path, "run", dump_config(config), Resuming(config)) as run:
+            run.adopt()
 
     opened("device=cpu")
     opened("device=cuda", "model.cuda_graphs=true")

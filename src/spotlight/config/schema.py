@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, PrivateAttr
+from pydantic import Field, PlainSerializer, PositiveInt, PrivateAttr
 
 from spotlight.config.requires import problems_of
 from spotlight.config.section import Section
@@ -34,6 +34,12 @@ from spotlight_rewards.base.errors import Problem
 from spotlight_rewards.base.strict_section import COURSE, EXTENT, WORK
 from spotlight_rewards.reward_config import RewardConfig
 
+
+def _address(runs_dir: Path) -> str:
+    """With both slashes of an address, of which a path has one."""
+    return re.sub("^([a-z][a-z0-9]+):/(?!/)", r"\1://", str(runs_dir))
+
+
 RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
@@ -44,8 +50,8 @@ class RunConfig(Section):
     """Name of the run directory; default: that of the file without its ending, or of the preset."""
     like: str | None = None
     """Another trainer's settings to start from, below those given here (docs/howto/coming-from.md)."""
-    runs_dir: Annotated[Path, Field(validate_default=False), WORK] = Path("runs")
-    """Parent of the run directories."""
+    runs_dir: Annotated[Path, Field(validate_default=False), PlainSerializer(_address), WORK] = Path("runs")
+    """Parent of the run directories; or a bucket, s3://BUCKET/PREFIX (docs/howto/runs-in-a-bucket.md)."""
     cache_dir: Annotated[Path | None, WORK] = None
     """Directory for prompt embeddings; default: ``~/.cache/spotlight`` (or XDG_CACHE_HOME)."""
     run_seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

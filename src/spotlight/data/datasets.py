@@ -9,10 +9,11 @@ from pathlib import Path
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
+from spotlight.data.stored_data import folder_text, with_pairs
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.errors import ConfigError, Problem
-from spotlight_rewards.base.prompt_files import parse_prompts, read_text, with_found_references, with_tags
+from spotlight_rewards.base.prompt_files import parse_prompts, read_text, with_found_pictures, with_tags
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 _EVALUATED_SHARE_MAX = 0.5
@@ -113,7 +114,24 @@ def load_prompts(config: RunConfig) -> Prompts:
     train = config.data.train
     path = TESTBEDS[train].train if train in TESTBEDS else Path(train)
     trained = read_prompts("data.train", path, config.data.tags)
+    if problems := list(_without_pictures(config, trained)):
+        raise ConfigError("the configuration", problems)
     return Prompts(tuple(trained), load_held_out(config))
+
+
+def _without_pictures(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Where pictures are trained: the first prompt with too few, or more than its group has members."""
+    if not config.algorithm.trains_on_stored:
+        return
+    least, most = 1 + config.algorithm.compares_groups, config.rollout.group_size
+    for prompt in prompts:
+        if not least <= len(prompt.pictures) <= most:
+            yield Problem(
+                "data.train", f"{len(prompt.pictures)} pictures of {prompt.text!r}",
+                f"{least} to {most}, rollout.group_size, with algorithm.name={config.algorithm.name}",
+                "Name them in 'pictures', the best first, or give a folder of pictures with captions.",
+            )  # fmt: skip
+            return
 
 
 def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
@@ -162,15 +180,16 @@ def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt,
 def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]:
     """Prompts of the file configured as ``key``. Raises as load_prompts."""
     try:
-        text = read_text(path)
+        text = folder_text(path) if path.is_dir() else with_pairs(read_text(path))
     except (OSError, ValueError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
-        expected = "a readable text file of prompts (.txt, .jsonl, .csv or .tsv)"
+        expected = "a readable text file of prompts (.txt, .jsonl, .csv or .tsv), or a folder of pictures"
         problem = Problem(key, f"{path}{here}", expected, f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
-    prompts = parse_prompts(text, str(path))
+    source = str(path / "metadata.jsonl" if path.is_dir() else path)
+    prompts = parse_prompts(text, source)
     _require_read(key, prompts)
-    prompts = with_found_references(prompts, str(path))
+    prompts = with_found_pictures(prompts, source)
     with under("data"):
         return with_tags(prompts, str(path), tags)
 

@@ -212,6 +212,17 @@ class ModelFamily(FamilyTraits, ABC):
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """The VAE's output for final float32 latents: [batch, 3, frames, height, width], in [-1, 1]."""
 
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        """The inverse of :meth:`decode_frames`; what the VAE draws is at its mode.
+
+        Raises:
+            ModelError: the family trains on no pictures of data.
+        """
+        raise ModelError(
+            f"model family {type(self).__name__} encodes no pictures, on which algorithm.name=sft and stored "
+            "pairs are trained: take another family, or an algorithm that trains on rollouts"
+        )
+
     # -- where families differ ------------------------------------------------------------------------------
 
     @classmethod
@@ -387,6 +398,13 @@ class ModelFamily(FamilyTraits, ABC):
         timestep: Tensor = (sigma * self.scheduler.config.num_train_timesteps).to(self.dtype)
         return timestep / 1000
 
+    def unread_layers(self) -> tuple[str, ...]:
+        """Beginnings of names of the transformer's layers that no velocity depends on: a last block's text.
+
+        They have no gradient and are left as they are, also where compiled blocks give them one of zeros.
+        """
+        return ()
+
     def check_size(self, size: MediaSize) -> None:
         """Raise :class:`ModelError`, naming the nearest valid sizes, if the size does not fit the patches."""
         self.dimensions.check_size(size, video=self.video)
@@ -446,6 +464,27 @@ class ModelFamily(FamilyTraits, ABC):
         decoded = self.decode_frames(latents.to(self.device, torch.float32), size)
         frames = (decoded * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1)
         return frames.cpu().float().numpy()
+
+    def latent_gradient(self, latents: Tensor, gradient: NDArray[np.float32], size: MediaSize) -> Tensor:
+        """Of a value by one picture's final latents, in their shape on the CPU, through the VAE in float32.
+
+        Args:
+            gradient: of the value by the picture's pixels in [0, 1], [height, width, 3].
+        """
+        if getattr(self.vae, "_supports_gradient_checkpointing", False):
+            self.vae.enable_gradient_checkpointing()  # a decoder's activations take gigabytes
+        leaf = latents[None].to(self.device, torch.float32).requires_grad_()
+        with torch.enable_grad():
+            pixels = (self.decode_frames(leaf, size) * 0.5 + 0.5).clamp(0, 1)
+        by_pixels = torch.from_numpy(gradient.copy()).to(self.device).permute(2, 0, 1)[None, :, None]
+        (found,) = torch.autograd.grad(pixels, leaf, by_pixels)
+        return found[0].cpu()
+
+    @torch.no_grad()
+    def encode_pictures(self, pictures: NDArray[np.uint8], size: MediaSize) -> Tensor:
+        """Float32 latents of [batch, height, width, 3] uint8, on the device; inverse of :meth:`decode`."""
+        frames = torch.from_numpy(pictures.copy()).to(self.device).permute(0, 3, 1, 2).unsqueeze(2)
+        return self.encode_frames(frames.float() / 127.5 - 1, size)
 
     def decode(self, latents: Tensor, size: MediaSize) -> NDArray[np.uint8]:
         """Decode final latents: [batch, frames, height, width, 3] uint8."""
@@ -564,6 +603,20 @@ def decode_normalised(vae: Any, latents: Tensor) -> Tensor:
     # Inverted twice, as in the pipelines: dividing by 1/std is not bitwise multiplying by std.
     decoded: Tensor = vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
     return decoded
+
+
+def encode_normalised(vae: Any, frames: Tensor) -> Tensor:
+    """The inverse of :func:`decode_normalised`."""
+    latents: Tensor = vae.encode(frames).latent_dist.mode()
+    mean, std = latent_statistics(vae, latents)
+    return (latents - mean) / std
+
+
+def encode_image(vae: Any, frames: Tensor) -> Tensor:
+    """The inverse of :func:`decode_image`: [batch, channels, height, width]."""
+    latents: Tensor = vae.encode(frames.squeeze(2)).latent_dist.mode()
+    scaled: Tensor = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    return scaled
 
 
 def decode_image(vae: Any, latents: Tensor) -> Tensor:

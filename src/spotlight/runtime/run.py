@@ -20,7 +20,7 @@ import torch
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.garbage import collection_paused
-from spotlight.models.kernels.step_profile import StepProfiler
+from spotlight.rollout.stored_pictures import StoredPictures
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.attempt import RunResult as RunResult
@@ -29,6 +29,7 @@ from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
 from spotlight.runtime.course import Resuming
 from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
+from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
@@ -40,6 +41,7 @@ from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.training.settings import compute_type
 from spotlight.training.sharding import Ranks, RolloutGathering, process_group
+from spotlight_kernels.measure.step_profile import StepProfiler
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.pool.reward_pool import RewardPool
 
@@ -54,6 +56,7 @@ class _Materials:
     learning: Learning
     denoiser: Denoiser
     rewards: RewardPool
+    turn: MainTurn
     around: Callable[[Phase], AbstractContextManager[object]] = nullcontext
 
 
@@ -88,6 +91,8 @@ def train(
             stack.callback(profiler.close)
             materials.around = profiler.step
         if not ranks.is_main:
+            with materials.turn.take():  # rank 0 opens the ledger
+                pass
             return _drive(
                 materials,
                 observer,
@@ -125,8 +130,11 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
         model.algorithm.rollout_slot,
         config.evaluation.weights,
         RolloutGathering(config.learner.keep_gathered, ranks, device, compute_type(config.learner)).around,
+        stored=StoredPictures(model.family, prompts.by_id, config.rollout.group_size)
+        if config.algorithm.trains_on_stored
+        else None,
     )
-    return _Materials(config, ranks, prompts, learning, denoiser, rewards)
+    return _Materials(config, ranks, prompts, learning, denoiser, rewards, MainTurn(ranks))
 
 
 # -- the main rank's run directory ---------------------------------------------------------------------
@@ -136,7 +144,7 @@ def _as_main(
     materials: _Materials, directory: RunDirectory, observer: Observer, clock: PhaseClock
 ) -> RunResult:
     config, ranks = materials.config, materials.ranks
-    with open_attempt(
+    opening = open_attempt(
         config,
         directory,
         materials.prompts,
@@ -146,7 +154,11 @@ def _as_main(
         scored_by=materials.rewards.scored_by,
         observer=observer,
         account=lambda recorder: recorder.spend(clock.take()),
-    ) as attempt:
+        keep_alive=materials.turn.keep_alive,
+    )
+    with ExitStack() as stack:
+        with materials.turn.take():
+            attempt = stack.enter_context(opening)
         result = attempt.result = _drive(materials, observer, clock, attempt.recorder, attempt.newest)
     return result
 
@@ -163,6 +175,7 @@ def _drive(
     materials.rewards.log_to(
         RunPaths(config.runs_dir / config.name).attempts, prefix=f"rank-{ranks.rank}-reward"
     )
+    materials.rewards.tell(observer.note)
     driver = InlineDriver(
         InlineParts(
             controller=controller,
@@ -173,6 +186,7 @@ def _drive(
             clock=clock,
             observer=observer,
             ranks=ranks,
+            turn=materials.turn,
             lease_size=config.rollout.batch_size * ranks.world,
             deal_size=_deal_size(config),
             grid=config.evaluation.grid,

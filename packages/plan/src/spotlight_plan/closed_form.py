@@ -18,9 +18,9 @@ from functools import cache, cached_property
 from itertools import pairwise
 from statistics import NormalDist
 
-from spotlight.fleet.traces.trace import TraceEventKind
 from spotlight.scheduler.policies.target.iteration_model import AmdahlTime
 from spotlight.scheduler.types import WeightKind
+from spotlight_fleet.traces.trace import TraceEventKind
 from spotlight_plan.compare import SimulationOutcome
 from spotlight_plan.learning_speed import Explored, honest_target, learned_target
 from spotlight_plan.scenarios.prepare import Prepared, on_demand_node, scenario_of
@@ -104,7 +104,7 @@ class ClosedForm:
     """
 
     def __init__(self, prepared: Prepared, strategy: Strategy, limit_h: float) -> None:
-        self._prepared, self._strategy, self._file = prepared, strategy, prepared.file
+        self._prepared, self._strategy, self._file = prepared, strategy, prepared.file.run_as(strategy)
         self._limit_h = limit_h
         scenario = scenario_of(prepared, strategy)
         assert isinstance(scenario.costs, ProfileCosts), "a scenario file's costs are a profile's"

@@ -8,11 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from spotlight.cluster.local.fleet_plan import FleetPlan
-from spotlight.config.requires import plain
 from spotlight.config.schema import RunConfig
+from spotlight.dry_run.fitting import NO_FITTING, Needs, find_fitting
 from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX
 from spotlight.dry_run.memory_plan import (
     Estimate,
+    checkpoint_parts,
     kept_gathered,
     may_share,
     peak_bytes,
@@ -26,10 +27,13 @@ from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
 from spotlight.models.media import MediaSize
 from spotlight.report.wording import count, duration, money, size
+from spotlight.store.run_store import StoredRuns
 
 
-def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetPlan | None) -> None:
-    """Print counts, parameters, memory, disk and time."""
+def print_plan(
+    console: Console, config: RunConfig, plan: RunPlan, fleet: FleetPlan | None, kept: StoredRuns | None
+) -> None:
+    """Print counts, parameters, memory, disk and time, and what it costs to keep the run elsewhere."""
     _print(console, "Work", _work(config, plan))
     _print(console, "DiT passes of an iteration (one sample each)", _passes(plan))
     _print(console, "Parameters", _parameters(plan))
@@ -46,13 +50,17 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
             worker = size(peak_bytes(worker_parts(plan.memory)))
             why = "weights of every slot, whole, and its rollouts"
             _print(console, "Memory of a worker", [("each", worker, why)])
-        if plan.small:
-            _print(console, "One GPU, estimated: spotlight train FILE --fit GB", _small(plan))
+        if plan.needs is not None and config.fleet.driver == "inline":
+            _print(console, "One GPU, estimated: spotlight train FILE --fit GB", _small(config, plan.needs))
         what = f"Largest sizes that fit, estimated: shorter sides to {max(SHORTER_PX)} pixels"
         _print(console, what, _fitting(config, plan))
     total = size(sum(part.bytes for part in plan.disk))
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
     _print(console, f"Disk, estimated: {total}{known}", _estimates(plan.disk))
+    if kept is not None and (stored := checkpoint_parts(config, plan.parameters_trained)):
+        copies = config.checkpoint.keep + config.checkpoint.best + 1
+        costs = kept.store.costs(stored[0].bytes / copies, sum(part.bytes for part in plan.disk))
+        _print(console, f"In {kept.address}, estimated", costs)
     if sent := published_parts(config, plan.parameters_trained):
         title = "Weights sent to workers, through Ray's object store: one on a node, on the head one per node"
         _print(console, title, _estimates(tuple(sent)))
@@ -188,12 +196,11 @@ def _fitting(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]
         yield f"a GPU of {fit.gpu_gib} GB", _sides(fit.alone), why
 
 
-def _small(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
-    for gib, found in plan.small:
-        changed = " ".join(f"{each.saving.key}={plain(each.value)}" for each in found.changes)
-        peak = f"{found.largest} takes {size(max(found.peaks.values()))}"
-        why = f"{peak} with {changed}" if changed else peak
-        yield f"a GPU of {gib} GB", "fits" if found.fits else "too small", why
+def _small(config: RunConfig, needs: Needs) -> Iterator[tuple[str, str, str]]:
+    if (fitting := find_fitting()) is None:
+        yield "what fits", "not known", f"this needs {NO_FITTING}"
+    else:
+        yield from fitting.small_gpus(config, needs)
 
 
 def _sides(size: MediaSize | None) -> str:

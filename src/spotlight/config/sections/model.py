@@ -38,9 +38,9 @@ class ModelConfig(Section):
     family: Annotated[str, AfterValidator(FAMILIES.known()), STATE] = "qwen-image"
     """Model family: prompt template, guidance, schedule, decoding and LoRA targets of its pipeline."""
     path: Annotated[str, STATE] = "testbed"
-    """Directory or hub id of a diffusers pipeline; ``testbed`` is the built-in tiny Qwen-Image,
-    ``testbed-video`` the built-in tiny Wan. On a cluster, nodes that lack a hub id's files get them from
-    nodes that have them.
+    """Directory or hub id of a diffusers pipeline; built in are ``testbed``, a tiny Qwen-Image of
+    shapes, ``testbed-text``, one that writes, and ``testbed-video``, a tiny Wan. On a cluster, nodes that
+    lack a hub id's files get them from nodes that have them.
     """
     revision: Annotated[str | None, STATE] = None
     """Branch, tag or commit if ``path`` is a hub id."""
@@ -149,8 +149,9 @@ class DataConfig(Section):
     """Training prompts, and held-out prompts for evaluation."""
 
     train: str = "testbed"
-    """File of training prompts (.txt: one per line; .jsonl, .csv, .tsv: also metadata); ``testbed`` and
-    ``testbed-video``: built in. Must be set, like ``test``, for a model other than these.
+    """File of training prompts (.txt: one per line; .jsonl, .csv, .tsv: also metadata), or a folder of
+    pictures with captions; ``testbed``, ``testbed-text`` and ``testbed-video``: built in. Must be set, like
+    ``test``, for a model other than these.
     """
     test: str = "testbed"
     """File of held-out prompts for evaluation, in the same formats."""

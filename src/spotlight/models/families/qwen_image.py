@@ -13,6 +13,8 @@ from spotlight.models.family import (
     ModelError,
     ModelFamily,
     decode_normalised,
+    encode_normalised,
+    pack,
     unpack,
 )
 from spotlight.models.family_facts import (
@@ -93,6 +95,10 @@ class QwenImage(ModelFamily):
             },
         )
 
+    def unread_layers(self) -> tuple[str, ...]:
+        *_, (last, _) = self.transformer.get_submodule("transformer_blocks").named_children()
+        return f"transformer_blocks.{last}.attn.to_add_out.", f"transformer_blocks.{last}.txt_mlp."
+
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """``embeds``: the text encoder's last hidden state."""
         return {"embeds": (text_tokens, self.config.joint_attention_dim)}
@@ -149,3 +155,6 @@ class QwenImage(ModelFamily):
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))
+
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        return pack(encode_normalised(self.vae, frames).squeeze(2))

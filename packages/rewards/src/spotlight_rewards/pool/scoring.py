@@ -4,7 +4,8 @@ A batch that raised, crashed or hung is tried ``1 + retries`` times. Then each s
 at most ``isolation_s`` (plus the last call); a group, which has no meaning without its members, fails as a
 whole. Total time: at most ``(2 + retries) deadlines + isolation_s``, plus process starts. A result of the
 wrong type or length is the reward's fault, and is not retried. Attempts that were lost with their machine do
-not count, up to ``PREEMPTIONS_MAX`` of them.
+not count, up to ``PREEMPTIONS_MAX`` of them. What fails because a server does not answer is neither tried
+again here nor one by one: ``outages.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
+
+import numpy as np
 
 from spotlight_rewards.pool.channel import Blame, Failed, Sample, Score, Values, encode
 from spotlight_rewards.pool.reward_process import ProcessLost, Scorer
@@ -152,18 +155,23 @@ def _attempt(
             else f"reward {reward.curve!r} {reply.message}"
         )
         # Settings were right when the prompts were checked: a server's refusal now may be of the moment.
-        again = reply.blame is not Blame.RESULT
-        return _Attempt(RewardFailure(FailureKind.ERROR, reward.curve, message), again)
+        again, away = reply.blame not in (Blame.RESULT, Blame.AWAY), reply.blame is Blame.AWAY
+        return _Attempt(RewardFailure(FailureKind.ERROR, reward.curve, message, away), again)
     assert isinstance(reply, Values), reply
     return [_outcome(reward.curve, reply, index) for index in range(len(batch))]
 
 
 def _outcome(name: str, reply: Values, index: int) -> Outcome:
     if index in reply.failed:
-        return RewardFailure(FailureKind.ERROR, name, f"reward {name!r}: {reply.failed[index]}")
+        message = f"reward {name!r}: {reply.failed[index]}"
+        return RewardFailure(FailureKind.ERROR, name, message, index in reply.away)
     for curve, values in reply.curves.items():
         if not math.isfinite(values[index]):
             message = f"reward {name!r} returned {values[index]} as {curve!r}; expected a finite number"
             return RewardFailure(FailureKind.NOT_FINITE, name, message)
+    gradient = reply.gradients[index] if reply.gradients else None
+    if gradient is not None and not np.isfinite(gradient).all():
+        message = f"reward {name!r} returned a gradient that is not finite; expected finite numbers"
+        return RewardFailure(FailureKind.NOT_FINITE, name, message)
     details = {curve: values[index] for curve, values in reply.curves.items() if curve != "score"}
-    return RewardScore(reply.curves["score"][index], details, reply.scored_by)
+    return RewardScore(reply.curves["score"][index], details, reply.scored_by, gradient)
