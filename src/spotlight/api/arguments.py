@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.files import write_atomically
@@ -33,6 +33,17 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else list(value)  # type: ignore[call-overload]
 
 
+def rewards_of(rewards: object) -> list[dict[str, Any]]:
+    """Names, functions and sections as sections of the configuration. Raises ConfigError."""
+    if isinstance(rewards, str | Mapping) or not isinstance(rewards, Iterable):
+        _refuse("rewards", rewards, "a list of names, functions or sections", "Put it into a list.")
+    return [reward_of(each) for each in rewards]
+
+
+def _refuse(key: str, found: object, expected: str, remedy: str) -> NoReturn:
+    raise ConfigError("the arguments of train", [Problem(key, repr(found), expected, remedy)])
+
+
 def reward_of(reward: RewardArgument) -> dict[str, Any]:
     """A name, a function or a section of the configuration as a section. Raises ConfigError."""
     if isinstance(reward, Mapping):
@@ -44,6 +55,8 @@ def _named(reward: str | Callable[..., Any]) -> str:
     """``module:function``, by which a reward's own process imports it."""
     if isinstance(reward, str):
         return reward
+    if not callable(reward):
+        _refuse("rewards", reward, "a name, a function or a section", "Name one that there is, or write one.")
     module, name = reward.__module__, reward.__qualname__
     if module == "__main__" and (script := getattr(sys.modules["__main__"], "__file__", None)):
         module = Path(script).stem
@@ -58,18 +71,17 @@ def _named(reward: str | Callable[..., Any]) -> str:
 
 
 def prompt_files(
-    prompts: PromptsArgument, test_prompts: PromptsArgument | None, cache: Path
+    prompts: PromptsArgument | None, test_prompts: PromptsArgument | None, cache: Path
 ) -> dict[str, str]:
     """``data.train`` and ``data.test``; lists are written into the cache directory under their digests.
 
     Without ``test_prompts`` every tenth prompt of a list is held out. Raises ConfigError.
     """
     files: dict[str, str] = {}
-    if test_prompts is None and not isinstance(prompts, str | Path):
+    if test_prompts is None and prompts is not None and not isinstance(prompts, str | Path):
         records = _records("prompts", prompts)
         if len(records) < 2:
-            problem = Problem("prompts", f"{len(records)} prompts", "at least 2", "Give test_prompts, too.")
-            raise ConfigError("the arguments of train", [problem])
+            _refuse("prompts", records, "at least 2", "Give test_prompts, too.")
         test_prompts = records[::_HELD_OUT_EVERY]
         prompts = [each for index, each in enumerate(records) if index % _HELD_OUT_EVERY]
     for key, given in (("prompts", prompts), ("test_prompts", test_prompts)):
@@ -88,15 +100,15 @@ def _records(key: str, prompts: Any) -> list[dict[str, Any]]:
         prompts = prompts.to_dict("records")
     elif hasattr(prompts, "to_list"):
         prompts = prompts.to_list()
-    records = [{"prompt": each} if isinstance(each, str) else dict(each) for each in prompts]
-    if wrong := [each for each in records if not isinstance(each.get("prompt"), str)]:
-        problem = Problem(
-            key,
-            repr(wrong[0]),
-            "texts, or rows whose column 'prompt' is one",
-            "Rename the column of the texts.",
-        )
-        raise ConfigError("the arguments of train", [problem])
+    expected = "texts, or rows whose column 'prompt' is one"
+    if not isinstance(prompts, Iterable):
+        _refuse(key, prompts, f"a file, {expected}", "Give a list.")
+    records = []
+    for each in prompts:
+        record = {"prompt": each} if isinstance(each, str) else each
+        if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
+            _refuse(key, each, expected, "Correct it, or rename the column of the texts.")
+        records.append(dict(record))
     return records
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spotlight.api.arguments import PromptsArgument, RewardArgument, overrides_of, prompt_files, reward_of
+from spotlight.api.arguments import PromptsArgument, RewardArgument, overrides_of, prompt_files, rewards_of
 from spotlight.api.opened_run import Run
 from spotlight.api.opened_run import open as open_run
 from spotlight_rewards.base.errors import UserError
@@ -61,10 +61,10 @@ def train(
     }
     given = [*overrides_of({name: each for name, each in sections.items() if each}), *overrides_of(keys)]
     if rewards is not None:
-        given += overrides_of({"rewards": [reward_of(each) for each in rewards]})
+        given += overrides_of({"rewards": rewards_of(rewards)})
     source = Path(os.devnull if config is None else config)
     run_config = load_config(source, given)
-    if prompts is not None:
+    if prompts is not None or test_prompts is not None:
         files = prompt_files(prompts, test_prompts, cache_dir(run_config))
         run_config = load_config(source, [*given, *overrides_of(files)])
     progress = make_progress(run_config, plain)

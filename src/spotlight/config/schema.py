@@ -147,7 +147,7 @@ RESUMABLE_KEYS = frozenset(
      "learner.keep_gathered", "model.cuda_graphs", "learner.timesteps_per_pass", "learner.pass_memory_gib",
      "pipeline.trainers_generate", "pipeline.switch_s", "reward_policy.workers",
      "reward_policy.start_deadline_s", "reward_policy.on_failure", "reward_policy.max_drop_share",
-     "rewards.*.deadline_s", "rewards.*.retries", "rewards.*.isolation_s",
+     "rewards.*.deadline_s", "rewards.*.retries", "rewards.*.isolation_s", "rewards.*.outage_s",
      "rewards.*.device", "rewards.*.replicas", "rewards.*.batch_size"}
 )  # fmt: skip
 """Keys that may change when a run is resumed; ``*``: of any item.

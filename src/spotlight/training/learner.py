@@ -41,7 +41,6 @@ from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.condition import Condition
 from spotlight.models.experts import rows_uncounted
 from spotlight.models.family import ModelFamily
-from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.flop_count import ForwardLog
@@ -65,6 +64,7 @@ from spotlight.training.settings import (
 )
 from spotlight.training.sharding import Ranks, average_gradients, drop_idle_gradients, shard
 from spotlight.training.step_metrics import BatchReport, IterationLog, StepReport, UpdateMeter, batch_report
+from spotlight_kernels.measure.peak_rates import peak_of
 
 __all__ = ["Learner", "TrainingError", "TrainingGuidance", "TrainingSample"]
 
@@ -135,6 +135,7 @@ class Learner:
         shard(slots, self.ranks, compute_type(config), config.shard)
         if family.deferred:
             family.read_weights(list(slots.modules().values()))
+        self._unread = family.unread_layers()
         self.optimizer = _adamw(slots, config)
         self.passes = TrainingPasses(
             algorithm,
@@ -260,6 +261,9 @@ class Learner:
         config, optimizer = self.config, self.optimizer
         sums = self._update.meter.reduce(self.ranks)
         drop_idle_gradients(self.slots.modules()["policy"], self.ranks)
+        for name, parameter in self.slots.trainable_parameters().items():
+            if name.startswith(self._unread):
+                parameter.grad = None  # zeros of a compiled block, by which AdamW would decay the weights
         average_gradients(self._trainable(), self.ranks)
         norm, entries = self._gradient_norm()
         grad_norm = norm.item()
