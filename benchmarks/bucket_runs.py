@@ -48,6 +48,7 @@ SETTINGS = (
     *("device=cpu", "rollout.height=16", "rollout.width=16", "rollout.steps=4", "evaluation.every=1000"),
     *("rollout.prompts_per_iteration=4", "rollout.group_size=8", "evaluation.prompts=4"),
     *("evaluation.at_start=false", "learner.micro_batch_size=16", "checkpoint.every=1"),
+    "rewards=[{name: jpeg_size}]",
 )
 _SENT = re.compile(r"snapshot \d+: (\d+) bytes in (\d+) requests, ([\d.]+) s")
 
@@ -91,12 +92,12 @@ def main(
                 _empty(environment)
         plain, kept = place / "runs" / "same", _work(place / "kept") / "same"
         report.plain_s, report.kept_s = _iteration_s(plain), _iteration_s(kept)
-        log = "".join(path.read_text() for path in sorted((kept / "attempts").glob("*.log")))
+        log = "".join(path.read_text(encoding="utf-8") for path in sorted((kept / "attempts").glob("*.log")))
         report.sent = [(int(a), int(b), float(c)) for a, b, c in _SENT.findall(log)]
         killed = _under_kills(environment, place / "killed", address, kills, iterations, report)
         report.equal = len({_outcome(run) for run in (plain, kept, killed)}) == 1
         audit = [sys.executable, "-m", "spotlight.cli", "audit", f"{address}/same"]
-        done = subprocess.run(audit, env=environment, capture_output=True, text=True)
+        done = subprocess.run(audit, env=environment, capture_output=True, encoding="utf-8")
         report.audit = done.stdout.splitlines()[-1] if done.stdout else done.stderr
     _show(report)
     if json_file is not None:
@@ -141,7 +142,7 @@ def _training(
     arguments = (f"name={name}", f"runs_dir={runs_dir}", f"cache_dir={cache}", f"iterations={iterations}")
     command = [sys.executable, "-m", "spotlight.cli", "train", "--plain", *SETTINGS, *arguments]
     with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
