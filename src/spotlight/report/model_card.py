@@ -18,7 +18,6 @@ from pathlib import Path
 
 from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
-from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import loading_snippet, whole_base_note
 from spotlight.report.published_settings import hub_model, published_settings, reward_name, without_places
@@ -30,6 +29,7 @@ from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.course_changes import course_words
 from spotlight.store.metrics import GRADED, STRICT
 from spotlight.testbed import TESTBEDS
+from spotlight_rewards.base.charts import Series, line_chart
 from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import write_atomically
 
