@@ -111,6 +111,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
             "strategy_runs",
         },
         "output_files": set(),
+        "sweep_file": set(),
         "launch_files": {
             "candidates",
             "output_files",

@@ -20,6 +20,7 @@ from spotlight.config.load import build_config, dump_config, load_config
 from spotlight.config.preset import with_preset
 from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight_plan.scenarios.scenario_load import build_scenario, load_scenario, scenario_names
+from spotlight_plan.sweep_file import grid_runs, sweep_of
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.yaml_tree import merge, parse_yaml
 
@@ -214,6 +215,9 @@ def test_yaml_blocks_are_configurations(page: Path) -> None:
             assert isinstance(tree, dict)
             if "base" in tree:
                 assert build_scenario(merge(scenario_tree(tree.pop("base")), tree), by_name(page)).name
+                continue
+            if tree.keys() & {"grid", "search"}:
+                assert grid_runs(sweep_of({"name": "docs", **tree}, by_name(page)))
                 continue
             assert build_config(with_preset(tree), by_name(page))
 
