@@ -25,6 +25,7 @@ from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
+from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import Silent
 from spotlight.runtime.process import prepare_process
 from spotlight.runtime.recorder import Picture
@@ -88,6 +89,9 @@ class MemoryRecorder:
         """Keep the row."""
         self.rows.append(dict(row))
         self.trained(iteration)
+
+    def committed(self, effect: CommitCheckpoint) -> None:
+        """Ignore."""
 
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
         """Nothing."""
@@ -157,7 +161,8 @@ class Lab:
                 recorder=recorder,
                 clock=PhaseClock(Phase.IDLE, now_s=now_s),
                 observer=Silent(),
-                ranks=Ranks(),
+                ranks=(alone := Ranks()),
+                turn=MainTurn(alone),
                 lease_size=self.config.rollout.batch_size,
                 grid=(1, 1),
             )

@@ -77,6 +77,8 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "v-grpo": Case(("algorithm.name=v-grpo",)),
         "dgpo": Case(("algorithm.name=dgpo",)),
         "diffusion-dpo": Case(("algorithm.name=diffusion-dpo",)),
+        "rvm": Case(("algorithm.name=rvm",)),
+        "ram": Case(("algorithm.name=ram",)),
     }
 )
 """By name; the first is what all are compared with."""

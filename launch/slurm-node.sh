@@ -48,6 +48,11 @@ while kill -0 "$ray" 2>/dev/null; do
   sleep 1 &
   wait $!
 done
-# What ray-start.sh began before Ray, such as reading the model, is of its group and may outlive it.
+# What ray-start.sh began before Ray, such as reading the model, and Ray's agents are of its group and may outlive it.
 kill -TERM -- "-$ray" 2>/dev/null
+ended=$SECONDS
+while kill -0 -- "-$ray" 2>/dev/null && ((SECONDS - ended < 10)); do
+  sleep 0.2
+done
+kill -KILL -- "-$ray" 2>/dev/null
 exit "${status:-1}"

@@ -22,12 +22,13 @@ POLICIES = ("spotlight", "scheduler", "policies")
 ABOVE, BESIDE, BELOW = (
     ("spotlight_plan", "spotlight_dashboard"),
     ("spotlight",),
-    ("spotlight_rewards", "spotlight_kernels"),
+    ("spotlight_fleet", "spotlight_rewards", "spotlight_kernels"),
 )
 """Packages, row by row."""
 FOR_WHOM = {
     "spotlight": "train",
     "spotlight_rewards": "score pictures and videos, with any trainer",
+    "spotlight_fleet": "know nodes that come and go",
     "spotlight_kernels": "fuse operators of blocks",
     "spotlight_plan": "decide what to rent",
     "spotlight_dashboard": "watch runs",

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from spotlight.cluster.scaling.node_provider import NodeProviderKind
     from spotlight.config.sections.algorithm import AlgorithmSection
-    from spotlight.fleet.notices.notice import Cloud
     from spotlight.models.family import ModelFamily
     from spotlight.scheduler.fleet.fleet_machine import FleetPolicy
     from spotlight.scheduler.rollouts import PolicyKind
@@ -65,21 +64,13 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = _Algorithms(
         "v-grpo": "spotlight.config.sections.newer_algorithms:VGRPOConfig",
         "dgpo": "spotlight.config.sections.newer_algorithms:DGPOConfig",
         "diffusion-dpo": "spotlight.config.sections.newer_algorithms:DiffusionDPOConfig",
+        "rvm": "spotlight.config.sections.newer_algorithms:RVMConfig",
+        "ram": "spotlight.config.sections.newer_algorithms:RAMConfig",
+        "sft": "spotlight.config.sections.newer_algorithms:SFTConfig",
     },
     base="spotlight.config.sections.algorithm:AlgorithmSection",
 )
 """Algorithms: the configuration section, which names the class that computes the loss."""
-
-CLOUDS: Registry[Cloud] = Registry(
-    "fleet.notices.cloud",
-    "spotlight.clouds",
-    {
-        "aws": "spotlight.fleet.notices.aws:AWS",
-        "gcp": "spotlight.fleet.notices.gcp:GCP",
-        "azure": "spotlight.fleet.notices.azure:AZURE",
-    },
-)
-"""Clouds: a :class:`~spotlight.fleet.notices.notice.Cloud` with its preemption notices and prices."""
 
 NODE_PROVIDERS: Registry[NodeProviderKind] = Registry(
     "fleet.target.provider",

@@ -19,10 +19,11 @@ from typer.testing import CliRunner
 from spotlight.algorithms import build_algorithm
 from spotlight.cli.main import app
 from spotlight.diffusion.samplers import ODE
-from spotlight.registry import ALGORITHMS, CLOUDS, FAMILIES
+from spotlight.registry import ALGORITHMS, FAMILIES
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
+from spotlight_fleet.notices.registry import CLOUDS
 from spotlight_rewards.registry import Registry, RegistryError
 
 MODULE = '''
@@ -35,7 +36,7 @@ from spotlight.algorithms.diffusion_nft import DiffusionNFT
 from spotlight.config.sections.algorithm import DiffusionNFTConfig
 from spotlight.config.requires import SET, UNSET, Requires
 from spotlight.config.section import Section
-from spotlight.fleet.notices.notice import Cloud, NoticeReading, PendingNotice
+from spotlight_fleet.notices.notice import Cloud, NoticeReading, PendingNotice
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.fleet.fleet_machine import FleetPolicy

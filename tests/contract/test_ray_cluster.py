@@ -43,8 +43,8 @@ from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMemb
 from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
-from spotlight.fleet.traces.trace import TraceEvent, TraceEventKind
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.traces.trace import TraceEvent, TraceEventKind
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.pool.channel import Sample, Score, encode
 from spotlight_rewards.pool.reward_process import ProcessLost

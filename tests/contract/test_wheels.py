@@ -1,4 +1,4 @@
-"""The four packages as wheels, installed in clean environments: each works with what it declares."""
+"""The packages as wheels, installed in clean environments: each works with what it declares."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from PIL import Image
 
 import spotlight
 import spotlight_dashboard
+import spotlight_fleet
 import spotlight_kernels
 import spotlight_plan
 import spotlight_rewards
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = {"spotlight-rl": ".", **{f"spotlight-{name}": f"packages/{name}" for name in
-                                   ("kernels", "rewards", "plan", "dashboard")}}  # fmt: skip
+                                   ("kernels", "rewards", "fleet", "plan", "dashboard")}}  # fmt: skip
 HEAVY = {"torch", "ray", "diffusers", "transformers"}
 
 
@@ -58,7 +59,14 @@ def installed(bin_folder: Path) -> set[str]:
 
 
 def test_versions_are_one() -> None:
-    packages = (spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard)
+    packages = (
+        spotlight,
+        spotlight_kernels,
+        spotlight_rewards,
+        spotlight_fleet,
+        spotlight_plan,
+        spotlight_dashboard,
+    )
     assert {each.__version__ for each in packages} == {spotlight.__version__}
     for place in FOLDERS.values():
         project = tomllib.loads((ROOT / place / "pyproject.toml").read_text())["project"]
@@ -87,7 +95,7 @@ def test_planning_and_dashboard_work_without_torch(wheels: dict[str, Path], tmp_
     commands = environment(tmp_path / "env")
     done(commands / "pip", "install", "-q", wheels["spotlight-rewards"], "fastapi", "uvicorn",
          "plotly", cwd=tmp_path)  # fmt: skip
-    others = [wheels[name] for name in ("spotlight-rl", "spotlight-plan", "spotlight-dashboard")]
+    others = [wheels[f"spotlight-{name}"] for name in ("rl", "fleet", "plan", "dashboard")]
     done(commands / "pip", "install", "-q", "--no-deps", *others, cwd=tmp_path)
     assert not installed(commands) & HEAVY
     shown = done(commands / "spotlight", "--help", cwd=tmp_path)

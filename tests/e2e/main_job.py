@@ -227,11 +227,17 @@ def run_process(arguments: list[str], *signals: At, answer: Path) -> Ended:
     return _ended(process.exitcode, answer)
 
 
-def run_ranks(world: int, arguments: list[str], *signals: At, answer: Path) -> list[Ended]:
-    """Run in as many processes as torchrun would start, each told its rank as torchrun tells it."""
+def free_port() -> int:
+    """Nobody listens on it yet."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+    return port
+
+
+def run_ranks(world: int, arguments: list[str], *signals: At, answer: Path) -> list[Ended]:
+    """Run in as many processes as torchrun would start, each told its rank as torchrun tells it."""
+    port = free_port()
     answers = [answer.with_suffix(f".{rank}") for rank in range(world)]
     ranks = []
     for rank, each in enumerate(answers):

@@ -120,8 +120,8 @@ class Slurm:
         """Until a job is in that state."""
         self.wait(f"{job} {state}", lambda: self.state(job) == state, job, *others)
 
-    def processes(self, job: str) -> set[int]:
-        """Living processes that a job started, whoever their parent is now."""
+    def processes(self, job: str) -> dict[int, str]:
+        """Command lines of living processes that a job started, whoever their parent is now."""
         return _with_environment(f"SLURM_JOB_ID={job}", f"SLURM_CONF={self.environment['SLURM_CONF']}")
 
 
@@ -238,14 +238,15 @@ def _until_idle(slurm: Slurm, base: Path) -> None:
         time.sleep(0.2)
 
 
-def _with_environment(*entries: str) -> set[int]:
+def _with_environment(*entries: str) -> dict[int, str]:
     wanted = {entry.encode() for entry in entries}
-    found = set()
+    found = {}
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
             if wanted <= set(path.read_bytes().split(b"\0")):
-                found.add(int(path.parent.name))
-    return found - {os.getpid()}
+                command = path.with_name("cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found[int(path.parent.name)] = command
+    return {pid: command for pid, command in found.items() if pid != os.getpid()}
 
 
 def _remove_ray_files(first_job: int) -> None:

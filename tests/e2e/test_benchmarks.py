@@ -35,8 +35,8 @@ from typer.testing import CliRunner
 
 from spotlight.algorithms.base import TrainBatch
 from spotlight.config.load import load_config
-from spotlight.fleet.traces.trace import TraceEventKind
 from spotlight.training.batching.redistribute import neighbours
+from spotlight_fleet.traces.trace import TraceEventKind
 
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 

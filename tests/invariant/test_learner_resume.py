@@ -29,13 +29,16 @@ from spotlight_rewards.base.file_errors import StoreError
 pytestmark = pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 
 
+PARAMS: dict[str, dict[str, Any]] = {"diffusion-nft": {"old_policy": {"slope": 0.2}}, "ram": {}}
+
+
 @pytest.fixture(scope="module")
 def world(random_pipeline: Path, tmp_path_factory: pytest.TempPathFactory) -> World:
     return World(random_pipeline, tmp_path_factory.mktemp("cache"))
 
 
 def make(world: World, name: str = "diffusion-nft", mode: str = "lora", **settings: Any) -> Learner:
-    params = {"old_policy": {"slope": 0.2}} if name == "diffusion-nft" else {"kl_weight": 0.04}
+    params = PARAMS.get(name, {"kl_weight": 0.04})
     return make_learner(
         world, algorithm(name, **params), mode, warmup_steps=3, **{"ema_cap": 0.9, **settings}
     )
@@ -53,6 +56,7 @@ def go_on(world: World, learner: Learner, batches: int) -> str:
     [
         ("flow-grpo-fast", "lora"),
         ("diffusion-nft", "full"),
+        pytest.param("ram", "lora", marks=pytest.mark.slow),
         pytest.param("diffusion-nft", "lora", marks=pytest.mark.slow),  # whole runs resume with it
     ],
 )

@@ -23,7 +23,7 @@ def canonical(requirement: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "package", [".", "packages/kernels", "packages/rewards", "packages/plan", "packages/dashboard"]
+    "package", [".", *(f"packages/{name}" for name in ("kernels", "rewards", "fleet", "plan", "dashboard"))]
 )
 def test_a_package_declares_what_it_imports(package: str) -> None:
     project = tomllib.loads((ROOT / package / "pyproject.toml").read_text())["project"]

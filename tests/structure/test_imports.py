@@ -15,22 +15,30 @@ import pytest
 
 import spotlight
 import spotlight_dashboard
+import spotlight_fleet
 import spotlight_kernels
 import spotlight_plan
 import spotlight_rewards
 
+PACKAGES = (
+    spotlight,
+    spotlight_kernels,
+    spotlight_rewards,
+    spotlight_fleet,
+    spotlight_plan,
+    spotlight_dashboard,
+)
 SOURCE = Path(spotlight.__file__).parent
 SOURCES = {
-    package.__name__: Path(package.__file__).parent
-    for package in (spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard)
-    if package.__file__ is not None
+    package.__name__: Path(package.__file__).parent for package in PACKAGES if package.__file__ is not None
 }
 
 PACKAGES_MAY_IMPORT: dict[str, set[str]] = {
     "spotlight_kernels": set(),
     "spotlight_rewards": set(),
-    "spotlight": {"spotlight_kernels", "spotlight_rewards"},
-    "spotlight_plan": {"spotlight", "spotlight_rewards"},
+    "spotlight_fleet": {"spotlight_rewards"},
+    "spotlight": {"spotlight_kernels", "spotlight_rewards", "spotlight_fleet"},
+    "spotlight_plan": {"spotlight", "spotlight_rewards", "spotlight_fleet"},
     "spotlight_dashboard": {"spotlight", "spotlight_rewards"},
 }
 """Packages, each a distribution of its own; the leaf first."""
@@ -41,7 +49,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "diffusion": set(),
     "algorithms": {"config", "diffusion"},
     "models": {"diffusion"},
-    "fleet": {"scheduler"},
     "store": {"scheduler"},
     "weights": set(),
     "testbed": set(),
@@ -52,8 +59,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dry_run": {"config", "data", "models", "rollout", "store", "testbed", "training"},
     "report": {"store", "config", "testbed"},
 }
-MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"fleet", "report", "weights", "worker"}
-MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "fleet", "weights", "worker"}
+MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"report", "weights", "worker"}
+MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "weights", "worker"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["api"] = set(MAY_IMPORT)
 """Rooms of the trainer, and which others each may import."""
@@ -62,16 +69,18 @@ BASICS = ("spotlight_rewards.base.", "spotlight_rewards.registry", "spotlight_re
 """Of the leaf: what every room may import."""
 USE_REWARDS = {"dry_run", "runtime", "cluster", "cli", "api"}
 """Rooms that may import all of the leaf."""
+USE_FLEET = {"config", "cluster", "cli"}
+"""Rooms that may import what is known of nodes."""
 USE_KERNELS = {"models"}
 """Rooms that may import fused operators."""
 FROM_TRAINER: dict[str, set[str]] = {
-    "spotlight_plan": {"scheduler", "fleet", "config", "store"},
+    "spotlight_plan": {"scheduler", "config", "store"},
     "spotlight_dashboard": {"store"},
 }
 """Rooms of the trainer that other packages may import; their commands may import all."""
 
 INNER_ROOMS: dict[str, dict[str, set[str]]] = {
-    "fleet": {"gpus": set(), "notices": set(), "traces": set()},
+    "spotlight_fleet": {"gpus": set(), "notices": set(), "traces": set()},
     "spotlight_plan": {
         "traces": set(),
         "simulation": set(),
@@ -163,8 +172,9 @@ SCHEDULER_PARTS: dict[str, set[str]] = {
 }
 """Who may import whom inside the scheduler; ``messages`` is every module of its own level not named here."""
 LIGHT = (
-    *(f"spotlight.{room}" for room in ("config", "data", "scheduler", "fleet", "store")),
+    *(f"spotlight.{room}" for room in ("config", "data", "scheduler", "store")),
     "spotlight_rewards",
+    "spotlight_fleet",
     "spotlight_plan",
     "spotlight_dashboard",
 )
@@ -243,6 +253,8 @@ def allowed(room: str, module: str) -> bool:
         return False
     if package == "spotlight_kernels":
         return room in USE_KERNELS
+    if package == "spotlight_fleet":
+        return own != "spotlight" or room in USE_FLEET
     if package != "spotlight":
         return own != "spotlight" or module.startswith(BASICS) or room in USE_REWARDS
     target = rest.split(".")[0]
@@ -442,5 +454,4 @@ def test_no_folder_is_a_drawer() -> None:
 
 
 def test_the_packages_have_one_version() -> None:
-    packages = spotlight, spotlight_kernels, spotlight_rewards, spotlight_plan, spotlight_dashboard
-    assert len({package.__version__ for package in packages}) == 1
+    assert len({package.__version__ for package in PACKAGES}) == 1

@@ -65,8 +65,8 @@ def inputs(seeds: Sequence[bytes]) -> st.SearchStrategy[bytes]:
 
 
 def traces() -> Target:
-    from spotlight.fleet.traces.trace import TraceError
-    from spotlight.fleet.traces.trace_files import parse_trace
+    from spotlight_fleet.traces.trace import TraceError
+    from spotlight_fleet.traces.trace_files import parse_trace
 
     seeds = [
         b"0,add,a\n1000,remove,a\n2000,add,b",

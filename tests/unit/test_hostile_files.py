@@ -20,13 +20,13 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.fleet.traces.trace import TraceError
-from spotlight.fleet.traces.trace_files import parse_trace
 from spotlight.store.images import read_tiles
 from spotlight.store.metrics import read_metrics
 from spotlight.store.picture_names import tile_path
 from spotlight.store.run_directory import RunPaths
 from spotlight_dashboard.report_pictures import embedded
+from spotlight_fleet.traces.trace import TraceError
+from spotlight_fleet.traces.trace_files import parse_trace
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.media_files import open_picture, read_media
 from spotlight_rewards.base.picture_page import picture_of

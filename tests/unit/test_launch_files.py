@@ -25,8 +25,8 @@ from spotlight.cluster.nodes.listing import KIND_LABEL, RayNode, read_node
 from spotlight.cluster.scaling.kubernetes_provider import KubernetesSettings
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
-from spotlight.fleet.notices.sigterm import GRACE_S
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.notices.sigterm import GRACE_S
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"

@@ -7,16 +7,16 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spotlight.fleet.notices.board import NoticeBoard
-from spotlight.fleet.notices.notice import (
+from spotlight.scheduler.types import NodeId
+from spotlight_fleet.notices.board import NoticeBoard
+from spotlight_fleet.notices.notice import (
     Cancelled,
     Noticed,
     NoticeReading,
     PendingNotice,
     Rebalance,
 )
-from spotlight.fleet.notices.watcher import Backoff
-from spotlight.scheduler.types import NodeId
+from spotlight_fleet.notices.watcher import Backoff
 
 NODE = NodeId("spot-1")
 

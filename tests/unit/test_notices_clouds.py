@@ -11,19 +11,19 @@ from datetime import UTC, datetime
 import pytest
 from metadata_server import VM, FakeMetadata, metadata, serving
 
-from spotlight.fleet.notices.aws import ACTION, REBALANCE, TOKEN, AwsNotices
-from spotlight.fleet.notices.azure import AzureNotices
-from spotlight.fleet.notices.clouds import cloud_source, find_cloud
-from spotlight.fleet.notices.gcp import PREEMPTED, GcpNotices
-from spotlight.fleet.notices.metadata import BYTES_MAX, MetadataServer
-from spotlight.fleet.notices.notice import (
+from spotlight_fleet.notices.aws import ACTION, REBALANCE, TOKEN, AwsNotices
+from spotlight_fleet.notices.azure import AzureNotices
+from spotlight_fleet.notices.clouds import cloud_source, find_cloud
+from spotlight_fleet.notices.gcp import PREEMPTED, GcpNotices
+from spotlight_fleet.notices.metadata import BYTES_MAX, MetadataServer
+from spotlight_fleet.notices.notice import (
     MetadataError,
     NoticeError,
     NoticeReading,
     NoticeSource,
     NoticeTrouble,
 )
-from spotlight.registry import CLOUDS
+from spotlight_fleet.notices.registry import CLOUDS
 
 VM_PATH, EVENTS_PATH = "/metadata/instance/compute", "/metadata/scheduledevents"
 

@@ -15,13 +15,13 @@ from metadata_server import metadata
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
-from spotlight.fleet.notices.notice import NoticeError
-from spotlight.fleet.notices.sigterm import catching_sigterm
+from spotlight_fleet.notices.notice import NoticeError
+from spotlight_fleet.notices.sigterm import catching_sigterm
 
 IN_A_THREAD = """
 import asyncio, random, threading
-from spotlight.fleet.notices.sigterm import catching_sigterm
-from spotlight.fleet.notices.watcher import NoticeWatcher
+from spotlight_fleet.notices.sigterm import catching_sigterm
+from spotlight_fleet.notices.watcher import NoticeWatcher
 
 with catching_sigterm(20.0) as source:
     notices = []

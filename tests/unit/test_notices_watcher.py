@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 import pytest
 from metadata_server import VM, FakeMetadata, metadata, serving
 
-from spotlight.fleet.notices.aws import ACTION, AwsNotices
-from spotlight.fleet.notices.azure import AzureNotices
-from spotlight.fleet.notices.gcp import PREEMPTED, GcpNotices
-from spotlight.fleet.notices.metadata import MetadataServer
-from spotlight.fleet.notices.notice import (
+from spotlight_fleet.notices.aws import ACTION, AwsNotices
+from spotlight_fleet.notices.azure import AzureNotices
+from spotlight_fleet.notices.gcp import PREEMPTED, GcpNotices
+from spotlight_fleet.notices.metadata import MetadataServer
+from spotlight_fleet.notices.notice import (
     Cancelled,
     MetadataError,
     Notice,
@@ -28,7 +28,7 @@ from spotlight.fleet.notices.notice import (
     NoticeTrouble,
     Rebalance,
 )
-from spotlight.fleet.notices.watcher import Backoff, NoticeWatcher, ask_once
+from spotlight_fleet.notices.watcher import Backoff, NoticeWatcher, ask_once
 
 QUICK = Backoff(first_s=0.02, max_s=0.04)
 EVENTS_PATH = "/metadata/scheduledevents"
@@ -143,7 +143,7 @@ def test_silence_cancels_nothing_and_is_reported_once(caplog: pytest.LogCaptureF
 
     with serving(fake):
         source = CountedNotices(MetadataServer(fake.url), period_s=0.02, answer_s=5.0)
-    with caplog.at_level(logging.WARNING, "spotlight.fleet.notices"):
+    with caplog.at_level(logging.WARNING, "spotlight_fleet.notices"):
         assert watch([source], script) == []
     absent, answers = (record.getMessage() for record in caplog.records)
     assert "aws: metadata service absent" in absent

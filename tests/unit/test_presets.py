@@ -79,7 +79,7 @@ def cells(config: RunConfig) -> list[str]:
         trained = f"{beta}{levels} level{'s' * (levels > 1)}"
         kl = ", ".join(
             number(algorithm[key])
-            for key in ("reference_weight", "clip_range")
+            for key in ("reference_weight", "anchor_weight", "clip_range")
             if algorithm.get(key) is not None
         )
     else:

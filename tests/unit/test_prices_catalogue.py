@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from spotlight.fleet.gpus import INSTANCE_TYPES, UnknownGpuError, gpu_type
+from spotlight_fleet.gpus import INSTANCE_TYPES, UnknownGpuError, gpu_type
 from spotlight_plan.prices.catalogue import built_in, parse_built_in, parse_catalogue
 from spotlight_plan.prices.quotes import PriceError, Quote, cheapest, select
 

@@ -13,8 +13,8 @@ from metadata_server import metadata
 from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate, Outbox, read_messages
 from spotlight.cluster.nodes.notice_watch import NoticeSettings, NoticeWatch
 from spotlight.cluster.nodes.worker_logs import log_tail
-from spotlight.fleet.notices.notice import Cancelled, Noticed, Rebalance
-from spotlight.fleet.notices.sigterm import catching_sigterm
+from spotlight_fleet.notices.notice import Cancelled, Noticed, Rebalance
+from spotlight_fleet.notices.sigterm import catching_sigterm
 
 
 def test_messages_are_numbered_and_sent_again_until_they_are_passed() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spotlight.cluster.local.market import MachineError, Market
 from spotlight.cluster.local.market_record import Fate, MarketRecord, Order, timed
-from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight_fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 
 ADD, NOTICE, REMOVE = TraceEventKind
 

@@ -140,6 +140,23 @@ def test_removed_checkpoints_are_missed_and_never_written_ones_are_not(tmp_path:
         resume(tmp_path)
 
 
+def test_a_ledger_from_before_checkpoints_were_recorded_misses_the_one_it_was_resumed_from(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path)
+    paths = RunPaths(tmp_path)
+    with closing(sqlite3.connect(paths.ledger)) as connection:
+        connection.executescript("DROP TABLE checkpoints; PRAGMA user_version = 12;")
+    newest = CheckpointStore(paths.checkpoints, keep=2).newest_valid()
+    assert newest is not None
+    with SqliteLedger(paths.ledger) as ledger:
+        attempt = ledger.begin_attempt(pid=1, host="h", workers={WORKER: 1.0}, now_s=2e9)
+        ledger.rollback(newest.header.ledger_position, attempt)
+    shutil.rmtree(paths.checkpoints)
+    with pytest.raises(DamagedCheckpointError, match=f"committed at record {newest.header.ledger_position}"):
+        resume(tmp_path)
+
+
 def test_a_checkpoint_of_an_older_version_names_no_digest_and_is_resumed(tmp_path: Path) -> None:
     make_run(tmp_path)
     checkpoints = CheckpointStore(tmp_path / "checkpoints", keep=1)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from spotlight.fleet.traces.trace import TraceError
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.policies.exploration.explorer import arms_of
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.traces.trace import TraceError
 from spotlight_plan.pages.comparison_summary import prices_of
 from spotlight_plan.prices.quotes import PriceError, Quote
 from spotlight_plan.scenarios import pricing

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.executed_lines import executed_lines
 
-from spotlight.fleet.traces.trace import PricePoint
-from spotlight.fleet.traces.trace_files import parse_trace
 from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed
 from spotlight.scheduler.types import NodeId, NodeKind, Phase
+from spotlight_fleet.traces.trace import PricePoint
+from spotlight_fleet.traces.trace_files import parse_trace
 from spotlight_plan.candidates import Candidate, Machine, grid, prepared_for, shape_of
 from spotlight_plan.compare import (
     SimulationOutcome,

@@ -21,7 +21,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from spotlight.scheduler.types import DropReason, Phase
 from spotlight.store.images import Tile, write_grid
-from spotlight.store.metrics import MetricsRow, MetricsWriter, read_metrics
+from spotlight.store.metrics import MetricsRow, MetricsWriter, best_iterations, read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_summary import (
     RunSummary,
@@ -95,6 +95,17 @@ def test_a_spoilt_line_is_named(tmp_path: Path) -> None:
 
 def test_no_metrics_yet_are_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path) == []
+
+
+def test_the_best_iterations_are_found_beside_rows_of_training() -> None:
+    curve = {0: 0.5, 1: 0.9, 2: math.nan, 3: 0.9}
+    rows = [
+        row(iteration, **values)
+        for iteration, value in curve.items()
+        for values in ({"validation/strict": value}, {"rollout/reward": 0.1})
+    ]
+    assert best_iterations(rows) == [3, 1, 0]
+    assert best_iterations(rows, "graded") == []
 
 
 def test_tensorboard_reads_the_curves_and_purges_what_is_made_again(

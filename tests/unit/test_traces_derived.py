@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.fleet.traces.trace import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
-from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
+from spotlight_fleet.traces.trace import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight_fleet.traces.transforms import cut, limit, repeat, with_notices
 from spotlight_plan.traces.generator import TraceSpec, generate
 from spotlight_plan.traces.picture import html, sparkline
 from spotlight_plan.traces.trace_statistics import availability, statistics

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.fleet.traces.trace import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
-from spotlight.fleet.traces.trace_files import parse_trace, read_trace, to_csv, to_jsonl, write_trace
-from spotlight.fleet.traces.transforms import with_notices
+from spotlight_fleet.traces.trace import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight_fleet.traces.trace_files import parse_trace, read_trace, to_csv, to_jsonl, write_trace
+from spotlight_fleet.traces.transforms import with_notices
 from spotlight_plan.traces.generator import TraceSpec, generate
 from spotlight_plan.traces.trace_statistics import statistics
 

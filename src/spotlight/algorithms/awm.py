@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
 from spotlight.algorithms.flow_grpo import clipped_surrogate
-from spotlight.algorithms.forward_process import Noised, log_probs_before, mean_square, noised
+from spotlight.algorithms.forward_process import Noised, log_probs_before, mean_square, noised, norm_ratio
 from spotlight.config.sections.algorithm import AWMConfig
 from spotlight.diffusion.samplers import Sampler
 
@@ -78,6 +78,8 @@ class AWM:
                 distance = mean_square(velocity - anchor)
                 loss = loss + weight * distance
                 metrics[f"{slot}_distance"] = distance.detach()
+                if slot == "reference":
+                    metrics["velocity_norm_ratio"] = norm_ratio(velocity, anchor)
         return LossTerms(loss, metrics)
 
     def old_decay(self, n: float) -> float | None:

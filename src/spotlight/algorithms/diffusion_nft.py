@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 
 from spotlight.algorithms.base import LossTerms, PolicyModel, Slot, Timesteps, TrainBatch
-from spotlight.algorithms.forward_process import mean_square, noised, weighted_error
+from spotlight.algorithms.forward_process import mean_square, noised, norm_ratio, weighted_error
 from spotlight.config.sections.algorithm import DiffusionNFTConfig
 from spotlight.diffusion.samplers import Sampler, predict_x0
 
@@ -65,6 +65,7 @@ class DiffusionNFT:
             distance = mean_square(velocity - reference)
             loss = loss + config.reference_weight * distance
             metrics["reference_distance"] = distance.detach()
+            metrics["velocity_norm_ratio"] = norm_ratio(velocity, reference)
         return LossTerms(loss, metrics)
 
     def old_decay(self, n: float) -> float:

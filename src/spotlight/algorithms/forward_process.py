@@ -90,6 +90,11 @@ def mean_square(x: Tensor) -> Tensor:
     return x.square().flatten(1).mean(1)
 
 
+def norm_ratio(velocity: Tensor, reference: Tensor) -> Tensor:
+    """|v| / |v_ref|, [batch], without gradient: above 1, quality falls (NormGuard, arXiv 2606.27771)."""
+    return (mean_square(velocity.detach()) / mean_square(reference).clamp(min=1e-12)).sqrt()
+
+
 def weighted_error(x0_predicted: Tensor, x0: Tensor) -> Tensor:
     """<(x̂0 - x0)²> / max(stopgrad <|x̂0 - x0|>, 1e-5): [batch]."""
     error = x0_predicted - x0

@@ -61,9 +61,10 @@ def packages() -> Iterator[Finding]:
 def extensions() -> Iterator[Finding]:
     """Entry points of installed packages that nothing can name."""
     from spotlight import registry
+    from spotlight_fleet.notices.registry import CLOUDS
     from spotlight_rewards.registry import REWARDS, Registry
 
-    for each in (REWARDS, *vars(registry).values()):
+    for each in (REWARDS, CLOUDS, *vars(registry).values()):
         for ignored in each.ignored() if isinstance(each, Registry) else ():
             remedy = "Spotlight's own of this name is taken: its package must choose another name."
             yield Finding(Verdict.WARN, "entry points", f"{ignored} is not used", remedy)

@@ -9,7 +9,6 @@ import typer
 
 from spotlight.cli.config_command import config
 from spotlight.cli.doctor import doctor
-from spotlight.cli.notices_command import notices
 from spotlight.cli.runs.audit import audit
 from spotlight.cli.runs.card import card
 from spotlight.cli.runs.evaluate import evaluate
@@ -70,7 +69,6 @@ for name, command, panel in (
     ("generate", generate, "Use"),
     ("export", export, "Use"),
     ("card", card, "Use"),
-    ("notices", notices, "Look up"),
     ("config", config, "Look up"),
     ("tiny", tiny, "Look up"),
     ("doctor", doctor, "Look up"),

@@ -10,10 +10,12 @@ from pathlib import Path
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.section_names import under
+from spotlight.data.stored_data import folder_text, with_pairs
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.errors import ConfigError, Problem
-from spotlight_rewards.base.prompt_files import parse_prompts, read_text, with_found_references, with_tags
+from spotlight_rewards.base.prompt_datasets import is_dataset
+from spotlight_rewards.base.prompt_files import parse_prompts, read_text, with_found_pictures, with_tags
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 _EVALUATED_SHARE_MAX = 0.5
@@ -111,7 +113,7 @@ def _replaced(config: RunConfig, prompts: Prompts) -> Iterator[str]:
             path = _file_of(config, key)
             lines = [
                 number
-                for number, line in enumerate(read_text(path, key).split("\n"), start=1)
+                for number, line in enumerate(_text_of(key, path).split("\n"), start=1)
                 if _REPLACEMENT in line or json.dumps(_REPLACEMENT)[1:-1] in line
             ]
             shown = ", ".join(map(str, lines[:_LINES_SHOWN])) + ", ..." * (len(lines) > _LINES_SHOWN)
@@ -138,7 +140,24 @@ def load_prompts(config: RunConfig) -> Prompts:
     if problems := list(_unset_files(config)):
         raise ConfigError("the configuration", problems)
     trained = read_prompts("data.train", _file_of(config, "train"), config.data.tags)
+    if problems := list(_without_pictures(config, trained)):
+        raise ConfigError("the configuration", problems)
     return Prompts(tuple(trained), load_held_out(config))
+
+
+def _without_pictures(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Where pictures are trained: the first prompt with too few, or more than its group has members."""
+    if not config.algorithm.trains_on_stored:
+        return
+    least, most = 1 + config.algorithm.compares_groups, config.rollout.group_size
+    for prompt in prompts:
+        if not least <= len(prompt.pictures) <= most:
+            yield Problem(
+                "data.train", f"{len(prompt.pictures)} pictures of {prompt.text!r}",
+                f"{least} to {most}, rollout.group_size, with algorithm.name={config.algorithm.name}",
+                "Name them in 'pictures', the best first, or give a folder of pictures with captions.",
+            )  # fmt: skip
+            return
 
 
 def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
@@ -188,17 +207,30 @@ def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt,
 def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]:
     """Prompts of the file configured as ``key``. Raises as load_prompts."""
     try:
-        text = read_text(path, key.rpartition(".")[2])
+        text = _text_of(key, path)
     except (OSError, ValueError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
-        expected = "readable prompts (.txt, .jsonl, .csv, .tsv, .parquet, a dataset's folder or hf:NAME)"
+        expected = (
+            "readable prompts: a .txt, .jsonl, .csv, .tsv or .parquet file, a folder of pictures, or a dataset's "
+            "folder or hf:NAME"
+        )
         problem = Problem(key, f"{path}{here}", expected, f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
-    prompts = parse_prompts(text, str(path))
+    source = str(path / "metadata.jsonl" if _is_pictures(path) else path)
+    prompts = parse_prompts(text, source)
     _require_read(key, prompts)
-    prompts = with_found_references(prompts, str(path))
+    prompts = with_found_pictures(prompts, source)
     with under("data"):
         return with_tags(prompts, str(path), tags)
+
+
+def _is_pictures(path: Path) -> bool:
+    return path.is_dir() and not is_dataset(path)
+
+
+def _text_of(key: str, path: Path) -> str:
+    """Raises OSError, or ValueError that says what is wrong."""
+    return folder_text(path) if _is_pictures(path) else with_pairs(read_text(path, key.rpartition(".")[2]))
 
 
 _PICTURES = "name pictures that a prompt is about in 'references'"

@@ -212,6 +212,17 @@ class ModelFamily(FamilyTraits, ABC):
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         """The VAE's output for final float32 latents: [batch, 3, frames, height, width], in [-1, 1]."""
 
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        """The inverse of :meth:`decode_frames`; what the VAE draws is at its mode.
+
+        Raises:
+            ModelError: the family trains on no pictures of data.
+        """
+        raise ModelError(
+            f"model family {type(self).__name__} encodes no pictures, on which algorithm.name=sft and stored "
+            "pairs are trained: take another family, or an algorithm that trains on rollouts"
+        )
+
     # -- where families differ ------------------------------------------------------------------------------
 
     @classmethod
@@ -447,6 +458,12 @@ class ModelFamily(FamilyTraits, ABC):
         frames = (decoded * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1)
         return frames.cpu().float().numpy()
 
+    @torch.no_grad()
+    def encode_pictures(self, pictures: NDArray[np.uint8], size: MediaSize) -> Tensor:
+        """Float32 latents of [batch, height, width, 3] uint8, on the device; inverse of :meth:`decode`."""
+        frames = torch.from_numpy(pictures.copy()).to(self.device).permute(0, 3, 1, 2).unsqueeze(2)
+        return self.encode_frames(frames.float() / 127.5 - 1, size)
+
     def decode(self, latents: Tensor, size: MediaSize) -> NDArray[np.uint8]:
         """Decode final latents: [batch, frames, height, width, 3] uint8."""
         frames: NDArray[np.uint8] = (self.decode_float(latents, size) * 255).round().astype(np.uint8)
@@ -564,6 +581,20 @@ def decode_normalised(vae: Any, latents: Tensor) -> Tensor:
     # Inverted twice, as in the pipelines: dividing by 1/std is not bitwise multiplying by std.
     decoded: Tensor = vae.decode(latents / (1.0 / std) + mean, return_dict=False)[0]
     return decoded
+
+
+def encode_normalised(vae: Any, frames: Tensor) -> Tensor:
+    """The inverse of :func:`decode_normalised`."""
+    latents: Tensor = vae.encode(frames).latent_dist.mode()
+    mean, std = latent_statistics(vae, latents)
+    return (latents - mean) / std
+
+
+def encode_image(vae: Any, frames: Tensor) -> Tensor:
+    """The inverse of :func:`decode_image`: [batch, channels, height, width]."""
+    latents: Tensor = vae.encode(frames.squeeze(2)).latent_dist.mode()
+    scaled: Tensor = (latents - vae.config.shift_factor) * vae.config.scaling_factor
+    return scaled
 
 
 def decode_image(vae: Any, latents: Tensor) -> Tensor:

@@ -86,6 +86,7 @@ def open_attempt(
     scored_by: Mapping[str, str],
     observer: Observer,
     account: Callable[[RunRecorder], None],
+    keep_alive: Callable[[], None] = lambda: None,
 ) -> Iterator[Attempt]:
     """Begin an attempt by rolling back to the newest intact checkpoint. Main rank only.
 
@@ -94,6 +95,7 @@ def open_attempt(
         began_s: start of the work, in seconds since the epoch.
         scored_by: what scores, by reward.
         account: called at the end, to bill the time since the last billing.
+        keep_alive: see :class:`~spotlight.store.ledger.sqlite_ledger.SqliteLedger`.
 
     Raises:
         PromptFileError: other prompts than before.
@@ -102,7 +104,7 @@ def open_attempt(
     with ExitStack() as stack:
         # Fail before an attempt is begun, so that none is left to close.
         recorder, newest = _open_recorder(
-            stack, config, directory, prompts, ranks, workers, scored_by, began_s, observer
+            stack, config, directory, prompts, ranks, workers, scored_by, began_s, observer, keep_alive
         )
         kept = newest.header.ledger_position if newest else 0
         number = recorder.ledger.begin_attempt(
@@ -153,8 +155,9 @@ def _open_recorder(
     scored_by: Mapping[str, str],
     began_s: float,
     observer: Observer,
+    keep_alive: Callable[[], None],
 ) -> tuple[RunRecorder, Checkpoint | None]:
-    ledger = stack.enter_context(SqliteLedger(directory.ledger, observer.note))
+    ledger = stack.enter_context(SqliteLedger(directory.ledger, observer.note, keep_alive))
     checkpoints = CheckpointStore(directory.checkpoints, config.checkpoint.keep)
     newest = checkpoints.newest_valid()
     require_resumable(ledger, newest, directory)

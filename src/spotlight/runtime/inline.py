@@ -29,9 +29,11 @@ from torch import nn
 from spotlight.models.slots import Slot, WeightSlots
 from spotlight.rollout.engine import Engine
 from spotlight.rollout.state import FailedRollout, FinishedRollout
+from spotlight.rollout.stored_pictures import StoredPictures
 from spotlight.runtime.assembly.components import Recipes
 from spotlight.runtime.assembly.preview_settings import report_note, report_row
 from spotlight.runtime.clock import PhaseClock
+from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import NotScored, Observer
 from spotlight.runtime.recorder import Picture, Recorder, shown
 from spotlight.scheduler import effects as ef
@@ -82,6 +84,7 @@ class Denoiser:
 
     Attributes:
         around: a context for the steps of a lease, given the module that takes them.
+        stored: makes the training samples of pictures; None: they are denoised.
     """
 
     engine: Engine
@@ -91,6 +94,7 @@ class Denoiser:
     train_slot: Slot
     evaluation_slot: Slot
     around: Callable[[nn.Module], AbstractContextManager[object]] = nullcontext
+    stored: StoredPictures | None = None
 
     def run(
         self,
@@ -105,6 +109,8 @@ class Denoiser:
         """
         evaluating = rollouts[0].purpose is Purpose.EVAL
         recipe = self.recipes.by_purpose()[rollouts[0].purpose]
+        if self.stored is not None and not evaluating:
+            return [*self.stored.samples(rollouts, recipe)]
         conditions = self.conditions.of(rollout.prompt_id for rollout in rollouts)
         states = self.engine.start(rollouts, conditions, recipe)
         steps = max(rollout.steps for rollout in rollouts)
@@ -123,6 +129,7 @@ class InlineParts:
     """What the driver works with.
 
     Attributes:
+        turn: around what the recorder writes into the ledger.
         lease_size: rollouts per lease; a multiple of the number of ranks.
         grid: (prompts, images per prompt) in the image grids.
         deal_size: consecutive rollouts that all ranks get equal shares of, those of an update; None: a lease.
@@ -137,6 +144,7 @@ class InlineParts:
     clock: PhaseClock
     observer: Observer
     ranks: Ranks
+    turn: MainTurn
     lease_size: int
     grid: tuple[int, int]
     deal_size: int | None = None
@@ -277,7 +285,8 @@ class InlineDriver:
                 if note := report_note(report):
                     self.parts.observer.note(note)
             case ef.ReportPipeline():
-                self.parts.recorder.pipeline(effect)
+                with self.parts.turn.take():
+                    self.parts.recorder.pipeline(effect)
                 self.parts.feed.learner.log.put(effect.row())
             case ef.ReportChoice():
                 self.parts.feed.learner.log.put(effect.row())
@@ -509,12 +518,15 @@ class InlineDriver:
         self._account()
         with self.parts.clock.phase(Phase.CHECKPOINT):
             self.parts.recorder.checkpoint(effect, self.parts.feed.learner)
+            with self.parts.turn.take():
+                self.parts.recorder.committed(effect)
         self._account()
         self._events.append(ev.CheckpointCommitted(effect.iteration))
 
     def _account(self) -> None:
         seconds = self.parts.clock.take()
-        self.parts.recorder.spend(seconds)
+        with self.parts.turn.take():
+            self.parts.recorder.spend(seconds)
         self._spent.update(seconds)
         self._events.extend(ev.GpuTimeSpent(WORKER, phase, spent) for phase, spent in seconds.items())
 

@@ -68,7 +68,10 @@ class Recorder(Protocol):
         """Write an iteration's metrics."""
 
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
-        """Commit learner, controller and ledger position together."""
+        """Commit learner, controller and ledger position together. Collective; flush before."""
+
+    def committed(self, effect: CommitCheckpoint) -> None:
+        """Record that a checkpoint is committed: without one the run does not start over."""
 
 
 @dataclass(slots=True)
@@ -165,10 +168,9 @@ class RunRecorder:
         """See :class:`Recorder`."""
         with self.committing(effect) as directory:
             _save_learner(learner, directory, self.ranks)
-        self.committed(effect)
 
     def committed(self, effect: CommitCheckpoint) -> None:
-        """Record that :meth:`committing` is over: without a checkpoint the run does not start over."""
+        """See :class:`Recorder`."""
         self.ledger.record_checkpoint(effect.position, effect.iteration)
 
     @contextmanager
@@ -256,6 +258,9 @@ class PassiveRecorder:
     def checkpoint(self, effect: CommitCheckpoint, learner: Learner) -> None:
         """Save this rank's shards."""
         _save_learner(learner, None, self.ranks)
+
+    def committed(self, effect: CommitCheckpoint) -> None:
+        """Ignore."""
 
 
 def _reference(path: str) -> Picture:

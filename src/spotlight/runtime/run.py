@@ -21,6 +21,7 @@ from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.garbage import collection_paused
 from spotlight.models.kernels.step_profile import StepProfiler
+from spotlight.rollout.stored_pictures import StoredPictures
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
 from spotlight.runtime.attempt import RunResult as RunResult
@@ -28,6 +29,7 @@ from spotlight.runtime.attempt import open_attempt
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
 from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
+from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
@@ -53,6 +55,7 @@ class _Materials:
     learning: Learning
     denoiser: Denoiser
     rewards: RewardPool
+    turn: MainTurn
     around: Callable[[Phase], AbstractContextManager[object]] = nullcontext
 
 
@@ -87,6 +90,8 @@ def train(
             stack.callback(profiler.close)
             materials.around = profiler.step
         if not ranks.is_main:
+            with materials.turn.take():  # rank 0 opens the ledger
+                pass
             return _drive(
                 materials,
                 observer,
@@ -126,8 +131,11 @@ def _gather(config: RunConfig, device: torch.device, ranks: Ranks, stack: ExitSt
         model.algorithm.rollout_slot,
         config.evaluation.weights,
         RolloutGathering(config.learner.keep_gathered, ranks, device, compute_type(config.learner)).around,
+        stored=StoredPictures(model.family, prompts.by_id, config.rollout.group_size)
+        if config.algorithm.trains_on_stored
+        else None,
     )
-    return _Materials(config, ranks, prompts, learning, denoiser, rewards)
+    return _Materials(config, ranks, prompts, learning, denoiser, rewards, MainTurn(ranks))
 
 
 # -- the main rank's run directory ---------------------------------------------------------------------
@@ -137,7 +145,7 @@ def _as_main(
     materials: _Materials, directory: RunDirectory, observer: Observer, clock: PhaseClock
 ) -> RunResult:
     config, ranks = materials.config, materials.ranks
-    with open_attempt(
+    opening = open_attempt(
         config,
         directory,
         materials.prompts,
@@ -147,7 +155,11 @@ def _as_main(
         scored_by=materials.rewards.scored_by,
         observer=observer,
         account=lambda recorder: recorder.spend(clock.take()),
-    ) as attempt:
+        keep_alive=materials.turn.keep_alive,
+    )
+    with ExitStack() as stack:
+        with materials.turn.take():
+            attempt = stack.enter_context(opening)
         result = attempt.result = _drive(materials, observer, clock, attempt.recorder, attempt.newest)
     return result
 
@@ -174,6 +186,7 @@ def _drive(
             clock=clock,
             observer=observer,
             ranks=ranks,
+            turn=materials.turn,
             lease_size=config.rollout.batch_size * ranks.world,
             deal_size=_deal_size(config),
             grid=config.evaluation.grid,

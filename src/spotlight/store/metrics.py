@@ -57,7 +57,9 @@ def best_iterations(rows: Iterable[MetricsRow], curve: str | None = None) -> lis
     rows = list(rows)
     names = [curve] if curve else [STRICT, GRADED]
     for name in names:
-        found = {row.iteration: row.values.get(f"{VALIDATION}{name}", math.nan) for row in rows}
+        key = f"{VALIDATION}{name}"
+        # An iteration has a row of its validation and one of its training, which says nothing of the first.
+        found = {row.iteration: row.values[key] for row in rows if key in row.values}
         if known := {iteration: value for iteration, value in found.items() if math.isfinite(value)}:
             return sorted(known, key=lambda iteration: (known[iteration], iteration), reverse=True)
     return []

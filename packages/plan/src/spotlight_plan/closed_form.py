@@ -18,9 +18,9 @@ from functools import cache, cached_property
 from itertools import pairwise
 from statistics import NormalDist
 
-from spotlight.fleet.traces.trace import TraceEventKind
 from spotlight.scheduler.policies.target.iteration_model import AmdahlTime
 from spotlight.scheduler.types import WeightKind
+from spotlight_fleet.traces.trace import TraceEventKind
 from spotlight_plan.compare import SimulationOutcome
 from spotlight_plan.learning_speed import Explored, honest_target, learned_target
 from spotlight_plan.scenarios.prepare import Prepared, on_demand_node, scenario_of

@@ -57,6 +57,7 @@ class DGPO:
         score = config.beta * groups.table(gain).sum(1) / groups.sizes
         weight = groups.pick(torch.sigmoid(score))
         metrics = {"matching_loss": error.detach(), "group_weight": weight}
+        metrics["velocity_norm_ratio"] = found.norm_ratio
         if config.clip_range is not None:
             known = batch.old_is_policy
             old_error = error.detach() if known else found.error_of(policy, "old", batch.final)

@@ -60,6 +60,7 @@ class DiffusionDPO:
             "preference_accuracy": trained * (margin_of > 0),
             "preference_margin": trained * margin_of,
             "paired_fraction": paired.abs(),
+            "velocity_norm_ratio": found.norm_ratio,
         }
         return LossTerms(loss, metrics)
 

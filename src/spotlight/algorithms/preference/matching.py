@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spotlight.algorithms.base import GroupRows, PolicyModel, Slot, Timesteps, TrainBatch
-from spotlight.algorithms.forward_process import Noised, mean_square, noised
+from spotlight.algorithms.forward_process import Noised, mean_square, noised, norm_ratio
 from spotlight.config.sections.algorithm import ForwardProcessSection
 
 
@@ -28,6 +28,11 @@ class Matching(NamedTuple):
     error: Tensor
     reference_velocity: Tensor
     reference_error: Tensor
+
+    @property
+    def norm_ratio(self) -> Tensor:
+        """[batch], of the policy's velocity to the initial model's."""
+        return norm_ratio(self.velocity, self.reference_velocity)
 
     def error_of(self, policy: PolicyModel, slot: Slot, x0: Tensor) -> Tensor:
         """[batch], under other weights, without gradient."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from spotlight.cluster.local.emulation import reserved_slots, spot_slots, spot_trace
 from spotlight.config.sections.fleet import FleetConfig
-from spotlight.fleet.traces.trace import TraceEventKind
+from spotlight_fleet.traces.trace import TraceEventKind
 
 
 @dataclass(frozen=True, slots=True)

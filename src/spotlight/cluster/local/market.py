@@ -15,8 +15,8 @@ from typing import Protocol
 
 from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError
 from spotlight.cluster.local.market_record import MarketRecord, Order
-from spotlight.fleet.traces.trace import Trace
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.traces.trace import Trace
 
 log = logging.getLogger("spotlight.cluster.local.market")
 

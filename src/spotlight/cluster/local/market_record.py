@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
-from spotlight.fleet.traces.transforms import with_notices
+from spotlight_fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight_fleet.traces.transforms import with_notices
 
 
 class Order(StrEnum):

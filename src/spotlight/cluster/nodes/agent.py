@@ -23,7 +23,7 @@ from spotlight.cluster.nodes.facts import gather
 from spotlight.cluster.nodes.notice_mail import Outbox
 from spotlight.cluster.nodes.notice_watch import NoticeSettings, NoticeWatch
 from spotlight.cluster.nodes.worker_logs import log_tail
-from spotlight.fleet.notices.sigterm import SigtermNotices, catching_sigterm
+from spotlight_fleet.notices.sigterm import SigtermNotices, catching_sigterm
 
 
 def pid_file(session: Path, ray_id: str) -> Path:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import assert_never
 
-from spotlight.fleet.notices.notice import Cancelled, Notice, Noticed, Rebalance
+from spotlight_fleet.notices.notice import Cancelled, Notice, Noticed, Rebalance
 
 
 class NoticeUpdate(StrEnum):

@@ -12,7 +12,8 @@ from spotlight.config.requires import SET, UNSET, Requires, That, more_than, oth
 from spotlight.config.section import Section
 from spotlight.config.sections.learner_section import divisors_near
 from spotlight.config.sections.target import TargetConfig
-from spotlight.registry import CLOUDS, FAMILIES
+from spotlight.registry import FAMILIES
+from spotlight_fleet.notices.registry import CLOUDS
 
 if TYPE_CHECKING:
     from spotlight.config.schema import RunConfig

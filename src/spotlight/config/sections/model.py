@@ -148,9 +148,10 @@ class DataConfig(Section):
     """Training prompts, and held-out prompts for evaluation."""
 
     train: str = "testbed"
-    """File of training prompts (.txt: one per line; .jsonl, .csv, .tsv, .parquet: also metadata), or a
-    Hugging Face dataset, by its folder or as ``hf:OWNER/NAME``, with ``:SPLIT`` if not ``train``;
-    ``testbed`` and ``testbed-video``: built in. Must be set, like ``test``, for a model other than these.
+    """File of training prompts (.txt: one per line; .jsonl, .csv, .tsv, .parquet: also metadata), a folder of
+    pictures with captions, or a Hugging Face dataset, by its folder or as ``hf:OWNER/NAME``, with ``:SPLIT``
+    if not ``train``; ``testbed`` and ``testbed-video``: built in. Must be set, like ``test``, for a model
+    other than these.
     """
     test: str = "testbed"
     """File of held-out prompts for evaluation, in the same formats."""

@@ -127,6 +127,10 @@ class DiffusionDPOConfig(PreferenceSection):
     """Selects this algorithm."""
     beta: PositiveFloat = 2000.0
     """Sharpness of the preference."""
+    stored: bool = False
+    """Train on pairs of pictures of ``data.train``, the preferred one first (``pictures``, or Pick-a-Pic's
+    columns), in place of rollouts.
+    """
     pairs: Literal["extremes", "ranks"] = "extremes"
     """``extremes``: each group's best with its worst sample; ``ranks``: also the second best with the second
     worst, and so on. Pairs of equal advantage teach nothing, nor do samples in no pair: with ``extremes``,
@@ -134,3 +138,71 @@ class DiffusionDPOConfig(PreferenceSection):
     """
     train_timesteps: PositiveInt = 1
     """Noise levels trained per pair."""
+
+    @property
+    def trains_on_stored(self) -> bool:
+        return self.stored
+
+
+class SFTConfig(ForwardProcessSection):
+    """Supervised fine-tuning: flow matching on pictures of ``data.train``, without rewards."""
+
+    implementation = "spotlight.algorithms.sft:SFT"
+
+    name: Literal["sft"] = "sft"
+    """Selects this algorithm."""
+
+    trains_on_stored: ClassVar[bool] = True
+
+
+_NO_ANCHOR = {"algorithm.anchor_weight": 0}
+
+
+class RVMConfig(ForwardProcessSection):
+    """RVM (arXiv 2608.23664): velocities towards rewarded samples and away from others, on final latents."""
+
+    implementation = "spotlight.algorithms.rvm:RVM"
+
+    name: Literal["rvm"] = "rvm"
+    """Selects this algorithm."""
+    reward_scale: PositiveFloat = 0.1
+    """Factor of the advantage."""
+    anchor: Literal["reference", "old"] = "reference"
+    """What velocities are held to: the initial model, or a moving average of the policy, which makes the
+    rollouts then.
+    """
+    anchor_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the distance to the anchor; above 0 costs one more forward per timestep."""
+    anchor_rule: Literal["constant", "complement"] = "constant"
+    """``complement``: that weight less the scaled advantage, as in DiffusionNFT."""
+    normalise: bool = False
+    """Divide by the mean absolute error, as DiffusionNFT does, so that noise levels count equally."""
+    old_policy: OldPolicyConfig = OldPolicyConfig()
+    """How fast the moving average follows."""
+
+    requires = (
+        *(
+            Requires(f"algorithm.{key}", _NO_ANCHOR, default,
+                     "There is no anchor: set algorithm.anchor_weight, or leave it out.")
+            for key, default in (("anchor", "reference"), ("anchor_rule", "constant"))
+        ),
+    )  # fmt: skip
+
+    @property
+    def uses_old_policy(self) -> bool:
+        return self.anchor == "old" and self.anchor_weight > 0
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.anchor == "reference" and self.anchor_weight > 0
+
+
+class RAMConfig(RVMConfig):
+    """RAM, reinforce adjoint matching (arXiv 2605.10759): RVM anchored to the initial model."""
+
+    name: Literal["ram"] = "ram"  # type: ignore[assignment]
+    """Selects this algorithm."""
+    reward_scale: PositiveFloat = 100.0
+    """Factor of the advantage; 1,000 for preferences. The larger, the weaker the anchor."""
+    anchor_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the distance to the anchor."""

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, decode_image, unpack
+from spotlight.models.family import (
+    ConditionBatch,
+    MediaSize,
+    ModelFamily,
+    decode_image,
+    encode_image,
+    pack,
+    unpack,
+)
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
 from spotlight.models.lora_names import FLUX
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
@@ -119,3 +127,6 @@ class Flux(ModelFamily):
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         return decode_image(self.vae, unpack(latents, self.dimensions.grid(size)))
+
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        return pack(encode_image(self.vae, frames))

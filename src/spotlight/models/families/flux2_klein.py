@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, unpack
+from spotlight.models.family import ConditionBatch, MediaSize, ModelError, ModelFamily, pack, unpack
 from spotlight.models.family_facts import ActivationCosts, Dimensions, block_widths, dimensions, read_models
 from spotlight.models.lora_names import FLUX2
 from spotlight.models.pipeline_files import PipelineComponent, PipelineFiles
@@ -150,3 +150,10 @@ class Flux2Klein(ModelFamily):
         grid = unpack(latents * std + norm.running_mean, self.dimensions.grid(size))
         decoded: Tensor = self.vae.decode(grid, return_dict=False)[0]
         return decoded.unsqueeze(2)
+
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        norm = self.vae.bn
+        std = torch.sqrt(norm.running_var + self.vae.config.batch_norm_eps)
+        latents = pack(self.vae.encode(frames.squeeze(2)).latent_dist.mode())
+        normalised: Tensor = (latents - norm.running_mean) / std
+        return normalised

@@ -13,6 +13,8 @@ from spotlight.models.family import (
     ModelError,
     ModelFamily,
     decode_normalised,
+    encode_normalised,
+    pack,
     unpack,
 )
 from spotlight.models.family_facts import (
@@ -149,3 +151,6 @@ class QwenImage(ModelFamily):
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         return decode_normalised(self.vae, unpack(latents, self.dimensions.grid(size)).unsqueeze(2))
+
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        return pack(encode_normalised(self.vae, frames).squeeze(2))

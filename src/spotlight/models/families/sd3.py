@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, decode_image
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, decode_image, encode_image
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -135,3 +135,6 @@ class StableDiffusion3(ModelFamily):
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         return decode_image(self.vae, latents)
+
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        return encode_image(self.vae, frames)

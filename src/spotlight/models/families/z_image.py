@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, decode_image
+from spotlight.models.family import ConditionBatch, MediaSize, ModelFamily, decode_image, encode_image
 from spotlight.models.family_facts import (
     ActivationCosts,
     Dimensions,
@@ -121,3 +121,6 @@ class ZImage(ModelFamily):
 
     def decode_frames(self, latents: Tensor, size: MediaSize) -> Tensor:
         return decode_image(self.vae, latents)
+
+    def encode_frames(self, frames: Tensor, size: MediaSize) -> Tensor:
+        return encode_image(self.vae, frames)

@@ -96,17 +96,23 @@ class SqliteLedger:
         waits: whether to wait while another program holds a lock; else that is a StoreError.
     """
 
-    def __init__(self, path: Path, note: Callable[[str], None] = log.warning) -> None:
+    def __init__(
+        self,
+        path: Path,
+        note: Callable[[str], None] = log.warning,
+        keep_alive: Callable[[], None] = lambda: None,
+    ) -> None:
         """Open or create the ledger.
 
         Args:
             note: told once when a lock is waited for, and when it is free.
+            keep_alive: called about once a second while a lock is waited for.
 
         Raises:
             LedgerError: not a ledger of this version.
             StoreError: the file cannot be created or written.
         """
-        self._path, self._note, self.waits = path, note, True
+        self._path, self._note, self._keep_alive, self.waits = path, note, keep_alive, True
         try:
             self._connection = sqlite3.connect(path, isolation_level=None, timeout=_LOOK_S)
         except sqlite3.Error as error:
@@ -479,6 +485,7 @@ class SqliteLedger:
                     "until it is released, and is paid for meanwhile. Close that program."
                 )
                 told = True
+            self._keep_alive()
         if told:
             self._note(f"{self._path} is released: the run goes on")
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 import yaml
 
 from spotlight.config.schema import RunConfig
-from spotlight.fleet.gpus import GPU_TYPES
+from spotlight_fleet.gpus import GPU_TYPES
 from spotlight_plan.calibration.run_times import RolloutTimes, RunTimes
 from spotlight_plan.scenarios.profile import Profile, parse_profile, timesteps_that_fit
 from spotlight_plan.scenarios.profile_costs import ProfiledWorkload

@@ -12,12 +12,12 @@ from sqlite3 import Connection
 
 from spotlight.config.load import load_dump
 from spotlight.config.schema import RunConfig
-from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
 from spotlight.scheduler.types import NodeId, NodeKind, Phase
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending, Incident
 from spotlight.store.metrics import MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
+from spotlight_fleet.gpus import GPU_TYPES, unknown_gpu
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.file_errors import StoreError
 

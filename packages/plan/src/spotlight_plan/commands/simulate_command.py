@@ -231,7 +231,7 @@ def _list() -> None:
 
 
 def _print(prepared: Prepared, runs: Sequence[StrategyRuns], now: datetime) -> None:
-    from spotlight.fleet.traces.transforms import cut
+    from spotlight_fleet.traces.transforms import cut
     from spotlight_plan.pages.comparison_summary import notes_of, table_of
     from spotlight_plan.traces.picture import sparkline
 

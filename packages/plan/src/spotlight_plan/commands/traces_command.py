@@ -19,7 +19,7 @@ from spotlight_rewards.commands.exit_codes import errors_without_traceback, fail
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spotlight.fleet.traces.trace import Trace
+    from spotlight_fleet.traces.trace import Trace
     from spotlight_plan.traces.trace_statistics import TraceStatistics
 
 
@@ -167,8 +167,8 @@ def _generated(given: dict[str, float], shape: _Shape) -> Trace:
 
 
 def _read(path: Path, format: Format, shape: _Shape) -> Trace:
-    from spotlight.fleet.traces.trace_files import read_trace
-    from spotlight.fleet.traces.transforms import limit, repeat, with_notices
+    from spotlight_fleet.traces.trace_files import read_trace
+    from spotlight_fleet.traces.transforms import limit, repeat, with_notices
 
     trace = read_trace(path, format=format.value, gpus_per_node=shape.gpus_per_node)
     if shape.nodes is not None:
@@ -179,7 +179,7 @@ def _read(path: Path, format: Format, shape: _Shape) -> Trace:
 
 
 def _write(traces: Sequence[Trace], out: Path | None, page: Path | None) -> None:
-    from spotlight.fleet.traces.trace_files import write_trace
+    from spotlight_fleet.traces.trace_files import write_trace
     from spotlight_plan.output_files import write_file
     from spotlight_plan.traces.picture import html
 

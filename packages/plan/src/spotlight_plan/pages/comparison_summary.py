@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 
-from spotlight.fleet.gpus import GPU_TYPES
 from spotlight.scheduler.types import Filler, NodeKind, Phase
+from spotlight_fleet.gpus import GPU_TYPES
 from spotlight_plan.compare import PREVIEWS_WANTED, SimulationOutcome
 from spotlight_plan.prices.quotes import OLD, age_of
 from spotlight_plan.scenarios.prepare import Prepared, bytes_of_both

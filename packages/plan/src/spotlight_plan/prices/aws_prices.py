@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Protocol
 
-from spotlight.fleet.gpus import instance_types
+from spotlight_fleet.gpus import instance_types
 from spotlight_plan.prices.fetch import FetchLimits
 from spotlight_plan.prices.quotes import PriceError, Quote, refuse
 

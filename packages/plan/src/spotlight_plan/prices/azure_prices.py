@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from spotlight.fleet.gpus import InstanceType, instance_types
+from spotlight_fleet.gpus import InstanceType, instance_types
 from spotlight_plan.prices.fetch import FetchLimits, get_text
 from spotlight_plan.prices.quotes import PriceError, Quote, refuse
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 from importlib.resources import files
 
-from spotlight.fleet.gpus import (
+from spotlight_fleet.gpus import (
     GPU_TYPES,
     gpu_type,
     instance_types,

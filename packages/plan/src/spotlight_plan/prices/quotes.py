@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
-from spotlight.fleet.gpus import gpu_type
+from spotlight_fleet.gpus import gpu_type
 from spotlight_rewards.base.errors import UserError
 
 _PROBLEMS_SHOWN_MAX = 10

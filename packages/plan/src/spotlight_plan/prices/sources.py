@@ -1,4 +1,4 @@
-"""Price sources by name: catalogues, and the price lists of :data:`spotlight.registry.CLOUDS`.
+"""Price sources by name: catalogues, and the price lists of :data:`spotlight_fleet.notices.registry.CLOUDS`.
 
 ``builtin`` | ``azure`` | ``aws`` | ``skypilot`` | ``CLOUD=FILE.csv`` | ``CLOUD=https://...csv``
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from spotlight.registry import CLOUDS
+from spotlight_fleet.notices.registry import CLOUDS
 from spotlight_plan.prices import skypilot_prices
 from spotlight_plan.prices.cache import PriceCache, default_directory
 from spotlight_plan.prices.catalogue import BUILT_IN, built_in, parse_catalogue

@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 
-from spotlight.fleet.traces.trace import PricePoint, Trace, TraceEventKind
 from spotlight.scheduler.events import NodeJoined, NodeLost, NodeNoticed
 from spotlight.scheduler.types import Node, NodeId, NodeKind
+from spotlight_fleet.traces.trace import PricePoint, Trace, TraceEventKind
 from spotlight_plan.simulation.scenario import NodeEvent, PriceChanged
 from spotlight_rewards.base.errors import ConfigError, Problem
 

@@ -21,12 +21,12 @@ from spotlight.config.sections.exploration import (
     SeedChoiceConfig,
 )
 from spotlight.config.sections.fleet import FleetConfig, OnDemandConfig
-from spotlight.fleet.traces.trace import Trace, TraceEvent, TraceEventKind
-from spotlight.fleet.traces.trace_files import read_trace
-from spotlight.fleet.traces.transforms import cut, limit, repeat, with_notices
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import ClusterPlan, FleetSettings, Plan, TrainingChoice, latent_frames
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
+from spotlight_fleet.traces.trace import Trace, TraceEvent, TraceEventKind
+from spotlight_fleet.traces.trace_files import read_trace
+from spotlight_fleet.traces.transforms import cut, limit, repeat, with_notices
 from spotlight_plan.prices.quotes import Quote
 from spotlight_plan.scenarios.fleet_events import SpotOffer, spot_events
 from spotlight_plan.scenarios.pricing import PriceTag, Pricing, pricing_of

@@ -24,7 +24,7 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError
 
-from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
+from spotlight_fleet.gpus import GPU_TYPES, unknown_gpu
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.yaml_tree import parse_yaml
 

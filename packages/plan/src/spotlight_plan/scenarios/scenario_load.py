@@ -17,7 +17,7 @@ from spotlight.config.removed import REMOVED, Removed, without_removed
 from spotlight.config.requires import Requirement, Requires, at_least, at_most, problems_of
 from spotlight.config.sections.exploration import seeds_require
 from spotlight.config.sections.pipeline import slices_require
-from spotlight.fleet.gpus import GPU_TYPES, unknown_gpu
+from spotlight_fleet.gpus import GPU_TYPES, unknown_gpu
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.strategies import (
     STRATEGIES,

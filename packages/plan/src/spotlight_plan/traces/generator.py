@@ -15,8 +15,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from spotlight.fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
-from spotlight.fleet.traces.transforms import with_notices
+from spotlight_fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight_fleet.traces.transforms import with_notices
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from spotlight.fleet.traces.trace import Trace, TraceError, TraceEventKind
+from spotlight_fleet.traces.trace import Trace, TraceError, TraceEventKind
 from spotlight_plan.traces.trace_statistics import Availability, availability
 
 _BARS = "▁▂▃▄▅▆▇█"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from spotlight.fleet.traces.trace import TraceError
+from spotlight_fleet.traces.trace import TraceError
 from spotlight_rewards.base.errors import did_you_mean
 
 FOLDER_VARIABLE = "SPOTLIGHT_TRACES"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from spotlight.fleet.traces.trace import Trace, TraceEventKind
+from spotlight_fleet.traces.trace import Trace, TraceEventKind
 
 BURST_S = 180.0
 """Removals within this time after the first one form a burst."""

@@ -22,7 +22,14 @@ _SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")
 def is_dataset(path: Path) -> bool:
     """Whether it is none of the files that hold text."""
     text = str(path)
-    return text.startswith(HUB) or path.suffix.lower() == PARQUET or Path(_parted(text)[0]).is_dir()
+    if text.startswith(HUB) or path.suffix.lower() == PARQUET:
+        return True
+    folder = Path(_parted(text)[0])
+    return folder.is_dir() and (_is_saved(folder) or any(folder.rglob(f"*{PARQUET}")))
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _SAVED)
 
 
 def dataset_objects(path: Path, split: str) -> Iterator[str]:
@@ -83,7 +90,7 @@ def _rows(path: Path, split: str) -> Iterable[Mapping[str, Any]]:
     place, named = _parted(str(path))
     folder = Path(place)
     try:
-        if any((folder / name).is_file() for name in _SAVED):
+        if _is_saved(folder):
             found: Any = datasets.load_from_disk(place)
         else:
             found = datasets.load_dataset(place.removeprefix(HUB))

@@ -21,6 +21,9 @@ from spotlight_rewards.base.prompt_datasets import dataset_objects, is_dataset
 from spotlight_rewards.base.prompt_tables import DELIMITERS, objects
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
+PICTURE_KEYS = ("references", "pictures")
+"""Metadata that are lists of paths: what a prompt is about, and pictures of it to train on."""
+
 PromptFormat: TypeAlias = Literal["auto", "txt", "jsonl"]
 
 _PROBLEMS_SHOWN_MAX = 10
@@ -104,8 +107,8 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
         source: the file's name, for messages and ``auto``.
         format: ``txt`` (one prompt per line), ``jsonl`` (objects with the text as ``prompt``; other keys,
             such as GenEval's ``tag``, ``include`` and ``exclude``, or ``references``, the paths of pictures
-            that the prompt is about, are metadata), or ``auto``: by extension, else jsonl if the text
-            begins with ``{``.
+            that the prompt is about, and ``pictures``, those of pictures of it, are metadata), or ``auto``:
+            by extension, else jsonl if the text begins with ``{``.
 
     Raises:
         PromptFileError: no prompts, a table or a JSON document, malformed lines (up to ten are listed), or a
@@ -136,8 +139,8 @@ def parse_prompts(text: str, source: str, format: PromptFormat = "auto") -> list
     return [prompt for _, prompt in prompts]
 
 
-def with_found_references(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
-    """The prompts, the paths of their ``references`` made absolute.
+def with_found_pictures(prompts: Sequence[Prompt], source: str) -> list[Prompt]:
+    """The prompts, the paths of their ``references`` and ``pictures`` made absolute.
 
     Args:
         source: path of the prompts file, which relative paths start from.
@@ -149,16 +152,20 @@ def with_found_references(prompts: Sequence[Prompt], source: str) -> list[Prompt
     problems: list[str] = []
     found: list[Prompt] = []
     for prompt in prompts:
+        places: dict[str, list[str]] = {}
         try:
-            paths = [folder.joinpath(Path(path).expanduser()).resolve() for path in prompt.references]
+            for key in PICTURE_KEYS:
+                paths = [folder.joinpath(Path(path).expanduser()).resolve() for path in prompt.paths(key)]
+                problems += [
+                    f"{_short(prompt.text)!r}: no file {path}" for path in paths if not path.is_file()
+                ]
+                places |= {key: [str(path) for path in paths]} if paths else {}
         except (OSError, ValueError, RuntimeError) as error:  # such as a NUL, or the home of nobody
             problems.append(f"{_short(prompt.text)!r}: {error}")
             continue
-        problems += [f"{_short(prompt.text)!r}: no file {path}" for path in paths if not path.is_file()]
-        place = {"references": [str(path) for path in paths]} if paths else {}
-        found.append(Prompt(prompt.id, prompt.text, {**prompt.metadata, **place}))
+        found.append(Prompt(prompt.id, prompt.text, {**prompt.metadata, **places}))
     if problems:
-        _refuse(source, "reference pictures that are not there", problems, f"Paths start from {folder}.")
+        _refuse(source, "pictures that are not there", problems, f"Paths start from {folder}.")
     return found
 
 
@@ -233,7 +240,8 @@ def _from_record(line: str) -> Prompt:
         raise _BadLineError(f"'prompt' {found}; expected a text, as in {_RECORD}")
     _require_utf8(record)
     _require_geneval(record)
-    _require_references(record)
+    for key in PICTURE_KEYS:
+        _require_paths(key, record)
     return _prompt(text.strip(), record)
 
 
@@ -281,13 +289,13 @@ def _require_geneval(record: Mapping[str, object]) -> None:
             _require_object(f"{key}[{index}]", index, entry)
 
 
-def _require_references(record: Mapping[str, object]) -> None:
-    if "references" not in record:
+def _require_paths(key: str, record: Mapping[str, object]) -> None:
+    if key not in record:
         return
-    paths = record["references"]
+    paths = record[key]
     if not isinstance(paths, list) or not paths or not all(isinstance(path, str) and path for path in paths):
         raise _BadLineError(
-            f"'references' is {_short(json.dumps(paths))}; expected a list of paths of pictures, relative to "
+            f"{key!r} is {_short(json.dumps(paths))}; expected a list of paths of pictures, relative to "
             'this file, as in ["pictures/cat.png"]'
         )
 

@@ -20,5 +20,14 @@ class Prompt:
     @property
     def references(self) -> tuple[str, ...]:
         """Paths of the pictures that the prompt is about (metadata ``references``)."""
-        found = self.metadata.get("references", ())
+        return self.paths("references")
+
+    @property
+    def pictures(self) -> tuple[str, ...]:
+        """Paths of pictures of it to train on, the best first (metadata ``pictures``)."""
+        return self.paths("pictures")
+
+    def paths(self, key: str) -> tuple[str, ...]:
+        """The paths that the metadata has under ``key``."""
+        found = self.metadata.get(key, ())
         return tuple(map(str, found)) if isinstance(found, (list, tuple)) else ()

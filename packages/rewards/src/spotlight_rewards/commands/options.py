@@ -24,4 +24,4 @@ def read_prompts_option(option: str, path: Path) -> list[Prompt]:
     except (OSError, ValueError) as error:
         said = f"{option} {path} cannot be read ({error}); expected a prompts file"
         raise prompt_files.PromptFileError(said) from error
-    return prompt_files.with_found_references(prompt_files.parse_prompts(text, str(path)), str(path))
+    return prompt_files.with_found_pictures(prompt_files.parse_prompts(text, str(path)), str(path))

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.fleet.notices.board import NoticeBoard
-from spotlight.fleet.notices.notice import MetadataError, Notice, NoticeError, NoticeSource, NoticeTrouble
+from spotlight_fleet.notices.board import NoticeBoard
+from spotlight_fleet.notices.notice import MetadataError, Notice, NoticeError, NoticeSource, NoticeTrouble
 
 LOG_AGAIN_S = 3600.0
 
-log = logging.getLogger("spotlight.fleet.notices")
+log = logging.getLogger("spotlight_fleet.notices")
 
 
 @dataclass(frozen=True, slots=True)

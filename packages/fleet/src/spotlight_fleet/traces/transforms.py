@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from dataclasses import replace
 from itertools import chain
 
-from spotlight.fleet.traces.trace import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
+from spotlight_fleet.traces.trace import PricePoint, Trace, TraceError, TraceEvent, TraceEventKind
 
 _ADD, _NOTICE, _REMOVE = TraceEventKind.ADD, TraceEventKind.NOTICE, TraceEventKind.REMOVE
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from spotlight.fleet.notices.notice import Cancelled, Notice, Noticed, NoticeReading, Rebalance
+from spotlight_fleet.notices.notice import Cancelled, Notice, Noticed, NoticeReading, Rebalance
 
 
 @dataclass(frozen=True, slots=True)

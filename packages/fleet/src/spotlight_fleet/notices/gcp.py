@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from urllib.parse import quote
 
-from spotlight.fleet.notices.metadata import MetadataServer
-from spotlight.fleet.notices.notice import Cloud, MetadataError, NoticeReading, NoticeTrouble, PendingNotice
+from spotlight_fleet.notices.metadata import MetadataServer
+from spotlight_fleet.notices.notice import Cloud, MetadataError, NoticeReading, NoticeTrouble, PendingNotice
 
 PREEMPTED = "/computeMetadata/v1/instance/preempted"
 NOTICE_S = 30.0

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from spotlight.fleet.notices.notice import MetadataError, NoticeError, NoticeTrouble
+from spotlight_fleet.notices.notice import MetadataError, NoticeError, NoticeTrouble
 
 LINK_LOCAL_URL = "http://169.254.169.254"
 """Address of the service on AWS, GCP and Azure."""

@@ -1,18 +1,18 @@
-"""Detects the cloud and its notice source. Clouds are registered in :data:`spotlight.registry.CLOUDS`."""
+"""Detects the cloud and its notice source. Clouds are in :data:`spotlight_fleet.notices.registry.CLOUDS`."""
 
 from __future__ import annotations
 
 import asyncio
 
-from spotlight.fleet.notices.metadata import MetadataServer
-from spotlight.fleet.notices.notice import (
+from spotlight_fleet.notices.metadata import MetadataServer
+from spotlight_fleet.notices.notice import (
     CloudSource,
     MetadataError,
     NoticeError,
     NoticeReading,
     NoticeTrouble,
 )
-from spotlight.registry import CLOUDS
+from spotlight_fleet.notices.registry import CLOUDS
 
 NO_CLOUD = "no cloud"
 """Name of the source of a cloud that has not answered yet."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 
-from spotlight.fleet.notices.metadata import MetadataAnswer, MetadataServer
-from spotlight.fleet.notices.notice import Cloud, MetadataError, NoticeReading, NoticeTrouble, PendingNotice
+from spotlight_fleet.notices.metadata import MetadataAnswer, MetadataServer
+from spotlight_fleet.notices.notice import Cloud, MetadataError, NoticeReading, NoticeTrouble, PendingNotice
 
 TOKEN = "/latest/api/token"
 ACTION = "/latest/meta-data/spot/instance-action"

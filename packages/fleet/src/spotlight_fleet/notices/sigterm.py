@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 
-from spotlight.fleet.notices.notice import NoticeError, NoticeReading, PendingNotice
+from spotlight_fleet.notices.notice import NoticeError, NoticeReading, PendingNotice
 
 GRACE_S = 30.0
 """Default terminationGracePeriodSeconds of Kubernetes and KillWait of SLURM."""

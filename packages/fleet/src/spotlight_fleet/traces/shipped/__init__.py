@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spotlight.fleet.traces.trace import TraceError
+from spotlight_fleet.traces.trace import TraceError
 
 
 def shipped_names() -> list[str]:

@@ -15,7 +15,7 @@ from spotlight_rewards.commands.exit_codes import EXIT_INTERRUPTED, errors_witho
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from spotlight.fleet.notices.notice import Notice, Noticed, NoticeSource
+    from spotlight_fleet.notices.notice import Notice, Noticed, NoticeSource
 
 
 CloudOption: TypeAlias = Annotated[
@@ -83,7 +83,7 @@ def notices(
 
 
 async def _once(cloud: str, endpoint: str | None, as_json: bool) -> None:
-    from spotlight.fleet.notices.watcher import ask_once
+    from spotlight_fleet.notices.watcher import ask_once
 
     source = await _cloud_source(cloud, endpoint)
     found = await ask_once(source)
@@ -98,9 +98,9 @@ async def _once(cloud: str, endpoint: str | None, as_json: bool) -> None:
 async def _watch(cloud: str, endpoint: str | None, sigterm_grace_s: float | None, as_json: bool) -> None:
     import random
 
-    from spotlight.fleet.notices.clouds import NO_CLOUD
-    from spotlight.fleet.notices.sigterm import catching_sigterm
-    from spotlight.fleet.notices.watcher import NoticeWatcher
+    from spotlight_fleet.notices.clouds import NO_CLOUD
+    from spotlight_fleet.notices.sigterm import catching_sigterm
+    from spotlight_fleet.notices.watcher import NoticeWatcher
 
     def show(notice: Notice) -> None:
         if as_json:
@@ -121,9 +121,9 @@ async def _watch(cloud: str, endpoint: str | None, sigterm_grace_s: float | None
 
 async def _cloud_source(cloud: str, endpoint: str | None, *, waits: bool = False) -> NoticeSource:
     """The cloud's source; ``waits``: if none answers, one that looks again each time, as a run's."""
-    from spotlight.fleet.notices.clouds import DetectedCloud, cloud_source, find_cloud
-    from spotlight.fleet.notices.metadata import LINK_LOCAL_URL, MetadataServer
-    from spotlight.fleet.notices.notice import NoticeError
+    from spotlight_fleet.notices.clouds import DetectedCloud, cloud_source, find_cloud
+    from spotlight_fleet.notices.metadata import LINK_LOCAL_URL, MetadataServer
+    from spotlight_fleet.notices.notice import NoticeError
 
     server = MetadataServer(LINK_LOCAL_URL if endpoint is None else endpoint)
     source: NoticeSource
@@ -142,7 +142,7 @@ async def _cloud_source(cloud: str, endpoint: str | None, *, waits: bool = False
 
 
 def _print(notices: Sequence[Notice]) -> None:
-    from spotlight.fleet.notices.notice import Cancelled, Noticed
+    from spotlight_fleet.notices.notice import Cancelled, Noticed
 
     for notice in notices:
         match notice:
@@ -159,7 +159,7 @@ def _print(notices: Sequence[Notice]) -> None:
 
 
 def _record(notice: Notice) -> dict[str, object]:
-    from spotlight.fleet.notices.notice import Noticed
+    from spotlight_fleet.notices.notice import Noticed
 
     record: dict[str, object] = {
         "notice": type(notice).__name__.lower(),

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from spotlight.fleet.traces.trace import (
+from spotlight_fleet.traces.trace import (
     PricePoint,
     Trace,
     TraceError,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from spotlight_rewards.base.errors import UserError
 
 if TYPE_CHECKING:
-    from spotlight.fleet.notices.metadata import MetadataServer
+    from spotlight_fleet.notices.metadata import MetadataServer
 
 
 class NoticeError(UserError):
@@ -110,7 +110,7 @@ class CloudSource(NoticeSource, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Cloud:
-    """A cloud's services; registered in :data:`spotlight.registry.CLOUDS`.
+    """A cloud's services; registered in :data:`spotlight_fleet.notices.registry.CLOUDS`.
 
     Attributes:
         notices: builds its notice source for a metadata server.

@@ -12,8 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from spotlight.fleet.notices.metadata import MetadataAnswer, MetadataServer, parse_http_date
-from spotlight.fleet.notices.notice import Cloud, NoticeReading, NoticeTrouble, PendingNotice
+from spotlight_fleet.notices.metadata import MetadataAnswer, MetadataServer, parse_http_date
+from spotlight_fleet.notices.notice import Cloud, NoticeReading, NoticeTrouble, PendingNotice
 
 VM = "/metadata/instance/compute?api-version=2021-02-01"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"

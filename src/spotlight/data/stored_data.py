@@ -1,0 +1,74 @@
+"""Pictures of a data set as prompts: folders with captions, and Pick-a-Pic's columns. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+_PICTURES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
+_INDEX = "metadata.jsonl"
+_TEXTS = ("prompt", "text", "caption")
+_PAIR = ("caption", "jpg_0", "jpg_1", "label_0", "label_1")
+
+
+def folder_text(folder: Path) -> str:
+    """A folder's pictures, an object with ``prompt`` and ``pictures`` a line.
+
+    Either ``metadata.jsonl`` names them (``file_name``, and ``prompt``, ``text`` or ``caption``, as in
+    folders of Hugging Face data sets), or each has its prompt in a .txt file of the same name.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: nothing there, a picture without a prompt, or a line that names none.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        lines = index.read_text(encoding="utf-8").splitlines()
+        found = [_named(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    else:
+        pictures = sorted(path for path in folder.iterdir() if path.suffix.lower() in _PICTURES)
+        found = [{"prompt": _caption(path), "pictures": [path.name]} for path in pictures]
+    if not found:
+        raise ValueError(
+            f"it is a folder without pictures; expected {', '.join(sorted(_PICTURES))} files, each with a "
+            f".txt file of its prompt, or {_INDEX}"
+        )
+    return "\n".join(map(json.dumps, found))
+
+
+def with_pairs(text: str) -> str:
+    """``text``, its rows of Pick-a-Pic as a prompt with two pictures, the preferred one first; ties are left
+    out, and other lines stay. Its keys: ``caption``, ``jpg_0``, ``jpg_1`` (paths), ``label_0``, ``label_1``.
+    """
+    return "\n".join(each for line in text.split("\n") if (each := _paired(line)) is not None)
+
+
+def _paired(line: str) -> str | None:
+    if not all(f'"{name}"' in line for name in _PAIR):
+        return line
+    record = json.loads(line)
+    caption, first, second, *labels = (record.pop(name) for name in _PAIR)
+    better = float(labels[0]) - float(labels[1])
+    if better == 0:
+        return None
+    pictures = [first, second] if better > 0 else [second, first]
+    return json.dumps({**record, "prompt": caption, "pictures": pictures})
+
+
+def _named(number: int, line: str) -> Mapping[str, object]:
+    record = json.loads(line)
+    text = next((record.pop(name) for name in _TEXTS if name in record), None)
+    file = record.pop("file_name", None)
+    if text is None or file is None:
+        raise ValueError(
+            f"line {number} of its {_INDEX} has {sorted(record)}; expected 'file_name' and one of {_TEXTS}"
+        )
+    return {**record, "prompt": text, "pictures": [file]}
+
+
+def _caption(path: Path) -> str:
+    caption = path.with_suffix(".txt")
+    if not caption.is_file():
+        raise ValueError(f"{path.name} has no prompt; expected one in {caption.name}, or {_INDEX}")
+    return " ".join(caption.read_text(encoding="utf-8").split())

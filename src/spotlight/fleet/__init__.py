@@ -1,1 +1,0 @@
-"""Nodes, GPU types, spot traces and preemption notices."""

@@ -1,0 +1,116 @@
+"""Training data that are pictures: folders, Pick-a-Pic's columns, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from spotlight.config.load import load_config
+from spotlight.data.datasets import load_prompts
+from spotlight.models.media import MediaSize
+from spotlight.rollout.stored_pictures import picture_of
+from spotlight_rewards.base.errors import ConfigError
+from spotlight_rewards.base.prompts import Prompt
+
+SFT, DPO = "algorithm.name=sft", "algorithm={name: diffusion-dpo, stored: true}"
+
+
+def picture(path: Path, color: str = "red", size: tuple[int, int] = (32, 32)) -> Path:
+    Image.new("RGB", size, color).save(path)
+    return path
+
+
+def trained(path: Path, algorithm: str = SFT) -> tuple[Prompt, ...]:
+    return load_prompts(load_config(None, [algorithm, "rollout.group_size=2", f"data.train={path}"])).train
+
+
+def test_a_folder_of_pictures_with_captions(tmp_path: Path) -> None:
+    for name, caption in (("b.jpg", "a cat\n"), ("a.png", "two\n dogs")):
+        picture(tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text(caption)
+    found = trained(tmp_path)
+    assert [(each.text, each.pictures) for each in found] == [
+        ("two dogs", (str(tmp_path / "a.png"),)),
+        ("a cat", (str(tmp_path / "b.jpg"),)),
+    ]
+
+
+def test_a_folder_with_an_index_as_hugging_face_has_it(tmp_path: Path) -> None:
+    picture(tmp_path / "x.png")
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "x.png", "text": "a cat", "tag": "cats"}\n\n')
+    (found,) = trained(tmp_path)
+    assert (found.text, found.metadata["tag"], found.pictures) == (
+        "a cat",
+        "cats",
+        (str(tmp_path / "x.png"),),
+    )
+
+
+def test_rows_of_pick_a_pic_become_pairs_the_preferred_picture_first(tmp_path: Path) -> None:
+    for name in "abc":
+        picture(tmp_path / f"{name}.png")
+
+    def row(caption: str, first: str, second: str, *labels: float) -> str:
+        values = caption, f"{first}.png", f"{second}.png", *labels
+        return json.dumps(dict(zip(("caption", "jpg_0", "jpg_1", "label_0", "label_1"), values, strict=True)))
+
+    rows = [row("one", "a", "b", 1, 0), row("two", "a", "c", 0, 1), row("tie", "b", "c", 0.5, 0.5)]
+    rows.append('{"prompt": "three", "pictures": ["c.png", "a.png"]}')
+    (tmp_path / "pairs.jsonl").write_text("\n".join(rows))
+    found = trained(tmp_path / "pairs.jsonl", DPO)
+    names = [(each.text, "".join(Path(path).stem for path in each.pictures)) for each in found]
+    assert names == [("one", "ab"), ("two", "ca"), ("three", "ca")]
+
+
+def test_what_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="folder without pictures"):
+        trained(tmp_path)
+    picture(tmp_path / "a.png")
+    with pytest.raises(ConfigError, match=r"a\.png has no prompt; expected one in a\.txt"):
+        trained(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file": "a.png"}')
+    with pytest.raises(ConfigError, match=r"line 1 of its metadata\.jsonl has .'file'.*file_name"):
+        trained(tmp_path)
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "b.png", "text": "a cat"}')
+    with pytest.raises(ValueError, match=r"no file .*b\.png"):
+        trained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "pictures", "expected"),
+    [(SFT, 0, "1 to 2"), (SFT, 3, "1 to 2"), (DPO, 1, "2 to 2")],
+)
+def test_too_few_and_too_many_pictures_of_a_prompt(
+    tmp_path: Path, algorithm: str, pictures: int, expected: str
+) -> None:
+    paths = [str(picture(tmp_path / f"{at}.png")) for at in range(pictures)]
+    line = {"prompt": "a cat", **({"pictures": paths} if paths else {})}
+    (tmp_path / "train.jsonl").write_text(json.dumps(line))
+    with pytest.raises(
+        ConfigError, match=f"data.train: found {pictures} pictures of 'a cat'; expected {expected}"
+    ):
+        trained(tmp_path / "train.jsonl", algorithm)
+
+
+def test_a_picture_is_cut_in_the_middle_and_scaled(tmp_path: Path) -> None:
+    wide = Image.new("RGB", (96, 32), "blue")
+    wide.paste((255, 0, 0), (32, 0, 64, 32))
+    wide.save(tmp_path / "wide.png")
+    found = picture_of(tmp_path / "wide.png", MediaSize(16, 16))
+    assert found.shape == (16, 16, 3)
+    assert np.all(found[:, 4:12] == (255, 0, 0))
+
+
+def test_what_a_run_on_pictures_excludes() -> None:
+    for more, key in (
+        ("exploration={}", "exploration"),
+        ("fleet.driver=ray", "fleet.driver"),
+        ("algorithm.train_samples=2", "algorithm.train_samples"),
+        ("algorithm.silent_groups=skip", "algorithm.silent_groups"),
+    ):
+        with pytest.raises(ConfigError, match=f"{key}: .*with algorithm.name=sft on pictures of data.train"):
+            load_config(None, [SFT, more])
