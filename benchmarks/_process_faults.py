@@ -1,7 +1,7 @@
 """Finds the processes of one run on a local cluster, and kills or stops them.
 
 They are known by a mark that the run's command is started with in its environment, and that all it starts
-inherits; which node a process is on, by the mark of ``spotlight.cluster.local.guard``. A process is its
+inherits; which node a process is on, by the mark of ``spotlight_fleet.emulated.guard``. A process is its
 number and its start time: numbers are used again, and nothing is signalled that was not looked at. Linux.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from spotlight.cluster.local import guard
+from spotlight_fleet.emulated import guard
 
 MARK = "SPOTLIGHT_SOAK"
 _PROC = Path("/proc")

@@ -37,13 +37,13 @@ from rich.table import Table
 
 from benchmarks._measure import machine, wide_console, write_result
 from benchmarks.new_worker import drop_from_cache, read_whole, write_synthetic
-from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.cluster.model_files.hub_snapshot import WantedModel, model_directory, wanted_of
 from spotlight.cluster.model_files.model_fetch import node_sources
 from spotlight.cluster.model_files.snapshot_copy import fetch_snapshot
 from spotlight.cluster.nodes.connection import connected
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.emulated.local_cluster import local_cluster
 
 HUB_ID, COMMIT = "benchmarks/synthetic", "b" * 40
 WAYS = ("other node, start", "other node, copy", "disk", "disk, cached", "SHA-256")

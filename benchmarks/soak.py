@@ -38,10 +38,10 @@ import typer
 
 from benchmarks._process_faults import MARK, ProcessFaultInjector, TargetKind, end, processes_of
 from benchmarks._soak_result import collect, show
-from spotlight.cluster.local import guard
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import LedgerError
+from spotlight_fleet.emulated import guard
 from spotlight_fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight_fleet.traces.trace_files import write_trace
 from spotlight_plan.traces.generator import TraceSpec, generate

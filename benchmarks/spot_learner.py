@@ -38,13 +38,13 @@ from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 
-from spotlight.cluster.local import guard
 from spotlight.report.record import read_run
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits, audit
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.run_summary import read_summary
 from spotlight.store.store_errors import LedgerError
+from spotlight_fleet.emulated import guard
 from spotlight_fleet.traces.trace import Trace, TraceEvent, TraceEventKind
 from spotlight_fleet.traces.trace_files import write_trace
 

@@ -23,17 +23,17 @@ from benchmarks.gpu.suite import Outcome, Skip
 from benchmarks.gpu.timing import peak_tflops
 from benchmarks.gpu.whole_model import family_name, storage, whole_pipeline
 from spotlight.cli.config_command import split_arguments
-from spotlight.cluster.local import guard
-from spotlight.cluster.nodes.listing import SLOT
 from spotlight.config.load import load_config
 from spotlight.dry_run.memory_plan import peak_bytes
 from spotlight.dry_run.run_plan import make_plan
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.metrics import MetricsRow
+from spotlight_fleet.emulated import guard
+from spotlight_fleet.ray_names import SLOT
 from spotlight_rewards.commands.exit_codes import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
-    from spotlight.cluster.local.local_cluster import LocalCluster
+    from spotlight_fleet.emulated.local_cluster import LocalCluster
 
 ROOT = Path(__file__).resolve().parents[2]
 ITERATIONS, PROMPTS, GROUP = 3, 2, 4
@@ -181,7 +181,7 @@ def _after_the_kill(command: TrainCommand, killed_at: float) -> dict[str, object
 @contextmanager
 def _two_nodes(lab: Lab) -> Iterator[LocalCluster]:
     """A cluster on this machine: a reserved and a spot node of one slot each, which is the same GPU."""
-    from spotlight.cluster.local.local_cluster import local_cluster
+    from spotlight_fleet.emulated.local_cluster import local_cluster
 
     resource = "GPU" if lab.device.type == "cuda" else SLOT
     with local_cluster(0) as cluster:

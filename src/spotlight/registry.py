@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
     from typer import Typer
 
-    from spotlight.cluster.scaling.node_provider import NodeProviderKind
     from spotlight.config.sections.algorithm import AlgorithmSection
     from spotlight.models.family import ModelFamily
     from spotlight.scheduler.fleet.fleet_machine import FleetPolicy
     from spotlight.scheduler.rollouts import PolicyKind
     from spotlight.store.metrics import SinkFactory
+    from spotlight_fleet.providers.node_provider import NodeProviderKind
 
 
 class _Algorithms(Registry["type[AlgorithmSection]"]):
@@ -76,12 +76,12 @@ NODE_PROVIDERS: Registry[NodeProviderKind] = Registry(
     "fleet.target.provider",
     "spotlight.node_providers",
     {
-        "emulated": "spotlight.cluster.scaling.emulated_provider:EMULATED",
-        "kubernetes": "spotlight.cluster.scaling.kubernetes_provider:KUBERNETES",
-        "commands": "spotlight.cluster.scaling.command_provider:COMMANDS",
+        "emulated": "spotlight_fleet.providers.emulated_provider:EMULATED",
+        "kubernetes": "spotlight_fleet.providers.kubernetes_provider:KUBERNETES",
+        "commands": "spotlight_fleet.providers.command_provider:COMMANDS",
     },
 )
-"""Who adds and drops spot nodes: a :class:`~spotlight.cluster.scaling.node_provider.NodeProviderKind`."""
+"""Who adds and drops spot nodes: a :class:`~spotlight_fleet.providers.node_provider.NodeProviderKind`."""
 
 SINKS: Registry[SinkFactory] = Registry(
     "metrics.sinks",

@@ -11,7 +11,6 @@ import pytest
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from spotlight.cluster.local.local_cluster import LocalCluster, local_cluster
 from spotlight.cluster.model_files.hub_snapshot import (
     PendingBytes,
     SnapshotManifest,
@@ -31,6 +30,7 @@ from spotlight.cluster.nodes.listing import read_view
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.emulated.local_cluster import LocalCluster, local_cluster
 
 HUB_ID, COMMIT = "somebody/tiny-qwen", "d" * 40
 ANSWER_S = 120.0

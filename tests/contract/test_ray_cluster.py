@@ -28,12 +28,6 @@ from ray._private.parameter import RayParams
 from ray._raylet import GcsClient
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from spotlight.cluster.local import guard
-from spotlight.cluster.local import local_cluster as local
-from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError, local_cluster
-from spotlight.cluster.local.market import LocalMachines, Market
-from spotlight.cluster.local.market_record import Fate
-from spotlight.cluster.local.node_processes import NodeProcesses, NodeRequest
 from spotlight.cluster.nodes import drain
 from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.drain import drain_node, draining_nodes
@@ -44,6 +38,12 @@ from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.emulated import guard
+from spotlight_fleet.emulated import local_cluster as local
+from spotlight_fleet.emulated.local_cluster import LocalCluster, LocalClusterError, local_cluster
+from spotlight_fleet.emulated.market import LocalMachines, Market
+from spotlight_fleet.emulated.market_record import Fate
+from spotlight_fleet.emulated.node_processes import NodeProcesses, NodeRequest
 from spotlight_fleet.traces.trace import TraceEvent, TraceEventKind
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.pool.channel import Sample, Score, encode
@@ -466,7 +466,7 @@ def test_nothing_is_left_of_an_owner_that_is_ended(end: signal.Signals) -> None:
     program = textwrap.dedent(
         """
         import signal, subprocess, time
-        from spotlight.cluster.local.local_cluster import local_cluster
+        from spotlight_fleet.emulated.local_cluster import local_cluster
         from spotlight.scheduler.types import NodeKind
         signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
         with local_cluster(1) as cluster:

@@ -19,7 +19,7 @@ from spotlight.scheduler.types import NodeId, WorkerId
 
 SCRIPT = """
 import json, random, sys, time
-from spotlight.cluster.local.node_processes import prepare_environment
+from spotlight_fleet.emulated.node_processes import prepare_environment
 prepare_environment()
 import ray
 share = float(sys.argv[1])

@@ -18,10 +18,10 @@ from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.cluster.local import guard
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import LedgerError
+from spotlight_fleet.emulated import guard
 
 PATIENCE_S = 240.0
 """For anything that should happen in a run: far more than it takes."""

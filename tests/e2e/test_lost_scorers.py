@@ -18,12 +18,12 @@ import pytest
 from main_job import NFT, Job, clean_audit
 from ray_job import PATIENCE_S, running
 
-from spotlight.cluster.local.local_cluster import local_cluster
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_audit import AuditLimits
 from spotlight.store.run_directory import RunPaths
 from spotlight.store.store_errors import LedgerError
+from spotlight_fleet.emulated.local_cluster import local_cluster
 
 SLOW = "rewards=[{{name: 'reward_functions:unhurried', retries: 3, batch_size: 2, replicas: 2, device: {0}}}]"
 LIMITS = AuditLimits(group_size=4)

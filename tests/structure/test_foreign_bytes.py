@@ -15,7 +15,7 @@ ALLOWED = {
     # Between a process and the reward process that it started, over a socket pair without an address.
     ("pool/channel.py", "pickle.loads"),
     # Commands of the configuration, which is code.
-    ("scaling/shell_command.py", "shell=True"),
+    ("providers/shell_command.py", "shell=True"),
     # A loader derived from yaml.SafeLoader, with bounds.
     ("base/yaml_tree.py", "yaml.load"),
     # With bounds of pixels; the others read sizes only, or have bounds of their own.

@@ -80,7 +80,14 @@ FROM_TRAINER: dict[str, set[str]] = {
 """Rooms of the trainer that other packages may import; their commands may import all."""
 
 INNER_ROOMS: dict[str, dict[str, set[str]]] = {
-    "spotlight_fleet": {"gpus": set(), "notices": set(), "traces": set()},
+    "spotlight_fleet": {
+        "gpus": set(),
+        "notices": set(),
+        "traces": set(),
+        "ray_names": set(),
+        "emulated": {"ray_names", "traces"},
+        "providers": {"emulated", "ray_names"},
+    },
     "spotlight_plan": {
         "traces": set(),
         "simulation": set(),
@@ -210,6 +217,7 @@ HOLD_MODELS = {
 """Modules of light rooms that hold a reward's models: only a function of that reward imports them."""
 MEASURE_CARDS = "spotlight_plan.commands.gpu."
 """Modules that need torch to measure with: only their package's function imports them."""
+NEED_RAY = {f"spotlight_fleet.emulated.{each}" for each in ("node_processes", "local_cluster", "market")}
 
 
 @cache
@@ -396,7 +404,9 @@ def modules_of(name: str) -> list[str]:
         if path.stem != "__main__"
     ]
     return [
-        module for module in modules if module not in HOLD_MODELS and not module.startswith(MEASURE_CARDS)
+        module
+        for module in modules
+        if module not in {*HOLD_MODELS, *NEED_RAY} and not module.startswith(MEASURE_CARDS)
     ]
 
 

@@ -12,14 +12,14 @@ import pytest
 from test_node_providers import node
 
 from spotlight.cluster.nodes.listing import RayNode
-from spotlight.cluster.scaling import command_provider
-from spotlight.cluster.scaling.command_provider import CommandProvider
-from spotlight.cluster.scaling.node_notes import NodeNotes
-from spotlight.cluster.scaling.node_provider import ProviderError
 from spotlight.cluster.scaling.open_providers import open_providers
 from spotlight.config.load import build_config, dump_config, load_config
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
+from spotlight_fleet.providers import command_provider
+from spotlight_fleet.providers.command_provider import CommandProvider
+from spotlight_fleet.providers.node_notes import NodeNotes
+from spotlight_fleet.providers.node_provider import ProviderError
 
 
 @dataclass

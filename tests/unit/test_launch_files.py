@@ -22,11 +22,11 @@ import yaml
 from test_docs import calls, require_options
 
 from spotlight.cluster.nodes.listing import KIND_LABEL, RayNode, read_node
-from spotlight.cluster.scaling.kubernetes_provider import KubernetesSettings
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.scheduler.types import NodeKind
 from spotlight_fleet.notices.sigterm import GRACE_S
+from spotlight_fleet.providers.kubernetes_provider import KubernetesSettings
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from test_launch_files import LAUNCH, SCRIPTS, ray_node
 
-from spotlight.cluster.nodes.listing import KIND_RESOURCES, SLOT
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.ray_names import KIND_RESOURCES, SLOT
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)

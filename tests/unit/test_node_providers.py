@@ -18,15 +18,15 @@ from typer.testing import CliRunner
 
 from spotlight.cli.main import app
 from spotlight.cluster.nodes.listing import RayNode
-from spotlight.cluster.scaling import json_api
-from spotlight.cluster.scaling.command_provider import COMMANDS, CommandProvider, CommandSettings
-from spotlight.cluster.scaling.emulated_provider import SpotOffers
-from spotlight.cluster.scaling.kubernetes_provider import KUBERNETES, KubernetesProvider, KubernetesSettings
-from spotlight.cluster.scaling.node_notes import NodeNotes
-from spotlight.cluster.scaling.node_provider import ProviderError, ProviderSetting
 from spotlight.config.load import build_config, load_config
 from spotlight.registry import NODE_PROVIDERS
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.providers import json_api
+from spotlight_fleet.providers.command_provider import COMMANDS, CommandProvider, CommandSettings
+from spotlight_fleet.providers.emulated_provider import SpotOffers
+from spotlight_fleet.providers.kubernetes_provider import KUBERNETES, KubernetesProvider, KubernetesSettings
+from spotlight_fleet.providers.node_notes import NodeNotes
+from spotlight_fleet.providers.node_provider import ProviderError, ProviderSetting
 from spotlight_rewards.base.errors import ConfigError
 
 

@@ -12,10 +12,10 @@ import pytest
 
 from spotlight.cluster.nodes.listing import RayNode
 from spotlight.cluster.scaling import node_supply
-from spotlight.cluster.scaling.node_provider import ProviderError
 from spotlight.cluster.scaling.node_supply import NodeSupply
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.providers.node_provider import ProviderError
 
 
 @dataclass

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from spotlight.cluster.local import guard, guarded
-from spotlight.cluster.local import local_cluster as local
 from spotlight.cluster.local.emulation import require_learner_room
-from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError, LocalNode
 from spotlight.config.load import load_config
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.emulated import guard, guarded
+from spotlight_fleet.emulated import local_cluster as local
+from spotlight_fleet.emulated.local_cluster import LocalCluster, LocalClusterError, LocalNode
 from spotlight_rewards.base.errors import ConfigError
 
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.cluster.local.market import MachineError, Market
-from spotlight.cluster.local.market_record import Fate, MarketRecord, Order, timed
+from spotlight_fleet.emulated.market import MachineError, Market
+from spotlight_fleet.emulated.market_record import Fate, MarketRecord, Order, timed
 from spotlight_fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 
 ADD, NOTICE, REMOVE = TraceEventKind

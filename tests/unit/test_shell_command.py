@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from spotlight.cluster.scaling import shell_command
-from spotlight.cluster.scaling.shell_command import ShellCommandError, run_shell_command
+from spotlight_fleet.providers import shell_command
+from spotlight_fleet.providers.shell_command import ShellCommandError, run_shell_command
 
 
 def test_what_a_command_leaves_in_the_background_is_neither_awaited_nor_ended(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ from spotlight.cluster.learner_driver import LearnerDriver, Places, PublishedVer
 from spotlight.cluster.model_files.model_fetch import pinned
 from spotlight.cluster.remote_calls import Conversations, Inbox
 from spotlight.cluster.sample_scoring import AcceptedSamples, SampleScoring
-from spotlight.cluster.scaling.node_provider import NodeProvider
 from spotlight.cluster.scaling.node_supply import NodeSupply
 from spotlight.cluster.trace_collector import TraceCollector
 from spotlight.cluster.workers.worker_actor import ActorStarter
@@ -43,6 +42,7 @@ from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import NodeId, NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.weights.node_cache import cache_directory
+from spotlight_fleet.providers.node_provider import NodeProvider
 from spotlight_rewards.base.files import discard
 from spotlight_rewards.base.prompts import Prompt, PromptId
 from spotlight_rewards.pool.reward_pool import RewardPool

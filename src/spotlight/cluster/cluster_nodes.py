@@ -12,11 +12,9 @@ from typing import Any
 from spotlight.cluster.learner.ray_launcher import Placement
 from spotlight.cluster.learner.spare_workers import SpareWorkers
 from spotlight.cluster.local.emulation import SIGTERM_GRACE_S
-from spotlight.cluster.local.local_cluster import LocalCluster
 from spotlight.cluster.nodes.facts import Gpu, NodeFacts, gather
 from spotlight.cluster.nodes.listing import (
     SHARE,
-    SLOT,
     LearnerSlots,
     RayNode,
     gpus_text,
@@ -32,6 +30,8 @@ from spotlight.config.schema import RunConfig
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Node, NodeId, NodeKind
+from spotlight_fleet.emulated.local_cluster import LocalCluster
+from spotlight_fleet.ray_names import SLOT
 from spotlight_rewards.base.errors import Problem
 
 LOOPBACK = "127.0.0.1"

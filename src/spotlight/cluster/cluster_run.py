@@ -27,13 +27,10 @@ from spotlight.cluster.local.emulation import (
     spot_slots,
     spot_trace,
 )
-from spotlight.cluster.local.local_cluster import local_cluster
-from spotlight.cluster.local.market import LocalMachines, Market
 from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import LearnerSlots, read_view, require_usable
 from spotlight.cluster.nodes.node_list import list_nodes
 from spotlight.cluster.remote_calls import RayLostError
-from spotlight.cluster.scaling.emulated_provider import EmulatedProvider
 from spotlight.cluster.scaling.open_providers import open_providers
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.cluster.scorers.scorer_places import placed_by_ray, require_places, scorer_nodes
@@ -50,6 +47,9 @@ from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.training.sharding import Ranks
+from spotlight_fleet.emulated.local_cluster import local_cluster
+from spotlight_fleet.emulated.market import LocalMachines, Market
+from spotlight_fleet.providers.emulated_provider import EmulatedProvider
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.pool.reward_lane import ScorerStarter
 from spotlight_rewards.pool.reward_pool import RewardPool

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from spotlight.cluster.local.market_record import timed
 from spotlight.config.schema import RunConfig
 from spotlight.config.sections.fleet import FleetConfig
 from spotlight.scheduler.fleet.rank_places import choose_places
+from spotlight_fleet.emulated.market_record import timed
 from spotlight_fleet.traces.shipped import find_trace
 from spotlight_fleet.traces.trace import Trace, TraceError, TraceEvent, TraceEventKind
 from spotlight_fleet.traces.trace_files import read_trace

@@ -24,11 +24,7 @@ from spotlight.cluster.nodes.notice_mail import Outbox
 from spotlight.cluster.nodes.notice_watch import NoticeSettings, NoticeWatch
 from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight_fleet.notices.sigterm import SigtermNotices, catching_sigterm
-
-
-def pid_file(session: Path, ray_id: str) -> Path:
-    """Where a node's agent writes its pid."""
-    return session / f"spotlight_agent_{ray_id}.pid"
+from spotlight_fleet.ray_names import pid_file
 
 
 class NodeAgent:

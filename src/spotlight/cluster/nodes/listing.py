@@ -13,29 +13,19 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
-from types import MappingProxyType
 
 from spotlight.cluster.nodes.facts import Gpu, NodeFacts
 from spotlight.scheduler.fleet.rank_places import choose_places
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.ray_names import KIND_RESOURCES, SLOT, SUFFIX
 from spotlight_rewards.base.errors import ConfigError, Problem
 
-SLOT = "spotlight_slot"
 REWARD_NODE = "spotlight_reward"
 """Resource of a node set aside for reward processes: it neither trains nor rolls out."""
 SHARE = 0.5
 """Slot share of a learner rank, and of the worker beside it."""
 ALL_GPUS_VISIBLE = {"env_vars": {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}}
 """Runtime environment of a process that sees all GPUs of its node and picks one by index."""
-KIND_RESOURCES: Mapping[NodeKind, str] = MappingProxyType(
-    {
-        NodeKind.RESERVED: "spotlight_reserved",
-        NodeKind.SPOT: "spotlight_spot",
-        NodeKind.ON_DEMAND: "spotlight_on_demand",
-    }
-)
-SUFFIX = "~"
-"""Between a node's name and what tells it apart from a living node of that name."""
 KIND_LABEL = "spotlight.io/kind"
 GPU_LABEL = "spotlight.io/gpu-type"
 _RAY_GPU_LABEL = "ray.io/accelerator-type"
@@ -109,7 +99,7 @@ def read_node(row: Mapping[str, object]) -> RayNode | Problem | None:
     address = str(row.get("NodeManagerAddress") or "")
     name = str(row.get("NodeName") or "") or address
     place = f"node {name!r}"
-    kinds = {kind for kind, resource in KIND_RESOURCES.items() if resources.get(resource, 0) > 0}
+    kinds = {NodeKind(kind) for kind, resource in KIND_RESOURCES.items() if resources.get(resource, 0) > 0}
     if (label := labels.get(KIND_LABEL)) is not None:
         if label not in set(NodeKind):
             return Problem(

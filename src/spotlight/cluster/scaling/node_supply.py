@@ -17,9 +17,9 @@ from typing import TypeVar
 
 from spotlight.cluster.nodes.listing import RayNode
 from spotlight.cluster.remote_calls import Clock
-from spotlight.cluster.scaling.node_provider import NodeProvider, ProviderError
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.providers.node_provider import NodeProvider, ProviderError
 
 T = TypeVar("T")
 LOOK_S = 1.0

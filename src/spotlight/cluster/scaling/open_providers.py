@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spotlight.cluster.remote_calls import Notify
-from spotlight.cluster.scaling.command_provider import CommandProvider
-from spotlight.cluster.scaling.emulated_provider import EmulatedProvider
-from spotlight.cluster.scaling.node_notes import NodeNotes
-from spotlight.cluster.scaling.node_provider import NodeProvider, ProviderSetting
 from spotlight.config.schema import RunConfig
 from spotlight.registry import NODE_PROVIDERS
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
+from spotlight_fleet.providers.command_provider import CommandProvider
+from spotlight_fleet.providers.emulated_provider import EmulatedProvider
+from spotlight_fleet.providers.node_notes import NodeNotes
+from spotlight_fleet.providers.node_provider import NodeProvider, ProviderSetting
 
 if TYPE_CHECKING:
-    from spotlight.cluster.local.local_cluster import LocalCluster
+    from spotlight_fleet.emulated.local_cluster import LocalCluster
 
 SPOT_NOTES, ON_DEMAND_NOTES = "spot-nodes.json", "on-demand-nodes.json"
 

@@ -20,7 +20,7 @@ from spotlight.cluster.blobs.blob_client import BlockingBlobClient
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.learner.learner_rank import LearnerRank, RankOrder, RankStore
 from spotlight.cluster.learner.spare_workers import SpareProcess
-from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, SLOT
+from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE
 from spotlight.cluster.workers.visible_gpus import gpu_index
 from spotlight.config.load import read_config
 from spotlight.garbage import lasting
@@ -30,6 +30,7 @@ from spotlight.scheduler.effects import StartWorker
 from spotlight.scheduler.types import NodeId, WorkerId
 from spotlight.worker.interfaces import Command, HeadLostError, Leave
 from spotlight.worker.reports import Report
+from spotlight_fleet.ray_names import SLOT
 
 P = ParamSpec("P")
 T = TypeVar("T")

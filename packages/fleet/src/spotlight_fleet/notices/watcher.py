@@ -20,7 +20,7 @@ from spotlight_fleet.notices.notice import MetadataError, Notice, NoticeError, N
 
 LOG_AGAIN_S = 3600.0
 
-log = logging.getLogger("spotlight_fleet.notices")
+log = logging.getLogger("spotlight.fleet.notices")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.effects import NodesWanted
-from spotlight.scheduler.fleet.spot_offers import SpotOffers
 from spotlight.scheduler.types import Node, NodeId, NodeKind
+from spotlight_fleet.providers.spot_offers import SpotOffers
 from spotlight_plan.simulation.machines.virtual_places import VirtualPlaces
 from spotlight_plan.simulation.scenario import NodeEvent
 

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.cluster.local import guard
-from spotlight.cluster.local.guarded import guarded
-from spotlight.cluster.local.node_processes import (
+from spotlight_fleet.emulated import guard
+from spotlight_fleet.emulated.guarded import guarded
+from spotlight_fleet.emulated.node_processes import (
     NodeProcesses,
     NodeRequest,
     prepare_environment,
@@ -32,12 +32,10 @@ from spotlight.cluster.local.node_processes import (
     start_head,
     start_node,
 )
-from spotlight.cluster.nodes.agent import pid_file
-from spotlight.cluster.nodes.listing import KIND_RESOURCES, SLOT
-from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.ray_names import KIND_RESOURCES, SLOT, pid_file
 from spotlight_rewards.base.errors import ConfigError, Problem
 
-log = logging.getLogger("spotlight.cluster.local.local_cluster")
+log = logging.getLogger("spotlight.fleet.emulated.local_cluster")
 
 _STORE_BYTES = 80 << 20
 """Ray's minimum is 75 MiB. Values travel in messages and the blob store, hardly through Ray's object store.
@@ -64,10 +62,12 @@ class LocalClusterError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LocalNode:
-    """A running node. A node that comes back under its name has a new ``ray_id``."""
+    """A running node, ``kind`` of :data:`KIND_RESOURCES`. One that comes back under its name has a new
+    ``ray_id``.
+    """
 
     name: str
-    kind: NodeKind
+    kind: str
     slots: int
     ray_id: str
 
@@ -107,7 +107,7 @@ class LocalCluster:
         with self._lock:
             return [self.first, *(node for node, _, _ in self._nodes.values())]
 
-    def add_node(self, name: str, kind: NodeKind, slots: int, resource: str = SLOT) -> LocalNode:
+    def add_node(self, name: str, kind: str, slots: int, resource: str = SLOT) -> LocalNode:
         """Start a node; returns when Ray can use it (about a second).
 
         Args:
@@ -225,7 +225,7 @@ def local_cluster(slots: int, name: str = "reserved-0") -> Iterator[LocalCluster
 
 
 def _first(id: str, directory: Path, name: str, slots: int) -> LocalCluster:
-    request = _request(name, NodeKind.RESERVED, slots, f"{id}/0", SLOT, _SYSTEM)
+    request = _request(name, "reserved", slots, f"{id}/0", SLOT, _SYSTEM)
     try:
         head = start_head(request, directory)
     except raised_by_ray() as error:
@@ -235,11 +235,11 @@ def _first(id: str, directory: Path, name: str, slots: int) -> LocalCluster:
             f"It may be a port taken in between: try again. Its last words:\n{_last_words(logs)}",
         )  # fmt: skip
         raise ConfigError("a local Ray", [problem]) from error
-    return LocalCluster(id, directory, LocalNode(name, NodeKind.RESERVED, slots, head.id), head)
+    return LocalCluster(id, directory, LocalNode(name, "reserved", slots, head.id), head)
 
 
 def _request(
-    name: str, kind: NodeKind, slots: int, mark: str, slot: str, system_config: dict[str, int] | None = None
+    name: str, kind: str, slots: int, mark: str, slot: str, system_config: dict[str, int] | None = None
 ) -> NodeRequest:
     resources = {KIND_RESOURCES[kind]: 1.0} | ({slot: float(slots)} if slots else {})
     return NodeRequest(name, resources, {}, {guard.MARK: mark}, _STORE_BYTES, system_config or {})

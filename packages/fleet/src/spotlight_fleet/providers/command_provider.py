@@ -11,18 +11,20 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from pydantic import StringConstraints
 
-from spotlight.cluster.nodes.listing import SUFFIX
-from spotlight.cluster.scaling.node_notes import NodeNotes
-from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderError, ProviderSetting
-from spotlight.cluster.scaling.shell_command import ShellCommandError, run_shell_command
+from spotlight_fleet.providers.node_notes import NodeNotes
+from spotlight_fleet.providers.node_provider import (
+    ClusterNode,
+    NodeProviderKind,
+    ProviderError,
+    ProviderSetting,
+)
+from spotlight_fleet.providers.shell_command import ShellCommandError, run_shell_command
+from spotlight_fleet.ray_names import SUFFIX
 from spotlight_rewards.base.strict_section import StrictSection
-
-if TYPE_CHECKING:
-    from spotlight.cluster.nodes.listing import RayNode
 
 _STOPS_AT_END = 3
 _PAUSE_S = 5.0
@@ -39,7 +41,7 @@ class CommandSettings(StrictSection):
 
 
 class CommandProvider:
-    """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`.
+    """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`.
 
     A node that is away for longer than ``start_s`` is ended, and another is started: one in a call, since a
     run that ends waits for the call.
@@ -68,12 +70,12 @@ class CommandProvider:
         self._seen_at = dict.fromkeys(notes.read(), time.monotonic())
         self._ended_at: dict[str, float] = {}
 
-    def asked(self, present: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
+    def asked(self, present: Sequence[ClusterNode]) -> int:
+        """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`."""
         return len(self._seen_at.keys() | {self._started_as(node) for node in present})
 
-    def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
+    def ask(self, nodes: int, present: Sequence[ClusterNode], leaving: Sequence[ClusterNode]) -> int:
+        """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`."""
         now_s = time.monotonic()
         # One that was ended a moment ago may be listed still.
         going = {name for name, ended_s in self._ended_at.items() if now_s - ended_s <= self._start_s}
@@ -107,13 +109,13 @@ class CommandProvider:
             raise
         self._seen_at[name] = time.monotonic()  # it has all of the time to join
 
-    def _started_as(self, node: RayNode) -> str:
+    def _started_as(self, node: ClusterNode) -> str:
         """Without what distinguishes a node that is back before its earlier life is known to have ended."""
         name = node.name.partition(SUFFIX)[0]
         return name if name in self._seen_at else node.name
 
     def close(self) -> None:
-        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
+        """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`."""
         for turn in range(_STOPS_AT_END):
             if turn:
                 time.sleep(_PAUSE_S)

@@ -6,16 +6,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from spotlight.cluster.scaling.node_notes import NodeNotes
+from spotlight_fleet.providers.node_notes import NodeNotes
 from spotlight_rewards.base.strict_section import StrictSection
 
 if TYPE_CHECKING:
-    from spotlight.cluster.local.local_cluster import LocalCluster
-    from spotlight.cluster.nodes.listing import RayNode
+    from spotlight_fleet.emulated.local_cluster import LocalCluster
 
 
 class ProviderError(Exception):
     """A provider could not be asked, or refused; names what was found, what was expected and the remedy."""
+
+
+class ClusterNode(Protocol):
+    """A node in the cluster.
+
+    Attributes:
+        name: unique among living nodes.
+        address: its IP.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def address(self) -> str: ...
 
 
 class NodeProvider(Protocol):
@@ -25,7 +39,7 @@ class NodeProvider(Protocol):
     undone, so that a call that failed loses nothing.
     """
 
-    def asked(self, present: Sequence[RayNode]) -> int:
+    def asked(self, present: Sequence[ClusterNode]) -> int:
         """How many nodes it provides, or tries to. Raises ProviderError.
 
         Args:
@@ -33,7 +47,7 @@ class NodeProvider(Protocol):
         """
         ...
 
-    def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
+    def ask(self, nodes: int, present: Sequence[ClusterNode], leaving: Sequence[ClusterNode]) -> int:
         """Provide so many; returns how many it provides, or tries to, from now on.
 
         If it does a part at a time, and returns fewer, it is asked again at once. A run that ends waits for

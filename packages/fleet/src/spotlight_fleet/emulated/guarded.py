@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from spotlight.cluster.local import guard
+from spotlight_fleet.emulated import guard
 
-log = logging.getLogger("spotlight.cluster.local.guarded")
+log = logging.getLogger("spotlight.fleet.emulated.guarded")
 
 _RETRY_S = 1.0
 _END_S = 5.0

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from spotlight.cluster.scaling.node_provider import ProviderError
+from spotlight_fleet.providers.node_provider import ProviderError
 
 LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 ATTEMPTS, PAUSE_S = 4, 0.5

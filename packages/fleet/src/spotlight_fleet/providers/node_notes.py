@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from spotlight.cluster.remote_calls import Notify
 from spotlight_rewards.base.files import write_atomically
 
 
@@ -26,7 +25,7 @@ class NodeNotes:
         """Replace the names, atomically. Raises OSError."""
         write_atomically(self.path, json.dumps([*names]).encode())
 
-    def report(self, setting: str, note: Notify) -> None:
+    def report(self, setting: str, note: Callable[[str], None]) -> None:
         """Report nodes that nobody will end, where ``setting``, which an earlier attempt had, is gone."""
         if names := self.read():
             note(

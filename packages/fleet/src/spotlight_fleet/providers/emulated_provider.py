@@ -11,16 +11,14 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderSetting
-from spotlight.scheduler.fleet.spot_offers import SpotOffers
-from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.providers.node_provider import ClusterNode, NodeProviderKind, ProviderSetting
+from spotlight_fleet.providers.spot_offers import SpotOffers
 from spotlight_rewards.base.strict_section import StrictSection
 
 if TYPE_CHECKING:
-    from spotlight.cluster.local.local_cluster import LocalCluster
-    from spotlight.cluster.nodes.listing import RayNode
+    from spotlight_fleet.emulated.local_cluster import LocalCluster
 
-log = logging.getLogger("spotlight.cluster.scaling.emulated_provider")
+log = logging.getLogger("spotlight.fleet.providers.emulated_provider")
 
 _RETRY_S = 2.0
 
@@ -30,9 +28,9 @@ class EmulatedSettings(StrictSection):
 
 
 class EmulatedProvider:
-    """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`, and ``Machines`` of the market."""
+    """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`, and ``Machines`` of the market."""
 
-    def __init__(self, cluster: LocalCluster, nodes: int, kind: NodeKind = NodeKind.SPOT) -> None:
+    def __init__(self, cluster: LocalCluster, nodes: int, kind: str = "spot") -> None:
         self._cluster, self._kind = cluster, kind
         self._offers = SpotOffers(nodes)
         self._starting = ""
@@ -43,12 +41,12 @@ class EmulatedProvider:
 
     # -- the run ---------------------------------------------------------------------------------------
 
-    def asked(self, present: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
+    def asked(self, present: Sequence[ClusterNode]) -> int:
+        """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`."""
         return self._offers.wanted
 
-    def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
+    def ask(self, nodes: int, present: Sequence[ClusterNode], leaving: Sequence[ClusterNode]) -> int:
+        """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`."""
         with self._changed:
             back = self._offers.want(nodes, {node.name for node in present}, {node.name for node in leaving})
             self._changed.notify()
@@ -57,7 +55,7 @@ class EmulatedProvider:
         return self._offers.wanted
 
     def close(self) -> None:
-        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`: the cluster itself ends."""
+        """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`: the cluster itself ends."""
         with self._changed:
             self._over = True
             self._changed.notify()
@@ -73,7 +71,7 @@ class EmulatedProvider:
 
     def notice(self, name: str) -> None:
         """The market announces that it will take a node away."""
-        from spotlight.cluster.local.local_cluster import LocalClusterError
+        from spotlight_fleet.emulated.local_cluster import LocalClusterError
 
         try:
             if name in self._offers.taken:
@@ -92,7 +90,7 @@ class EmulatedProvider:
     # -- nodes -----------------------------------------------------------------------------------------
 
     def _end(self, name: str) -> None:
-        from spotlight.cluster.local.local_cluster import LocalClusterError
+        from spotlight_fleet.emulated.local_cluster import LocalClusterError
 
         if name == self._starting:
             return  # it ends once it is there
@@ -102,7 +100,7 @@ class EmulatedProvider:
             log.warning("%s", error)
 
     def _take_all(self) -> None:
-        from spotlight.cluster.local.local_cluster import LocalClusterError
+        from spotlight_fleet.emulated.local_cluster import LocalClusterError
 
         while True:
             with self._changed:

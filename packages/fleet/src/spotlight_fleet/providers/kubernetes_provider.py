@@ -12,17 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from pydantic import PositiveFloat, field_validator
 
-from spotlight.cluster.scaling.json_api import LOOPBACK, JsonApi, RefusedError
-from spotlight.cluster.scaling.node_provider import NodeProviderKind, ProviderError, ProviderSetting
+from spotlight_fleet.providers.json_api import LOOPBACK, JsonApi, RefusedError
+from spotlight_fleet.providers.node_provider import (
+    ClusterNode,
+    NodeProviderKind,
+    ProviderError,
+    ProviderSetting,
+)
 from spotlight_rewards.base.strict_section import StrictSection
-
-if TYPE_CHECKING:
-    from spotlight.cluster.nodes.listing import RayNode
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _CONFLICT = 409
@@ -93,23 +95,23 @@ class _WorkerGroup:
 
 
 class KubernetesProvider:
-    """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
+    """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`."""
 
     def __init__(self, settings: KubernetesSettings) -> None:
         self._settings = settings
 
-    def asked(self, present: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
+    def asked(self, present: Sequence[ClusterNode]) -> int:
+        """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`."""
         with self._reading():
             return self._group().replicas
 
-    def ask(self, nodes: int, present: Sequence[RayNode], leaving: Sequence[RayNode]) -> int:
-        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
+    def ask(self, nodes: int, present: Sequence[ClusterNode], leaving: Sequence[ClusterNode]) -> int:
+        """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`."""
         with self._reading():
             return self._patch(nodes, {node.address for node in present}, {node.address for node in leaving})
 
     def close(self) -> None:
-        """See :class:`~spotlight.cluster.scaling.node_provider.NodeProvider`."""
+        """See :class:`~spotlight_fleet.providers.node_provider.NodeProvider`."""
         with self._reading():
             self._patch(self._group().least, set(), set())
 

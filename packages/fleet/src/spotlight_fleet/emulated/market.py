@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
-from spotlight.cluster.local.local_cluster import LocalCluster, LocalClusterError
-from spotlight.cluster.local.market_record import MarketRecord, Order
-from spotlight.scheduler.types import NodeKind
+from spotlight_fleet.emulated.local_cluster import LocalCluster, LocalClusterError
+from spotlight_fleet.emulated.market_record import MarketRecord, Order
 from spotlight_fleet.traces.trace import Trace
 
-log = logging.getLogger("spotlight.cluster.local.market")
+log = logging.getLogger("spotlight.fleet.emulated.market")
 
 
 class MachineError(Exception):
@@ -49,7 +48,7 @@ class LocalMachines:
 
     def add(self, name: str, slots: int) -> None:
         """See :class:`Machines`."""
-        self._do(lambda: self._cluster.add_node(name, NodeKind.SPOT, slots))
+        self._do(lambda: self._cluster.add_node(name, "spot", slots))
 
     def notice(self, name: str) -> None:
         """See :class:`Machines`."""
