@@ -211,8 +211,8 @@ def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]
     except (OSError, ValueError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
         expected = (
-            "readable prompts: a .txt, .jsonl, .csv, .tsv or .parquet file, a folder of pictures, or a dataset's "
-            "folder or hf:NAME"
+            "readable prompts: a .txt, .jsonl, .csv, .tsv or .parquet file, a folder of pictures, or a "
+            "dataset's folder or hf:NAME"
         )
         problem = Problem(key, f"{path}{here}", expected, f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
