@@ -92,11 +92,37 @@ def test_arguments_are_those_of_a_file(tmp_path: Path) -> None:
         spotlight.train(rollout={"stepps": 3})
 
 
-def test_rewards_that_no_process_can_import_are_refused() -> None:
-    assert reward_of("ocr") == {"name": "ocr"}
-    assert reward_of({"name": redness, "weight": 2}) == {"name": f"{__name__}:redness", "weight": 2}
-    with pytest.raises(ConfigError, match="%%writefile my_rewards"):
-        reward_of(lambda images, prompts, metadata: [0.0 for _ in images])
+def scored(section: dict[str, Any]) -> list[float]:
+    """By the reward's own process."""
+    image = np.full((4, 4, 3), 51, np.uint8)
+    with RewardProcess(RewardConfig(**section), start_deadline_s=60) as process:
+        sample = channel.encode(channel.Sample(image, "a cat", {}))
+        found = process.ask(channel.Score(samples=1, deadline_s=60), [sample])
+    assert isinstance(found, channel.Values), found
+    return found.curves["score"]
+
+
+def test_functions_of_modules_are_named_and_others_copied(tmp_path: Path) -> None:
+    assert reward_of("ocr", tmp_path, tmp_path) == {"name": "ocr"}
+    own = reward_of({"name": redness, "weight": 2}, tmp_path, tmp_path)
+    assert own == {"name": f"{__name__}:redness", "weight": 2}
+    factor = 3
+
+    def bright(images: Sequence[Image], prompts: Sequence[str], metadata: object) -> list[float]:
+        return [factor * float(image.mean()) / 255 for image in images]
+
+    section = reward_of({"name": bright, "weight": 2}, tmp_path / "run", tmp_path)
+    assert (section["label"], section["weight"]) == ("bright", 2)
+    assert scored(section) == pytest.approx([0.6])
+    assert reward_of(bright, tmp_path / "run", tmp_path)["params"] == section["params"]  # the same call goes on
+    assert reward_of(bright, tmp_path / "other", tmp_path)["params"] != section["params"]
+    assert reward_of(lambda *_: [0.0], tmp_path, tmp_path)["label"] == "lambda"
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"the function lambda, which cannot be copied .*cannot pickle"):
+        reward_of(lambda *_: [lock], tmp_path, tmp_path)
+    Path(section["params"]["path"]).unlink()
+    with pytest.raises(RewardSetupError, match=r"cannot be read here.*a function of a module that every node"):
+        scored(section)
 
 
 def test_prompts_are_texts_rows_or_tables(tmp_path: Path) -> None:

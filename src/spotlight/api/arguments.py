@@ -33,28 +33,30 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else list(value)  # type: ignore[call-overload]
 
 
-def reward_of(reward: RewardArgument) -> dict[str, Any]:
-    """A name, a function or a section of the configuration as a section. Raises ConfigError."""
-    if isinstance(reward, Mapping):
-        return {**reward, "name": _named(reward.get("name", ""))}
-    return {"name": _named(reward)}
+def reward_of(reward: RewardArgument, run: Path, cache: Path) -> dict[str, Any]:
+    """A name, a function or a section of the configuration as a section. Raises ConfigError.
+
+    Args:
+        run: its directory.
+    """
+    section = dict(reward) if isinstance(reward, Mapping) else {}
+    given = section.get("name", "") if isinstance(reward, Mapping) else reward
+    if isinstance(given, str):
+        return {**section, "name": given}
+    if (name := importable(given)) is not None:
+        return {**section, "name": name}
+    from spotlight.api.pickled_reward import pickled
+
+    return {**pickled(given, run, cache), **{key: each for key, each in section.items() if key != "name"}}
 
 
-def _named(reward: str | Callable[..., Any]) -> str:
-    """``module:function``, by which a reward's own process imports it."""
-    if isinstance(reward, str):
-        return reward
-    module, name = reward.__module__, reward.__qualname__
-    if module == "__main__" and (script := getattr(sys.modules["__main__"], "__file__", None)):
-        module = Path(script).stem
-    if module == "__main__" or "<" in name:
-        problem = Problem(
-            "rewards", f"the function {name} of {'this session' if module == '__main__' else module}",
-            "a function at the top of a module: a reward runs in a process of its own, which imports it",
-            "Write it into a file beside this one (in a notebook: %%writefile my_rewards.py) and import it.",
-        )  # fmt: skip
-        raise ConfigError("the arguments of train", [problem])
-    return f"{module}:{name}"
+def importable(function: Callable[..., Any]) -> str | None:
+    """``module:function``, by which another process imports it; None: it cannot."""
+    module, name = function.__module__, function.__qualname__
+    if module == "__main__":
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        module = Path(script).stem if script else ""
+    return f"{module}:{name}" if module and "<" not in name else None
 
 
 def prompt_files(
