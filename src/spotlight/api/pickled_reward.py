@@ -30,9 +30,9 @@ class PickledReward(Reward):
             _ = self._function
         except Exception as error:
             raise RewardSetupError(
-                f"the function in {self.path} cannot be read here: {type(error).__name__}: {error}. It is on "
-                "the machine that called spotlight.train: where Ray places a reward elsewhere, name a function "
-                "of a module that every node has."
+                f"the function in {self.path} cannot be read here: {type(error).__name__}: {error}. it is on "
+                "the machine that called spotlight.train: where Ray places a reward elsewhere, name a "
+                "function of a module that every node has."
             ) from error
 
     @cached_property
