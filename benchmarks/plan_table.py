@@ -32,7 +32,7 @@ from spotlight_plan.pages.comparison_summary import between, hours, usd
 from spotlight_plan.pages.verdict import ratios
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.scenario_load import load_scenario
-from spotlight_plan.scenarios.strategies import with_parts
+from spotlight_plan.scenarios.strategies import PipelinePart, with_parts
 from spotlight_plan.search import Estimates, Goal
 from spotlight_plan.strategy_runs import StrategyRuns, tasks_from_starts
 
@@ -109,7 +109,7 @@ class Workload:
             "plan.gpu_types=[H100]",
             "plan.strategies=[reserved_only, spotlight, all_spot]",
             "plan.machine_sizes_max=1",
-            "plan.parts=[gap, tsp]",
+            "plan.parts=[gap, tsp, tag, subset]",
         ]
         file = load_scenario(name, wishes, starts=starts)
         return cls(name, file, Estimates(file, now), jobs)
@@ -125,10 +125,11 @@ class Workload:
         return {one: self.known[one] for one in candidates if one in self.known}
 
     def space(self, cloud: str | None) -> list[Candidate]:
-        """Every cluster of a cloud, with no part of the pipeline and with all."""
+        """Every cluster of a cloud, with no part, with all, and with a subset alone."""
         file = self.on(cloud)
         found, _ = grid(file, self.estimates.quotes)
-        names = [(one, {one.strategy, with_parts(one.strategy, file.usable_parts)}) for one in found]
+        ways = ((), (PipelinePart.SUBSET,), file.usable_parts)
+        names = [(one, {with_parts(one.strategy, parts) for parts in ways}) for one in found]
         return [replace(one, strategy=name) for one, each in names for name in sorted(each)]
 
     def own(self, strategy: str, cloud: str) -> StrategyRuns:

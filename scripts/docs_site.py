@@ -22,7 +22,7 @@ import typer
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-from pydantic import AfterValidator, BaseModel, PlainValidator, SerializeAsAny
+from pydantic import AfterValidator, BaseModel, PlainSerializer, PlainValidator, SerializeAsAny
 from pydantic.fields import FieldInfo
 from typer.core import TyperArgument, TyperGroup, TyperOption
 
@@ -174,7 +174,7 @@ def _constraint(constraint: object) -> str:
         return f"of at least {length}"
     if isinstance(constraint, AfterValidator):
         return "that is registered"
-    if isinstance(constraint, PlainValidator | SerializeAsAny):
+    if isinstance(constraint, PlainValidator | PlainSerializer | SerializeAsAny):
         return ""
     raise ValueError(f"no words for the constraint {constraint!r}; add them here")
 

@@ -20,7 +20,7 @@ PICTURE = ROOT / "docs" / "img" / "architecture.svg"
 POLICIES = ("spotlight", "scheduler", "policies")
 """The folder whose folders are policies."""
 ABOVE, BESIDE, BELOW = (
-    ("spotlight_plan", "spotlight_dashboard"),
+    ("spotlight_plan", "spotlight_dashboard", "spotlight_bucket"),
     ("spotlight",),
     ("spotlight_fleet", "spotlight_rewards", "spotlight_kernels"),
 )
@@ -32,6 +32,7 @@ FOR_WHOM = {
     "spotlight_kernels": "fuse operators of blocks",
     "spotlight_plan": "decide what to rent",
     "spotlight_dashboard": "watch runs",
+    "spotlight_bucket": "keep runs in a bucket",
 }
 
 Graph = Mapping[str, set[str]]

@@ -20,12 +20,14 @@ from benchmarks.gpu.lab import CLIP_RANGE, Lab, reference
 from benchmarks.gpu.suite import Outcome
 from benchmarks.gpu.timing import copy_tb_s, kernels, matmul_tflops
 from spotlight.config.load import build_config
-from spotlight.dry_run.memory_plan import memory_parts
+from spotlight.config.schema import RunConfig
+from spotlight.dry_run.memory_plan import Estimate, memory_parts
 from spotlight.dry_run.model_plan import ModelSizes, bind_targets, family_of, lora_parameters
 from spotlight.models.condition import Condition
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.kernels.attention import BACKENDS as OFFERED
 from spotlight.models.kernels.regional import compile_blocks
+from spotlight.models.shared.quantised import Quantize, as_stored
 from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots
 from spotlight.training.device_memory import measure_peak
@@ -265,44 +267,59 @@ def _planned(lab: Lab, shape: model.Shape, train: model.Shape) -> dict[str, floa
     """Bytes by part. Learner and rollouts have sizes of their own, so there are two plans."""
     found: dict[str, float] = {}
     for one, names in ((shape, {"denoising forward"}), (train, {"activations", "gradients"})):
-        config = build_config(
-            {
-                "model": {"path": str(lab.pipeline(lab.scale.layers)), "dtype": "bfloat16"},
-                "rollout": {
-                    "height": one.side_px,
-                    "width": one.side_px,
-                    "batch_size": one.batch,
-                    "group_size": one.batch,
-                    "prompts_per_iteration": 1,
-                    "true_cfg_scale": 1.0,
-                },
-                "learner": {
-                    "micro_batch_size": one.batch,
-                    "recompute": "blocks",
-                    "autocast": "bfloat16",
-                    "lora": {"rank": lab.scale.rank, "alpha": 2.0 * lab.scale.rank},
-                },
-            },
-            "the GPU suite",
-        )
-        sizes, family = _sizes(lab), family_of(config)
-        trained = lora_parameters(bind_targets(sizes, family.lora_targets), lab.scale.rank)
-        parts = memory_parts(config, sizes, family, trained, one.text)
-        found |= {part.part: part.bytes for part in parts if part.part in names}
+        config = planned_run(lab, lab.scale.layers, one, micro_batch=one.batch)
+        found |= {
+            part.part: part.bytes
+            for part in planned_parts(lab, lab.family(), config, one)
+            if part.part in names
+        }
     return found | {"training": found["activations"] + found["gradients"]}
 
 
-def _sizes(lab: Lab) -> ModelSizes:
+def planned_run(
+    lab: Lab, layers: int, shape: model.Shape, *, micro_batch: int, quantize: Quantize = "none"
+) -> RunConfig:
+    """A run that does what the lab's rollouts and learner do."""
+    return build_config(
+        {
+            "model": {"path": str(lab.pipeline(layers)), "dtype": "bfloat16", "quantize": quantize},
+            "rollout": {
+                "height": shape.side_px,
+                "width": shape.side_px,
+                "batch_size": shape.batch,
+                "group_size": shape.batch,
+                "prompts_per_iteration": 1,
+                "true_cfg_scale": 1.0,
+            },
+            "learner": {
+                "micro_batch_size": micro_batch,
+                "recompute": "blocks",
+                "autocast": "bfloat16",
+                "lora": {"rank": lab.scale.rank, "alpha": 2.0 * lab.scale.rank},
+            },
+        },
+        "the GPU suite",
+    )
+
+
+def planned_parts(lab: Lab, family: QwenImage, config: RunConfig, shape: model.Shape) -> tuple[Estimate, ...]:
+    """The dry run's parts of memory."""
+    sizes = _sizes(family)
+    trained = lora_parameters(bind_targets(sizes, family.lora_targets), lab.scale.rank)
+    return memory_parts(config, sizes, family_of(config), trained, shape.text)
+
+
+def _sizes(family: QwenImage) -> ModelSizes:
     """As ``--dry-run`` reads them from safetensors headers, which a model of random weights has not."""
-    family = lab.family()
     linears = {
         name.removesuffix(".base_layer"): (part.out_features, part.in_features)
         for name, part in family.transformer.named_modules()
         if isinstance(part, nn.Linear) and ".lora_" not in name
     }
+    stored = as_stored(family.transformer, base_state(family.transformer))
     return ModelSizes(
         family.files.root,
-        sum(tensor.numel() for tensor in base_state(family.transformer).values()),
+        sum(math.prod(tensor.shape) for tensor in stored.values()),
         linears,
         dimensions=family.dimensions,
         video=family.video,

@@ -28,6 +28,7 @@ from spotlight.models.condition import Condition, ConditionBatch
 from spotlight.models.families.qwen_image import QwenImage
 from spotlight.models.kernels.fused import use_fused, use_reference
 from spotlight.models.media import MediaSize
+from spotlight.models.shared.quantised import Quantize, as_stored
 from spotlight.models.skeleton import filling
 from spotlight.models.slots import LoraSlots
 from spotlight.rollout.engine import Engine
@@ -121,7 +122,9 @@ class Lab:
             aside.rename(directory)
         return directory
 
-    def empty(self, layers: int, dtype: torch.dtype = torch.bfloat16) -> QwenImage:
+    def empty(
+        self, layers: int, dtype: torch.dtype = torch.bfloat16, quantize: Quantize = "none"
+    ) -> QwenImage:
         """A family whose transformer waits to be filled."""
         directory = self.pipeline(layers)
         return QwenImage.load(
@@ -130,13 +133,22 @@ class Lab:
             dtype=dtype,
             embeddings_cache=self.home / "embeddings",
             read_transformer=False,
+            quantize=quantize,
         )
 
-    def fresh(self, layers: int, dtype: torch.dtype = torch.bfloat16) -> QwenImage:
-        """A family with random weights and without adapters, the caller's own."""
-        family = self.empty(layers, dtype)
+    def fresh(
+        self, layers: int, dtype: torch.dtype = torch.bfloat16, quantize: Quantize = "none"
+    ) -> QwenImage:
+        """A family with random weights and without adapters, the caller's own. Each is drawn, then held."""
+        family = self.empty(layers, dtype, quantize)
         with filling(family.transformer) as targets:
-            draw(targets, SEED)
+            if quantize == "none":
+                draw(targets, SEED)
+                return family
+            for at, (name, target) in enumerate(as_stored(family.transformer, targets).items()):
+                whole = torch.empty(target.shape, dtype=dtype, device=self.device)
+                draw({name: whole}, SEED + at)
+                target.copy_(whole)
         return family
 
     def family(self, layers: int | None = None) -> QwenImage:
@@ -145,12 +157,17 @@ class Lab:
         if self._family is None or self._layers != wanted:
             self.drop()
             self._family, self._layers = self.fresh(wanted), wanted
-            transformer = self._family.transformer
-            fused = self.device.type == "cuda" and use_fused(transformer, self.device, asked=True)
-            self._slots = random_adapters(self._family, self.scale.rank)
-            if fused:
-                peft_layers.fuse(transformer)
+            self._slots = self.adapted(self._family)
         return self._family
+
+    def adapted(self, family: QwenImage) -> LoraSlots:
+        """Random adapters, on GPUs with fused operators."""
+        transformer = family.transformer
+        fused = self.device.type == "cuda" and use_fused(transformer, self.device, asked=True)
+        slots = random_adapters(family, self.scale.rank)
+        if fused:
+            peft_layers.fuse(transformer)
+        return slots
 
     def slots(self, layers: int | None = None) -> LoraSlots:
         """The slots of :meth:`family`: ``policy``, and ``reference`` for the model without adapters."""

@@ -96,6 +96,11 @@ ROWS: tuple[Row, ...] = (
     _fast("D", "nft", "end_to_end:nft", 0.25, 75, "spotlight train, DiffusionNFT", "MFU", least=True),
     _fast("D", "grpo", "end_to_end:grpo", 0.25, 65, "spotlight train, Flow-GRPO-Fast", "MFU", least=True),
     _fast("D", "replaced", "end_to_end:replaced", 60, 110, "SIGKILL to the worker: replaced, at work", "s"),
+    _max("D", "small-24", "small_card:nf4_in_24", 0.15, 60, "NF4 below 21.6 GiB: peaks / plan", tiny=False),
+    _max("D", "small-16", "small_card:int8_in_16", 0.15, 45, "int8 below 14.4 GiB: the same", tiny=False),
+    _max("D", "small-replay", "small_card:replay", 0, 30, "NF4 and int8: rollout against replay"),
+    _fast("D", "small-nf4", "small_card:nf4_forward", 1.10, 20, "forward of 4 in NF4 / bfloat16"),
+    _fast("D", "small-int8", "small_card:int8_forward", 1.25, 20, "forward of 4 in int8 / bfloat16"),
     _fast("D", "testbed", "end_to_end:testbed", 120, 75, "the testbed trained to its target", "s"),
 )
 # fmt: on

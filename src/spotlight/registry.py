@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from spotlight.scheduler.fleet.fleet_machine import FleetPolicy
     from spotlight.scheduler.rollouts import PolicyKind
     from spotlight.store.metrics import SinkFactory
+    from spotlight.store.run_store import RunStore
     from spotlight_fleet.providers.node_provider import NodeProviderKind
 
 
@@ -93,6 +94,9 @@ SINKS: Registry[SinkFactory] = Registry(
     },
 )
 """Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""
+
+RUN_STORES: Registry[RunStore] = Registry("runs_dir", "spotlight.run_stores", {})
+"""What keeps runs at addresses, by scheme (``s3``): a :class:`~spotlight.store.run_store.RunStore`."""
 
 COMMANDS: Registry[Callable[[Typer], None]] = Registry("the commands' entry point", "spotlight.commands", {})
 """Commands of other packages: a function that adds them to the command line."""

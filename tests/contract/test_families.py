@@ -313,6 +313,19 @@ PLANNED = [
 ]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_layers_without_a_gradient_are_those_that_the_family_names(load: Load, name: str) -> None:
+    loaded = load(name, 0)
+    family, size = loaded.family, loaded.case.size
+    model = type(family.transformer).from_config(family.transformer.config)
+    condition = family.collate(family.encode(loaded.case.inputs([PROMPTS[0]] * 2)))
+    latents, levels = torch.randn(2, *family.latent_shape(size)), torch.tensor([0.95, 0.3])
+    guidance = Guidance(embedded=family.embedded_guidance)
+    family.velocity(model, latents, levels, condition, guidance, size).square().mean().backward()
+    without = {key for key, parameter in model.named_parameters() if parameter.grad is None}
+    assert without == {key for key, _ in model.named_parameters() if key.startswith(family.unread_layers())}
+
+
 @pytest.mark.parametrize("name", PLANNED)
 def test_activations_are_within_a_tenth_of_the_plans(load: Load, name: str) -> None:
     loaded = load(name, 0)

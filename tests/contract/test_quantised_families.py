@@ -220,7 +220,7 @@ def test_the_model_is_never_whole_in_memory(kind: str, tmp_path: Path) -> None:
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     layers = [w for n, w in made.named_parameters() if w.ndim == 2 and is_held(n)]
     packed = sum(held_bytes(kind, *w.shape) for w in layers) + whole - 2 * sum(w.numel() for w in layers)
-    one = 24 * max(w.numel() for w in layers)  # while a weight is quantised
+    one = 32 * max(w.numel() for w in layers)  # while a weight is quantised, and what malloc keeps of it
     assert int(done.stdout.split()[-1]) < packed + one < whole
 
 

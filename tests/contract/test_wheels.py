@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 import spotlight
+import spotlight_bucket
 import spotlight_dashboard
 import spotlight_fleet
 import spotlight_kernels
@@ -20,8 +21,8 @@ import spotlight_plan
 import spotlight_rewards
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = {"spotlight-rl": ".", **{f"spotlight-{name}": f"packages/{name}" for name in
-                                   ("kernels", "rewards", "fleet", "plan", "dashboard")}}  # fmt: skip
+BESIDE = ("kernels", "rewards", "fleet", "plan", "dashboard", "bucket")
+FOLDERS = {"spotlight-rl": ".", **{f"spotlight-{name}": f"packages/{name}" for name in BESIDE}}
 HEAVY = {"torch", "ray", "diffusers", "transformers"}
 
 
@@ -66,6 +67,7 @@ def test_versions_are_one() -> None:
         spotlight_fleet,
         spotlight_plan,
         spotlight_dashboard,
+        spotlight_bucket,
     )
     assert {each.__version__ for each in packages} == {spotlight.__version__}
     for place in FOLDERS.values():

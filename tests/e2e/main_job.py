@@ -27,7 +27,7 @@ from fragile_disk import cut_power, turn_read_only
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spotlight.cli.runs.train import driver_of
+from spotlight.cli.runs.train import driver_of, in_a_folder
 from spotlight.config.load import load_config
 from spotlight.config.schema import RunConfig
 from spotlight.runtime.attempt import RunResult
@@ -206,7 +206,8 @@ def _work(arguments: list[str], signals: Sequence[At], answer: Path) -> None:
     config = load_config(None, arguments)
     observer = _Moments(config.runs_dir / config.name, signals)
     try:
-        result = driver_of(config)(config, observer)
+        with in_a_folder(config, observer.note) as config:
+            result = driver_of(config)(config, observer)
         ended = {
             "finished": result.summary is not None,
             "stopped": result.stopped,

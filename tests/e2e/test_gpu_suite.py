@@ -20,7 +20,7 @@ from spotlight.models.kernels import attention
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = {
     *("velocity-cpu", "attention", "oom", "padded", "replay", "pipeline", "lora", "mask", "launches"),
-    "copies",
+    *("copies", "small-replay"),
     *("commit", "publish", "vae", "loading", "weights", "nft"),
 }
 

@@ -136,6 +136,23 @@ def test_functions_of_modules_are_named_and_others_copied(tmp_path: Path) -> Non
         scored(section)
 
 
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"rewards": "pickscore"}, "rewards: found 'pickscore'; expected a list"),
+        ({"rewards": 3}, "rewards: found 3; expected a list"),
+        ({"rewards": [None]}, "rewards: found None; expected a name, a function or a section"),
+        ({"prompts": [1, 2]}, "prompts: found 1; expected texts, or rows whose column 'prompt' is one"),
+        ({"prompts": ["a cat", None]}, "prompts: found None; expected texts"),
+        ({"prompts": 3}, "prompts: found 3; expected a file, texts"),
+        ({"test_prompts": [None]}, "test_prompts: found None; expected texts"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_named(given: dict[str, Any], found: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(found)):
+        spotlight.train(cache_dir=tmp_path, **given)
+
+
 def test_prompts_are_texts_rows_or_tables(tmp_path: Path) -> None:
     class Table:
         columns = ("prompt", "tag")

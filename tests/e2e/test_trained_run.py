@@ -11,7 +11,9 @@ import torch
 from diffusers import QwenImagePipeline
 from main_job import NFT, Job, Straight, lora
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from spotlight.cli.main import app
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
@@ -154,6 +156,8 @@ def test_a_lora_beside_few_bits_is_exported_for_the_model_on_file(job: Job, tmp_
         one, two = (load_file(f"{tmp_path}/{number}{file}") for number in range(2))
         assert one.keys() == two.keys()
         assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    said = CliRunner().invoke(app, ["export", str(job.root / "four-bits"), "--out", str(tmp_path / "lora")])
+    assert "beside the base in NF4" in said.output, said.output
     job.train("all-weights", *NFT, "iterations=1", "learner.mode=full", "learner.learning_rate=0.001")
     with pytest.raises(ModelError, match="all weights of this run were trained"):
         TrainedRun.open(job.root / "all-weights", quantize="int8")

@@ -27,7 +27,8 @@ def test_a_recipes_rewards_become_curves_and_its_groups_can_be_seen_at_a_glance(
     assert voted.rewards[1].device == "cpu"
     assert voted.rewards[0].replicas == voted.rollout.prompts_per_iteration
     assert (voted.reward_policy.on_failure, voted.rollout.group_size) == ("drop", 4)
-    assert voted.evaluation.images_per_prompt == 2
+    evaluation = voted.evaluation  # after every round, of which nobody is asked
+    assert (evaluation.every, evaluation.prompts, evaluation.images_per_prompt) == (1, 3, 1)
     assert list(voted.every_problem()) == []
     again = load_config(RECIPE, vote_overrides(voted, []))
     assert again.rewards == voted.rewards
@@ -48,18 +49,18 @@ def test_without_a_dashboard_nobody_could_vote(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_is_trained_by_the_votes_on_the_dashboard_beside_it(job: Job) -> None:
-    arguments = job.arguments("voted", *NFT, "iterations=1", "evaluation.every=1", "evaluation.prompts=1")
+    arguments = job.arguments("judged", *NFT, "iterations=1", "evaluation.every=1", "evaluation.prompts=1")
     command = [sys.executable, "-m", "spotlight.cli", "train", "--vote", "--plain", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
         page = next(
             filter(
-                None, (re.search(r"(http://127\S+)/\?token=(\S+)#/voted/votes", line) for line in run.stdout)
+                None, (re.search(r"(http://127\S+)/\?token=(\S+)#/judged/votes", line) for line in run.stdout)
             )
         )
         votes = 0
         try:
-            with httpx2.Client(base_url=f"{page[1]}/api/runs/voted", timeout=60) as client:
+            with httpx2.Client(base_url=f"{page[1]}/api/runs/judged", timeout=60) as client:
                 assert client.post(f"{page[1]}/api/session", json={"token": page[2]}).status_code == 200
                 while run.poll() is None:
                     votes += vote_once(client)
@@ -68,9 +69,9 @@ def test_a_run_is_trained_by_the_votes_on_the_dashboard_beside_it(job: Job) -> N
             run.kill()
             run.stdout.read()
     assert run.returncode == 0
-    kept = [json.loads(path.read_text()) for path in (job.root / "voted" / "votes").glob("*.json")]
-    assert votes == len(kept) == 2 + 2  # of the iteration's groups, and two evaluations
-    assert clean_audit(job.root / "voted").counts.trained == 2 * 3
+    kept = [json.loads(path.read_text()) for path in (job.root / "judged" / "votes").glob("*.json")]
+    assert votes == len(kept) == 2  # of the iteration's groups; nobody is asked about evaluations
+    assert clean_audit(job.root / "judged").counts.trained == 2 * 3
 
 
 def vote_once(client: httpx2.Client) -> int:

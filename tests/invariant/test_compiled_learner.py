@@ -30,13 +30,15 @@ pytestmark = [
 ]
 
 
-def make_learner(world: World, mode: str, ranks: Ranks, *, compiled: bool, **settings: Any) -> Learner:
+def make_learner(
+    world: World, mode: str, ranks: Ranks, *, compiled: bool, backend: str = "aot_eager", **settings: Any
+) -> Learner:
     """As runs make it: blocks are compiled before they are recomputed and sharded."""
     family, algo = world.fresh(), algorithm("flow-grpo")
     slots = make_slots(family, algo, mode)
     if compiled:
         for module in slots.modules().values():
-            compile_blocks(module, CPU, "aot_eager")
+            compile_blocks(module, CPU, backend)
     config = LearnerConfig(**settings)
     guidance = TrainingGuidance(1.0, world.negative, family.embedded_guidance)
     return Learner(family, slots, algo, config, size=world.size, guidance=guidance, ranks=ranks)
@@ -84,6 +86,26 @@ def test_where_every_second_block_is_recomputed(
         for each in (False, True)
     )
     require_same(compiled, eager)
+
+
+@pytest.mark.parametrize("mode", ["lora", "full"])
+def test_layers_that_no_output_depends_on_stay_as_they_are(
+    random_pipeline: Path, tmp_path: Path, fresh_compiler: None, mode: str
+) -> None:
+    world = World(random_pipeline, tmp_path / "cache", layers=1)
+    learner = make_learner(
+        world, mode, Ranks(), compiled=True, backend="inductor", weight_decay=0.5, learning_rate=0.1
+    )
+    before = {name: value.clone() for name, value in learner.slots.state("policy").items()}
+    trained(world, learner, keep=False)
+    learner.step()
+    after = learner.slots.state("policy")
+    unread = {name for name in after if name.startswith(learner.family.unread_layers())}
+    assert unread
+    assert unread == {name for name, value in after.items() if torch.equal(value, before[name])}
+    assert not any(
+        id(learner.slots.trainable_parameters()[name]) in map(id, learner.optimizer.state) for name in unread
+    )
 
 
 @pytest.mark.parametrize(("mode", "keep"), [("lora", True), ("full", False)])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import spotlight
+import spotlight_bucket
 import spotlight_dashboard
 import spotlight_fleet
 import spotlight_kernels
@@ -27,6 +28,7 @@ PACKAGES = (
     spotlight_fleet,
     spotlight_plan,
     spotlight_dashboard,
+    spotlight_bucket,
 )
 SOURCE = Path(spotlight.__file__).parent
 SOURCES = {
@@ -40,6 +42,7 @@ PACKAGES_MAY_IMPORT: dict[str, set[str]] = {
     "spotlight": {"spotlight_kernels", "spotlight_rewards", "spotlight_fleet"},
     "spotlight_plan": {"spotlight", "spotlight_rewards", "spotlight_fleet"},
     "spotlight_dashboard": {"spotlight", "spotlight_rewards"},
+    "spotlight_bucket": {"spotlight", "spotlight_rewards"},
 }
 """Packages, each a distribution of its own; the leaf first."""
 
@@ -77,6 +80,7 @@ USE_KERNELS = {"models"}
 FROM_TRAINER: dict[str, set[str]] = {
     "spotlight_plan": {"scheduler", "config", "store"},
     "spotlight_dashboard": {"store"},
+    "spotlight_bucket": {"store"},
 }
 """Rooms of the trainer that other packages may import; their commands may import all."""
 
@@ -185,6 +189,7 @@ LIGHT = (
     "spotlight_fleet",
     "spotlight_plan",
     "spotlight_dashboard",
+    "spotlight_bucket",
 )
 """Packages and rooms that start without torch, Ray and the model libraries."""
 MODELS = ("diffusers", "transformers", "peft", "accelerate")

@@ -53,6 +53,13 @@ class TestCurves:
         assert groups[0].name == "a-0 +1"
         assert differences(groups) == {"learner.learning_rate": [1e-4, None]}
 
+    def test_a_run_and_its_copy_are_not_two_seeds(self) -> None:
+        copies = [line("a", 1, run_seed=3), line("b", 1, run_seed=4), line("c", 1, run_seed=3)]
+        (group,) = grouped(copies)
+        assert group.repeated == ["c"]
+        assert Seeds((line("a", 1), line("a-again", 1))).repeated == ["a-again"]
+        assert Seeds((line("a", 1), line("b", 1, run_seed=3))).repeated == []
+
     def test_points_end_where_the_shortest_run_does(self) -> None:
         groups = grouped([line("a", 1, 10), line("b", 1, 6, beta=2)])
         assert points(groups) == [1, 2, 4, 5, 6]

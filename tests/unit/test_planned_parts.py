@@ -8,11 +8,13 @@ import re
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from spotlight_plan import search as planning_search
 from spotlight_plan.candidates import grid, prepared_for
+from spotlight_plan.closed_form import ClosedForm
 from spotlight_plan.compare import (
     PREVIEWS_WANTED,
     ComparedStrategy,
@@ -22,10 +24,10 @@ from spotlight_plan.compare import (
     run_task,
 )
 from spotlight_plan.pages.comparison_summary import notes_of, table_of
-from spotlight_plan.scenarios.prepare import Prepared, prepare
-from spotlight_plan.scenarios.scenario_file import ScenarioFile, Target
+from spotlight_plan.scenarios.prepare import Prepared, prepare, scenario_of
+from spotlight_plan.scenarios.scenario_file import SUBSET_SPEED, ScenarioFile, Target
 from spotlight_plan.scenarios.scenario_load import load_scenario
-from spotlight_plan.scenarios.strategies import PipelinePart, strategy_named, variants
+from spotlight_plan.scenarios.strategies import PipelinePart, UnknownStrategyError, strategy_named, variants
 from spotlight_plan.search import Goal, corrected, search
 from spotlight_plan.strategy_runs import StrategyRuns
 from spotlight_rewards.base.errors import ConfigError
@@ -141,6 +143,46 @@ def test_parts_that_exclude_each_other_are_tried_apart() -> None:
         1,
     }
     assert len(names) == 6
+
+
+def test_a_subset_learns_as_measured_and_replaces_previews() -> None:
+    page = Path(__file__).parents[2] / "docs" / "howto" / "train-on-a-subset.md"
+    row = re.search(r"32, 8 \| [\d.]+: ([\d.]+) \(([\d.]+) to ([\d.]+)\)", page.read_text(encoding="utf-8"))
+    assert row is not None
+    assert (SUBSET_SPEED[1], SUBSET_SPEED[0], SUBSET_SPEED[2]) == tuple(map(float, row.groups()))
+    strategy = strategy_named("all_spot+subset")
+    given = prepared("all_spot+subset", name="paper-512")
+    target = given.file.target_of(strategy)
+    assert (strategy.explore, target and target.value) == (None, (106, 116, 130))
+    plan = scenario_of(given, strategy).plan
+    assert (plan.group_size, plan.choice.samples, plan.exploration) == (32, 8, None)
+    forms = {name: ClosedForm(given, strategy_named(name), 336) for name in ("all_spot+subset", "all_spot")}
+    subset, whole = (form.outcome(given) for form in forms.values())
+    assert subset.target_usd < whole.target_usd
+    with pytest.raises(ConfigError, match=r"train_samples: found 8; expected null with all_spot\+subset"):
+        load_scenario("paper-512", ["workload.train_samples=8", "strategies=[all_spot+subset]"])
+    assert "subset" not in load_scenario("paper-512", ["workload.train_samples=8"]).usable_parts
+    for name, expected in (
+        ("spot_checkpoints+subset", "runs here"),
+        ("disaggregated+slices+subset", "one of"),
+    ):
+        with pytest.raises(UnknownStrategyError) as caught:
+            strategy_named(name)
+        assert expected in caught.value.expected
+
+
+def test_a_scenario_may_hold_a_deadline_with_the_nodes_it_asks_for() -> None:
+    nodes = "cluster.spot={nodes: 6, gpus_per_node: 2, gpu_type: H100, usd_gpu_h: 2}"
+    held = ("run.iterations=9", "target={deadline_h: 1, nodes_first: 1}", nodes)
+    free, asking = (outcome("spot_rollout_only", *given) for given in ((*held[:1], nodes), held))
+    assert (free.decisions, free.problem, asking.problem) == ((), None, None)
+    assert re.search(r"2 spot nodes instead of 1: .*out of reach", asking.decisions[1][1])
+    prep = prepared("spot_rollout_only", *TINY, TARGET, *held)
+    assert any(
+        "What spot_rollout_only decided" in one.heading
+        for one in notes_of(prep, [StrategyRuns((asking,))], NOW)
+    )
+    assert outcome("disaggregated", *held).decisions == ()
 
 
 def test_what_the_learner_refuses_is_refused() -> None:

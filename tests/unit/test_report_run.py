@@ -320,6 +320,15 @@ def test_the_card_names_a_hub_model_as_its_base(run: RunRecord, tmp_path: Path) 
     assert (matter["base_model"], matter["base_model_relation"]) == ("Qwen/Qwen-Image", "adapter")
 
 
+def test_the_card_says_beside_which_base_scores_were_made(run: RunRecord) -> None:
+    whole = write_card(run).read_text()
+    model = run.config.model.model_copy(update={"quantize": "nf4"})
+    text = write_card(replace(run, config=run.config.model_copy(update={"model": model}))).read_text()
+    for said in ("held in NF4 for training and all scores", "`spotlight eval demo --quantize none`"):
+        assert said in text
+        assert said not in whole
+
+
 def test_commands_read_the_run(run: RunRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.paths.path.parent)
     runner = CliRunner()

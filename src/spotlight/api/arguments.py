@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.files import write_atomically
@@ -33,16 +33,47 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else list(value)  # type: ignore[call-overload]
 
 
-def reward_of(reward: RewardArgument, run: Path, cache: Path) -> dict[str, Any]:
-    """A name, a function or a section of the configuration as a section. Raises ConfigError.
+def rewards_of(rewards: object, run: Path, cache: Path) -> list[dict[str, Any]]:
+    """Names, functions and sections as sections of the configuration. Raises ConfigError.
 
     Args:
         run: its directory.
+        cache: where functions lie that are copied.
     """
+    assert isinstance(rewards, Iterable), "as stand_ins_of has found"
+    return [reward_of(each, run, cache) for each in rewards]
+
+
+def stand_ins_of(rewards: object) -> list[dict[str, Any]]:
+    """Sections with the curves' names of :func:`rewards_of`, which raises as this does."""
+    if isinstance(rewards, str | Mapping) or not isinstance(rewards, Iterable):
+        _refuse("rewards", rewards, "a list of names, functions or sections", "Put it into a list.")
+    return [_stand_in(each) for each in rewards]
+
+
+def _stand_in(reward: object) -> dict[str, Any]:
+    section = dict(reward) if isinstance(reward, Mapping) else {"name": reward}
+    given = section["name"] if "name" in section else ""
+    return {**section, "name": given if isinstance(given, str) else label_of(given)}
+
+
+def label_of(function: object) -> str:
+    """Of the curve of a function that is copied."""
+    return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
+
+
+def _refuse(key: str, found: object, expected: str, remedy: str) -> NoReturn:
+    raise ConfigError("the arguments of train", [Problem(key, repr(found), expected, remedy)])
+
+
+def reward_of(reward: RewardArgument, run: Path, cache: Path) -> dict[str, Any]:
+    """A name, a function or a section of the configuration as a section. Raises as :func:`rewards_of`."""
     section = dict(reward) if isinstance(reward, Mapping) else {}
     given = section.get("name", "") if isinstance(reward, Mapping) else reward
     if isinstance(given, str):
         return {**section, "name": given}
+    if not callable(given):
+        _refuse("rewards", given, "a name, a function or a section", "Name one that there is, or write one.")
     if (name := importable(given)) is not None:
         return {**section, "name": name}
     from spotlight.api.pickled_reward import pickled
@@ -52,7 +83,7 @@ def reward_of(reward: RewardArgument, run: Path, cache: Path) -> dict[str, Any]:
 
 def importable(function: Callable[..., Any]) -> str | None:
     """``module:function``, by which another process imports it; None: it cannot."""
-    module, name = function.__module__, function.__qualname__
+    module, name = function.__module__, getattr(function, "__qualname__", "<object>")
     if module == "__main__":
         script = getattr(sys.modules["__main__"], "__file__", None)
         module = Path(script).stem if script else ""
@@ -60,18 +91,17 @@ def importable(function: Callable[..., Any]) -> str | None:
 
 
 def prompt_files(
-    prompts: PromptsArgument, test_prompts: PromptsArgument | None, cache: Path
+    prompts: PromptsArgument | None, test_prompts: PromptsArgument | None, cache: Path
 ) -> dict[str, str]:
     """``data.train`` and ``data.test``; lists are written into the cache directory under their digests.
 
     Without ``test_prompts`` every tenth prompt of a list is held out. Raises ConfigError.
     """
     files: dict[str, str] = {}
-    if test_prompts is None and not isinstance(prompts, str | Path):
+    if test_prompts is None and prompts is not None and not isinstance(prompts, str | Path):
         records = _records("prompts", prompts)
         if len(records) < 2:
-            problem = Problem("prompts", f"{len(records)} prompts", "at least 2", "Give test_prompts, too.")
-            raise ConfigError("the arguments of train", [problem])
+            _refuse("prompts", records, "at least 2", "Give test_prompts, too.")
         test_prompts = records[::_HELD_OUT_EVERY]
         prompts = [each for index, each in enumerate(records) if index % _HELD_OUT_EVERY]
     for key, given in (("prompts", prompts), ("test_prompts", test_prompts)):
@@ -90,15 +120,15 @@ def _records(key: str, prompts: Any) -> list[dict[str, Any]]:
         prompts = prompts.to_dict("records")
     elif hasattr(prompts, "to_list"):
         prompts = prompts.to_list()
-    records = [{"prompt": each} if isinstance(each, str) else dict(each) for each in prompts]
-    if wrong := [each for each in records if not isinstance(each.get("prompt"), str)]:
-        problem = Problem(
-            key,
-            repr(wrong[0]),
-            "texts, or rows whose column 'prompt' is one",
-            "Rename the column of the texts.",
-        )
-        raise ConfigError("the arguments of train", [problem])
+    expected = "texts, or rows whose column 'prompt' is one"
+    if not isinstance(prompts, Iterable):
+        _refuse(key, prompts, f"a file, {expected}", "Give a list.")
+    records = []
+    for each in prompts:
+        record = {"prompt": each} if isinstance(each, str) else each
+        if not isinstance(record, Mapping) or not isinstance(record.get("prompt"), str):
+            _refuse(key, each, expected, "Correct it, or rename the column of the texts.")
+        records.append(dict(record))
     return records
 
 

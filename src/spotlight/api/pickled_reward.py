@@ -14,6 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from spotlight.api.arguments import label_of
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.files import write_atomically
 from spotlight_rewards.reward import Image, Reward, RewardSetupError
@@ -55,7 +56,7 @@ def pickled(function: Callable[..., Any], run: Path, cache: Path) -> dict[str, A
     """
     from ray import cloudpickle
 
-    label = function.__name__.strip("<>")
+    label = label_of(function)
     try:
         content = cloudpickle.dumps(function)
     except Exception as error:

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spotlight.api.arguments import PromptsArgument, RewardArgument, overrides_of, prompt_files, reward_of
+from spotlight.api.arguments import (
+    PromptsArgument,
+    RewardArgument,
+    overrides_of,
+    prompt_files,
+    rewards_of,
+    stand_ins_of,
+)
 from spotlight.api.opened_run import Run
 from spotlight.api.opened_run import open as open_run
 from spotlight_rewards.base.errors import UserError
@@ -53,7 +60,7 @@ def train(
         RunStoppedError: the run stopped by an error.
     """
     from spotlight.cli.runs.progress import make_progress
-    from spotlight.cli.runs.train import driver_of
+    from spotlight.cli.runs.train import driver_of, in_a_folder
     from spotlight.config.load import load_config
     from spotlight.runtime.assembly.components import cache_dir
     from spotlight.runtime.preflight import finished_summary, require_startable
@@ -64,15 +71,17 @@ def train(
     }
     given = [*overrides_of({name: each for name, each in sections.items() if each}), *overrides_of(keys)]
     source = Path(os.devnull if config is None else config)
-    run_config = load_config(source, given)
+    # A key may name a reward's curve, so their places stand in for them where the run's own is sought.
+    stand_ins = [] if rewards is None else [*overrides_of({"rewards": stand_ins_of(rewards)})]
+    run_config = load_config(source, [*given, *stand_ins])
     cache, directory = cache_dir(run_config), run_config.runs_dir / run_config.name
     if rewards is not None:
-        given += overrides_of({"rewards": [reward_of(each, directory, cache) for each in rewards]})
-    if prompts is not None:
+        given += overrides_of({"rewards": rewards_of(rewards, directory, cache)})
+    if prompts is not None or test_prompts is not None:
         given += overrides_of(prompt_files(prompts, test_prompts, cache))
     run_config = load_config(source, given)
     progress = make_progress(run_config, plain)
-    with progress:
+    with progress, in_a_folder(run_config, progress.note) as run_config:
         if finished_summary(run_config) is None:
             require_startable(run_config)
         result = driver_of(run_config)(run_config, progress, 0.0)

@@ -7,14 +7,23 @@ from typing import Annotated
 
 import typer
 
-from spotlight_rewards.commands.exit_codes import failure
+from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
 
 RUNS = Path("runs")
 
 
-def find_run(text: str) -> Path:
-    """The run directory named by ``text``; otherwise list the existing ones and exit."""
+def find_run(text: str, *, whole: bool = False) -> Path:
+    """The run directory named by ``text``; otherwise list the existing ones and exit.
+
+    Args:
+        whole: of a run in a bucket, bring all checkpoints, not only the newest.
+    """
     from spotlight.store.run_directory import RunPaths
+    from spotlight.store.run_store import Wanted, stored_run
+
+    with errors_without_traceback():
+        if (copy := stored_run(text, Wanted.ALL if whole else Wanted.CHECKPOINT)) is not None:
+            return copy
 
     for path in (Path(text), RUNS / text):
         if RunPaths(path).config.is_file():
@@ -26,5 +35,9 @@ def find_run(text: str) -> Path:
 
 RunArgument = Annotated[
     str,
-    typer.Argument(metavar="RUN", help="A run directory, or the name of one in runs/.", show_default=False),
+    typer.Argument(
+        metavar="RUN",
+        help="A run directory, the name of one in runs/, or s3://BUCKET/PREFIX/NAME.",
+        show_default=False,
+    ),
 ]

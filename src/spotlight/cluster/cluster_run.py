@@ -103,6 +103,7 @@ def train_on_cluster(
             account=accounts.finish,
         ) as attempt:
             materials.rewards.log_to(directory.attempts, prefix="reward")
+            materials.rewards.tell(observer.note)
             with _blob_store(config, directory, site.here) as store:
                 served, meeting = serve(site.host)  # served while referenced
                 providers = open_providers(config, directory, site.emulated, observer.note)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PlainSerializer, PositiveInt
 
 from spotlight.config.requires import problems_of
 from spotlight.config.section import Section
@@ -33,6 +33,12 @@ from spotlight.config.sections.rollout import RolloutConfig
 from spotlight_rewards.base.errors import Problem
 from spotlight_rewards.reward_config import RewardConfig
 
+
+def _address(runs_dir: Path) -> str:
+    """With both slashes of an address, of which a path has one."""
+    return re.sub("^([a-z][a-z0-9]+):/(?!/)", r"\1://", str(runs_dir))
+
+
 RUN_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 
@@ -43,8 +49,8 @@ class RunConfig(Section):
     """Name of the run directory; default: that of the file without its ending, or of the preset."""
     like: str | None = None
     """Another trainer's settings to start from, below those given here (docs/howto/coming-from.md)."""
-    runs_dir: Annotated[Path, Field(validate_default=False)] = Path("runs")
-    """Parent of the run directories."""
+    runs_dir: Annotated[Path, Field(validate_default=False), PlainSerializer(_address)] = Path("runs")
+    """Parent of the run directories; or a bucket, s3://BUCKET/PREFIX (docs/howto/runs-in-a-bucket.md)."""
     cache_dir: Path | None = None
     """Directory for prompt embeddings; default: ``~/.cache/spotlight`` (or XDG_CACHE_HOME)."""
     run_seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
@@ -141,7 +147,7 @@ RESUMABLE_KEYS = frozenset(
      "learner.keep_gathered", "model.cuda_graphs", "learner.timesteps_per_pass", "learner.pass_memory_gib",
      "pipeline.trainers_generate", "pipeline.switch_s", "reward_policy.workers",
      "reward_policy.start_deadline_s", "reward_policy.on_failure", "reward_policy.max_drop_share",
-     "rewards.*.deadline_s", "rewards.*.retries", "rewards.*.isolation_s",
+     "rewards.*.deadline_s", "rewards.*.retries", "rewards.*.isolation_s", "rewards.*.outage_s",
      "rewards.*.device", "rewards.*.replicas", "rewards.*.batch_size"}
 )  # fmt: skip
 """Keys that may change when a run is resumed; ``*``: of any item.

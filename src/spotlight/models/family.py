@@ -398,6 +398,13 @@ class ModelFamily(FamilyTraits, ABC):
         timestep: Tensor = (sigma * self.scheduler.config.num_train_timesteps).to(self.dtype)
         return timestep / 1000
 
+    def unread_layers(self) -> tuple[str, ...]:
+        """Beginnings of names of the transformer's layers that no velocity depends on: a last block's text.
+
+        They have no gradient and are left as they are, also where compiled blocks give them one of zeros.
+        """
+        return ()
+
     def check_size(self, size: MediaSize) -> None:
         """Raise :class:`ModelError`, naming the nearest valid sizes, if the size does not fit the patches."""
         self.dimensions.check_size(size, video=self.video)

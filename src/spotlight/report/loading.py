@@ -22,6 +22,16 @@ def base_model(config: RunConfig) -> str:
     return str(local.resolve()) if local.is_dir() else config.model.path
 
 
+def whole_base_note(config: RunConfig) -> str:
+    """Of a LoRA that was trained beside a base in few bits: that it is loaded beside a whole one."""
+    if config.model.quantize == "none":
+        return ""
+    return (
+        f"It was trained, and scored, beside the base in {config.model.quantize.upper()}; here it is used "
+        f"with the files' own weights. `spotlight eval {config.name} --quantize none` says how it scores so."
+    )
+
+
 def loading_snippet(
     config: RunConfig,
     weights: Path,

@@ -19,7 +19,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
 from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
-from spotlight.report.loading import loading_snippet
+from spotlight.report.loading import loading_snippet, whole_base_note
 from spotlight.report.published_settings import hub_model, published_settings, reward_name, without_places
 from spotlight.report.record import RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
@@ -73,7 +73,7 @@ def card_text(run: RunRecord, pictures: list[str], charts: list[str]) -> str:
         where = "the LoRA" if run.config.learner.mode == "lora" else "the model"
         hint = f"Once {where} is on a hub, its id takes the place of the path."
         if run.config.learner.mode == "lora":
-            hint += f" {_where_it_loads(run.config)}"
+            hint = " ".join(filter(None, (hint, _where_it_loads(run.config), whole_base_note(run.config))))
         sections += ["## Use", f"```python\n{without_places(snippet)}\n```\n\n{hint}"]
     if charts:
         sections += ["## Curves", *(f"![{_alt(name)}]({name})" for name in charts)]

@@ -176,6 +176,7 @@ def _drive(
     materials.rewards.log_to(
         RunPaths(config.runs_dir / config.name).attempts, prefix=f"rank-{ranks.rank}-reward"
     )
+    materials.rewards.tell(observer.note)
     driver = InlineDriver(
         InlineParts(
             controller=controller,

@@ -214,7 +214,7 @@ class Controller:
                 self._stopping = True
                 self._stop_where_exact()
             case ev.LearnerLost() if self._stopping:
-                self._stop(None)  # what is committed is all that is left
+                self._stop(self.work.stopping)  # what is committed is all that is left
             case ev.LearnerLost():
                 if self.stage is not Stage.IDLE:
                     self._roll_back()
@@ -317,7 +317,11 @@ class Controller:
 
     def _advance(self) -> None:
         if self.work.stopping is not None:
-            self._stop(self.work.stopping)
+            self._stopping = True
+            if self._updated:
+                self._stop(self.work.stopping)
+            else:
+                self._stop_where_exact()
             return
         if self.stage is Stage.PREPARING and self._is_decided:
             self._close()
@@ -529,7 +533,7 @@ class Controller:
         self.work.effects = [e for e in self.work.effects if isinstance(e, DiscardSamples)]
         self.work.effects.append(FinishRun(error, stopped=error is None))
 
-    # -- a stop on request -----------------------------------------------------------------------------
+    # -- a stop on request, or for want of scores ------------------------------------------------------
 
     @property
     def stop_note(self) -> str:
@@ -562,7 +566,7 @@ class Controller:
         if self.learner.up and self.learner.committed.iteration != self.iteration:
             self._commit(Trigger.SAVED_EARLY)
         else:
-            self._stop(None)
+            self._stop(self.work.stopping)
 
     # -- checkpoints -----------------------------------------------------------------------------------
 

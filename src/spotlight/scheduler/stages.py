@@ -55,7 +55,8 @@ class Trigger(StrEnum):
     RUN_STOPPED = "run stopped"
     """By an error the user has to fix, or on request."""
     SAVED_EARLY = "saved early"
-    """On request, before the iteration's first update: what was there when it began is saved."""
+    """On request, or for want of scores, before the iteration's first update: what was there when it began is
+    saved."""
 
 
 _INTERRUPTED = {Trigger.LEARNER_LOST: Stage.STARTING, Trigger.RUN_STOPPED: Stage.OVER}

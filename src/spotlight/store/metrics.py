@@ -203,7 +203,8 @@ def _rows(path: Path) -> Iterator[MetricsRow]:
             yield _parse(json.loads(line))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StoreError(
-                f"{path}, line {number}: not a row of metrics ({error!r}): {line[:80]!r}. Delete that line."
+                f"{path}, line {number}: not a row of metrics ({type(error).__name__}: {error}): "
+                f"{line[:80]!r}. Delete that line."
             ) from error
 
 

@@ -135,6 +135,7 @@ class Learner:
         shard(slots, self.ranks, compute_type(config), config.shard)
         if family.deferred:
             family.read_weights(list(slots.modules().values()))
+        self._unread = family.unread_layers()
         self.optimizer = _adamw(slots, config)
         self.passes = TrainingPasses(
             algorithm,
@@ -260,6 +261,9 @@ class Learner:
         config, optimizer = self.config, self.optimizer
         sums = self._update.meter.reduce(self.ranks)
         drop_idle_gradients(self.slots.modules()["policy"], self.ranks)
+        for name, parameter in self.slots.trainable_parameters().items():
+            if name.startswith(self._unread):
+                parameter.grad = None  # zeros of a compiled block, by which AdamW would decay the weights
         average_gradients(self._trainable(), self.ranks)
         norm, entries = self._gradient_norm()
         grad_norm = norm.item()

@@ -75,6 +75,12 @@ class Seeds:
         more = len(self.runs) - 1
         return self.runs[0].run + (f" +{more}" if more else "")
 
+    @property
+    def repeated(self) -> list[str]:
+        """Runs that have the ``run_seed`` of one before: a copy of it, or the same run again."""
+        seeds = [run.settings.get("run_seed") for run in self.runs]
+        return [run.run for at, run in enumerate(self.runs) if seeds[at] in seeds[:at]]
+
     def at(self, x: float) -> Interval | None:
         """None: a seed has not come so far, or has no value yet: a mean of the others would mislead."""
         found = [run.at(x) if run.x and run.x[-1] >= x else None for run in self.runs]

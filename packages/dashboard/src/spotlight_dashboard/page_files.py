@@ -7,7 +7,10 @@ from pathlib import Path
 
 from spotlight_rewards.base.file_errors import StoreError
 
-PAGE_FILES = ("dashboard.css", "basics.js", "charts.js", "views.js", "pictures.js", "votes.js", "main.js")
+PAGE_FILES = (
+    *("dashboard.css", "basics.js", "charts.js", "views.js", "pictures.js", "learnt.js", "votes.js"),
+    "main.js",
+)
 """In the order in which the page loads them."""
 CONTENT_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "

@@ -104,7 +104,7 @@ class ClosedForm:
     """
 
     def __init__(self, prepared: Prepared, strategy: Strategy, limit_h: float) -> None:
-        self._prepared, self._strategy, self._file = prepared, strategy, prepared.file
+        self._prepared, self._strategy, self._file = prepared, strategy, prepared.file.run_as(strategy)
         self._limit_h = limit_h
         scenario = scenario_of(prepared, strategy)
         assert isinstance(scenario.costs, ProfileCosts), "a scenario file's costs are a profile's"

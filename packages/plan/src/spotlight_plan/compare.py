@@ -79,6 +79,7 @@ class SimulationOutcome:
     coverage: float = math.nan
     other_usd: Mapping[str, float] = field(default_factory=dict)
     on_demand: int = 0
+    decisions: tuple[tuple[float, str], ...] = ()
 
     def hours_after(self, iterations: int) -> float:
         """Time of so many iterations: the first one's, and the mean of the later ones' for each further."""
@@ -172,6 +173,7 @@ def outcome_of(
         coverage=explored.coverage if explored else math.nan,
         other_usd=dict(result.other_usd),
         on_demand=result.on_demand,
+        decisions=result.decisions,
     )
 
 

@@ -282,6 +282,9 @@ def strategy_settings(file: ScenarioFile, candidate: Candidate, pricing: Pricing
             for key, value in (("seeds_per_prompt", seeds), ("steps", steps))
             if value is not None
         )
+    if PipelinePart.SUBSET in parts:
+        chosen = run.run_as(strategy).workload
+        yield f"rollout.group_size={chosen.group_size} algorithm.train_samples={chosen.train_samples}"
     if PipelinePart.GAP in parts:
         yield "pipeline.axis=prompt algorithm.advantage.std=group"  # of the batch, all would have to be there
     if PipelinePart.SLICES in parts:

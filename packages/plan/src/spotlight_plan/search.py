@@ -21,6 +21,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from itertools import count
+from typing import Literal
 
 from spotlight_plan.candidates import (
     Candidate,
@@ -133,18 +135,34 @@ class SearchResult:
         return min(known, key=lambda one: self.goal.rank(one.runs))
 
 
+@dataclass(frozen=True, slots=True)
+class SearchStep:
+    """How far a search is.
+
+    Attributes:
+        what: of the clusters by the closed form, or of the best few by exact simulation.
+        done, of: clusters or simulations.
+        best: of what is ranked so far, by the closed form; None: nothing yet.
+    """
+
+    what: Literal["ranked", "simulated"]
+    done: int
+    of: int
+    best: EvaluatedCandidate | None
+
+
 def search(
     file: ScenarioFile,
     goal: Goal,
     now: datetime,
     *,
     jobs: int = 1,
-    progress: Callable[[str], None] = lambda strategy: None,
+    progress: Callable[[SearchStep], None] = lambda step: None,
 ) -> SearchResult:
     """Find the cheapest cluster within a deadline, or the fastest within a budget.
 
     Args:
-        progress: called after each simulation.
+        progress: called before the first cluster, and after each cluster and each simulation.
 
     Raises:
         ConfigError: a strategy lacks ``iterations_to_target``, or no candidate can be simulated.
@@ -154,17 +172,29 @@ def search(
     candidates, without = grid(file, estimates.quotes)
     for shape, reason in without:
         estimates.left_out.setdefault(reason, {})[shape] = None
-    evaluated = [EvaluatedCandidate(*found) for one in candidates for found in estimates.worth_it(one)]
+    evaluated: list[EvaluatedCandidate] = []
+    best: EvaluatedCandidate | None = None
+    progress(SearchStep("ranked", 0, len(candidates), best))
+    for done, cluster in enumerate(candidates, 1):
+        for found in estimates.worth_it(cluster):
+            evaluated.append(EvaluatedCandidate(*found))
+            best = min(best or evaluated[-1], evaluated[-1], key=lambda one: goal.rank(one.runs))
+        progress(SearchStep("ranked", done, len(candidates), best))
     if not evaluated:
         reasons = "; ".join(estimates.reasons()) or "an empty grid"
         problem = Problem("plan", reasons, "a candidate that can be simulated", "Change the scenario.")
         raise ConfigError(file.name, [problem])
     ranked = sorted(evaluated, key=lambda one: (*goal.rank(one.runs), order_of(one.candidate)))
     able = list(_different(one for one in ranked if goal.met_by(one.runs, SLACK)))
+
+    def simulated(done: int, of: int) -> None:
+        progress(SearchStep("simulated", done, of, best))
+
     confirmed: list[EvaluatedCandidate] = []
     answer: EvaluatedCandidate | None = None
     for first in range(0, min(len(able), ROUNDS * CONFIRMED), CONFIRMED):
-        confirmed += confirm(estimates, able[first : first + CONFIRMED], jobs, progress)
+        chosen = able[first : first + CONFIRMED]
+        confirmed += confirm(estimates, chosen, jobs, simulated)
         passed = [one for one in confirmed if goal.met_by(one.runs)]
         if passed:
             answer = min(passed, key=lambda one: (*goal.rank(one.runs), order_of(one.candidate)))
@@ -277,9 +307,9 @@ def confirm(
     estimates: Estimates,
     candidates: Sequence[EvaluatedCandidate],
     jobs: int,
-    progress: Callable[[str], None] = lambda strategy: None,
+    progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[EvaluatedCandidate]:
-    """Simulate candidates for ``plan.iterations`` from every start."""
+    """Simulate candidates for ``plan.iterations`` from every start; ``progress`` hears how many are done."""
     file, number = estimates.file, estimates.file.plan.iterations
     prepared = [
         prepared_for(file, one.candidate, number, estimates.now, estimates.quotes) for one in candidates
@@ -289,7 +319,9 @@ def confirm(
         for one, each in zip(candidates, prepared, strict=True)
         for task in tasks_from_starts(each, (one.candidate.strategy,))
     ]
-    results = run_tasks(tasks, jobs, lambda task: progress(task.strategy))
+    numbers = count()
+    progress(next(numbers), len(tasks))
+    results = run_tasks(tasks, jobs, lambda task: progress(next(numbers), len(tasks)))
     found = grouped([result.outcome for result in results], file.run.starts)
     confirmed = []
     for one, each, exact in zip(candidates, prepared, found, strict=True):

@@ -42,11 +42,13 @@ class RewardFailure:
     Attributes:
         reward: name of the reward that failed.
         message: what happened, with the remote traceback or the process's last output.
+        away: what scores does not answer, and may answer later.
     """
 
     kind: FailureKind
     reward: str
     message: str
+    away: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from socket import gaierror
 from typing import Any, ClassVar, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -144,6 +145,22 @@ class RewardSetupError(UserError, RuntimeError):
 
 class SampleError(Exception):
     """Why one sample has no score; may stand in its place in a reward's ``"score"``."""
+
+
+class AwayError(SampleError):
+    """What scores does not answer at the moment: it is asked again, for up to ``rewards[].outage_s``.
+
+    A reward may raise it, or return it for a sample. A ConnectionError or TimeoutError counts as one, and
+    what is raised because of one.
+    """
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether an error, or one that it was raised because of, says that what scores does not answer."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, AwayError | ConnectionError | TimeoutError | gaierror):
+        seen = seen.__cause__ or seen.__context__
+    return seen is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,10 @@ class RewardConfig(StrictSection):
     """Time limit per call; a call that exceeds it is killed and counts as failed."""
     retries: Annotated[int, Field(ge=0)] = 1
     """Further attempts after a failure."""
+    outage_s: Annotated[float, Field(ge=0, le=1e6)] = 1800.0
+    """How long a server that does not answer (no connection, time-outs, status 408, 429, 502 to 504) is asked
+    again, with growing pauses, before its samples fail; 0: not at all.
+    """
     isolation_s: Annotated[float, Field(ge=0)] | None = None
     """Time for retrying a failed batch image by image, to lose only the bad one; default: 4 deadlines."""
     device: RewardDevice = "auto"
@@ -50,6 +54,11 @@ class RewardConfig(StrictSection):
     @property
     def is_beside_command(self) -> bool:
         """Whether its process is always where the run directory is, in which people find what is asked."""
+        return self.name == "vote"
+
+    @property
+    def scores_one(self) -> bool:
+        """Whether it scores a picture alone in its group, although it compares: nobody is asked about it."""
         return self.name == "vote"
 
     @property

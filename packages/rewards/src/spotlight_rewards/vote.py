@@ -32,7 +32,6 @@ from spotlight_rewards.reward import (
     Image,
     Reward,
     RewardSetupError,
-    SampleError,
     takes_groups,
     takes_videos,
 )
@@ -54,8 +53,8 @@ class PeoplesVote(Reward):
     """Let a person pick or rank the pictures of a group, on the dashboard.
 
     ``score``: share of the others that it was placed before, equal places counting half, in [0, 1];
-    ``vote_s``: seconds from the question to the vote. Pictures that are all the same score 1/2 without a
-    vote. A picture alone in its group is an error.
+    ``vote_s``: seconds from the question to the vote. Pictures that are all the same, and a picture alone in
+    its group, score 1/2 without a vote.
 
     Attributes:
         ask_name: ask who votes, and keep the name with the vote; nothing of a voter is kept otherwise.
@@ -71,9 +70,6 @@ class PeoplesVote(Reward):
         """Raises RewardSetupError: the run directory is not here, cannot be written, or a vote is damaged."""
         limit_s = self.context.deadline_s or _UNLIMITED_S
         ends_s = time.monotonic() + limit_s - min(_SEEN_WITHIN_S, limit_s / 4)
-        if len(images) < 2:
-            alone = "it is alone: no other member of its group was made; expected two or more to choose from."
-            return {"score": [SampleError(alone)] * len(images), "vote_s": [0.0] * len(images)}
         files = [_png(image) for image in images]
         names = [picture_name(file) for file in files]
         found = Vote((), 0.0)
@@ -104,14 +100,18 @@ class PeoplesVote(Reward):
 
 
 def shares_beaten(names: Sequence[str], ranking: Sequence[str]) -> list[float]:
-    """Per picture: the share of the others that come after it, half of those beside it included."""
+    """Per picture: the share of the others that come after it, half of those beside it too; alone 1/2."""
     place = {name: at for at, name in enumerate(ranking)}
     places = [place.get(name, len(ranking)) for name in names]
     others = len(places) - 1
-    return [
-        (sum(each > mine for each in places) + (sum(each == mine for each in places) - 1) / 2) / others
-        for mine in places
-    ]
+    return (
+        [0.5] * len(places)
+        if others < 1
+        else [
+            (sum(each > mine for each in places) + (sum(each == mine for each in places) - 1) / 2) / others
+            for mine in places
+        ]
+    )
 
 
 def _box(run_directory: str) -> BallotBox:

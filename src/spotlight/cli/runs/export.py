@@ -90,7 +90,7 @@ def export(
     if layout is not None and merged:
         raise failure(f"--format {layout}: nothing with --merged, which has no LoRA; leave one of them out.")
     with errors_without_traceback():
-        from spotlight.report.loading import loading_snippet
+        from spotlight.report.loading import loading_snippet, whole_base_note
         from spotlight.report.record import read_run
 
         trained = open_run(run, device, weights, iteration, best, by)
@@ -103,6 +103,7 @@ def export(
             for file in trained.export_renamed_lora(target, layout):
                 typer.echo(f"{printable(file)} (iteration {trained.iteration}, {trained.weights} weights)")
             typer.echo(f"\n{_WHERE[layout]}")
+            _say(whole_base_note(trained.config))
             return
         if merged:
             lost = trained.export_merged(target, dtype)
@@ -114,6 +115,12 @@ def export(
         typer.echo(f"{_loss_note(lost, lora=not full)}\n")
     snippet = loading_snippet(trained.config, target.resolve(), prompt=prompt, merged=merged, dtype=dtype)
     typer.echo(printable(snippet))
+    _say(whole_base_note(trained.config))
+
+
+def _say(note: str) -> None:
+    if note:
+        typer.echo(f"\n{printable(note)}")
 
 
 def _loss_note(lost: LostUpdate, *, lora: bool) -> str:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from spotlight.cli.run_argument import RUNS
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.commands.exit_codes import errors_without_traceback
 
 if TYPE_CHECKING:
     from spotlight.report.record import RunRecord
@@ -24,7 +25,9 @@ _STYLES = {"finished": "green", "running": "cyan", "failed": "red", "killed": "y
 
 
 def runs(
-    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Parent of the run directories.")] = RUNS,
+    directory: Annotated[
+        Path, typer.Argument(metavar="[DIR]", help="Parent of the run directories, or s3://BUCKET/PREFIX.")
+    ] = RUNS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, an object for each run.")] = False,
 ) -> None:
     """List the runs with progress, last validation, cost and state; on wide terminals also the algorithm.
@@ -39,7 +42,10 @@ def runs(
     """
     from spotlight.report.record import read_run
     from spotlight.store.metrics import JUDGED
+    from spotlight.store.run_store import local_folder
 
+    with errors_without_traceback():
+        directory = local_folder(directory)
     console = Console(highlight=False)
     found = sorted(path.parent for path in directory.glob("*/config.yaml"))
     if as_json:

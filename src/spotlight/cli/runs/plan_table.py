@@ -13,6 +13,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX
 from spotlight.dry_run.memory_plan import (
     Estimate,
+    checkpoint_parts,
     kept_gathered,
     may_share,
     peak_bytes,
@@ -26,10 +27,13 @@ from spotlight.dry_run.reward_plan import RewardPlace
 from spotlight.dry_run.run_plan import Passes, RunPlan
 from spotlight.models.media import MediaSize
 from spotlight.report.wording import count, duration, money, size
+from spotlight.store.run_store import StoredRuns
 
 
-def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetPlan | None) -> None:
-    """Print counts, parameters, memory, disk and time."""
+def print_plan(
+    console: Console, config: RunConfig, plan: RunPlan, fleet: FleetPlan | None, kept: StoredRuns | None
+) -> None:
+    """Print counts, parameters, memory, disk and time, and what it costs to keep the run elsewhere."""
     _print(console, "Work", _work(config, plan))
     _print(console, "DiT passes of an iteration (one sample each)", _passes(plan))
     _print(console, "Parameters", _parameters(plan))
@@ -53,6 +57,10 @@ def print_plan(console: Console, config: RunConfig, plan: RunPlan, fleet: FleetP
     total = size(sum(part.bytes for part in plan.disk))
     known = "" if plan.parameters_trained is not None else " without checkpoints, which are unknown"
     _print(console, f"Disk, estimated: {total}{known}", _estimates(plan.disk))
+    if kept is not None and (stored := checkpoint_parts(config, plan.parameters_trained)):
+        copies = config.checkpoint.keep + config.checkpoint.best + 1
+        costs = kept.store.costs(stored[0].bytes / copies, sum(part.bytes for part in plan.disk))
+        _print(console, f"In {kept.address}, estimated", costs)
     if sent := published_parts(config, plan.parameters_trained):
         title = "Weights sent to workers, through Ray's object store: one on a node, on the head one per node"
         _print(console, title, _estimates(tuple(sent)))

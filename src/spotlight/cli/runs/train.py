@@ -6,7 +6,8 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -18,6 +19,7 @@ from rich.text import Text
 from spotlight.cli.config_command import split_arguments
 from spotlight.garbage import lasting
 from spotlight.testbed import TESTBEDS
+from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.commands.exit_codes import (
     EXIT_INTERRUPTED,
     EXIT_NOT_STARTED,
@@ -196,7 +198,10 @@ def train(
     if (ranks or 1) > 1 and "WORLD_SIZE" not in os.environ:
         from spotlight.cli.runs.rank_processes import run_ranks
 
-        raise typer.Exit(run_ranks(ranks or 1, [sys.executable, "-m", "spotlight.cli", *sys.argv[1:]]))
+        command = [sys.executable, "-m", "spotlight.cli", *sys.argv[1:]]
+        with errors_without_traceback(), in_a_folder(config, partial(typer.echo, err=True)) as local:
+            moved = [] if local is config else [f"runs_dir={local.runs_dir}"]
+            raise typer.Exit(run_ranks(ranks or 1, [*command, *moved]))
     beside = (dashboard or keep_dashboard or vote) and int(os.environ.get("RANK", "0")) == 0
     view = ("votes" if vote else "overview") if beside else None
     result = _run(config, plain, view, keep_dashboard=keep_dashboard, profile=profile or 0)
@@ -291,14 +296,21 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
     from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
+    from spotlight.store.run_store import Wanted, default_cache, stored_runs
 
     with errors_without_traceback(), lasting():
+        kept = stored_runs(config.runs_dir)
+        if kept is not None:
+            copy = kept.store.read(
+                kept.address, config.name, config.cache_dir or default_cache(), Wanted.LIGHT
+            )
+            config = config.model_copy(update={"runs_dir": copy.parent})
         if finished_summary(config) is None:
             require_disk(config, require_startable(config))
         plan, fleet = make_plan(config, ranks), plan_fleet(config.fleet)
         require_learner_room(config)
     console = Console(highlight=False)
-    print_plan(console, config, plan, fleet)
+    print_plan(console, config, plan, fleet, kept)
     shown = shlex.join(["spotlight", "config", *arguments])
     console.print(Text(f"Every key of this configuration: {shown}"), soft_wrap=True)
 
@@ -317,7 +329,7 @@ def _run(
     progress = make_progress(config, plain)
     progress.facts.started = time.monotonic() - process_age_s()  # imports are billed too
     try:
-        with ending_at_once(), progress:
+        with ending_at_once(), progress, in_a_folder(config, progress.note) as config:
             if dashboard is not None:
                 start_beside(
                     config.runs_dir, config.name, stays=keep_dashboard, note=progress.note, view=dashboard
@@ -336,6 +348,27 @@ def _run(
             raise failure(str(error), code) from error
         _point_to_log(config, progress)
         raise
+
+
+@contextmanager
+def in_a_folder(config: RunConfig, note: Callable[[str], None]) -> Iterator[RunConfig]:
+    """The configuration with a folder as ``runs_dir``: of a run that is kept elsewhere, its working copy.
+
+    Raises StoreError.
+    """
+    from spotlight.store.run_store import default_cache, stored_runs
+
+    if (found := stored_runs(config.runs_dir)) is None:
+        yield config
+        return
+    if "WORLD_SIZE" in os.environ:
+        raise StoreError(
+            f"runs_dir is {found.address} under torchrun; expected a folder, which its ranks share. "
+            "Start the ranks with --ranks, or set runs_dir to a folder."
+        )
+    cache = config.cache_dir or default_cache()
+    with found.store.work(found.address, config.name, cache, note) as runs_dir:
+        yield config.model_copy(update={"runs_dir": runs_dir})
 
 
 def driver_of(

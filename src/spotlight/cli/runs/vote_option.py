@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 _SHOWN = 4
 """Pictures of a prompt, of which a person picks the best."""
 _DEADLINE_S = 900
-_COMPARED_MIN = 2
+_EVALUATED = 3
+"""Held-out prompts with a picture each, drawn after every round; nobody is asked about them."""
 
 
 class VoteError(UserError, ValueError):
@@ -50,5 +51,9 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, object]]:
     yield "reward_policy.on_failure", "drop"
     if rollout.group_size > _SHOWN:
         yield "rollout.group_size", _SHOWN
-    if config.evaluation.images_per_prompt < _COMPARED_MIN:
-        yield "evaluation.images_per_prompt", _COMPARED_MIN
+    yield "evaluation.every", 1
+    yield "evaluation.images_per_prompt", 1
+    if config.evaluation.prompts is None or config.evaluation.prompts > _EVALUATED:
+        yield "evaluation.prompts", _EVALUATED
+    if config.evaluation.grid_images is not None:
+        yield "evaluation.grid_images", 1

@@ -95,6 +95,10 @@ class QwenImage(ModelFamily):
             },
         )
 
+    def unread_layers(self) -> tuple[str, ...]:
+        *_, (last, _) = self.transformer.get_submodule("transformer_blocks").named_children()
+        return f"transformer_blocks.{last}.attn.to_add_out.", f"transformer_blocks.{last}.txt_mlp."
+
     def condition_shapes(self, text_tokens: int) -> dict[str, tuple[int, ...]]:
         """``embeds``: the text encoder's last hidden state."""
         return {"embeds": (text_tokens, self.config.joint_attention_dim)}

@@ -42,6 +42,7 @@ from spotlight.runtime.assembly.controller_plan import plan_of as plan_of
 from spotlight.runtime.assembly.preview_settings import preview_recipe
 from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import Purpose
+from spotlight.store.run_store import default_cache
 from spotlight.testbed import pipeline_directory
 from spotlight.training.settings import adapter_type, autocast_type
 from spotlight_rewards.base.errors import ConfigError, Problem
@@ -110,7 +111,7 @@ def cache_dir(config: RunConfig) -> Path:
     """Directory for data shared by all runs."""
     if config.cache_dir is not None:
         return config.cache_dir
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spotlight"
+    return default_cache()
 
 
 def make_sampler(config: RunConfig) -> Sampler:
@@ -277,17 +278,19 @@ def make_reward_pool(
 
 def _group_problems(config: RunConfig, comparing: Sequence[str]) -> Iterator[Problem]:
     """Of the rewards that compare the samples of a group, by curve."""
-    names, evaluation = " and ".join(map(repr, comparing)), config.evaluation
+    evaluation, alone = config.evaluation, {each.curve for each in config.rewards if each.scores_one}
+    names = " and ".join(map(repr, comparing))
+    two = " and ".join(repr(curve) for curve in comparing if curve not in alone)
     if comparing and config.exploration is not None:
         yield Problem(
             "rewards", f"{names}, which compares the samples of a group, with exploration",
             "rewards that score each sample by itself",
             "Leave out exploration: its previews are scored one by one, as they come.",
         )  # fmt: skip
-    if comparing and evaluation.count(config.iterations) and evaluation.images_per_prompt < _COMPARED_MIN:
+    if two and evaluation.count(config.iterations) and evaluation.images_per_prompt < _COMPARED_MIN:
         yield Problem(
             "evaluation.images_per_prompt", str(evaluation.images_per_prompt), f"at least {_COMPARED_MIN}",
-            f"Raise it: {names} compares the pictures of a prompt.",
+            f"Raise it: {two} compares the pictures of a prompt.",
         )  # fmt: skip
 
 

@@ -154,6 +154,13 @@ def _show(groups: Sequence[Seeds], at: Sequence[float], name: str, by: Axis, tar
         cells = [*(group.at(x) for x in at), group.end, when]
         table.add_row(group.name, *map(_cell, cells), share)
     console.print(table)
+    for group in groups:
+        if repeated := group.repeated:
+            console.print(
+                f"{' and '.join(repeated)}: the run_seed of another run of {group.name}, so its interval is "
+                "not one over seeds. Leave out copies, or give run_seed.",
+                soft_wrap=True,
+            )
 
 
 def _show_differences(groups: Sequence[Seeds], changed: dict[str, list[object]]) -> None:

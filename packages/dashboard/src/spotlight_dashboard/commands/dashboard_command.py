@@ -19,7 +19,9 @@ import typer
 
 from spotlight.cli.run_argument import RUNS
 from spotlight.cli.runs.dashboard_beside import PORT
-from spotlight_rewards.commands.exit_codes import errors_without_traceback, failure
+from spotlight.store.run_store import Wanted, local_folder, stored_runs
+from spotlight_rewards.base.file_errors import StoreError
+from spotlight_rewards.commands.exit_codes import complain, errors_without_traceback, failure
 from spotlight_rewards.commands.serving import HostOption, TokenEnvOption, token_of
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
 
 _INSTALL = "pip install 'spotlight-rl[dashboard]'"
 _GOES_WITH_S = 2.0
+_FOLLOWS_EVERY_S = 10.0
 
 
 def dashboard(
@@ -37,7 +40,7 @@ def dashboard(
         list[Path] | None,
         typer.Argument(
             metavar="[RUNS_DIR|RUN]...",
-            help="Run directories, or folders of them. (default: runs)",
+            help="Run directories, folders of them, or s3://BUCKET/PREFIX. (default: runs)",
             show_default=False,
         ),
     ] = None,
@@ -127,12 +130,28 @@ def _app(
 
 def _place(text: Path) -> Path:
     """The folder, or the run of that name in ``runs/``; exits if there is neither."""
+    if stored_runs(text) is not None:
+        with errors_without_traceback():
+            folder = local_folder(text)
+        threading.Thread(target=_follow, args=(text,), daemon=True).start()
+        return folder
     for path in (text, RUNS / text):
         if path.is_dir():
             return path
     if text == RUNS:
         return text  # runs yet to come
     raise failure(f"RUNS_DIR: {str(text)!r} is no folder, nor is there a run of that name in {RUNS}/.")
+
+
+def _follow(address: Path) -> None:
+    """Renew the copies of the runs at an address, pictures after the rest."""
+    while True:
+        try:
+            local_folder(address)
+            local_folder(address, Wanted.PICTURES)
+        except StoreError as error:
+            complain(f"{error} The page shows what is here.")
+        time.sleep(_FOLLOWS_EVERY_S)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -262,7 +262,8 @@ document.addEventListener("keydown", (event) => {
     event.ctrlKey ||
     event.altKey ||
     event.metaKey ||
-    event.target.closest("input, select, textarea, dialog, .ballot")
+    event.target.closest("input, select, textarea, dialog") ||
+    document.querySelector(".ballot") // where digits choose pictures
   )
     return;
   const view = VIEWS[Number(event.key) - 1];

@@ -7,9 +7,11 @@ const VOTE_AFTER_MS = 500; // of a group's pictures being there: a double click 
 function votesView(place, { run }) {
   const status = h("p", { class: "faint", role: "status" }, voteChoice.said);
   const body = h("div");
-  place.replaceChildren(body, status);
+  const learnt = learntView(run);
+  place.replaceChildren(body, status, learnt.place);
   let shown = null,
-    showLeft = null;
+    showLeft = null,
+    onKey = null;
 
   const say = (text) => {
     voteChoice.said = status.textContent = text;
@@ -18,20 +20,36 @@ function votesView(place, { run }) {
   async function refresh() {
     try {
       const found = await ask(run, "votes");
+      learnt.refresh(found);
       const now = found.ballots.find((each) => each.id === shown);
       if (now) return showLeft(now); // a person is at it
       const [next] = found.ballots;
       shown = next?.id ?? null;
       if (!next)
-        return body.replaceChildren(
-          empty("Nobody is asked now. A group of pictures comes here when one is to be voted on."),
-        );
+        return rest(empty("Nobody is asked now. A group of pictures comes here when one is to be voted on."));
       body.replaceChildren(ballotOf(next, found.ballots.length - 1 + found.more));
     } catch (error) {
       if (shown) say(error.message);
       else body.replaceChildren(failed(error));
     }
   }
+
+  function rest(...said) {
+    onKey = null;
+    body.replaceChildren(...said);
+  }
+  const listen = (event) => {
+    if (!place.contains(body)) return document.removeEventListener("keydown", listen);
+    if (
+      event.ctrlKey ||
+      event.altKey ||
+      event.metaKey ||
+      event.target.closest("input, select, textarea, dialog")
+    )
+      return;
+    onKey?.(event);
+  };
+  document.addEventListener("keydown", listen);
 
   function ballotOf(ballot, others) {
     const ranking = [];
@@ -114,7 +132,7 @@ function votesView(place, { run }) {
       [vote.disabled, alike.disabled, clear.disabled] = [!ranking.length || !able, !able, !ranking.length];
     }
     async function send(chosen) {
-      [vote.disabled, alike.disabled] = [true, true];
+      [vote.disabled, alike.disabled, onKey] = [true, true, null];
       try {
         await sent(`api/runs/${encodeURIComponent(run)}/ballots/${ballot.id}`, {
           ranking: chosen,
@@ -122,14 +140,24 @@ function votesView(place, { run }) {
         });
         say("Your vote is recorded.");
         shown = null;
-        body.replaceChildren(empty("The next group comes when its pictures are made."));
+        rest(empty("The next group comes when its pictures are made."));
       } catch (error) {
         say(error.message);
+        onKey = keys;
         draw();
         if (error.status === 409) shown = null;
       }
       await refresh();
     }
+    const keys = (event) => {
+      const chosen = ballot.pictures[Number(event.key) - 1];
+      if (chosen && ready) return pick(chosen);
+      if (event.key === "0" && !alike.disabled) return send([]);
+      if (event.key === "Backspace" && !clear.disabled) return clear.click();
+      // On a button it presses that.
+      if (event.key === "Enter" && !vote.disabled && !event.target.closest("button, a")) return send(ranking);
+    };
+    onKey = keys;
     const left = h("span", { class: "faint" });
     showLeft = (found) => {
       left.textContent = `taken for another ${duration(found.left_s)}`;
@@ -147,7 +175,7 @@ function votesView(place, { run }) {
       h(
         "p",
         { class: "faint" },
-        "Which shows it best? Choose one, or several in their order, the best first; those not chosen come after them, all alike.",
+        "Which shows it best? Choose one, or several in their order, the best first; those not chosen come after them, all alike. Keys: 1, 2, … choose, Enter votes, 0 all alike, Backspace clears.",
       ),
       h(
         "div",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from spotlight_dashboard.figures import Json
 from spotlight_dashboard.run_folders import RunFolder
 from spotlight_dashboard.views.gallery import PICTURE_BYTES_MAX
+from spotlight_dashboard.views.vote_rounds import rounds, vote_curve
 from spotlight_rewards.ballots import VOTES_FOLDER, BallotBox
 
 _SHOWN = 20
@@ -19,7 +20,7 @@ def ballot_box(run: RunFolder) -> BallotBox | None:
 
 
 def votes(run: RunFolder) -> Json:
-    """The ballots that wait, the oldest first."""
+    """The ballots that wait, the oldest first, and what the last rounds of votes came to."""
     box = ballot_box(run)
     waiting = [] if box is None else box.awaited()
     now_s = 0.0 if box is None or not waiting else box.now_s()
@@ -33,7 +34,12 @@ def votes(run: RunFolder) -> Json:
         }
         for each in waiting[:_SHOWN]
     ]
-    return {"ballots": shown, "more": len(waiting) - len(shown)}
+    return {
+        "ballots": shown,
+        "more": len(waiting) - len(shown),
+        "curve": vote_curve(run),
+        "rounds": rounds(run),
+    }
 
 
 def ballot_picture(run: RunFolder, ballot: str, name: str) -> bytes | None:

@@ -25,10 +25,10 @@ class Int8Linear(QuantisedLinear):
 
     @torch.no_grad()
     def hold(self, weight: Tensor) -> None:
-        values = weight.to(self.weight.device).float()
+        values = weight.to(self.weight.device, torch.float32, copy=True)  # the only whole one
         self.scale.copy_(values.abs().amax(1, keepdim=True) / _LARGEST)
         tiny = torch.finfo(torch.float32).tiny  # of a row of zeros
-        self.weight.copy_((values / self.scale.clamp_min(tiny)).round().clamp(-_LARGEST, _LARGEST))
+        self.weight.copy_(values.div_(self.scale.clamp_min(tiny)).round_().clamp_(-_LARGEST, _LARGEST))
 
     @torch.no_grad()
     def whole(self, dtype: torch.dtype) -> Tensor:

@@ -62,7 +62,7 @@ class Nf4Linear(QuantisedLinear):
     @torch.no_grad()
     def hold(self, weight: Tensor) -> None:
         device = self.weight.device
-        blocks = _blocks(weight.to(device).float().flatten(), BLOCK)
+        blocks = _blocks(weight.to(device, torch.float32, copy=True).flatten(), BLOCK)
         largest, levels = _nearest(blocks, _levels(device))
         self.weight.copy_((levels[:, ::2] << 4 | levels[:, 1::2]).flatten())
         # In float64 the sum of scales of bfloat16 weights is exact: the order of summands has no say.
@@ -99,10 +99,10 @@ def _blocks(flat: Tensor, size: int) -> Tensor:
 
 def _nearest(blocks: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Largest magnitudes [blocks]; and indices of the levels [blocks, size] nearest to values relative to
-    them, as uint8.
+    them, as uint8. In place: ``blocks`` are relative afterwards.
     """
     largest = blocks.abs().amax(1)
-    relative = blocks * (1 / largest.clamp_min(_TINY))[:, None]
+    relative = blocks.mul_((1 / largest.clamp_min(_TINY))[:, None])
     return largest, torch.bucketize(relative, (levels[:-1] + levels[1:]) / 2, out_int32=True).to(torch.uint8)
 
 

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from spotlight_plan.commands.simulate_command import (
-    Bar,
     JobsOption,
     OverridesArgument,
     StartsOption,
@@ -88,6 +87,7 @@ def plan(
       spotlight plan mine.yaml plan.spot_nodes=[4,8,16,32] --deadline-h 24 --json plan.json
     """
     from spotlight_plan.candidates import prepared_for
+    from spotlight_plan.commands.plan_progress import PlanProgress
     from spotlight_plan.launch_files import require_launch
     from spotlight_plan.output_files import require_place
     from spotlight_plan.pages.comparison_page import require_plotly
@@ -103,8 +103,8 @@ def plan(
         file = read_scenario(scenario, overrides or [], trace, seed, starts)
         if launch is not None:
             require_launch(launch, file, config)
-        with Bar(None) as bar:
-            found = search(file, goal, now, jobs=jobs, progress=bar.done)
+        with PlanProgress() as shown_progress:
+            found = search(file, goal, now, jobs=jobs, progress=shown_progress.step)
     with errors_without_traceback(EXIT_STOPPED_BY_ERROR):
         shown = (found.answer or found.nearest).candidate
         prepared = prepared_for(file, shown, file.plan.iterations, now)

@@ -15,7 +15,7 @@ from spotlight_plan.scenarios.prepare import Prepared, bytes_of_both
 from spotlight_plan.scenarios.pricing import PriceTag, crossing_of
 from spotlight_plan.scenarios.profile import NamedFigure, assumptions
 from spotlight_plan.scenarios.scenario_file import Target
-from spotlight_plan.scenarios.strategies import PipelinePart, SpotPlaces, strategy_named
+from spotlight_plan.scenarios.strategies import LEARNS_OTHERWISE, SpotPlaces, strategy_named
 from spotlight_plan.strategy_runs import FigureRange, StrategyRuns
 from spotlight_plan.traces.trace_statistics import statistics
 
@@ -134,6 +134,7 @@ def notes_of(prepared: Prepared, runs: Sequence[StrategyRuns], now: datetime) ->
         PageNote("Iterations to target: an input, not a result", tuple(_targets(runs))),
         PageNote("Prices of a GPU-hour", tuple(_prices(prepared, now))),
         PageNote("Spot nodes", tuple(_trace(prepared))),
+        *_decided(outcomes),
         PageNote("Assumed in the cost profile", tuple(_assumed(prepared))),
         PageNote(
             "How to read it", tuple(_reading(prepared, max((len(one.outcomes) for one in runs), default=1)))
@@ -189,7 +190,7 @@ def _unlike_targets(runs: Sequence[StrategyRuns]) -> Iterator[str]:
     names: dict[str, list[str]] = {}
     for one in runs:
         strategy, target = strategy_named(one.strategy), one.first.target
-        if target is not None and strategy.explore is None and PipelinePart.TCSS not in strategy.parts:
+        if target is not None and strategy.explore is None and not strategy.parts & LEARNS_OTHERWISE:
             names.setdefault(_iterations(target), []).append(one.strategy)
     if len(names) > 1:
         text = "; ".join(f"{', '.join(alike)} {number}" for number, alike in names.items())
@@ -258,6 +259,13 @@ def _too_short(prepared: Prepared, runs: Sequence[StrategyRuns]) -> Iterator[str
             f"{hours(max(spans))} of spot nodes were simulated, and one stays {hours(stay_h)} on average, so "
             f"preemptions hardly show: {remedy}."
         )
+
+
+def _decided(outcomes: Sequence[SimulationOutcome]) -> Iterator[PageNote]:
+    for one in outcomes:
+        if one.decisions:
+            lines = (f"at {at_s / 3600:.2f} h: {text}" for at_s, text in one.decisions)
+            yield PageNote(f"What {one.strategy} decided, from the first start", tuple(lines))
 
 
 def _abouts(outcomes: Sequence[SimulationOutcome]) -> Iterator[str]:

@@ -21,6 +21,7 @@ from spotlight.config.sections.exploration import (
     SeedChoiceConfig,
 )
 from spotlight.config.sections.fleet import FleetConfig, OnDemandConfig
+from spotlight.config.sections.target import TargetConfig
 from spotlight.scheduler.events import NodeJoined
 from spotlight.scheduler.plan import ClusterPlan, FleetSettings, Plan, TrainingChoice, latent_frames
 from spotlight.scheduler.types import Node, NodeId, NodeKind, WeightKind
@@ -179,7 +180,8 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
     Raises:
         ConfigError: the profile lacks a figure, or the model does not fit.
     """
-    file, work = prepared.file, prepared.file.workload
+    file = prepared.file.run_as(strategy)
+    prepared, work = replace(prepared, file=file), file.workload
     nodes = node_events(prepared, strategy)
     joining = [event.node for _, event in nodes if isinstance(event, NodeJoined)]
     ranks = ranks_of(prepared, strategy)
@@ -208,6 +210,7 @@ def scenario_of(prepared: Prepared, strategy: Strategy, *, timelines: bool = Fal
         boot_s=costs.boot_s() if file.cluster.boot_s is None else file.cluster.boot_s,
         egress=egress_of(file, prepared.profile, prepared.pricing, strategy),
         standing_usd_h=standing_usd_h(file, prepared.profile, strategy),
+        spot_first=file.target.nodes_first,
     )
 
 
@@ -229,7 +232,10 @@ def on_demand_node(prepared: Prepared) -> Node:
     return Node(NodeId("on-demand"), kind, gpus, spot.gpu_type, price, trains=False, rolls_out=True)
 
 
-def _fleet_plan(file: ScenarioFile, strategy: Strategy, cluster: ClusterPlan) -> FleetSettings:
+def _fleet_plan(
+    prepared: Prepared, strategy: Strategy, cluster: ClusterPlan, costs: ProfileCosts
+) -> FleetSettings:
+    file, tag = prepared.file, prepared.pricing.spot
     wish = file.learner.on_demand
     takes = strategy.placement == "spot_then_on_demand"
     return FleetSettings(
@@ -237,7 +243,17 @@ def _fleet_plan(file: ScenarioFile, strategy: Strategy, cluster: ClusterPlan) ->
         even_ranks=file.learner.shard == "node",
         on_demand=OnDemandConfig(after_s=wish.after_s, back_after_s=wish.back_after_s) if takes else None,
         move_s=cluster.start_s + FleetConfig().learner_s,
+        target=_target(file, strategy, costs),
+        spot_gpus=file.cluster.spot.gpus_per_node,
+        spot_usd_h=0.0 if tag is None else tag.usd_gpu_h * file.cluster.spot.gpus_per_node,
     )
+
+
+def _target(file: ScenarioFile, strategy: Strategy, costs: ProfileCosts) -> TargetConfig | None:
+    if strategy.places is not SpotPlaces.SPOT or strategy.baseline is not None:
+        return None
+    boot_s = costs.boot_s() if file.cluster.boot_s is None else file.cluster.boot_s
+    return file.target.for_nodes(file.spot_nodes(strategy), boot_s + costs.worker_start_s())
 
 
 def _learner_shape(file: ScenarioFile, strategy: Strategy, ranks: int) -> LearnerShape:
@@ -293,7 +309,7 @@ def _plan(
         max_drop_share=0.5,  # uneven ranks leave samples over by design
         ranks=ranks,
         cluster=cluster,
-        fleet=_fleet_plan(file, strategy, cluster),
+        fleet=_fleet_plan(prepared, strategy, cluster, costs),
         exploration=_exploration(file, strategy, costs, denoising[0], ranks),
         keeps_previews=strategy.explore == "critical_path",
         pipeline=file.pipeline.of(strategy, costs.switch_s()),

@@ -25,12 +25,16 @@ from pydantic import (
 from spotlight.config.sections.exploration import SeedChoiceConfig
 from spotlight.config.sections.fleet import OnDemandConfig
 from spotlight.config.sections.pipeline import PipelineConfig
+from spotlight.config.sections.target import TargetConfig
 from spotlight.scheduler.types import WeightKind
 from spotlight_plan.scenarios.profile import Source
 from spotlight_plan.scenarios.profile_costs import Shard
-from spotlight_plan.scenarios.strategies import PipelinePart, Strategy, strategy_named
+from spotlight_plan.scenarios.strategies import LEARNS_OTHERWISE, PipelinePart, Strategy, strategy_named
 
 Exponent: TypeAlias = tuple[PositiveFloat, PositiveFloat, PositiveFloat]
+SUBSET_SPEED: Exponent = (1.55, 1.73, 1.90)
+"""Least, likely and most: how many times fewer iterations 8 of 32 samples of a group take than 16 of 16
+(docs/howto/train-on-a-subset.md, with which a test compares it)."""
 CONTRAST_EXPONENT: Exponent = (0.36, 1.0, 1.66)
 """Least, likely and most; a test compares it with what :mod:`spotlight_plan.learning_speed` fits."""
 
@@ -334,6 +338,17 @@ class Target(_ScenarioSection):
         """Fewest and most iterations."""
         return (self.value, self.value) if isinstance(self.value, int) else (self.value[0], self.value[2])
 
+    def with_subset(self) -> Target:
+        """The same where half of a group twice as large is trained."""
+        least, likely, most = SUBSET_SPEED
+        fewest, longest = self.ends
+        value = math.ceil(fewest / most), math.ceil(self.iterations / likely), math.ceil(longest / least)
+        source = (
+            f"derived: {self.iterations} / {likely} [{least} to {most}], measured on a tiny DiT with 8 of 32 "
+            f"samples trained in place of 16 of 16; random seeds: {self.source}"
+        )
+        return Target(value=value, source=source)
+
 
 class SimulationRunSection(_ScenarioSection):
     """What is simulated."""
@@ -353,6 +368,37 @@ class SimulationRunSection(_ScenarioSection):
     """Denoising steps between commits of progress."""
 
 
+class HeldTarget(_ScenarioSection):
+    """A deadline and a budget that the run itself holds, as ``fleet.target`` (docs/howto/hold-a-deadline.md).
+
+    They are of all ``run.iterations``. The spot nodes of the scenario are the market, of which it takes some.
+    """
+
+    deadline_h: PositiveFloat | None = None
+    """Hours from start to end."""
+    budget_usd: PositiveFloat | None = None
+    """Dollars of the whole run."""
+    nodes_min: NonNegativeInt = 1
+    """Fewest spot nodes asked for."""
+    nodes_first: PositiveInt = 2
+    """Spot nodes that it asks for before anything is measured."""
+
+    def for_nodes(self, nodes_max: int, node_s: float) -> TargetConfig | None:
+        """As a run's configuration; None: there is no goal.
+
+        Args:
+            node_s: until a new node works, before one has been measured.
+        """
+        found = TargetConfig(
+            deadline_h=self.deadline_h,
+            budget_usd=self.budget_usd,
+            nodes_min=min(self.nodes_min, nodes_max),
+            nodes_max=nodes_max,
+            node_s=node_s,
+        )
+        return found if found.is_set else None
+
+
 class SearchSection(_ScenarioSection):
     """Search space of ``spotlight plan``; empty lists: around the scenario's cluster."""
 
@@ -368,6 +414,7 @@ class SearchSection(_ScenarioSection):
         PipelinePart.TSP,
         PipelinePart.TAG,
         PipelinePart.TCSS,
+        PipelinePart.SUBSET,
     )
     """Pipeline parts to try; those that do not pay are left off."""
     next_shares: tuple[Annotated[float, Field(gt=0, le=1)], ...] = (0.25, 0.5)
@@ -417,6 +464,8 @@ class ScenarioFile(_ScenarioSection):
     """By strategy; with pipeline parts, defaults to the strategy without them. With exploration, defaults to
     those with random seeds, fewer by the realised contrast. Without any, time and cost to target are
     unknown."""
+    target: HeldTarget = HeldTarget()
+    """Goals that the number of spot nodes follows, for strategies with spot nodes."""
     run: SimulationRunSection = SimulationRunSection()
     """What is simulated."""
     plan: SearchSection = SearchSection()
@@ -428,8 +477,20 @@ class ScenarioFile(_ScenarioSection):
         return self.random_target if stated is None and strategy.explore is not None else stated
 
     def stated_target(self, strategy: Strategy) -> Target | None:
-        """Iterations to target of a strategy, if stated."""
-        return self.iterations_to_target.get(strategy.name, self.iterations_to_target.get(strategy.learns_as))
+        """Iterations to target of a strategy, if stated, or measured for what it trains."""
+        known = self.iterations_to_target
+        stated = known.get(strategy.name, known.get(strategy.learns_as))
+        if stated is None and PipelinePart.SUBSET in strategy.parts and self.random_target is not None:
+            return self.random_target.with_subset()
+        return stated
+
+    def run_as(self, strategy: Strategy) -> ScenarioFile:
+        """The scenario with what the strategy changes of its workload."""
+        if PipelinePart.SUBSET not in strategy.parts:
+            return self
+        size = self.workload.group_size
+        changed = {"group_size": 2 * size, "train_samples": max(2, size // 2)}
+        return self.model_copy(update={"workload": self.workload.model_copy(update=changed)})
 
     @property
     def contrast_exponent(self) -> Exponent:
@@ -442,7 +503,7 @@ class ScenarioFile(_ScenarioSection):
         stated = (
             target
             for name, target in self.iterations_to_target.items()
-            if strategy_named(name).explore is None and PipelinePart.TCSS not in strategy_named(name).parts
+            if strategy_named(name).explore is None and not strategy_named(name).parts & LEARNS_OTHERWISE
         )
         return max(stated, key=lambda target: target.iterations, default=None)
 
@@ -450,7 +511,10 @@ class ScenarioFile(_ScenarioSection):
     def usable_parts(self) -> tuple[PipelinePart, ...]:
         """Of ``plan.parts``, those that the learner accepts with this workload."""
         return tuple(
-            part for part in self.plan.parts if part is not PipelinePart.TCSS or not self.stale_problem
+            part
+            for part in self.plan.parts
+            if not (part is PipelinePart.TCSS and self.stale_problem)
+            and not (part is PipelinePart.SUBSET and self.workload.train_samples)
         )
 
     @property

@@ -21,6 +21,7 @@ from spotlight_fleet.gpus import GPU_TYPES, unknown_gpu
 from spotlight_plan.scenarios.scenario_file import ScenarioFile
 from spotlight_plan.scenarios.strategies import (
     STRATEGIES,
+    PipelinePart,
     Strategy,
     UnknownStrategyError,
     strategy_named,
@@ -211,6 +212,10 @@ def _contradictions(scenario: ScenarioFile) -> Iterator[Problem]:
                 continue
             if key != "iterations_to_target":
                 strategies[name] = strategy
+            if PipelinePart.SUBSET in strategy.parts and scenario.workload.train_samples is not None:
+                remedy = f"Set it to null, or remove +{PipelinePart.SUBSET}."
+                found = str(scenario.workload.train_samples)
+                yield Problem("workload.train_samples", found, f"null with {name}", remedy)
             if key == "plan.strategies" and strategy.baseline is not None:
                 remedy = "It is a model of how others run, which cannot be recommended: leave it out."
                 yield Problem(key, repr(name), "strategies that run here", remedy)

@@ -50,7 +50,7 @@ class SpotPlaces(StrEnum):
 
 
 class PipelinePart(StrEnum):
-    """An overlap of generation and training."""
+    """An overlap of generation and training, or what else changes how a strategy learns."""
 
     GAP = "gap"
     SLICES = "slices"
@@ -59,6 +59,7 @@ class PipelinePart(StrEnum):
     STEAL = "steal"
     TCSS = "tcss"
     EXPLORATION = "exploration"
+    SUBSET = "subset"
 
 
 PARTS: Mapping[PipelinePart, str] = MappingProxyType(
@@ -70,6 +71,7 @@ PARTS: Mapping[PipelinePart, str] = MappingProxyType(
         PipelinePart.STEAL: "idle trainers roll out whatever waits",
         PipelinePart.TCSS: "some of the next iteration's rollouts are made before this one is trained",
         PipelinePart.EXPLORATION: "previews for the next iteration while the learner trains",
+        PipelinePart.SUBSET: "groups twice as large, of which half as many samples are trained; no previews",
     }
 )
 """What each does."""
@@ -77,8 +79,12 @@ PARTS: Mapping[PipelinePart, str] = MappingProxyType(
 _ONE_OF = (
     frozenset({PipelinePart.GAP, PipelinePart.SLICES}),
     frozenset({PipelinePart.TAG, PipelinePart.STEAL}),
+    frozenset({PipelinePart.SLICES, PipelinePart.SUBSET}),
+    frozenset({PipelinePart.EXPLORATION, PipelinePart.SUBSET}),
 )
-_OVERLAPPING = frozenset(PipelinePart) - {PipelinePart.TSP}
+LEARNS_OTHERWISE = frozenset({PipelinePart.TCSS, PipelinePart.SUBSET})
+"""Parts with which random seeds take another number of iterations."""
+_OVERLAPPING = frozenset(PipelinePart) - {PipelinePart.TSP, PipelinePart.SUBSET}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +127,8 @@ class Strategy:
     def learns_as(self) -> str:
         """The strategy without the parts that leave learning unchanged; its iterations to target apply."""
         base = self.like or self.name.split("+")[0]
-        return base + (f"+{PipelinePart.EXPLORATION}" if PipelinePart.EXPLORATION in self.parts else "")
+        learns = (part for part in (PipelinePart.EXPLORATION, PipelinePart.SUBSET) if part in self.parts)
+        return "+".join([base, *learns])
 
     def trainers_roll_out(self, wished: bool) -> bool:
         """Whether training GPUs also denoise.
@@ -244,6 +251,7 @@ def strategy_named(name: str) -> Strategy:
         raise UnknownStrategyError(name, "each part once", "Remove the second.")
     _require_together(name, base, parts)
     explore: PreviewTime | None = "idle" if PipelinePart.EXPLORATION in parts else base.explore
+    explore = None if PipelinePart.SUBSET in parts else explore
     about = "; ".join([base.about, *(PARTS[part] for part in PipelinePart if part in parts)])
     return replace(base, name=name, about=about, explore=explore, parts=parts)
 
@@ -286,6 +294,8 @@ def _require_together(name: str, base: Strategy, parts: frozenset[PipelinePart])
     if alone and (overlapping := parts & _OVERLAPPING):
         expected = f"GPUs that only roll out, with {', '.join(sorted(overlapping))}"
         raise UnknownStrategyError(name, expected, f"Of {base.name} all train: take disaggregated.")
+    if PipelinePart.SUBSET in parts and base.baseline is not None:
+        raise UnknownStrategyError(name, "a strategy that runs here", f"Remove +{PipelinePart.SUBSET}.")
     if PipelinePart.TCSS in parts and base.explore == "critical_path":
         expected = "no rollouts before previews have chosen their seeds"
         raise UnknownStrategyError(name, expected, f"Remove +{PipelinePart.TCSS}, or take spotlight.")

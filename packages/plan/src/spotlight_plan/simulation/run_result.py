@@ -44,4 +44,5 @@ def result_of(simulation: Simulation) -> SimulationResult:
         other_usd=dict(accounts.other.usd),
         egress_gb=accounts.other.moved_bytes / 1e9,
         on_demand=simulation.on_demand.taken if simulation.on_demand else 0,
+        decisions=tuple((at_s, report.text) for at_s, report in simulation.fleet_reports if report.text),
     )

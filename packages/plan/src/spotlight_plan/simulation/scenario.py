@@ -158,6 +158,7 @@ class SimulationResult:
         gpus: empty unless the scenario asked for timelines.
         preemptions: nodes lost, but for those on demand.
         on_demand: nodes on demand that were taken.
+        decisions: what was said of the number of nodes, and when, in seconds.
         notices: notices given.
         events: handled by the controller.
         explorations: from :class:`~spotlight.scheduler.effects.ReportExploration`, in order, including undone
@@ -185,5 +186,6 @@ class SimulationResult:
     explorations: tuple[Mapping[str, object], ...] = ()
     overlaps: tuple[ReportPipeline, ...] = ()
     on_demand: int = 0
+    decisions: tuple[tuple[float, str], ...] = ()
     other_usd: Mapping[str, float] = field(default_factory=dict)
     egress_gb: float = 0.0

@@ -32,6 +32,6 @@ def reward_of(name: str, params: list[str] | None, deadline_s: float) -> RewardC
         key, value = parse_override(override)
         node, leaf = section_of(tree, key)
         node[leaf] = value
-    reward = RewardConfig(name=name, params=tree, deadline_s=deadline_s, retries=0)
+    reward = RewardConfig(name=name, params=tree, deadline_s=deadline_s, retries=0, outage_s=0)
     require_names([reward])
     return reward

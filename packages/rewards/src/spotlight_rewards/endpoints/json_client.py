@@ -25,7 +25,7 @@ from PIL import Image as PILImage
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
 from spotlight_rewards.pool.shared_limits import replicas, share_of_limit
-from spotlight_rewards.reward import Image, RewardSetupError, SampleError
+from spotlight_rewards.reward import AwayError, Image, RewardSetupError, SampleError
 
 if TYPE_CHECKING:
     import httpx2
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 BYTES_MAX = 8 << 20
 """Size limit of an answer."""
 _PAUSE_MAX_S = 30.0
+_AWAY = {408, 429, 502, 503, 504}
+"""Answers of a server, or of a proxy in its place, that say nothing about the request."""
 _MESSAGE_START, _MESSAGE_END = 600, 400
 """Characters kept of a long message: what was found comes first, what was expected and the remedy last."""
 _SEARCHED = 1 << 17
@@ -110,11 +112,16 @@ class HttpCall(Generic[Read]):
 
 
 class _TransientError(Exception):
-    """An attempt failed in a way that may pass; ``pause_s`` is the server's own wish."""
+    """An attempt failed in a way that may pass.
 
-    def __init__(self, found: str, pause_s: float = 0.0) -> None:
+    Attributes:
+        pause_s: the server's own wish.
+        away: nobody answered, or somebody for it.
+    """
+
+    def __init__(self, found: str, pause_s: float = 0.0, *, away: bool = True) -> None:
         super().__init__(found)
-        self.pause_s = pause_s
+        self.pause_s, self.away = pause_s, away
 
 
 def parse_server(kind: type[Server], key: str, value: object, deadline_s: float | None = None) -> Server:
@@ -208,7 +215,8 @@ async def _ask_all(
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    missed = SampleError(
+    # Where some are answered it is slow; where none is, it may be gone without a word.
+    missed = (AwayError if len(late) == len(tasks) else SampleError)(
         f"{server.base_url} had not answered all {len(calls)} requests after "
         f"batch_timeout_s={server.batch_timeout_s:g}; expected all. Raise it (and the reward's deadline_s), "
         "or concurrency, or start more servers."
@@ -228,7 +236,7 @@ async def _answer(
         try:
             found = _read(await _with_retries(client, server, call, content), call.read)
         except SampleError as error:
-            return SampleError(safe_message(server, error))
+            return type(error)(safe_message(server, error))
         except RewardSetupError as error:
             if settings in _answered:
                 return SampleError(safe_message(server, error))
@@ -264,7 +272,7 @@ async def _with_retries(
             return await _decoded_in_time(server, f"{call.method} {url}", status, body)
         except _TransientError as failed:
             if attempt == server.retries:
-                raise SampleError(
+                raise (AwayError if failed.away else SampleError)(
                     f"{call.method} {url} {failed}, in the last of {attempt + 1} attempts; expected 200 OK. "
                     "See that the server runs and is not overloaded (concurrency, timeout_s, retries)."
                 ) from None
@@ -301,6 +309,7 @@ async def _attempt(
         raise _TransientError(
             f"answered {status} ({_text(body)!r})",
             _seconds(response.headers.get("retry-after", "")),
+            away=status in _AWAY,
         )
     return status, bytes(body)
 

@@ -93,7 +93,7 @@ class Http(Reward):
             found += parse_scores(answer, self.reward, len(part))
         curves = _curves(found, self.score or self.reward)
         curves["score"] = [
-            SampleError(safe_message(place, each)) if isinstance(each, SampleError) else each
+            type(each)(safe_message(place, each)) if isinstance(each, SampleError) else each
             for each in curves["score"]
         ]
         return curves

@@ -76,6 +76,7 @@ class Blame(StrEnum):
     SETUP = "setup"
     RESULT = "result"
     RAISED = "raised"
+    AWAY = "away"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +91,14 @@ class Done:
 class Values:
     """A batch's scores by curve, including ``score``; lists as long as the batch, possibly not finite.
 
-    ``failed``: by index, why a sample has no score. ``scored_by`` as in :class:`Done`.
+    ``failed``: by index, why a sample has no score; ``away``: of which what scores does not answer.
+    ``scored_by`` as in :class:`Done`.
     """
 
     curves: Mapping[str, Sequence[float]]
     scored_by: str = ""
     failed: Mapping[int, str] = field(default_factory=dict)
+    away: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

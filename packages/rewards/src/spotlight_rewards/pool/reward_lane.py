@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from spotlight_rewards.pool.channel import Blame, CheckPrompts, Failed, Sample
+from spotlight_rewards.pool.outages import Outage
 from spotlight_rewards.pool.reward_process import PoolClosedError, ProcessLost, Scorer, setup_error
 from spotlight_rewards.pool.scoring import Outcome, SharedSample, score_batch
 from spotlight_rewards.pool.waiting import SampleGroup, WaitingSamples
@@ -93,6 +94,7 @@ class RewardLane:
         self._free: queue.SimpleQueue[Scorer] = queue.SimpleQueue()
         self._waiting: WaitingSamples[PendingSample] = WaitingSamples(reward.batch_size, merges, False)
         self._lock, self._closed = threading.Lock(), False
+        self.outage = Outage(reward)
         self.processes: tuple[Scorer, ...] = ()
         self._threads = ThreadPoolExecutor(
             max_workers=replicas or max(os.cpu_count() or 1, _PROCESSES_MAX),
@@ -139,6 +141,7 @@ class RewardLane:
     def interrupt(self) -> None:
         """Kill the processes for good; what waits fails with PoolClosedError."""
         self._closed = True
+        self.outage.close()
         for each in self.processes:
             each.interrupt()
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -198,7 +201,12 @@ class RewardLane:
     def _score(self, process: Scorer, batch: Sequence[PendingSample], group: SampleGroup | None) -> None:
         try:
             messages = [each.message for each in batch]
-            outcomes = score_batch(process, self.reward, messages, None if group is None else group.size)
+            size = None if group is None else group.size
+
+            def score(which: Sequence[int]) -> list[Outcome]:
+                return score_batch(process, self.reward, [messages[at] for at in which], size)
+
+            outcomes = self.outage.outlast(score, len(batch), together=group is not None)
         except BaseException as error:  # noqa: BLE001 - what waits for a sample raises it
             for each in batch:
                 each.fail(error)

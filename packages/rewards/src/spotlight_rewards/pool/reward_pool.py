@@ -118,6 +118,14 @@ class RewardPool:
             for index, each in enumerate(lane.processes):
                 each.log_to(directory / f"{prefix}-{_file_part(lane.reward.curve)}-{index}.log")
 
+    def tell(self, note: Callable[[str], None]) -> None:
+        """Have ``note`` told, from any thread, when a reward does not answer and when it does again.
+
+        Without this call, the log is.
+        """
+        for lane in self._lanes:
+            lane.outage.note = note
+
     def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
         """Let every reward check all prompts, before any work.
 

@@ -38,7 +38,7 @@ from spotlight_rewards.pool.channel import (
     Values,
 )
 from spotlight_rewards.pool.shared_limits import share_limits
-from spotlight_rewards.reward import RewardInputError, RewardSetupError, SampleError
+from spotlight_rewards.reward import AwayError, RewardInputError, RewardSetupError, SampleError, is_away
 
 
 class RewardResultError(Exception):
@@ -85,8 +85,9 @@ def _serve(connection: socket.socket) -> None:
                     [sample.prompt for sample in samples],
                     [sample.metadata for sample in samples],
                 )
-                curves = as_curves(found, len(samples))
-                return Values(curves, scored_by, sample_errors(found))
+                curves, errors = as_curves(found, len(samples)), sample_errors(found)
+                away = frozenset(index for index, each in errors.items() if isinstance(each, AwayError))
+                return Values(curves, scored_by, {index: str(each) for index, each in errors.items()}, away)
 
     while True:
         request = channel.receive(connection)
@@ -128,7 +129,8 @@ def _within_deadline(answer: Callable[[], Reply], deadline_s: float) -> Reply:
         end_if_lost(error)  # every later call would fail as well
         text = "".join(traceback.format_exception(error))
         return Failed(
-            Blame.RAISED, f"raised {type(error).__name__}: {error}\nIn the reward's process:\n{text}"
+            Blame.AWAY if is_away(error) else Blame.RAISED,
+            f"raised {type(error).__name__}: {error}\nIn the reward's process:\n{text}",
         )
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -154,11 +156,11 @@ def as_curves(found: object, samples: int) -> dict[str, list[float]]:
     return {name: _as_floats(f"a {name!r}", values, samples) for name, values in found.items()}
 
 
-def sample_errors(found: object) -> dict[int, str]:
+def sample_errors(found: object) -> dict[int, SampleError]:
     """By index, why a sample has no score; of a return value that :func:`as_curves` accepts."""
     scores = found["score"] if isinstance(found, Mapping) else found
     assert isinstance(scores, Iterable)
-    return {index: str(each) for index, each in enumerate(scores) if isinstance(each, SampleError)}
+    return {index: each for index, each in enumerate(scores) if isinstance(each, SampleError)}
 
 
 def _as_floats(what: str, found: object, samples: int) -> list[float]:

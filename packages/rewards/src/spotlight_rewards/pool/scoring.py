@@ -4,7 +4,8 @@ A batch that raised, crashed or hung is tried ``1 + retries`` times. Then each s
 at most ``isolation_s`` (plus the last call); a group, which has no meaning without its members, fails as a
 whole. Total time: at most ``(2 + retries) deadlines + isolation_s``, plus process starts. A result of the
 wrong type or length is the reward's fault, and is not retried. Attempts that were lost with their machine do
-not count, up to ``PREEMPTIONS_MAX`` of them.
+not count, up to ``PREEMPTIONS_MAX`` of them. What fails because a server does not answer is neither tried
+again here nor one by one: ``outages.py``.
 """
 
 from __future__ import annotations
@@ -152,15 +153,16 @@ def _attempt(
             else f"reward {reward.curve!r} {reply.message}"
         )
         # Settings were right when the prompts were checked: a server's refusal now may be of the moment.
-        again = reply.blame is not Blame.RESULT
-        return _Attempt(RewardFailure(FailureKind.ERROR, reward.curve, message), again)
+        again, away = reply.blame not in (Blame.RESULT, Blame.AWAY), reply.blame is Blame.AWAY
+        return _Attempt(RewardFailure(FailureKind.ERROR, reward.curve, message, away), again)
     assert isinstance(reply, Values), reply
     return [_outcome(reward.curve, reply, index) for index in range(len(batch))]
 
 
 def _outcome(name: str, reply: Values, index: int) -> Outcome:
     if index in reply.failed:
-        return RewardFailure(FailureKind.ERROR, name, f"reward {name!r}: {reply.failed[index]}")
+        message = f"reward {name!r}: {reply.failed[index]}"
+        return RewardFailure(FailureKind.ERROR, name, message, index in reply.away)
     for curve, values in reply.curves.items():
         if not math.isfinite(values[index]):
             message = f"reward {name!r} returned {values[index]} as {curve!r}; expected a finite number"

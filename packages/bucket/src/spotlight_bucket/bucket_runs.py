@@ -1,0 +1,102 @@
+"""What the core asks of runs in a bucket: see :class:`spotlight.store.run_store.RunStore`."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from spotlight.store.run_store import Wanted
+from spotlight_bucket.bucket_objects import open_objects
+from spotlight_bucket.lease import claim
+from spotlight_bucket.local_copies import (
+    ReadCopy,
+    bring_to_work,
+    folder_of,
+    is_light,
+    newest_checkpoint_of,
+    working_copy,
+)
+from spotlight_bucket.replicator import Place, Replicator
+from spotlight_bucket.snapshots import CHUNK_BYTES, is_plain, newest_snapshot, take_over
+from spotlight_rewards.base.file_errors import size
+
+PUT_USD, GB_MONTH_USD = 0.005 / 1000, 0.023
+"""List prices of S3 Standard in us-east-1; other services are near them."""
+_PICTURES = ("images/", "votes/")
+_FINISH_S = 600.0
+"""How long the end of a run waits for a bucket that does not answer."""
+
+
+class BucketRuns:
+    """Runs below an address of a bucket."""
+
+    @contextmanager
+    def work(self, address: str, name: str, cache: Path, note: Callable[[str], None]) -> Iterator[Path]:
+        """See :class:`spotlight.store.run_store.RunStore`."""
+        with working_copy(folder_of(address, cache), name) as copy:
+            objects = open_objects(f"{address}/{name}")
+            before = newest_snapshot(objects)
+            lease = claim(objects, copy.id, note, after=before.epoch if before else 0)
+            base = take_over(objects, lease.holder.epoch, copy.id)
+            bring_to_work(copy, base, objects, note)
+            place = Place(copy.run, copy.backup, copy.id, objects)
+            replicator = Replicator(place, base, note)
+            with replicator.sender:
+                try:
+                    with replicator.running(lease, _stop_this_run):
+                        yield copy.runs_dir
+                finally:
+                    if replicator.fenced is not None:
+                        raise replicator.fenced
+                    if not isinstance(sys.exception(), KeyboardInterrupt):  # which ends at once
+                        replicator.finish(_FINISH_S)
+                        lease.release()
+
+    def read(self, address: str, name: str, cache: Path, wanted: Wanted) -> Path:
+        """See :class:`spotlight.store.run_store.RunStore`."""
+        copy = ReadCopy(folder_of(address, cache), name, open_objects(f"{address}/{name}"))
+        if copy.renew(is_light):
+            if wanted is Wanted.PICTURES:
+                copy.renew(lambda path: is_light(path) or path.startswith(_PICTURES))
+            if wanted is Wanted.CHECKPOINT and (folder := newest_checkpoint_of(copy.run)):
+                copy.renew(lambda path: is_light(path) or path.startswith(folder))
+            if wanted is Wanted.ALL:
+                copy.renew(lambda path: True)
+        return copy.run
+
+    def names(self, address: str) -> list[str]:
+        """See :class:`spotlight.store.run_store.RunStore`."""
+        return [name for name in open_objects(address).folders() if is_plain(name)]
+
+    def costs(self, checkpoint_bytes: float, kept_bytes: float) -> Iterator[tuple[str, str, str]]:
+        """See :class:`spotlight.store.run_store.RunStore`."""
+        pieces, small = math.ceil(checkpoint_bytes / CHUNK_BYTES), 20
+        yield (
+            "a checkpoint",
+            size(checkpoint_bytes),
+            f"sent behind the run; {8 * checkpoint_bytes / 1e9:.1f} s at 1 Gbit/s",
+        )
+        dollars = (pieces + small) * PUT_USD
+        yield (
+            "  its requests",
+            f"${dollars:.4f}",
+            f"{pieces} pieces of 16 MiB and some {small} small objects, at ${PUT_USD * 1000:g} per 1,000",
+        )
+        month = kept_bytes / 1e9 * GB_MONTH_USD
+        yield (
+            "kept",
+            size(kept_bytes),
+            f"${month:.2f} a month, at ${GB_MONTH_USD:g} per GB; within a region traffic is free",
+        )
+
+
+def _stop_this_run() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+BUCKET_RUNS = BucketRuns()

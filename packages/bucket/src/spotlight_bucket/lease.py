@@ -1,0 +1,146 @@
+"""The lease on a run in a bucket: which head works on it, as long as it renews.
+
+    head.json     epoch, holder, working copy; replaced by conditional puts alone
+
+It keeps a second head from starting while the first lives; what it fails at, the chain of snapshots catches.
+Times are those of the bucket, so the clocks of machines do not matter: the age of a lease is the difference
+between the bucket's times of it and of an object written now.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+from spotlight.store.store_errors import RunInUseError
+from spotlight_bucket.bucket_objects import BucketError, Objects, Version
+
+HEAD = "head.json"
+CLOCK = "clock"
+LEASE_S = 60.0
+RENEWED_EVERY_S = 15.0
+_LOOKS_EVERY_S = 3.0
+_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What the object says.
+
+    Attributes:
+        epoch: counts heads of the run.
+        copy: the working copy on its machine; one process at a time has that.
+        renewals: makes each content differ from the one before.
+    """
+
+    epoch: int
+    copy: str
+    where: str
+    renewals: int = 0
+    released: bool = False
+
+
+class HeadLease:
+    """This process's lease. Methods raise :class:`BucketError`."""
+
+    def __init__(self, objects: Objects, holder: Holder) -> None:
+        self._objects, self.holder = objects, holder
+
+    def renew(self) -> bool:
+        """Whether this head still has the run."""
+        return self._write(replace(self.holder, renewals=self.holder.renewals + 1))
+
+    def release(self) -> None:
+        """Let the next head start at once."""
+        self._write(replace(self.holder, released=True))
+
+    def _write(self, wanted: Holder) -> bool:
+        found = self._objects.get(HEAD, _BYTES_MAX)
+        if found is None:  # the bucket was emptied
+            held = self._objects.create(HEAD, _render(wanted))
+        else:
+            there = _parsed(self._objects, found[0])
+            if (there.epoch, there.copy) != (self.holder.epoch, self.holder.copy):
+                return False
+            held = self._objects.replace(HEAD, _render(wanted), found[1])
+        if held:
+            self.holder = wanted
+        return held or self._is_still_own()  # the answer to a try that succeeded may be lost
+
+    def _is_still_own(self) -> bool:
+        found = self._objects.get(HEAD, _BYTES_MAX)
+        there = None if found is None else _parsed(self._objects, found[0])
+        return there is not None and (there.epoch, there.copy) == (self.holder.epoch, self.holder.copy)
+
+
+def claim(
+    objects: Objects,
+    copy: str,
+    note: Callable[[str], None],
+    after: int = 0,
+    lease_s: float = LEASE_S,
+    sleep: Callable[[float], None] = time.sleep,
+) -> HeadLease:
+    """Take the run, once no other head has it.
+
+    A head that was killed holds its lease for up to ``lease_s``, which is waited for; one that renews it
+    meanwhile is alive.
+
+    Args:
+        after: an epoch that was there before; the one claimed is above it.
+
+    Raises:
+        RunInUseError: another head works on it.
+        BucketError: the bucket.
+    """
+    where, met, told = f"process {os.getpid()} on {socket.gethostname()}", None, False
+    while True:
+        found = objects.get(HEAD, _BYTES_MAX)
+        there = None if found is None else _parsed(objects, found[0])
+        wanted = Holder(max(after, there.epoch if there else 0) + 1, copy, where)
+        if found is None or there is None:
+            if objects.create(HEAD, _render(wanted)):
+                return HeadLease(objects, wanted)
+            continue
+        if met is not None and there != met:
+            raise RunInUseError(
+                f"{objects.address}: in use by {there.where}, which has just renewed its lease. Wait for it "
+                "or stop it, or start this run under another name."
+            )
+        # The same working copy: its lock is held here, so the process that had it is gone.
+        left_s = 0.0 if there.released or there.copy == copy else lease_s - _age_s(objects, found[1])
+        if left_s <= 0:
+            if objects.replace(HEAD, _render(wanted), found[1]):
+                return HeadLease(objects, wanted)
+            continue
+        if not told:
+            note(f"{objects.address}: {there.where} may still work here; its lease ends in {left_s:.0f} s")
+            met, told = there, True
+        sleep(min(left_s, _LOOKS_EVERY_S))
+
+
+def _age_s(objects: Objects, version: Version) -> float:
+    objects.put(CLOCK, b"now")
+    now = objects.get(CLOCK, _BYTES_MAX)
+    return 0.0 if now is None else (now[1].modified - version.modified).total_seconds()
+
+
+def _render(holder: Holder) -> bytes:
+    return json.dumps(asdict(holder)).encode()
+
+
+def _parsed(objects: Objects, content: bytes) -> Holder:
+    try:
+        holder = Holder(**json.loads(content))
+        types = type(holder.epoch), type(holder.copy), type(holder.where), type(holder.released)
+        if types != (int, str, str, bool) or not 0 <= holder.epoch < 10**6 - 1:
+            raise ValueError(f"found {content[:100]!r}")
+    except (ValueError, TypeError) as error:
+        raise BucketError(
+            f"{objects.address}/{HEAD}: not a lease ({error}). Remove it once no head works on the run."
+        ) from error
+    return replace(holder, where="".join(c for c in holder.where[:100] if c.isprintable()))

@@ -1,0 +1,212 @@
+"""The replicator beside a run: a thread that adds a snapshot for each checkpoint, and every minute.
+
+The run never waits for it. A bucket that fails is told once, and tried until it answers; then what it missed
+is sent. Only :meth:`Replicator.finish` waits, at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from spotlight.store.run_directory import RunPaths
+from spotlight_bucket.bucket_objects import BucketError, Objects
+from spotlight_bucket.lease import RENEWED_EVERY_S, HeadLease
+from spotlight_bucket.run_files import consistent_files, pointer_of
+from spotlight_bucket.sending import Sender
+from spotlight_bucket.snapshots import CHUNKS, FencedError, RunSnapshot, append, name_of, serials
+from spotlight_rewards.base.file_errors import StoreError, size
+
+SENT_EVERY_S = 60.0
+"""Curves, pictures and the ledger between two checkpoints."""
+_LOOKS_EVERY_S = 0.5
+_TOLD_EVERY_S = 5.0
+_PATIENCE_S = (2.0, 60.0)
+"""Between two tries: first, and at most."""
+_KEPT = 2
+"""Snapshots whose chunks stay, so that who reads one can finish while the next is added."""
+
+log = logging.getLogger("spotlight")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A run on this machine and in its bucket.
+
+    Attributes:
+        run: the run directory; may not be there yet.
+        backup: where copies of the ledger are written.
+        copy: id of the working copy that the run directory is in.
+    """
+
+    run: Path
+    backup: Path
+    copy: str
+    objects: Objects
+
+
+class Replicator:
+    """Sends one run. Methods are of one thread at a time, but for :meth:`running`'s block."""
+
+    def __init__(self, place: Place, base: RunSnapshot, note: Callable[[str], None]) -> None:
+        """Go on after ``base``, which this head has added."""
+        self._place, self._note = place, note
+        self.newest = base
+        self.sender = Sender(place.objects, base.epoch)
+        self.fenced: FencedError | None = None
+        self._before: list[set[str]] = [base.chunks]
+        self._gone = set(base.garbage)
+        self._garbage = set(base.garbage)
+        self._looks_again = True
+        self._pointer: bytes | None = None
+
+    def sync(self) -> bool:
+        """Add a snapshot, if the run has changed. Raises StoreError, of the bucket or the disk."""
+        place = self._place
+        if not RunPaths(place.run).config.is_file():
+            return False
+        if self._looks_again:
+            self._look()
+        pointer = pointer_of(place.run)
+        with consistent_files(place.run, place.backup) as files:
+            stored = self.sender.send(files)
+        if stored != self.newest.files:
+            self._append(RunSnapshot(self.newest.serial + 1, self.newest.epoch, place.copy, stored))
+        self._pointer = pointer
+        return True
+
+    def _look(self) -> None:
+        there = self.sender.look(self._gone)
+        self._garbage |= there - self.newest.chunks  # of heads that ended before a snapshot named it
+        self._looks_again = False
+
+    def _append(self, new: RunSnapshot) -> None:
+        used = new.chunks.union(*self._before)
+        self._garbage -= used
+        new = RunSnapshot(new.serial, new.epoch, new.copy, new.files, tuple(sorted(self._garbage)))
+        append(self._place.objects, new)
+        self.newest = new
+        self._gone |= self._garbage
+        self._before.append(new.chunks)
+        self.sender.forget(new.garbage)
+        old = set[str]()
+        while len(self._before) > _KEPT:
+            old |= self._before.pop(0)
+        self._garbage = old - set[str]().union(*self._before)
+        outdated = [name_of(each) for each in serials(self._place.objects) if each <= new.serial - _KEPT]
+        self._place.objects.delete([*outdated, *(f"{CHUNKS}/{each}" for each in new.garbage)])
+
+    @contextmanager
+    def running(self, lease: HeadLease, on_fenced: Callable[[], None]) -> Iterator[None]:
+        """Replicate and renew the lease within the block.
+
+        Args:
+            on_fenced: called once, from a thread, when another head has taken the run over.
+        """
+        ends = threading.Event()
+
+        def fenced(error: FencedError) -> None:
+            if self.fenced is None:
+                self.fenced = error
+                ends.set()
+                self._note(str(error))
+                on_fenced()
+
+        threads = [
+            threading.Thread(target=self._replicate, args=(ends, fenced), name="replicator", daemon=True),
+            threading.Thread(target=self._renew, args=(lease, ends, fenced), name="lease", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            ends.set()
+            with self._telling():
+                for thread in threads:
+                    thread.join()
+
+    def finish(self, patience_s: float) -> None:
+        """Send the final state, and say so.
+
+        Raises:
+            StoreError: the bucket did not take it within ``patience_s``.
+        """
+        if self.fenced is not None:
+            raise self.fenced
+        began_s, wait_s, told = time.monotonic(), _PATIENCE_S[0], False
+        while True:
+            try:
+                with self._telling():
+                    self.sync()
+                return
+            except FencedError:
+                raise
+            except BucketError as error:
+                if time.monotonic() - began_s > patience_s:
+                    raise BucketError(
+                        f"{error} What the run ended with is not all in the bucket; it is in "
+                        f"{self._place.run}: the same command on this machine sends it."
+                    ) from error
+                if not told:
+                    self._note(f"the bucket does not take the final state yet: {error}")
+                    told = True
+                self._looks_again = True
+                time.sleep(wait_s)
+                wait_s = min(2 * wait_s, _PATIENCE_S[1])
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        ends, before = threading.Event(), self.sender.sent.bytes
+
+        def tell() -> None:
+            while not ends.wait(_TOLD_EVERY_S):
+                sent = size(self.sender.sent.bytes - before)
+                self._note(f"sending the final state to {self._place.objects.address}: {sent} so far")
+
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ends.set()
+            thread.join()
+
+    def _replicate(self, ends: threading.Event, fenced: Callable[[FencedError], None]) -> None:
+        failing, wait_s, due_s, tries_after_s = False, _LOOKS_EVERY_S, 0.0, _PATIENCE_S[0]
+        while not ends.wait(wait_s):
+            wait_s = _LOOKS_EVERY_S
+            if not failing and pointer_of(self._place.run) == self._pointer and time.monotonic() < due_s:
+                continue
+            try:
+                self.sync()
+            except FencedError as error:
+                fenced(error)
+            except (StoreError, OSError) as error:
+                if not failing:
+                    self._note(f"the run goes on without its bucket, which is tried again: {error}")
+                wait_s, failing, self._looks_again = tries_after_s, True, True
+                tries_after_s = min(2 * tries_after_s, _PATIENCE_S[1])
+            else:
+                due_s = time.monotonic() + SENT_EVERY_S
+                if failing:
+                    self._note(f"{self._place.objects.address} answers again, and holds all of the run")
+                failing, tries_after_s = False, _PATIENCE_S[0]
+
+    def _renew(self, lease: HeadLease, ends: threading.Event, fenced: Callable[[FencedError], None]) -> None:
+        while not ends.wait(RENEWED_EVERY_S):
+            try:
+                if not lease.renew():
+                    raise FencedError(
+                        f"{self._place.objects.address}: another head has taken this run over: its lease is "
+                        "of another epoch, so this one ends."
+                    )
+            except FencedError as error:
+                fenced(error)
+            except BucketError as error:
+                log.warning("the lease is not renewed: %s", error)

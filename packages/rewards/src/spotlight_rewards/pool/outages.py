@@ -1,0 +1,97 @@
+"""Patience with what scores and does not answer: samples are asked for again, with growing pauses.
+
+A reward's threads share one :class:`Outage`, which says once that it waits, and once that scores come again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from spotlight_rewards.pool.scoring import Outcome
+from spotlight_rewards.results import RewardFailure
+from spotlight_rewards.reward_config import RewardConfig
+
+logger = logging.getLogger(__name__)
+
+PAUSE_S, PAUSE_MAX_S = 1.0, 60.0
+"""Before the first repetition, doubled before each further one."""
+
+
+class Outage:
+    """Of one reward.
+
+    Attributes:
+        note: told when it begins and when it is over, from any thread.
+    """
+
+    def __init__(self, reward: RewardConfig) -> None:
+        self._reward = reward
+        self.note: Callable[[str], None] = logger.warning
+        self._lock, self._began_s = threading.Lock(), 0.0
+        self._over = threading.Event()
+
+    def close(self) -> None:
+        """End all pauses."""
+        self._over.set()
+
+    def outlast(
+        self, score: Callable[[Sequence[int]], Sequence[Outcome]], samples: int, *, together: bool
+    ) -> list[Outcome]:
+        """The outcomes of ``samples``; those that are away are scored again for up to ``outage_s``.
+
+        Args:
+            score: of the samples with these numbers, in this order.
+            together: they are scored all or none.
+        """
+        outcomes = list(score(range(samples)))
+        end_s, pause_s = time.monotonic() + self._reward.outage_s, PAUSE_S
+        while away := [at for at, each in enumerate(outcomes) if _is_away(each)]:
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return [self._given_up(each) for each in outcomes]
+            self._begins(outcomes[away[0]])
+            self._over.wait(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, PAUSE_MAX_S)
+            again = range(samples) if together else away
+            for at, outcome in zip(again, score(again), strict=True):
+                outcomes[at] = outcome
+        self._ends()
+        return outcomes
+
+    def _begins(self, outcome: Outcome) -> None:
+        assert isinstance(outcome, RewardFailure)
+        with self._lock:
+            known, self._began_s = self._began_s, self._began_s or time.monotonic()
+        if not known:
+            self.note(
+                f"no scores at the moment: {_in_short(outcome.message)}\nIt is asked again, with growing "
+                f"pauses, for up to {self._reward.outage_s:g} s (rewards[].outage_s of "
+                f"{self._reward.curve!r}); samples that are made meanwhile wait."
+            )
+
+    def _ends(self) -> None:
+        with self._lock:
+            began_s, self._began_s = self._began_s, 0.0
+        if began_s:
+            self.note(f"reward {self._reward.curve!r} scores again, after {time.monotonic() - began_s:.0f} s")
+
+    def _given_up(self, outcome: Outcome) -> Outcome:
+        if not _is_away(outcome):
+            return outcome
+        assert isinstance(outcome, RewardFailure)
+        limit = f"It did not answer for rewards[].outage_s={self._reward.outage_s:g}."
+        return replace(outcome, message=f"{outcome.message}\n{limit}") if self._reward.outage_s else outcome
+
+
+def _is_away(outcome: Outcome) -> bool:
+    return isinstance(outcome, RewardFailure) and outcome.away
+
+
+def _in_short(message: str) -> str:
+    """Of a traceback, the first and the last line."""
+    first, *rest = message.strip().splitlines()
+    return f"{first} ... {rest[-1].strip()}" if rest else first

@@ -1,0 +1,339 @@
+"""Runs in a bucket: what is sent, what is brought back, and which head counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from obstore.store import MemoryStore
+from store_history import history
+
+from spotlight.scheduler.types import WorkerId
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.ledger.sqlite_ledger import SqliteLedger
+from spotlight.store.manifest import CheckpointHeader
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_store import stored_runs
+from spotlight.store.store_errors import RunInUseError
+from spotlight_bucket.bucket_objects import BucketError, Objects
+from spotlight_bucket.lease import HEAD, claim
+from spotlight_bucket.local_copies import ReadCopy, bring_to_work, folder_of, is_light, working_copy
+from spotlight_bucket.replicator import Place, Replicator
+from spotlight_bucket.run_files import consistent_files
+from spotlight_bucket.snapshots import (
+    CHUNKS,
+    SMALL_CHUNK_BYTES,
+    FencedError,
+    RunSnapshot,
+    name_of,
+    newest_snapshot,
+    take_over,
+)
+from spotlight_rewards.base.file_errors import StoreError
+
+ONE, OTHER = "1" * 32, "2" * 32
+
+
+def quiet(text: str) -> None:
+    """No note is looked at."""
+
+
+@pytest.fixture
+def objects() -> Objects:
+    return Objects(MemoryStore(), "s3://bucket/demo")
+
+
+class Head:
+    """A head on a machine of its own, without its threads."""
+
+    def __init__(self, machine: Path, objects: Objects, copy: str) -> None:
+        self.run = machine / "demo"
+        self.run.mkdir(parents=True)
+        self.ledger = self.run / "ledger.sqlite"
+        epoch = claim(objects, copy, quiet, lease_s=0).holder.epoch
+        self.base = take_over(objects, epoch, copy)
+        self.replicator = Replicator(Place(self.run, machine / "backup", copy, objects), self.base, quiet)
+
+    def begin(self) -> None:
+        (self.run / "config.yaml").write_text("name: demo\n")
+        (self.run / "checkpoints").mkdir()
+        with closing(SqliteLedger(self.ledger)) as ledger:
+            ledger.begin_attempt(pid=1, host="here", workers={WorkerId("worker-0"): 1.0}, now_s=0)
+
+    def checkpoint(self, iteration: int, size_bytes: int = 1000) -> None:
+        store = CheckpointStore(RunPaths(self.run).checkpoints, keep=2)
+        with store.writer(CheckpointHeader(iteration, 0, "digest", "0.1.0")) as folder:
+            (folder / "weights").write_bytes(random.Random(iteration).randbytes(size_bytes))
+
+
+@pytest.fixture
+def head(tmp_path: Path, objects: Objects) -> Head:
+    return Head(tmp_path / "one", objects, ONE)
+
+
+def content_of(run: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(run).as_posix(): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and not path.name.startswith(("ledger", "lock"))
+    }
+
+
+def test_what_a_head_sent_is_brought_back_to_the_bit(head: Head, objects: Objects, tmp_path: Path) -> None:
+    head.begin()
+    (head.run / "images").mkdir()
+    (head.run / "images" / "empty.png").touch()
+    (head.run / "lock").write_text("process 1")
+    (head.run / "elsewhere").symlink_to("/etc/hostname")
+    head.checkpoint(1, size_bytes=17 << 20)  # two chunks
+    head.checkpoint(2)
+    with closing(SqliteLedger(head.ledger)) as ledger:
+        number = 1
+        for some in history(0, 1):
+            ledger.append(list(enumerate(some, number)))
+            number += len(some)
+        head.replicator.sync()  # beside a writer
+        digest = ledger.digest_at(number - 1)
+    assert head.replicator.sync()
+
+    with working_copy(tmp_path / "two", "demo") as copy:
+        base = newest_snapshot(objects)
+        assert base is not None
+        bring_to_work(copy, base, objects, quiet)
+        (head.run / "elsewhere").unlink()
+        assert content_of(copy.run) == content_of(head.run)
+        assert not (copy.run / "lock").exists()
+        with closing(SqliteLedger(RunPaths(copy.run).ledger)) as ledger:
+            assert ledger.digest_at(number - 1) == digest
+
+
+def test_what_did_not_change_is_not_sent_again_and_what_is_not_needed_is_removed(
+    head: Head, objects: Objects
+) -> None:
+    head.begin()
+    (head.run / "metrics.jsonl").write_bytes(bytes(2 * SMALL_CHUNK_BYTES))  # two equal chunks
+    head.checkpoint(1)
+    head.replicator.sync()
+    sent, serial = head.replicator.sender.sent.requests, head.replicator.newest.serial
+    head.replicator.sync()
+    assert (head.replicator.sender.sent.requests, head.replicator.newest.serial) == (sent, serial)
+    for iteration in range(2, 7):
+        head.checkpoint(iteration)
+        head.replicator.sync()
+    there = set(objects.names(CHUNKS))
+    held = head.replicator.newest.chunks | head.replicator._before[0] | head.replicator._garbage
+    assert head.replicator.newest.chunks <= there <= held
+    assert len(there) < 20
+
+
+def test_of_two_heads_the_later_counts_and_harms_nothing_of_the_earlier(
+    head: Head, objects: Objects, tmp_path: Path
+) -> None:
+    head.begin()
+    head.checkpoint(1)
+    head.replicator.sync()
+    later = Head(tmp_path / "two", objects, OTHER)
+    assert later.base.epoch == head.base.epoch + 1
+    assert later.base.files == head.replicator.newest.files
+    head.checkpoint(2)
+    with pytest.raises(FencedError, match="another head has taken this run over"):
+        head.replicator.sync()
+    newest = newest_snapshot(objects)
+    assert newest == later.base
+
+
+def test_a_new_head_sends_what_was_sent_and_not_named_only_once(
+    head: Head, objects: Objects, tmp_path: Path
+) -> None:
+    head.begin()
+    head.checkpoint(1)
+    with consistent_files(head.run, tmp_path / "backup") as files:
+        head.replicator.sender.send(files)  # and then it is killed
+    again = Head(tmp_path / "again", objects, ONE)
+    again.run.rmdir()
+    head.run.rename(again.run)
+    again.replicator.sync()
+    assert again.replicator.sender.sent.requests <= 1  # the copy of the ledger may differ in its first page
+    assert again.replicator.newest.files
+
+
+def test_chunks_that_are_garbage_are_not_taken_for_ones_that_are_there(
+    head: Head, objects: Objects, tmp_path: Path
+) -> None:
+    head.begin()
+    head.checkpoint(1)
+    head.replicator.sync()
+    newest = head.replicator.newest
+    weights = newest.files["checkpoints/000001-iteration-000001/weights"].chunks[0]
+    gone = RunSnapshot(newest.serial + 1, newest.epoch, ONE, {}, (weights,))
+    head.replicator._append(gone)
+    head.replicator.newest = gone
+    objects.put(f"{CHUNKS}/{weights}", b"about to be removed by the head before")
+    later = Head(tmp_path / "two", objects, OTHER)
+    later.replicator._gone.add(weights)
+    later.begin()
+    later.checkpoint(1)
+    later.replicator.sync()
+    assert weights not in later.replicator.newest.chunks
+
+
+def test_a_copy_from_which_another_machine_went_on_is_replaced(
+    head: Head, objects: Objects, tmp_path: Path
+) -> None:
+    head.begin()
+    head.replicator.sync()
+    notes: list[str] = []
+    with working_copy(tmp_path / "two", "demo") as copy:
+        bring_to_work(copy, head.replicator.newest, objects, notes.append)
+        (copy.run / "mine").write_text("later")
+        own = RunSnapshot(9, 1, copy.id, head.replicator.newest.files)
+        bring_to_work(copy, own, objects, notes.append)
+        assert (copy.run / "mine").exists()
+        bring_to_work(copy, head.replicator.newest, objects, notes.append)
+        assert not (copy.run / "mine").exists()
+    assert sum("where another machine went on" in note for note in notes) == 1
+
+
+def test_one_process_of_a_machine_has_the_working_copy(tmp_path: Path) -> None:
+    with (
+        working_copy(tmp_path, "demo"),
+        pytest.raises(RunInUseError, match="another process of this machine"),
+        working_copy(tmp_path, "demo"),
+    ):
+        pass
+
+
+def test_a_head_that_renews_its_lease_is_alive_and_one_that_does_not_is_waited_for(
+    objects: Objects,
+) -> None:
+    first = claim(objects, ONE, quiet)
+
+    def renew() -> None:
+        assert first.renew()
+
+    with pytest.raises(RunInUseError, match="has just renewed its lease"):
+        claim(objects, OTHER, quiet, sleep=lambda s: renew())
+    notes: list[str] = []
+    second = claim(objects, OTHER, notes.append, lease_s=0)
+    assert second.holder.epoch == 2
+    assert not first.renew()
+    second.release()
+    assert claim(objects, ONE, notes.append).holder.epoch == 3
+    assert claim(objects, ONE, notes.append).holder.epoch == 4  # its own: the process before is gone
+    assert not notes
+
+
+def test_an_epoch_is_above_those_of_snapshots_though_the_lease_is_gone(head: Head, objects: Objects) -> None:
+    head.begin()
+    head.replicator.sync()
+    objects.delete([HEAD])
+    assert claim(objects, OTHER, quiet, after=7).holder.epoch == 8
+
+
+def _with(**keys: object) -> Callable[[dict[str, object]], dict[str, object]]:
+    return lambda tree: {**tree, **keys}
+
+
+def _file(path: str, size_bytes: object = 0, chunks: object = ()) -> dict[str, object]:
+    return {path: {"size_bytes": size_bytes, "chunks": chunks}}
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _with(files=_file("../escape")),
+        _with(files=_file("/etc/passwd")),
+        _with(files=_file("a//b")),
+        _with(files=_file("a\\b")),
+        _with(files=_file("a\x1b[2J")),
+        _with(files=_file("x" * 300)),
+        _with(files=_file("a") | _file("a/b")),
+        _with(files=_file("a", 10, [])),
+        _with(files=_file("a", -1)),
+        _with(files=_file("a", 1e300)),
+        _with(files=_file("a", True, ["000001-" + "0" * 64])),
+        _with(files=_file("a", 1, ["../../head.json"])),
+        _with(files=[]),
+        _with(garbage=["../config.yaml"]),
+        _with(serial=2),
+        _with(copy="../x"),
+        _with(epoch="1"),
+        lambda tree: {},
+    ],
+)
+def test_a_snapshot_that_no_head_can_have_written_is_refused(
+    objects: Objects, spoil: Callable[[dict[str, object]], dict[str, object]]
+) -> None:
+    good = {"serial": 1, "epoch": 1, "copy": ONE, "files": {}, "garbage": []}
+    objects.put(name_of(1), json.dumps(good).encode())
+    assert newest_snapshot(objects) is not None
+    objects.put(name_of(1), json.dumps(spoil(good)).encode())
+    with pytest.raises(BucketError, match="not a snapshot of a run"):
+        newest_snapshot(objects)
+
+
+@pytest.mark.parametrize("content", [b"other content", b"far too long" * 100, None])
+def test_a_chunk_that_is_not_what_it_is_named_for_is_refused(
+    head: Head, objects: Objects, tmp_path: Path, content: bytes | None
+) -> None:
+    head.begin()
+    head.replicator.sync()
+    (chunk,) = head.replicator.newest.files["config.yaml"].chunks
+    objects.delete([f"{CHUNKS}/{chunk}"])
+    if content is not None:
+        objects.put(f"{CHUNKS}/{chunk}", content)
+    with (
+        working_copy(tmp_path / "two", "demo") as copy,
+        pytest.raises(BucketError, match=r"no such object|expected|larger than"),
+    ):
+        bring_to_work(copy, head.replicator.newest, objects, quiet)
+    assert not (tmp_path / "two" / "work" / "demo").exists()
+
+
+def test_a_reader_brings_what_it_needs_and_follows_the_run(
+    head: Head, objects: Objects, tmp_path: Path
+) -> None:
+    copy = ReadCopy(tmp_path / "two", "demo", objects)
+    assert not copy.renew(is_light)
+    head.begin()
+    head.checkpoint(1)
+    (head.run / "summary.json").write_text("{}")
+    head.replicator.sync()
+    assert copy.renew(is_light)
+    with closing(queries.open_readonly(RunPaths(copy.run).ledger)) as connection:
+        assert queries.position(connection) == 0
+    checkpoint = copy.run / "checkpoints" / "000001-iteration-000001"
+    assert (checkpoint / "manifest.json").is_file()
+    assert not (checkpoint / "weights").exists()
+    assert copy.renew(lambda path: True)
+    assert hashlib.sha256((checkpoint / "weights").read_bytes()).digest()
+    (head.run / "summary.json").unlink()
+    head.replicator.sync()
+    copy.renew(is_light)
+    assert not (copy.run / "summary.json").exists()
+    assert (checkpoint / "weights").exists()
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["s3://bucket/../x", "s3://bucket//x", "s3://", "s3://bucket/a\nb", "s3://buc ket/x", "S3://b/x"],
+)
+def test_an_address_that_is_none_is_refused(address: str, tmp_path: Path) -> None:
+    with pytest.raises(BucketError, match="is not the address of a bucket"):
+        folder_of(address, tmp_path)
+
+
+def test_places_are_folders_or_addresses_of_a_kind_that_is_known() -> None:
+    assert stored_runs(Path("runs")) is None
+    assert stored_runs(Path("/mnt/s3/runs")) is None
+    found = stored_runs(Path("s3://bucket/prefix"))
+    assert found is not None
+    assert found.address == "s3://bucket/prefix"
+    with pytest.raises(StoreError, match="ftp://host/x; expected a folder, or an address of a kind"):
+        stored_runs(Path("ftp://host/x"))
