@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from tests.contract import family_ranks, plain_loop
 from tests.contract.family_cases import (
     CASES,
+    PROMPTS,
     TRAINED,
     TRAINED_BY_TIER,
     TRAININGS,

@@ -53,7 +53,7 @@ def stand_ins_of(rewards: object) -> list[dict[str, Any]]:
 
 def _stand_in(reward: object) -> dict[str, Any]:
     section = dict(reward) if isinstance(reward, Mapping) else {"name": reward}
-    given = section["name"] if "name" in section else ""
+    given = section.get("name", "")
     return {**section, "name": given if isinstance(given, str) else label_of(given)}
 
 
