@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from spotlight.dry_run.fit.published import published_fits
 from spotlight.dry_run.fitting_sizes import USABLE
+from spotlight_plan.commands.fit.published import published_fits
 
 PAGE = Path(__file__).parents[1] / "README.md"
 MARK = "small GPUs: written by scripts/small_gpus_table.py"

@@ -32,7 +32,6 @@ from benchmarks.gpu.timing import (
     peak_tflops,
     spread,
 )
-from spotlight.models.kernels.device_rates import wait
 from spotlight.models.shared.flop_count import Trained, forward_operations
 from spotlight.rollout.state import RolloutState
 from spotlight.scheduler.types import WorkerId
@@ -45,6 +44,7 @@ from spotlight.weights.node_cache import SHARED_MEMORY, NodeCache
 from spotlight.worker.outbox import ReportOutbox
 from spotlight.worker.reports import Report
 from spotlight.worker.steps import all_finite
+from spotlight_kernels.measure.device_rates import wait
 
 STEPS = 4
 PICTURE_STEPS = 20

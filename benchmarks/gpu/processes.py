@@ -18,7 +18,6 @@ from benchmarks.gpu.lab import Lab
 from benchmarks.gpu.suite import Outcome, Skip
 from benchmarks.gpu.timing import interleaved, medians
 from spotlight.models.families.qwen_image import QwenImage
-from spotlight.models.kernels.device_rates import wait
 from spotlight.models.skeleton import filling, modules_of
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.training.device_memory import measure_peak
@@ -27,6 +26,7 @@ from spotlight.training.timesteps import Trial
 from spotlight.weights import peers
 from spotlight.weights.peers import BUCKET_BYTES, FetchedWeights, fetch_from_peer
 from spotlight.weights.weight_errors import PeerLostError
+from spotlight_kernels.measure.device_rates import wait
 
 STEPS = 4
 CYCLES = 20

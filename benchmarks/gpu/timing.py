@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks._flop_counter import flop_counter
 from benchmarks._measure import Clock, take_turns
 from benchmarks.gpu.lab import Lab
-from spotlight.models.kernels.device_rates import copy_bytes_s, product_flop_s, timed_s
-from spotlight.models.kernels.peak_rates import bfloat16_flop_s
+from spotlight_kernels.measure.device_rates import copy_bytes_s, product_flop_s, timed_s
+from spotlight_kernels.measure.peak_rates import bfloat16_flop_s
 
 _ROUNDS_MAX = 7
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from typer import Typer
 
     from spotlight.config.sections.algorithm import AlgorithmSection
+    from spotlight.dry_run.fitting import Fitting
     from spotlight.models.family import ModelFamily
     from spotlight.scheduler.fleet.fleet_machine import FleetPolicy
     from spotlight.scheduler.rollouts import PolicyKind
@@ -107,6 +108,9 @@ CHECKS: Registry[Callable[[str, int | None, Path | None], None]] = Registry(
 """Longer checks of other packages, by the option of ``spotlight doctor`` that asks for one: a function of the
 model asked about, its side in pixels (None: the model's own), and where a report goes (None: nowhere).
 """
+
+FITTINGS: Registry[Fitting] = Registry("what --fit fits", "spotlight.fittings", {})
+"""What makes a run fit, by what it fits (``gpu``): a :class:`~spotlight.dry_run.fitting.Fitting`."""
 
 FLEET_POLICIES: Registry[type[FleetPolicy]] = Registry(
     "policies",

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from spotlight.models.condition import GRIDS, REFERENCES, Condition, ConditionBatch, Guidance
 from spotlight.models.experts import denoisers
 from spotlight.models.family import ModelFamily
-from spotlight.models.kernels.peak_rates import bfloat16_flop_s
 from spotlight.models.peft_layers import LoraSpec
 from spotlight.models.shared import flop_count
 from spotlight.models.shared.flop_count import (
@@ -30,6 +29,7 @@ from spotlight.models.shared.flop_count import (
 )
 from spotlight.models.slots import CopySlots, LoraSlots
 from spotlight.registry import FAMILIES
+from spotlight_kernels.measure.peak_rates import bfloat16_flop_s
 
 TEXT, SEEN = 11, (3, 4)
 """Tokens of a text; rows and columns of a reference picture, where the family takes any."""

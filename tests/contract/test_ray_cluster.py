@@ -34,7 +34,6 @@ from spotlight.cluster.nodes.drain import drain_node, draining_nodes
 from spotlight.cluster.nodes.facts import NodeFacts, gather
 from spotlight.cluster.nodes.listing import LearnerSlots, RayNode, read_view, require_usable
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
-from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.nodes.worker_logs import log_tail
 from spotlight.cluster.scorers.remote_scorer import RemoteScorer, ScorerNodes
 from spotlight.scheduler.types import NodeKind
@@ -44,6 +43,7 @@ from spotlight_fleet.emulated.local_cluster import LocalCluster, LocalClusterErr
 from spotlight_fleet.emulated.market import LocalMachines, Market
 from spotlight_fleet.emulated.market_record import Fate
 from spotlight_fleet.emulated.node_processes import NodeProcesses, NodeRequest
+from spotlight_fleet.notices.notice_watch import NoticeSettings
 from spotlight_fleet.traces.trace import TraceEvent, TraceEventKind
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.pool.channel import Sample, Score, encode

@@ -103,7 +103,7 @@ def test_training_sees_the_embeddings_that_the_pipeline_makes(pipeline, parts):
         [architecture.PROMPT_TEMPLATE.format(text) for text in texts], padding=True, return_tensors="pt"
     )
     with torch.no_grad():
-        ours = JointModel(parts, 8)(latents, t, tokens.input_ids, tokens.attention_mask)
+        ours = JointModel(parts, 8, 8)(latents, t, tokens.input_ids, tokens.attention_mask)
         theirs = pipeline.transformer(
             hidden_states=latents,
             timestep=t,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from worker_world import Body, MemoryHome, grant, keep_conditions, loop, ready, rollout, turns, work_off
 
-from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.scheduler.effects import StopGroup
 from spotlight.scheduler.types import Phase, Purpose, WorkerId
+from spotlight_kernels.measure.step_profile import StepProfiler
 
 STEPS = 4
 W0 = WorkerId("w0")

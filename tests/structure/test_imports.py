@@ -40,7 +40,7 @@ PACKAGES_MAY_IMPORT: dict[str, set[str]] = {
     "spotlight_rewards": set(),
     "spotlight_fleet": {"spotlight_rewards"},
     "spotlight": {"spotlight_kernels", "spotlight_rewards", "spotlight_fleet"},
-    "spotlight_plan": {"spotlight", "spotlight_rewards", "spotlight_fleet"},
+    "spotlight_plan": {"spotlight", "spotlight_rewards", "spotlight_fleet", "spotlight_kernels"},
     "spotlight_dashboard": {"spotlight", "spotlight_rewards"},
     "spotlight_bucket": {"spotlight", "spotlight_rewards"},
 }
@@ -75,6 +75,8 @@ USE_REWARDS = {"dry_run", "runtime", "cluster", "cli", "api"}
 """Rooms that may import all of the leaf."""
 USE_FLEET = {"config", "cluster", "cli"}
 """Rooms that may import what is known of nodes."""
+MEASURE = {"training", "rollout", "runtime", "cluster"}
+"""Rooms that may import what measures steps."""
 USE_KERNELS = {"models"}
 """Rooms that may import fused operators."""
 FROM_TRAINER: dict[str, set[str]] = {
@@ -266,7 +268,8 @@ def allowed(room: str, module: str) -> bool:
     if package != own and package not in PACKAGES_MAY_IMPORT[own]:
         return False
     if package == "spotlight_kernels":
-        return room in USE_KERNELS
+        measures = room in MEASURE and module.startswith("spotlight_kernels.measure.")
+        return room in USE_KERNELS or measures or room == "spotlight_plan.commands"
     if package == "spotlight_fleet":
         return own != "spotlight" or room in USE_FLEET
     if package != "spotlight":

@@ -8,14 +8,16 @@ import pytest
 from test_small_gpus import GIB, needs, small_run
 from typer.testing import CliRunner
 
+from spotlight.cli.doctor_checks import trains
 from spotlight.cli.main import app
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
-from spotlight.dry_run.fit.fit import Fit, fit
-from spotlight.dry_run.fit.savings import SAVINGS
-from spotlight.dry_run.fit.whole_run import nearest
 from spotlight.dry_run.fitting_sizes import USABLE
 from spotlight.dry_run.memory_plan import Estimate
+from spotlight.registry import FITTINGS
+from spotlight_plan.commands.fit.fit import Fit, fit
+from spotlight_plan.commands.fit.fit_option import nearest
+from spotlight_plan.commands.fit.savings import SAVINGS
 
 RECOMPUTED = {"none": 8, "elementwise": 4, "blocks": 1}
 
@@ -205,3 +207,13 @@ def test_what_cannot_be_fitted_is_refused(arguments: list[str], error: str) -> N
     code, said = command("examples/z-image-ocr.yaml", "--dry-run", *arguments)
     assert code == 2
     assert re.search(error, said), said
+
+
+def test_without_the_package_that_fits_a_run_the_remedy_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FITTINGS.__dict__, "_added", {})
+    code, said = command("--fit", "24")
+    assert (code, "pip install 'spotlight-rl[plan]'" in said) == (2, True)
+    code, said = command("--dry-run")
+    assert code == 0
+    assert "what fits not known this needs the package spotlight-plan" in said
+    assert "pip install 'spotlight-rl[plan]'" in trains(24 * GIB).remedy

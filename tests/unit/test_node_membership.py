@@ -16,8 +16,8 @@ from spotlight.cluster.nodes import node_membership
 from spotlight.cluster.nodes.facts import NodeFacts
 from spotlight.cluster.nodes.listing import RayNode, read_view
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
-from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate
-from spotlight.cluster.nodes.notice_watch import NoticeSettings
+from spotlight_fleet.notices.notice_mail import Message, NoticeUpdate
+from spotlight_fleet.notices.notice_watch import NoticeSettings
 
 SETTINGS = MembershipSettings(NoticeSettings())
 HERE = NodeFacts("1", "3.11.1", "2", "here", (), 0, "b", 1)

@@ -24,7 +24,7 @@ from spotlight.config.load import build_config, dump_config, load_dump
 from spotlight.report import wording
 from spotlight.report.final_screen import print_final_screen
 from spotlight.report.loading import loading_snippet
-from spotlight.report.model_card import write_card
+from spotlight.report.model_card import card_text, write_card
 from spotlight.report.published_settings import published_settings, without_places
 from spotlight.report.record import Mean, RunRecord, ValidationChange, read_run
 from spotlight.scheduler.records import (
@@ -264,6 +264,20 @@ def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> No
     assert without_places(snippet) in text
     assert published_settings(run.config).rstrip() in text
     assert "Survived 1 interruption" in text
+
+
+def test_the_card_shows_what_judges_that_were_not_trained_on_say(run: RunRecord) -> None:
+    rewards = [{"name": "shapes"}, {"name": "ocr", "weight": 0, "label": "judge"}]
+    config = build_config({"name": "demo", "iterations": 2, "rewards": rewards}, "test")
+    judged = [
+        replace(row, scores={**row.scores, "judge": Mean(mean, 0.02), "judge/exact": Mean(mean / 2, 0.02)})
+        for row, mean in zip(run.validations, (0.4, 0.5, 0.6), strict=True)
+    ]
+    text = card_text(replace(run, config=config, validations=tuple(judged)), [], [])
+    assert "| judge | 0.400 ± 0.020 | 0.600 ± 0.020 |" in text
+    assert "| judge/exact | 0.200 ± 0.020 | 0.300 ± 0.020 |" in text
+    assert "`judge` was not trained on: what it does not share may fool the reward." in text
+    assert "not trained on" not in card_text(run, [], [])
 
 
 SECRETS = {

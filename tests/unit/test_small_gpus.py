@@ -14,13 +14,14 @@ from spotlight.cli import doctor_checks
 from spotlight.cli.doctor import Verdict
 from spotlight.config.load import build_config, load_config
 from spotlight.config.schema import RunConfig
-from spotlight.dry_run.fit.whole_run import Needs
+from spotlight.dry_run.fitting import Needs
 from spotlight.dry_run.fitting_sizes import USABLE
 from spotlight.dry_run.memory_plan import Phase, peak_bytes, phase_bytes
 from spotlight.dry_run.model_plan import ModelSizes, family_of, read_sizes
 from spotlight.dry_run.reward_plan import reward_parts, reward_places
 from spotlight.dry_run.run_plan import make_plan, parameters_trained
 from spotlight.registry import FAMILIES
+from spotlight_plan.commands.fit.fit_option import small_fits
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
@@ -118,7 +119,8 @@ def test_a_recipe_fits_the_gpu_of_its_name_with_its_rewards_on_the_cpu(
     plan = make_plan(config)
     assert peak_bytes(plan.memory) <= USABLE * gib * GIB
     assert not [part for part in plan.memory if part.part.startswith("reward ")]
-    (found,) = (found for size, found in plan.small if size == gib)
+    assert plan.needs is not None
+    found = dict(small_fits(config, plan.needs))[gib]
     assert not found.changes
     assert "Estimated" in recipe.read_text(encoding="utf-8").partition("Sources of the figures")[0]
 

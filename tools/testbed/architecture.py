@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
+    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
@@ -51,7 +54,7 @@ class Parts:
 def build(seed: int, layers: int = 4) -> Parts:
     """All components with random weights from ``seed``; ``layers`` of the DiT."""
     torch.manual_seed(seed)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(prompt_words())
     return Parts(
         tokenizer, build_text_encoder(tokenizer), build_vae(), build_transformer(layers), build_scheduler()
     )
@@ -68,9 +71,13 @@ def assemble(parts: Parts) -> QwenImagePipeline:
     )
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """A byte-level BPE with Qwen's pre-tokenizer; every word of template and prompts is one token."""
-    words = {word for records in split() for record in records for word in record["prompt"].split()}
+def prompt_words() -> set[str]:
+    """The words of this testbed's prompts."""
+    return {word for records in split() for record in records for word in record["prompt"].split()}
+
+
+def build_tokenizer(words: Collection[str]) -> Qwen2Tokenizer:
+    """A byte-level BPE with Qwen's pre-tokenizer; every one of ``words`` and of the template is one token."""
     # Twice, because a word without a leading space, at the start of a prompt, is another token.
     corpus = [PROMPT_TEMPLATE, *(f"{word} {word}" for word in sorted(words))]
     learner = Tokenizer(models.BPE())
@@ -92,8 +99,14 @@ def build_tokenizer() -> Qwen2Tokenizer:
     )
 
 
-def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    """A two-layer Qwen2.5-VL of width 64, with a minimal vision tower, which the pipeline does not use."""
+def build_text_encoder(
+    tokenizer: Qwen2Tokenizer, text: Mapping[str, Any] = {}, vision: Mapping[str, Any] = {}
+) -> Qwen2_5_VLForConditionalGeneration:
+    """A two-layer Qwen2.5-VL of width 64, with a minimal vision tower, which the pipeline does not use.
+
+    Args:
+        text, vision: settings of the two that differ.
+    """
     special = {name: tokenizer.convert_tokens_to_ids(name) for name in SPECIAL_TOKENS}
     config = Qwen2_5_VLConfig(
         text_config={
@@ -107,6 +120,7 @@ def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGen
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
             "bos_token_id": special["<|endoftext|>"],
             "eos_token_id": special["<|im_end|>"],
+            **text,
         },
         vision_config={
             "depth": 1,
@@ -115,6 +129,7 @@ def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGen
             "num_heads": 2,
             "out_hidden_size": TEXT_WIDTH,
             "fullatt_block_indexes": [0],
+            **vision,
         },
         tie_word_embeddings=True,
     )
@@ -134,16 +149,18 @@ def build_vae() -> AutoencoderKLQwenImage:
     ).eval()
 
 
-def build_transformer(layers: int) -> QwenImageTransformer2DModel:
-    """A DiT of 4 heads of 32, with zero-initialised adaLN and output."""
+def build_transformer(
+    layers: int, heads: int = 4, channels: int = LATENT_CHANNELS, text_width: int = TEXT_WIDTH
+) -> QwenImageTransformer2DModel:
+    """A DiT with heads of 32, with zero-initialised adaLN and output."""
     transformer = QwenImageTransformer2DModel(
         patch_size=2,
-        in_channels=4 * LATENT_CHANNELS,
-        out_channels=LATENT_CHANNELS,
+        in_channels=4 * channels,
+        out_channels=channels,
         num_layers=layers,
         attention_head_dim=32,
-        num_attention_heads=4,
-        joint_attention_dim=TEXT_WIDTH,
+        num_attention_heads=heads,
+        joint_attention_dim=text_width,
         axes_dims_rope=(8, 12, 12),
     )
     for block in transformer.transformer_blocks:
@@ -178,6 +195,20 @@ def save(parts: Parts, directory: Path) -> None:
     text encoder, so half-precision files would silently lower the precision of everything.
     """
     assemble(parts).save_pretrained(directory)
+
+
+def halve(module: nn.Module) -> None:
+    """Round parameters in place to float16, keeping float32."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(parameter.half())
+
+
+def store_halves(directory: Path, *names: str) -> None:
+    """Store diffusers' components of a saved pipeline in float16, which loads as float32 unless asked."""
+    components = DiffusionPipeline.from_pretrained(directory).components
+    for name in names:
+        components[name].half().save_pretrained(directory / name)
 
 
 def coarsen(module: nn.Module) -> None:

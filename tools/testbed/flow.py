@@ -107,11 +107,11 @@ def pack_latents(vae: AutoencoderKLQwenImage, images: Image) -> Tensor:
 class JointModel(nn.Module):
     """Text encoder and DiT as one module."""
 
-    def __init__(self, parts: Parts, grid: int) -> None:
+    def __init__(self, parts: Parts, rows: int, columns: int) -> None:
         super().__init__()
         self.text = parts.text_encoder.model.language_model
         self.transformer = parts.transformer
-        self._shape = (1, grid, grid)
+        self._shape = (1, rows, columns)
 
     def forward(self, latents: Tensor, t: Tensor, token_ids: Tensor, token_mask: Tensor) -> Tensor:
         """Velocities [batch, tokens, channels] at noise levels ``t: [batch]``."""
@@ -129,10 +129,16 @@ class JointModel(nn.Module):
         return velocity
 
 
-def train_flow(parts: Parts, data: FlowData, recipe: FlowRecipe, seed: int, log: Log) -> list[float]:
-    """Train in place, ending with the averaged weights; returns the mean loss of each tenth of the steps."""
+def train_flow(
+    parts: Parts, data: FlowData, recipe: FlowRecipe, seed: int, log: Log, rows: int = 8
+) -> list[float]:
+    """Train in place, ending with the averaged weights; returns the mean loss of each tenth of the steps.
+
+    Args:
+        rows: of tokens in a picture.
+    """
     generator = torch.Generator().manual_seed(seed)
-    model = JointModel(parts, math.isqrt(data.latents.shape[1])).train()
+    model = JointModel(parts, rows, data.latents.shape[1] // rows).train()
     shift = scheduler_shift(parts, data.latents.shape[1])
     return train_averaged(model, recipe, lambda: flow_loss(model, data, recipe, shift, generator), log)
 

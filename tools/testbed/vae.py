@@ -31,7 +31,8 @@ class VaeRecipe:
 
     Attributes:
         pictures: size of the pool of rendered scenes.
-        crop_px: side of the random training crops; the network is convolutional except for one attention.
+        crop_px: side of the random training crops, at most the picture's; the network is convolutional
+            except for one attention.
         anchor_weight: weight of the latent means' distance to the pixels.
         posterior_std: target of the posterior's standard deviation; pixels lie in [-1, 1].
     """
@@ -58,19 +59,37 @@ def to_images(pixels: Tensor) -> Image:
     return images
 
 
-def train_vae(vae: AutoencoderKLQwenImage, images: Image, recipe: VaeRecipe, seed: int, log: Log) -> float:
+Code = Callable[[Tensor], Tensor]
+"""What latent means are anchored to, of pixels [batch, 3, 1, height, width]."""
+
+
+def pixels_of_blocks(pixels: Tensor) -> Tensor:
+    """The values of each 2 x 2 block: [batch, 12, 1, height / 2, width / 2]."""
+    return F.pixel_unshuffle(pixels.squeeze(2), 2).unsqueeze(2)
+
+
+def train_vae(
+    vae: AutoencoderKLQwenImage,
+    images: Image,
+    recipe: VaeRecipe,
+    seed: int,
+    log: Log,
+    code: Code = pixels_of_blocks,
+) -> float:
     """Train in place and set ``latents_mean`` from the data; returns the last loss.
 
     Args:
         images: uint8 [pictures, height, width, 3].
     """
     with _still_pictures(vae):
-        loss = _fit(vae, to_pixels(images), recipe, seed, log)
+        loss = _fit(vae, to_pixels(images), recipe, seed, log, code)
     _set_latent_mean(vae, images)
     return loss
 
 
-def _fit(vae: AutoencoderKLQwenImage, pixels: Tensor, recipe: VaeRecipe, seed: int, log: Log) -> float:
+def _fit(
+    vae: AutoencoderKLQwenImage, pixels: Tensor, recipe: VaeRecipe, seed: int, log: Log, code: Code
+) -> float:
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=recipe.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -80,7 +99,7 @@ def _fit(vae: AutoencoderKLQwenImage, pixels: Tensor, recipe: VaeRecipe, seed: i
     loss = torch.tensor(math.nan)
     for step in range(recipe.steps):
         batch = _crops(pixels, recipe, generator)
-        loss = _loss(vae, batch, recipe, generator)
+        loss = _loss(vae, batch, code(batch), recipe, generator)
         optimizer.zero_grad(set_to_none=True)
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
@@ -116,19 +135,21 @@ def _convolve_frame(module: nn.Conv3d, frames: Tensor, cache: None = None) -> Te
 
 def _crops(pixels: Tensor, recipe: VaeRecipe, generator: torch.Generator) -> Tensor:
     chosen = pixels[torch.randint(len(pixels), (recipe.batch,), generator=generator)]
-    limit = pixels.shape[-1] - recipe.crop_px + 1
-    top, left = torch.randint(limit, (2,), generator=generator).tolist()
-    return chosen[..., top : top + recipe.crop_px, left : left + recipe.crop_px]
+    sides = [min(recipe.crop_px, side) for side in pixels.shape[-2:]]
+    top, left = (
+        int(torch.randint(whole - side + 1, (), generator=generator))
+        for whole, side in zip(pixels.shape[-2:], sides, strict=True)
+    )
+    return chosen[..., top : top + sides[0], left : left + sides[1]]
 
 
 def _loss(
-    vae: AutoencoderKLQwenImage, pixels: Tensor, recipe: VaeRecipe, generator: torch.Generator
+    vae: AutoencoderKLQwenImage, pixels: Tensor, anchor: Tensor, recipe: VaeRecipe, generator: torch.Generator
 ) -> Tensor:
     mean, log_variance = vae.quant_conv(vae.encoder(pixels)).chunk(2, dim=1)
     noise = torch.randn(mean.shape, generator=generator)
     # Not vae.decode, which clamps and so stops gradients on the white background.
     decoded = vae.decoder(vae.post_quant_conv(mean + torch.exp(log_variance / 2) * noise))
-    anchor = F.pixel_unshuffle(pixels.squeeze(2), 2).unsqueeze(2)
     pinned = log_variance - 2 * math.log(recipe.posterior_std)
     loss: Tensor = (
         F.mse_loss(decoded, pixels)

@@ -95,17 +95,15 @@ def trainable() -> Iterator[Finding]:
 
 def trains(memory_bytes: int) -> Finding:
     """What a GPU of so much memory trains, estimated."""
-    from spotlight.dry_run.fit.published import published_fits
+    from spotlight.dry_run.fitting import NO_FITTING, find_fitting
     from spotlight.dry_run.fitting_sizes import USABLE
 
-    fitting = [(path, found.config) for path, found in published_fits(USABLE * memory_bytes) if found.fits]
-    quantised = [
-        f"{path} ({config.model.quantize})" for path, config in fitting if config.model.quantize != "none"
-    ]
-    whole = [path for path, config in fitting if config.model.quantize == "none"]
-    if not fitting:
+    if (fitting := find_fitting()) is None:
+        return Finding(Verdict.WARN, "can train", "not known", f"To know it needs {NO_FITTING}")
+    models = fitting.trained(USABLE * memory_bytes)
+    if not models:
         return Finding(Verdict.WARN, "can train", "no published model", "See docs/howto/small-gpus.md.")
-    found = f"a LoRA of {', '.join([*whole, *quantised])}: spotlight train FILE --fit auto finds the settings"
+    found = f"a LoRA of {', '.join(models)}: spotlight train FILE --fit auto finds the settings"
     return Finding(Verdict.OK, "can train", found)
 
 

@@ -23,7 +23,6 @@ from spotlight.cluster.nodes.listing import (
     unlike,
 )
 from spotlight.cluster.nodes.node_membership import MembershipSettings, NodeMembership
-from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.remote_calls import Clock, Notify, RayLostError
 from spotlight.cluster.workers.worker_actor import ActorStarter, WorkerPlacement
 from spotlight.config.schema import RunConfig
@@ -31,6 +30,7 @@ from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.types import Node, NodeId, NodeKind
 from spotlight_fleet.emulated.local_cluster import LocalCluster
+from spotlight_fleet.notices.notice_watch import NoticeSettings
 from spotlight_fleet.ray_names import SLOT
 from spotlight_rewards.base.errors import Problem
 

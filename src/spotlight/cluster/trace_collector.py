@@ -10,8 +10,8 @@ from typing import Protocol
 from spotlight.cluster.blobs.blob_server import TRACE
 from spotlight.cluster.blobs.blob_store import StoredBlob
 from spotlight.cluster.remote_calls import RayLostError
-from spotlight.models.kernels.step_profile import trace_file
 from spotlight.scheduler.types import Phase, WorkerId
+from spotlight_kernels.measure.step_profile import trace_file
 from spotlight_rewards.base.file_errors import StoreError
 
 _NEEDS = {

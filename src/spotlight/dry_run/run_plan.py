@@ -12,9 +12,8 @@ from statistics import median
 
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts, load_prompts
-from spotlight.dry_run.fit.fit import Fit, fit
-from spotlight.dry_run.fit.whole_run import Needs
-from spotlight.dry_run.fitting_sizes import USABLE, FittingSize, fitting_sizes
+from spotlight.dry_run.fitting import Needs
+from spotlight.dry_run.fitting_sizes import FittingSize, fitting_sizes
 from spotlight.dry_run.memory_plan import Estimate, disk_parts, host_parts, memory_parts, stored_parts
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import (
@@ -33,9 +32,6 @@ from spotlight.store.manifest import CheckpointHeader
 from spotlight.store.metrics import read_metrics
 from spotlight.store.run_directory import RunPaths
 from spotlight_rewards.base.errors import ConfigError
-
-SMALL_GIB = (12, 16, 24, 32)
-"""Memory of GPUs that people have at home."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +78,9 @@ class RunPlan:
         evaluation_images: per evaluation.
         train_prompts: after ``data.tags``.
         notes: warnings about ranks, settings and prompts.
-        model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory``, ``fitting``
-            and ``small`` are empty, and ``disk`` lacks checkpoints.
-        small: what fits one GPU, by its GiB; empty with Ray.
+        model: sizes, or why they are unknown; then ``parameters_trained`` is None, ``memory`` and ``fitting``
+            are empty, and ``disk`` lacks checkpoints.
+        needs: what its memory depends on; None: the model's sizes are unknown.
         seconds_per_iteration: median measured in this run's directory; None before.
         trained: iterations that are in a checkpoint of this run already.
     """
@@ -104,7 +100,7 @@ class RunPlan:
     parameters_trained: int | None
     memory: tuple[Estimate, ...]
     fitting: tuple[FittingSize, ...]
-    small: tuple[tuple[int, Fit], ...]
+    needs: Needs | None
     disk: tuple[Estimate, ...]
     rewards: tuple[RewardPlace, ...]
     seconds_per_iteration: float | None
@@ -130,10 +126,9 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
     images = len(prompts.test) * config.evaluation.images_per_prompt
     evaluations = config.evaluation.count(config.iterations)
     rewards = reward_places(config)
-    parts = _MemoryOf()
-    if isinstance(model, ModelSizes):
-        pictures = images if evaluations else 0
-        parts = _memory(config, _needs(config, model, prompts, rewards), prompts, pictures)
+    needs = _needs(config, model, prompts, rewards) if isinstance(model, ModelSizes) else None
+    evaluated = images if evaluations else 0
+    memory, fitting = ((), ()) if needs is None else _memory(config, needs, prompts, evaluated)
     return RunPlan(
         samples=config.rollout.prompts_per_iteration * config.rollout.group_size,
         trained_samples=_trained_samples(config),
@@ -148,9 +143,9 @@ def make_plan(config: RunConfig, ranks: int | None = None) -> RunPlan:
         notes=(*notes, *config.every_note(), *prompts.notes(config)),
         model=model,
         parameters_trained=trained,
-        memory=parts.memory,
-        fitting=parts.fitting,
-        small=parts.small,
+        memory=memory,
+        fitting=fitting,
+        needs=needs,
         disk=(
             *disk_parts(config, trained, evaluations, images),
             *stored_parts(config, model, stored_tokens(config, prompts)),
@@ -167,27 +162,16 @@ def newest_checkpoint(config: RunConfig) -> CheckpointHeader | None:
     return CheckpointStore(checkpoints, 1).newest_header() if checkpoints.is_dir() else None
 
 
-@dataclass(frozen=True, slots=True)
-class _MemoryOf:
-    """As in :class:`RunPlan`."""
-
-    memory: tuple[Estimate, ...] = ()
-    fitting: tuple[FittingSize, ...] = ()
-    small: tuple[tuple[int, Fit], ...] = ()
-
-
-def _memory(config: RunConfig, needs: Needs, prompts: Prompts, evaluated: int) -> _MemoryOf:
+def _memory(
+    config: RunConfig, needs: Needs, prompts: Prompts, evaluated: int
+) -> tuple[tuple[Estimate, ...], tuple[FittingSize, ...]]:
+    """``memory`` and ``fitting``, as in :class:`RunPlan`."""
     model, tokens = needs.model, needs.text_tokens
     sizes = config, model, needs.family, needs.trained, tokens
     everyone = len(prompts.train) + len(prompts.test)
     held = host_parts(config, model, tokens, prompts=everyone, evaluated=evaluated)
     beside = reward_parts(config, needs.rewards)
-    small = SMALL_GIB if config.fleet.driver == "inline" else ()
-    return _MemoryOf(
-        (*memory_parts(*sizes), *beside, *held),
-        fitting_sizes(*sizes, beside=beside),
-        tuple((gib, fit(config, needs.memory, USABLE * gib * 2**30)) for gib in small),
-    )
+    return (*memory_parts(*sizes), *beside, *held), fitting_sizes(*sizes, beside=beside)
 
 
 def needs_of(config: RunConfig) -> Needs:

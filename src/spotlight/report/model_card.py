@@ -171,7 +171,10 @@ def _scores(run: RunRecord) -> str:
     lines = [f"| held-out prompts | {run.since} | after | margin |", "|---|---|---|---|"]
     if len(run.validations) == 1:
         lines = [f"| held-out prompts | {run.since} |", "|---|---|"]
-    names = [*run.curves, *sorted(name for name in run.validations[-1].scores if name.startswith("tag/"))]
+    last = run.validations[-1].scores
+    names = [*run.curves, *sorted(name for name in last if name.startswith("tag/"))]
+    judges = [reward.curve for reward in run.config.rewards if reward.weight == 0]
+    names += [name for name in last if name.split("/")[0] in judges]
     for name in names:
         if name not in run.validations[0].scores:
             continue
@@ -184,9 +187,12 @@ def _scores(run: RunRecord) -> str:
             f"| {label} | {score(before.mean, before.stderr)} "
             f"| {score(after.mean, after.stderr)} | {change.margin:+.3f} {in_noise(change)} |"
         )
-    meanings = " ".join(f"`{name}`: {_CURVES[name]}." for name in run.curves)
+    meanings = [f"`{name}`: {_CURVES[name]}." for name in run.curves]
+    meanings += [
+        f"`{each}` was not trained on: what it does not share may fool the reward." for each in judges
+    ]
     note = (
-        f"{meanings} "
+        f"{' '.join(meanings)} "
         f"Means over {run.config.evaluation.images_per_prompt} pictures a prompt, the same prompts and seeds "
         f"before and after, {run.config.evaluation.steps} ODE steps; ± is one standard error. The noise of a "
         "margin is that of two independent evaluations."

@@ -27,13 +27,13 @@ from spotlight.diffusion.brownian import Kick, coarse_kicks, coarse_window, kick
 from spotlight.diffusion.noise import INITIAL, noise_batch
 from spotlight.models.condition import Condition, Guidance, Passes, in_turn
 from spotlight.models.family import ModelFamily
-from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.media import MediaSize
 from spotlight.models.shared.flop_count import Compute, ForwardLog
 from spotlight.rollout import step_cache
 from spotlight.rollout.limits import decode_batch
 from spotlight.rollout.state import Added, FailedRollout, FinishedRollout, Recipe, RolloutState, SampleTensors
 from spotlight.scheduler.types import Purpose, Rollout
+from spotlight_kernels.measure.peak_rates import peak_of
 
 Key = TypeVar("Key")
 

@@ -20,7 +20,6 @@ import torch
 from spotlight.config.load import dump_config, with_new_keys
 from spotlight.config.schema import RESUMABLE_KEYS, RunConfig
 from spotlight.garbage import collection_paused
-from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rollout.stored_pictures import StoredPictures
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.assembly.learner_parts import Learning, assemble, fill_embeddings, prepare_model
@@ -41,6 +40,7 @@ from spotlight.store.checkpoints import Checkpoint
 from spotlight.store.run_directory import RunDirectory, RunPaths
 from spotlight.training.settings import compute_type
 from spotlight.training.sharding import Ranks, RolloutGathering, process_group
+from spotlight_kernels.measure.step_profile import StepProfiler
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.pool.reward_pool import RewardPool
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-_VIDEO = _HERE / "video"
+_TEXT, _VIDEO = _HERE / "text", _HERE / "video"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,14 @@ TEST_PROMPTS = _HERE / "data" / "test_metadata.jsonl"
 
 TESTBEDS: Mapping[str, EmbeddedModel] = {
     "testbed": EmbeddedModel("qwen-image", PIPELINE_DIR, TRAIN_PROMPTS, TEST_PROMPTS, "two red circles"),
+    # A ``QwenImagePipeline``: 16 x 56 pictures of a word of two to five letters.
+    "testbed-text": EmbeddedModel(
+        "qwen-image",
+        _TEXT / "pipeline",
+        _TEXT / "data" / "train.jsonl",
+        _TEXT / "data" / "test.jsonl",
+        'the word "HEART" in red',
+    ),
     # A ``WanPipeline``: 5 frames of 32 x 32, one coloured shape that moves.
     "testbed-video": EmbeddedModel(
         "wan",

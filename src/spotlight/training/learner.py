@@ -41,7 +41,6 @@ from spotlight.config.sections.learner_section import LearnerConfig
 from spotlight.models.condition import Condition
 from spotlight.models.experts import rows_uncounted
 from spotlight.models.family import ModelFamily
-from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.media import MediaSize
 from spotlight.models.model_errors import ModelError
 from spotlight.models.shared.flop_count import ForwardLog
@@ -65,6 +64,7 @@ from spotlight.training.settings import (
 )
 from spotlight.training.sharding import Ranks, average_gradients, drop_idle_gradients, shard
 from spotlight.training.step_metrics import BatchReport, IterationLog, StepReport, UpdateMeter, batch_report
+from spotlight_kernels.measure.peak_rates import peak_of
 
 __all__ = ["Learner", "TrainingError", "TrainingGuidance", "TrainingSample"]
 

@@ -19,6 +19,7 @@ from diffusers import (
 from torch import nn
 from transformers import T5Tokenizer, UMT5Config, UMT5EncoderModel
 
+from tools.testbed.architecture import store_halves
 from tools.testbed.video.prompts import split
 
 LATENT_CHANNELS = 16
@@ -121,13 +122,6 @@ def build_scheduler() -> UniPCMultistepScheduler:
     return UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=2.0)
 
 
-def halve(module: nn.Module) -> None:
-    """Round parameters in place to float16, keeping float32."""
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(parameter.half())
-
-
 def save(parts: Parts, directory: Path) -> None:
     """Write a ``WanPipeline`` directory.
 
@@ -135,8 +129,4 @@ def save(parts: Parts, directory: Path) -> None:
     in float32, since transformers loads what is stored.
     """
     assemble(parts).save_pretrained(directory)
-    for name in ("transformer", "vae"):
-        part = getattr(parts, name)
-        type(part).from_pretrained(directory / name, torch_dtype=torch.float16).save_pretrained(
-            directory / name
-        )
+    store_halves(directory, "transformer", "vae")

@@ -18,6 +18,7 @@ from diffusers import AutoencoderKLWan, WanPipeline
 
 from spotlight_rewards.motion import motion
 from spotlight_rewards.reward import Image
+from tools.testbed.architecture import halve
 from tools.testbed.make import Clock, keep_freed_memory, log, recipe_hash, versions, write_json
 from tools.testbed.prompts import Record
 from tools.testbed.video import architecture
@@ -80,7 +81,7 @@ def make(directory: Path, recipe: VideoRecipe, earlier: Path | None = None) -> N
         data = make_data(parts, train, recipe.flow, recipe.seed + 1)
     with clock.phase("flow"):
         flow_losses = train_flow(parts, data, recipe.flow, recipe.seed + 2, log)
-    architecture.halve(parts.transformer)
+    halve(parts.transformer)
     architecture.save(parts, directory)
     with clock.phase("scores"):
         scores = measure(directory, test * (recipe.scored // len(test)))
@@ -111,7 +112,7 @@ def make_vae(
         small = render_all(chosen, recipe.seed, recipe.vae.side_px, anywhere=True)
         vae_loss = train_vae(parts.vae, small, recipe.vae, recipe.seed, log)
         decoder_loss = sharpen(parts.vae, small, recipe.vae, recipe.seed + 4, log)
-        architecture.halve(parts.vae)
+        halve(parts.vae)
         set_latent_mean(parts.vae, render_all(chosen[:_CENTRED], recipe.seed, anywhere=True))
     return {"vae_loss": round(vae_loss, 6), "decoder_loss": round(decoder_loss, 6)}
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from spotlight.cluster.local.fleet_plan import FleetPlan
-from spotlight.config.requires import plain
 from spotlight.config.schema import RunConfig
+from spotlight.dry_run.fitting import NO_FITTING, Needs, find_fitting
 from spotlight.dry_run.fitting_sizes import RANKS, SHORTER_PX
 from spotlight.dry_run.memory_plan import (
     Estimate,
@@ -50,8 +50,8 @@ def print_plan(
             worker = size(peak_bytes(worker_parts(plan.memory)))
             why = "weights of every slot, whole, and its rollouts"
             _print(console, "Memory of a worker", [("each", worker, why)])
-        if plan.small:
-            _print(console, "One GPU, estimated: spotlight train FILE --fit GB", _small(plan))
+        if plan.needs is not None and config.fleet.driver == "inline":
+            _print(console, "One GPU, estimated: spotlight train FILE --fit GB", _small(config, plan.needs))
         what = f"Largest sizes that fit, estimated: shorter sides to {max(SHORTER_PX)} pixels"
         _print(console, what, _fitting(config, plan))
     total = size(sum(part.bytes for part in plan.disk))
@@ -196,12 +196,11 @@ def _fitting(config: RunConfig, plan: RunPlan) -> Iterator[tuple[str, str, str]]
         yield f"a GPU of {fit.gpu_gib} GB", _sides(fit.alone), why
 
 
-def _small(plan: RunPlan) -> Iterator[tuple[str, str, str]]:
-    for gib, found in plan.small:
-        changed = " ".join(f"{each.saving.key}={plain(each.value)}" for each in found.changes)
-        peak = f"{found.largest} takes {size(max(found.peaks.values()))}"
-        why = f"{peak} with {changed}" if changed else peak
-        yield f"a GPU of {gib} GB", "fits" if found.fits else "too small", why
+def _small(config: RunConfig, needs: Needs) -> Iterator[tuple[str, str, str]]:
+    if (fitting := find_fitting()) is None:
+        yield "what fits", "not known", f"this needs {NO_FITTING}"
+    else:
+        yield from fitting.small_gpus(config, needs)
 
 
 def _sides(size: MediaSize | None) -> str:

@@ -256,10 +256,12 @@ def _require_ranks(config: RunConfig, asked: int | None, smoke: bool) -> None:
 
 
 def _fit(config: RunConfig, asked: str, ranks: int | None) -> list[str]:
-    from spotlight.cli.runs.fit_option import fitted_overrides
+    from spotlight.dry_run.fitting import NO_FITTING, find_fitting
 
+    if (fitting := find_fitting()) is None:
+        raise failure(f"--fit needs {NO_FITTING}")
     started = int(os.environ.get("WORLD_SIZE", ranks or 1))
-    return fitted_overrides(config, asked, started, Console(highlight=False))
+    return fitting.overrides(config, asked, started, Console(highlight=False))
 
 
 def _vote(config: RunConfig, given: Sequence[str]) -> list[str]:

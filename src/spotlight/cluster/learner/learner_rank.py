@@ -33,7 +33,6 @@ from spotlight.cluster.blobs.blob_store import BlobAddress, StoredBlob
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
 from spotlight.models.family import ModelFamily
-from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.rollout.sequence_parallel import rendezvous
 from spotlight.rollout.sequence_parallel.rendezvous import Address
 from spotlight.rollout.serialization import pack_condition, unpack_sample
@@ -60,6 +59,7 @@ from spotlight.training.lora_export import whole_state
 from spotlight.training.sharding import Meeting, Ranks, process_group
 from spotlight.weights.bundle import WeightsManifest, pack
 from spotlight.weights.flat import digest_of
+from spotlight_kernels.measure.step_profile import StepProfiler
 from spotlight_rewards.base.errors import ConfigError, Problem
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
 from spotlight_rewards.base.prompts import Prompt, PromptId

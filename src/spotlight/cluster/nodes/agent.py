@@ -20,9 +20,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from spotlight.cluster.nodes.facts import gather
-from spotlight.cluster.nodes.notice_mail import Outbox
-from spotlight.cluster.nodes.notice_watch import NoticeSettings, NoticeWatch
 from spotlight.cluster.nodes.worker_logs import log_tail
+from spotlight_fleet.notices.notice_mail import Outbox
+from spotlight_fleet.notices.notice_watch import NoticeSettings, NoticeWatch
 from spotlight_fleet.notices.sigterm import SigtermNotices, catching_sigterm
 from spotlight_fleet.ray_names import pid_file
 

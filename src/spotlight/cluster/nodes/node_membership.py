@@ -29,9 +29,9 @@ from spotlight.cluster.nodes.drain import drain_node
 from spotlight.cluster.nodes.facts import NodeFacts, incompatibility, read_facts
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, diff, read_view
 from spotlight.cluster.nodes.node_list import Pulse, refuses
-from spotlight.cluster.nodes.notice_mail import Message, NoticeUpdate, read_messages
-from spotlight.cluster.nodes.notice_watch import NoticeSettings
 from spotlight.cluster.remote_calls import cause_of
+from spotlight_fleet.notices.notice_mail import Message, NoticeUpdate, read_messages
+from spotlight_fleet.notices.notice_watch import NoticeSettings
 from spotlight_rewards.base.errors import Problem
 
 log = logging.getLogger("spotlight.cluster.nodes.node_membership")

@@ -27,7 +27,6 @@ from spotlight.models.condition import Condition
 from spotlight.models.family import ModelFamily
 from spotlight.models.kernels.cuda_graphs import release_forwards
 from spotlight.models.kernels.fused import use_reference
-from spotlight.models.kernels.step_profile import StepProfiler
 from spotlight.models.peft_layers import eject
 from spotlight.models.skeleton import base_state, filling, modules_of
 from spotlight.rollout.sequence_parallel.communicators import communicator
@@ -48,6 +47,7 @@ from spotlight.weights.weight_errors import PeerLostError, WeightsError
 from spotlight.worker.interfaces import Command, HeadClient, HeadLostError, Leave, WorkerDependencies
 from spotlight.worker.loop import WorkerLoop
 from spotlight.worker.reports import Report, ReportedValue
+from spotlight_kernels.measure.step_profile import StepProfiler
 
 log = logging.getLogger(__name__)
 

@@ -37,9 +37,9 @@ class ModelConfig(Section):
     family: Annotated[str, AfterValidator(FAMILIES.known())] = "qwen-image"
     """Model family: prompt template, guidance, schedule, decoding and LoRA targets of its pipeline."""
     path: str = "testbed"
-    """Directory or hub id of a diffusers pipeline; ``testbed`` is the built-in tiny Qwen-Image,
-    ``testbed-video`` the built-in tiny Wan. On a cluster, nodes that lack a hub id's files get them from
-    nodes that have them.
+    """Directory or hub id of a diffusers pipeline; built in are ``testbed``, a tiny Qwen-Image of
+    shapes, ``testbed-text``, one that writes, and ``testbed-video``, a tiny Wan. On a cluster, nodes that
+    lack a hub id's files get them from nodes that have them.
     """
     revision: str | None = None
     """Branch, tag or commit if ``path`` is a hub id."""
@@ -150,8 +150,8 @@ class DataConfig(Section):
     train: str = "testbed"
     """File of training prompts (.txt: one per line; .jsonl, .csv, .tsv, .parquet: also metadata), a folder of
     pictures with captions, or a Hugging Face dataset, by its folder or as ``hf:OWNER/NAME``, with ``:SPLIT``
-    if not ``train``; ``testbed`` and ``testbed-video``: built in. Must be set, like ``test``, for a model
-    other than these.
+    if not ``train``; ``testbed``, ``testbed-text`` and ``testbed-video``: built in. Must be set, like
+    ``test``, for a model other than these.
     """
     test: str = "testbed"
     """File of held-out prompts for evaluation, in the same formats."""

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from spotlight.models.experts import denoisers
-from spotlight.models.kernels.real_rotary import real_rotary
 from spotlight.models.model_errors import ModelError
+from spotlight_kernels.real_rotary import real_rotary
 
 GRAPHS_MAX = 64
 """Graphs of all compiled blocks of a process before torch gives up, says so, and runs others eagerly. Kinds

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from spotlight.models.kernels.device_rates import repeated_s
+from spotlight_kernels.measure.device_rates import repeated_s
 from spotlight_plan.commands.gpu.gpu_report import Link
 
 

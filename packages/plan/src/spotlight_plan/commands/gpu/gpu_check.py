@@ -21,10 +21,10 @@ from rich.console import Console
 import spotlight
 from spotlight.data.media_size import media_size
 from spotlight.models.kernels import attention
-from spotlight.models.kernels.device_rates import copy_bytes_s, product_flop_s
-from spotlight.models.kernels.peak_rates import peak_of
 from spotlight.models.model_errors import ModelError
 from spotlight.training.device_memory import free_bytes, release
+from spotlight_kernels.measure.device_rates import copy_bytes_s, product_flop_s
+from spotlight_kernels.measure.peak_rates import peak_of
 from spotlight_plan.commands.gpu.asked_model import AskedModel
 from spotlight_plan.commands.gpu.between_cards import all_reduce_rate
 from spotlight_plan.commands.gpu.family_timing import TimedWork, time_blocks

@@ -9,10 +9,10 @@ import random
 import threading
 from dataclasses import dataclass
 
-from spotlight.cluster.nodes.notice_mail import Outbox
 from spotlight_fleet.notices.clouds import DetectedCloud, cloud_source
 from spotlight_fleet.notices.metadata import MetadataServer
 from spotlight_fleet.notices.notice import NoticeError, NoticeSource
+from spotlight_fleet.notices.notice_mail import Outbox
 from spotlight_fleet.notices.watcher import NoticeWatcher
 
 log = logging.getLogger("spotlight.cluster.notices")

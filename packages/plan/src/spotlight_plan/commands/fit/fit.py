@@ -4,16 +4,13 @@ needs it; then those that others made unnecessary are let go. Pure: sizes come i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
 
 from spotlight.config.schema import RunConfig
-from spotlight.dry_run.fit.savings import SAVINGS, Saving
-from spotlight.dry_run.memory_plan import Estimate, Phase, phase_bytes
-
-Memory: TypeAlias = Callable[[RunConfig], Iterable[Estimate]]
-"""The parts of a configuration's memory plan."""
+from spotlight.dry_run.fitting import Memory
+from spotlight.dry_run.memory_plan import Phase, phase_bytes
+from spotlight_plan.commands.fit.savings import SAVINGS, Saving
 
 
 @dataclass(frozen=True, slots=True)

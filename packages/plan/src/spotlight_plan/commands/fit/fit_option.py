@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 from rich.console import Console
 from rich.text import Text
 
 from spotlight.config.requires import plain
+from spotlight.config.schema import RunConfig
+from spotlight.dry_run.fitting import Fitting, Needs
+from spotlight.dry_run.fitting_sizes import GPU_GIB, USABLE, resized, sizes_of
+from spotlight.dry_run.run_plan import needs_of
 from spotlight.report.wording import size
+from spotlight_plan.commands.fit.fit import Fit, fit
+from spotlight_plan.commands.fit.published import trained
 from spotlight_rewards.base.errors import UserError
 
-if TYPE_CHECKING:
-    from spotlight.config.schema import RunConfig
-    from spotlight.dry_run.fit.fit import Fit
-
 _GIB = 2**30
+SMALL_GIB = (12, 16, 24, 32)
+"""Memory of GPUs that people have at home."""
 
 
 class FitError(UserError, ValueError):
@@ -32,10 +36,6 @@ def fitted_overrides(config: RunConfig, asked: str, ranks: int, console: Console
         FitError: more than one process shares the work, no such GPU, or nothing fits.
         ModelError: the model's sizes are not known.
     """
-    from spotlight.dry_run.fit.fit import fit
-    from spotlight.dry_run.fit.whole_run import nearest
-    from spotlight.dry_run.run_plan import needs_of
-
     if ranks > 1 or config.fleet.driver != "inline":
         where = f"{ranks} ranks" if ranks > 1 else f"fleet.driver={config.fleet.driver}"
         raise FitError(f"--fit with {where}; expected one process with one GPU. Leave out --fit, or these.")
@@ -54,8 +54,6 @@ def fitted_overrides(config: RunConfig, asked: str, ranks: int, console: Console
 
 def _memory(asked: str) -> tuple[float, float]:
     """Bytes of the GPU, and those that can be used."""
-    from spotlight.dry_run.fitting_sizes import USABLE
-
     if asked != "auto":
         try:
             total = float(asked) * _GIB
@@ -92,3 +90,33 @@ def _print(console: Console, title: str, found: Fit) -> None:
             f"  {each.saving.key}={plain(each.value)} (was {plain(each.was)}): {saved}; {each.saving.costs}"
         )
         console.print(Text(line), soft_wrap=True)
+
+
+def nearest(found: Fit, needs: Needs) -> list[str]:
+    """What would fit, if :func:`fit` did not make the run do so: smaller pictures here, a larger GPU."""
+    now = found.config.rollout.height
+    smaller = [
+        size
+        for size in sizes_of(found.config, needs.model)
+        if size.height < now and fit(resized(found.config, size), needs.memory, found.usable_bytes).fits
+    ]
+    gpus = [gib for gib in GPU_GIB if fit(found.config, needs.memory, USABLE * gib * 2**30).fits]
+    sizes = [f"rollout.height={size.height} rollout.width={size.width}" for size in smaller[-1:]]
+    return [*sizes, *(f"a GPU of {gib} GB" for gib in gpus[:1])]
+
+
+def small_fits(config: RunConfig, needs: Needs) -> Iterator[tuple[int, Fit]]:
+    """What fits each of :data:`SMALL_GIB`."""
+    for gib in SMALL_GIB:
+        yield gib, fit(config, needs.memory, USABLE * gib * _GIB)
+
+
+def _small_gpus(config: RunConfig, needs: Needs) -> Iterator[tuple[str, str, str]]:
+    for gib, found in small_fits(config, needs):
+        changed = " ".join(f"{each.saving.key}={plain(each.value)}" for each in found.changes)
+        peak = f"{found.largest} takes {size(max(found.peaks.values()))}"
+        why = f"{peak} with {changed}" if changed else peak
+        yield f"a GPU of {gib} GB", "fits" if found.fits else "too small", why
+
+
+FITTING = Fitting(fitted_overrides, _small_gpus, trained)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from spotlight.config.load import build_config
 from spotlight.config.schema import RunConfig
-from spotlight.dry_run.fit.fit import Fit, fit
-from spotlight.dry_run.fit.whole_run import Needs
+from spotlight.dry_run.fitting import Needs
 from spotlight.dry_run.model_plan import ModelSizes, bind_targets, lora_parameters, planned_files, read_sizes
 from spotlight.dry_run.reward_plan import reward_places
 from spotlight.models.model_errors import ModelError
 from spotlight.models.pipeline_files import PipelineFiles
 from spotlight.registry import FAMILIES
+from spotlight_plan.commands.fit.fit import Fit, fit
 
 SIDE_PX, RANK = 512, 32
 VIDEO = 480, 832, 33
@@ -77,3 +77,12 @@ def published_fits(usable_bytes: float) -> Iterator[tuple[str, Fit]]:
         for path in FAMILIES.load(name).published:
             config = usual(name, path)
             yield path, fit(config, usual_needs(config).memory, usable_bytes)
+
+
+def trained(usable_bytes: float) -> list[str]:
+    """Published models that fit, those with whole weights first, others with what holds their base."""
+    fitting = [
+        (path, found.config.model.quantize) for path, found in published_fits(usable_bytes) if found.fits
+    ]
+    whole = [path for path, quantize in fitting if quantize == "none"]
+    return [*whole, *(f"{path} ({quantize})" for path, quantize in fitting if quantize != "none")]

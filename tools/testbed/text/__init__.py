@@ -1,0 +1,1 @@
+"""Makes a testbed that writes: a tiny Qwen-Image pipeline of short words."""
