@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 TESSERACT := $(wildcard scripts/install_tesseract.sh)
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo demo-video test test-long check format bench simulate-faults soak docs lock clean
+.PHONY: help env demo demo-text demo-video test test-long check format bench simulate-faults soak docs lock clean
 
 help: ## Show these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ $(STAMP): requirements.lock requirements-torch.lock pyproject.toml $(PACKAGES:=/
 demo: env ## Train the tiny Qwen-Image on emulated spot nodes that vanish; leaves runs/demo with pictures and LoRA
 	$(BIN)/spotlight train rollout.group_size=32 algorithm.train_samples=8 learner.micro_batch_size=48 \
 		fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2
+
+demo-text: env ## The same with a tiny Qwen-Image that writes and must spell as asked, read by PP-OCR; leaves runs/testbed-text
+	$(BIN)/spotlight train examples/testbed-text.yaml fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2
 
 demo-video: env ## The same with the tiny Wan, whose shapes must move as asked; leaves runs/testbed-video with videos
 	$(BIN)/spotlight train examples/testbed-video.yaml fleet.driver=ray fleet.spot.trace=minute fleet.drain_margin_s=2

@@ -267,17 +267,42 @@ def test_the_card_is_a_folder_of_its_own_with_all_it_shows(run: RunRecord) -> No
 
 
 def test_the_card_shows_what_judges_that_were_not_trained_on_say(run: RunRecord) -> None:
-    rewards = [{"name": "shapes"}, {"name": "ocr", "weight": 0, "label": "judge"}]
-    config = build_config({"name": "demo", "iterations": 2, "rewards": rewards}, "test")
+    rewards = [{"name": "reader"}, {"name": "ocr", "weight": 0, "label": "judge"}]
+    sections = {"rewards": rewards, "evaluation": {"strict": "reader/exact"}}
+    config = build_config({"name": "demo", "iterations": 2, **sections}, "test")
     judged = [
         replace(row, scores={**row.scores, "judge": Mean(mean, 0.02), "judge/exact": Mean(mean / 2, 0.02)})
         for row, mean in zip(run.validations, (0.4, 0.5, 0.6), strict=True)
     ]
-    text = card_text(replace(run, config=config, validations=tuple(judged)), [], [])
+    judged_run = replace(run, config=config, validations=tuple(judged))
+    text = card_text(judged_run, [], [])
     assert "| judge | 0.400 ± 0.020 | 0.600 ± 0.020 |" in text
     assert "| judge/exact | 0.200 ± 0.020 | 0.300 ± 0.020 |" in text
-    assert "`judge` was not trained on: what it does not share may fool the reward." in text
+    fooled = "`judge` was not trained on: pictures that please only the reward may have fooled it."
+    assert fooled in text
+    assert "it refuses" not in text
     assert "not trained on" not in card_text(run, [], [])
+
+    readings = {1: [(1, 0)], 2: [(1, 1), (1, 0.5), (1, 0), (0, 0)]}
+    version = PolicyVersion(2)
+    made: list[Record] = []
+    for iteration, read in readings.items():
+        for member, (reader, judge) in enumerate(read):
+            name = RolloutId(f"e{iteration}-{member}")
+            made.append(
+                RolloutIssued(
+                    Rollout(name, Purpose.EVAL, iteration, PROMPT.id, member, member, len(read), version)
+                )
+            )
+            made.append(SampleFinished(name, version, WORKER, 0))
+            made.append(SampleScored(name, {"reader/exact": reader, "judge/exact": judge}))
+    with SqliteLedger(run.paths.ledger) as ledger:
+        ledger.begin_attempt(pid=1, host="there", workers={WORKER: 0.05}, now_s=3000.0)
+        ledger.append(list(enumerate(made, ledger.position() + 1)))
+    refused = (
+        f"{fooled} Of the last 3 pictures with `reader/exact` = 1 it refuses 2 (`judge/exact` < 1), most of: "
+    )
+    assert f"{refused}a red circle (2)." in card_text(judged_run, [], [])
 
 
 SECRETS = {

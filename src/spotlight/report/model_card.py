@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from spotlight.config.schema import RunConfig
@@ -25,12 +26,14 @@ from spotlight.report.record import RunRecord
 from spotlight.report.wording import count, duration, money, plural, score
 from spotlight.scheduler.types import Purpose
 from spotlight.store.images import drawn_iterations, write_comparison, write_progress
+from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.metrics import GRADED, STRICT
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import write_atomically
 
 CARD_FOLDER = "card"
+_MOST_REFUSED = 5
 _PROGRESS_COLUMNS, _PROGRESS_ROWS = 6, 6
 _CHARTS = (
     ("reward", "rollout/reward", "Reward of the training samples", "mean reward"),
@@ -188,9 +191,7 @@ def _scores(run: RunRecord) -> str:
             f"| {score(after.mean, after.stderr)} | {change.margin:+.3f} {in_noise(change)} |"
         )
     meanings = [f"`{name}`: {_CURVES[name]}." for name in run.curves]
-    meanings += [
-        f"`{each}` was not trained on: what it does not share may fool the reward." for each in judges
-    ]
+    meanings += [_not_shared(run, judge) for judge in judges]
     note = (
         f"{' '.join(meanings)} "
         f"Means over {run.config.evaluation.images_per_prompt} pictures a prompt, the same prompts and seeds "
@@ -198,6 +199,25 @@ def _scores(run: RunRecord) -> str:
         "margin is that of two independent evaluations."
     )
     return "\n".join(lines) + f"\n\n{note}"
+
+
+def _not_shared(run: RunRecord, judge: str) -> str:
+    """What a reward of weight 0 says of the pictures that pass the strict curve."""
+    said = f"`{judge}` was not trained on: pictures that please only the reward may have fooled it."
+    strict = run.config.evaluation.strict or ""
+    detail = f"{judge}/{strict.partition('/')[2]}"
+    with closing(queries.open_readonly(run.paths.ledger)) as connection:
+        by_prompt = queries.passed_and_refused(connection, strict, detail)
+    if not by_prompt:
+        return said
+    pictures, refused = (sum(column) for column in zip(*by_prompt.values(), strict=True))
+    most = ", ".join(
+        f"{text} ({lost})" for text, (_, lost) in list(by_prompt.items())[:_MOST_REFUSED] if lost
+    )
+    return (
+        f"{said} Of the last {count(pictures)} pictures with `{strict}` = 1 it refuses {count(refused)} "
+        f"(`{detail}` < 1){f', most of: {most}' if most else ''}."
+    )
 
 
 def _cost(run: RunRecord) -> str:

@@ -219,6 +219,22 @@ def example_prompt(connection: sqlite3.Connection) -> str | None:
     return None if found is None else str(found[0])
 
 
+def passed_and_refused(connection: sqlite3.Connection, passed: str, judge: str) -> dict[str, tuple[int, int]]:
+    """Of the last evaluation, by text of prompt: pictures that have 1 in the one curve, and how many of those
+    have less in the other."""
+    found = connection.execute(
+        "SELECT prompts.text, COUNT(*), SUM(judge.value < 1) FROM rollouts "
+        "JOIN prompts ON prompts.id = rollouts.prompt "
+        "JOIN rewards AS passed ON passed.rollout = rollouts.id AND passed.name = ? AND passed.value = 1 "
+        "JOIN rewards AS judge ON judge.rollout = rollouts.id AND judge.name = ? "
+        f"WHERE purpose = '{Purpose.EVAL}' AND iteration = "
+        f"(SELECT MAX(iteration) FROM rollouts WHERE purpose = '{Purpose.EVAL}') "
+        "GROUP BY prompts.text ORDER BY SUM(judge.value < 1) DESC, prompts.text",
+        (passed, judge),
+    )
+    return {text: (pictures, refused) for text, pictures, refused in found}
+
+
 def counts(connection: sqlite3.Connection) -> LedgerCounts:
     with consistent_reading(connection):
         return _counts(connection)
