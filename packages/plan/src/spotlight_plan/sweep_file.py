@@ -39,7 +39,7 @@ class Between(StrictSection):
     """Draw whole numbers."""
 
 
-class SearchSection(StrictSection):
+class OptunaSection(StrictSection):
     """Optuna chooses the settings of each run by what the runs before it scored."""
 
     trials: PositiveInt
@@ -64,7 +64,7 @@ class SweepFile(StrictSection):
     """By dotted key, its values; every combination is a run."""
     cases: list[dict[str, Any]] = Field(default_factory=list)
     """Settings that go together; each is combined with the grid."""
-    search: SearchSection | None = None
+    search: OptunaSection | None = None
     together: PositiveInt = 1
     """Runs at a time on this machine; with GPUs, each has its share of them."""
 
@@ -175,7 +175,7 @@ def _problem(location: tuple[int | str, ...], kind: str, found: object, message:
     if kind == "extra_forbidden":
         section: type[BaseModel] = SweepFile
         if location[0] == "search":
-            section = Between if "space" in location else SearchSection
+            section = Between if "space" in location else OptunaSection
         known = sorted(section.model_fields) if len(location) > 1 else sorted(SweepFile.model_fields)
         remedy = did_you_mean(str(location[-1]), known, "Remove it.")
         return Problem(key, "an unknown key", f"one of {', '.join(known)}", remedy)

@@ -98,7 +98,7 @@ class SideBySide:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             errors="replace",
             start_new_session=True,  # what a terminal signals is passed on, once
             preexec_fn=end_with_parent,

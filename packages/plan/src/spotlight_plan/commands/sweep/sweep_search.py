@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from spotlight_plan.commands.sweep.sweep_processes import in_use
-from spotlight_plan.sweep_file import Between, SearchSection, SweepFile, SweepRun, sweep_run
+from spotlight_plan.sweep_file import Between, OptunaSection, SweepFile, SweepRun, sweep_run
 from spotlight_rewards.base.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Search:
         return {key: params[key] for key in self._section.space if key in params}
 
 
-def score_of(section: SearchSection, directory: Path) -> float | None:
+def score_of(section: OptunaSection, directory: Path) -> float | None:
     """What a finished run is judged by; None: it has no such score."""
     from spotlight.report.record import read_run
 
