@@ -68,6 +68,8 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = _Algorithms(
         "diffusion-dpo": "spotlight.config.sections.newer_algorithms:DiffusionDPOConfig",
         "rvm": "spotlight.config.sections.newer_algorithms:RVMConfig",
         "ram": "spotlight.config.sections.newer_algorithms:RAMConfig",
+        "opsd": "spotlight.config.sections.gradient_algorithms:OPSDConfig",
+        "refl": "spotlight.config.sections.gradient_algorithms:ReFLConfig",
         "sft": "spotlight.config.sections.newer_algorithms:SFTConfig",
     },
     base="spotlight.config.sections.algorithm:AlgorithmSection",
@@ -88,11 +90,8 @@ NODE_PROVIDERS: Registry[NodeProviderKind] = Registry(
 SINKS: Registry[SinkFactory] = Registry(
     "metrics.sinks",
     "spotlight.sinks",
-    {
-        "tensorboard": "spotlight.store.sinks:TensorBoard",
-        "wandb": "spotlight.store.trackers.wandb_sink:WeightsAndBiases",
-        "trackio": "spotlight.store.trackers.trackio_sink:Trackio",
-    },
+    {"tensorboard": "spotlight.store.sinks:TensorBoard"},
+    extras={"wandb": "wandb", "trackio": "trackio"},
 )
 """Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""
 
