@@ -14,6 +14,7 @@ from spotlight.config.sections.exploration import PreviewTime
 
 BASELINE = "baseline"
 _FORWARD, _POLICY = (1e-3, 2e-3, 4e-3), (1e-4, 3e-4, 1e-3)
+_COUNTED = "rewards=[{name: shape-counter}, {name: shapes, weight: 0}]"
 _WINDOW = 3
 """Stochastic steps of a rollout, somewhere in its first half; fewer where there are fewer."""
 
@@ -79,6 +80,9 @@ CASES: Mapping[str, Case] = MappingProxyType(
         "diffusion-dpo": Case(("algorithm.name=diffusion-dpo",)),
         "rvm": Case(("algorithm.name=rvm",)),
         "ram": Case(("algorithm.name=ram",)),
+        # By the gradient of a network, which the exact detector judges.
+        "opsd": Case(("algorithm.name=opsd", _COUNTED)),
+        "refl": Case(("algorithm.name=refl", _COUNTED)),
     }
 )
 """By name; the first is what all are compared with."""

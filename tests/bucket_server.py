@@ -25,13 +25,30 @@ class BucketServer:
     """The server, and what it was asked for.
 
     Attributes:
-        fault: of a request: ``unavailable``, ``expired``, ``cut``, or None, for each that comes.
+        fault: of a request: ``unavailable``, ``expired``, ``skewed``, ``cut``, or None, for each that comes.
     """
 
     endpoint: str
     fault: Fault = lambda environ: None
     requests: Counter[str] = field(default_factory=Counter)
     received_bytes: int = 0
+    _answered: threading.Condition = field(default_factory=threading.Condition)
+
+    def answered(self) -> None:
+        with self._answered:
+            self._answered.notify_all()
+
+    def wait_for(self, holds: Callable[[], bool]) -> None:
+        """Until it holds after an answer."""
+        with self._answered:
+            assert self._answered.wait_for(holds, 60)
+
+    def vanish(self) -> None:
+        """Remove the bucket with all that is in it."""
+        client = self.client
+        for name in self.names():
+            client.delete_object(Bucket=BUCKET, Key=name)
+        client.delete_bucket(Bucket=BUCKET)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -71,6 +88,12 @@ def bucket_server() -> Iterator[BucketServer]:
     moto = DomainDispatcherApplication(create_backend_app)
     server = BucketServer("")
 
+    def counted(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        try:
+            return application(environ, start)
+        finally:
+            server.answered()
+
     def application(environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         server.requests[environ["REQUEST_METHOD"]] += 1
         server.received_bytes += int(environ.get("CONTENT_LENGTH") or 0)
@@ -81,13 +104,17 @@ def bucket_server() -> Iterator[BucketServer]:
             case "expired":
                 start("403 Forbidden", [("Content-Type", "application/xml")])
                 return [b"<Error><Code>ExpiredToken</Code><Message>The token has expired.</Message></Error>"]
+            case "skewed":
+                start("403 Forbidden", [("Content-Type", "application/xml")])
+                code, said = "RequestTimeTooSkewed", "The difference between times is too large."
+                return [f"<Error><Code>{code}</Code><Message>{said}</Message></Error>".encode()]
             case "cut":
                 environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
                 return []
         answer: Iterable[bytes] = moto(environ, start)
         return answer
 
-    serving = make_server("127.0.0.1", 0, application, threaded=True)
+    serving = make_server("127.0.0.1", 0, counted, threaded=True)
     server.endpoint = f"http://127.0.0.1:{serving.server_port}"
     thread = threading.Thread(target=serving.serve_forever, daemon=True)
     thread.start()

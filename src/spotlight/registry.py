@@ -68,6 +68,8 @@ ALGORITHMS: Registry[type[AlgorithmSection]] = _Algorithms(
         "diffusion-dpo": "spotlight.config.sections.newer_algorithms:DiffusionDPOConfig",
         "rvm": "spotlight.config.sections.newer_algorithms:RVMConfig",
         "ram": "spotlight.config.sections.newer_algorithms:RAMConfig",
+        "opsd": "spotlight.config.sections.gradient_algorithms:OPSDConfig",
+        "refl": "spotlight.config.sections.gradient_algorithms:ReFLConfig",
         "sft": "spotlight.config.sections.newer_algorithms:SFTConfig",
     },
     base="spotlight.config.sections.algorithm:AlgorithmSection",

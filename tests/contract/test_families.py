@@ -413,7 +413,9 @@ PLANNED = [
 ]
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "qwen-image" else pytest.mark.slow) for name in CASES]
+)
 def test_layers_without_a_gradient_are_those_that_the_family_names(load: Load, name: str) -> None:
     loaded = load(name, 0)
     family, size = loaded.family, loaded.case.size

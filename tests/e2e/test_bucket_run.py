@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,7 +27,15 @@ from tests.bucket_server import BUCKET, BucketServer, bucket_server
 from typer.testing import CliRunner
 
 from spotlight.cli.main import app
+from spotlight.runtime.signals import on_signals
+from spotlight.store.checkpoints import CheckpointStore
 from spotlight.store.ledger.ledger_schema import Ending
+from spotlight.store.manifest import CheckpointHeader
+from spotlight.store.run_directory import RunPaths
+from spotlight.store.run_store import Wanted, local_folder
+from spotlight_bucket.bucket_objects import BucketError
+from spotlight_bucket.bucket_runs import BUCKET_RUNS
+from spotlight_bucket.snapshots import FencedError
 
 pytestmark = pytest.mark.slow
 ADDRESS = f"s3://{BUCKET}/runs"
@@ -67,10 +77,15 @@ def run_on(machine: Path, name: str) -> Path:
 
 
 def test_a_head_that_dies_with_its_disk_goes_on_elsewhere_as_if_nothing_had_been(
-    train: Train, straight: Straight, server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    job: Job,
+    train: Train,
+    straight: Straight,
+    server: BucketServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, expected, _ = straight("diffusion-nft with EMA")
-    kills = At("work training", 3), At("work evaluation", 3), At("work rollout", 4), At("work training", 4)
+    kills = At("work training", 3), At("work rollout", 2), At("work training", 2), At("work rollout")
     killed = 0
     for kill in kills:
         ended = train("machine", "demo", kill)
@@ -93,6 +108,20 @@ def test_a_head_that_dies_with_its_disk_goes_on_elsewhere_as_if_nothing_had_been
     assert result.exit_code == 0, result.stdout
     assert report["finished"]
     assert not report["violations"]
+    listed = json.loads(CliRunner().invoke(app, ["runs", ADDRESS, "--json"]).stdout)
+    assert [(each["name"], each["state"], each["iteration"]) for each in listed] == [("demo", "finished", 4)]
+    exported = CliRunner().invoke(app, ["export", f"{ADDRESS}/demo", "--out", str(tmp_path / "lora")])
+    assert exported.exit_code == 0, exported.output
+    assert (tmp_path / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    shown = local_folder(Path(ADDRESS), Wanted.PICTURES)
+    assert len(list((shown / "demo" / "images" / "tiles").glob("*.png"))) == 12
+    arguments = job.arguments("demo", *NFT, f"runs_dir={ADDRESS}", f"cache_dir={tmp_path / 'planner'}")
+    planned = CliRunner().invoke(app, ["train", *arguments, "--dry-run"])
+    assert planned.exit_code == 0, planned.output
+    assert "4 iterations are trained" in planned.stdout
+    assert f"In {ADDRESS}, estimated" in planned.stdout
+    missing = CliRunner().invoke(app, ["audit", f"{ADDRESS}/other"])
+    assert "no run 'other' is in" in missing.output
     again = train("another", "demo")
     assert any("finished before: 4 iterations" in note for note in again.notes), again
 
@@ -102,3 +131,116 @@ def release(server: BucketServer) -> None:
     head = "runs/demo/head.json"
     held = json.loads(server.content(head))
     server.client.put_object(Bucket=BUCKET, Key=head, Body=json.dumps(held | {"released": True}))
+
+
+class Told:
+    """Notes of a run, which a test may wait for."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self._come = threading.Condition()
+
+    def note(self, text: str) -> None:
+        with self._come:
+            self.notes.append(text)
+            self._come.notify_all()
+
+    def wait_for(self, text: str) -> None:
+        with self._come:
+            assert self._come.wait_for(lambda: any(text in each for each in self.notes), 60), self.notes
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "expired", "skewed", "cut", "vanished"])
+def test_a_run_goes_on_without_its_bucket_says_so_and_catches_up(
+    server: BucketServer, tmp_path: Path, fault: str
+) -> None:
+    told, content = Told(), os.urandom(3 << 20)
+    with BUCKET_RUNS.work(ADDRESS, "demo", tmp_path / "one", told.note) as runs_dir:
+        run = runs_dir / "demo"
+        run.mkdir()
+        (run / "config.yaml").write_text("name: demo")
+        server.wait_for(lambda: snapshots_of(server) > 1)
+        if fault == "vanished":
+            server.vanish()
+        else:
+            server.fault = lambda environ: fault if environ["REQUEST_METHOD"] == "PUT" else None
+        (run / "metrics.jsonl").write_bytes(content)
+        checkpoint(run, 1)
+        told.wait_for("the run goes on without its bucket")
+        if fault == "vanished":
+            server.client.create_bucket(Bucket=BUCKET)
+        server.fault = lambda environ: None
+        told.wait_for("answers again, and holds all of the run")
+        assert len([note for note in told.notes if "goes on without" in note]) == 1
+    copy = BUCKET_RUNS.read(ADDRESS, "demo", tmp_path / "two", Wanted.ALL)
+    assert (copy / "metrics.jsonl").read_bytes() == content
+    assert CheckpointStore(copy / "checkpoints", 1).newest_valid() is not None
+
+
+def test_a_bucket_that_is_not_there_or_refuses_is_an_error_before_any_work(
+    server: BucketServer, tmp_path: Path
+) -> None:
+    with (
+        pytest.raises(BucketError, match="NoSuchBucket: The specified bucket does not exist"),
+        BUCKET_RUNS.work("s3://of-nobody/runs", "demo", tmp_path, print),
+    ):
+        pytest.fail("it has no bucket")
+    server.fault = lambda environ: "expired"
+    with (
+        pytest.raises(BucketError, match="ExpiredToken: The token has expired"),
+        BUCKET_RUNS.work(ADDRESS, "demo", tmp_path, print),
+    ):
+        pytest.fail("its token has expired")
+
+
+def test_what_the_bucket_does_not_take_at_the_end_stays_and_is_sent_by_the_next_command(
+    server: BucketServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spotlight_bucket.bucket_runs._FINISH_S", 0.0)
+    with (  # noqa: PT012
+        pytest.raises(BucketError, match="the same command on this machine sends it"),
+        BUCKET_RUNS.work(ADDRESS, "demo", tmp_path, print) as runs_dir,
+    ):
+        run = runs_dir / "demo"
+        run.mkdir()
+        (run / "config.yaml").write_text("name: demo")
+        server.wait_for(lambda: snapshots_of(server) > 1)
+        server.fault = lambda environ: "unavailable"
+        (run / "summary.json").write_text("{}")
+    server.fault = lambda environ: None
+    with BUCKET_RUNS.work(ADDRESS, "demo", tmp_path, print):  # its own lease: it need not wait
+        pass
+    copy = BUCKET_RUNS.read(ADDRESS, "demo", tmp_path / "two", Wanted.LIGHT)
+    assert (copy / "summary.json").read_text() == "{}"
+
+
+def test_a_head_that_lost_its_run_to_another_ends_with_sigterm(server: BucketServer, tmp_path: Path) -> None:
+    ended = threading.Event()
+    with (  # noqa: PT012
+        on_signals([signal.SIGTERM], lambda *_: ended.set()),
+        pytest.raises(FencedError, match="another head has taken this run over"),
+        BUCKET_RUNS.work(ADDRESS, "demo", tmp_path / "one", print) as runs_dir,
+    ):
+        run = runs_dir / "demo"
+        run.mkdir()
+        (run / "config.yaml").write_text("name: demo")
+        server.wait_for(lambda: snapshots_of(server) > 1)
+        release(server)
+        with BUCKET_RUNS.work(ADDRESS, "demo", tmp_path / "two", print) as other:
+            assert (other / "demo" / "config.yaml").read_text() == "name: demo"
+            checkpoint(run, 1)
+            assert ended.wait(60)
+    copy = BUCKET_RUNS.read(ADDRESS, "demo", tmp_path / "three", Wanted.ALL)
+    assert not (copy / "checkpoints").exists()
+
+
+def checkpoint(run: Path, iteration: int) -> None:
+    RunPaths(run).checkpoints.mkdir(exist_ok=True)
+    with CheckpointStore(RunPaths(run).checkpoints, 2).writer(
+        CheckpointHeader(iteration, 0, "digest", "0.1.0")
+    ) as folder:
+        (folder / "weights").write_bytes(os.urandom(20 << 20))
+
+
+def snapshots_of(server: BucketServer) -> int:
+    return max((int(name[-15:-5]) for name in server.names() if "/snapshots/" in name), default=0)

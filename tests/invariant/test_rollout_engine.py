@@ -349,7 +349,7 @@ def test_a_state_is_not_resumed_under_another_recipe_or_with_parts_missing(famil
     header, tensors = state.to_tensors()
     with pytest.raises(ValueError, match=r"began with sampler FlowSDE\(noise_level=0.7\), but .* CPS"):
         from_tensors(header, tensors, dataclasses.replace(state.recipe, sampler=CPS(0.8)))
-    with pytest.raises(ValueError, match="state of format 99; expected 6"):
+    with pytest.raises(ValueError, match="state of format 99; expected 7"):
         from_tensors({**header, "format": 99}, tensors, state.recipe)
     with pytest.raises(ValueError, match="at step 1 holds 1 kept latents and 1 log-probs; expected 2 and 1"):
         from_tensors(header, {**tensors, "kept": tensors["kept"][:1]}, state.recipe)

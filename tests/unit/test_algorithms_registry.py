@@ -23,11 +23,12 @@ def test_every_section_names_an_algorithm_that_is_built_with_its_defaults(name: 
     built = build_algorithm(ALGORITHMS.load(name)(), SUITABLE[name])
     assert built.name == name
     assert built.sampler == SUITABLE[name]
-    assert built.keeps in ("trajectory", "final")
+    assert built.keeps in ("trajectory", "final", "query")
     assert built.timesteps(5) >= 1
     assert built.config.uses_old_policy == ("old" in built.extra_slots)
     assert built.config.uses_reference == ("reference" in built.extra_slots)
-    assert built.config.learns_from_clean_samples == (built.keeps == "final")
+    assert built.config.learns_from_clean_samples == (built.keeps != "trajectory")
+    assert built.config.needs_gradients == (built.keeps == "query")
     assert built.config.shares_draws or not built.config.compares_groups
     assert (built.old_decay(1) is None) == ("old" not in built.extra_slots)
     assert built.rollout_slot in ("policy", *built.extra_slots)

@@ -16,6 +16,8 @@ from torch import Tensor
 from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.diffusion.samplers import Sampler
 
+Keeps = Literal["trajectory", "final", "query"]
+"""The states around the stochastic steps; x0 alone; or x0 and the state before the last step, the query."""
 Slot = Literal["policy", "reference", "old", "ema"]
 """Named weights of the one DiT: trained, initial, behaviour policy, moving average."""
 
@@ -92,6 +94,7 @@ class TrainBatch:
             the batch are 1.
         old_is_policy: the ``old`` slot is known to hold the policy's weights, so their velocities are equal.
         groups: the rows' groups, if the algorithm ``compares_groups``.
+        gradient: of the total reward by ``final``, in its shape, if the algorithm ``needs_gradients``.
     """
 
     final: Tensor
@@ -105,6 +108,7 @@ class TrainBatch:
     first_update: bool = False
     old_is_policy: bool = False
     groups: GroupRows | None = None
+    gradient: Tensor | None = None
 
     def repeated(self, times: int) -> TrainBatch:
         """The whole batch tiled ``times`` times along rows, to train several timesteps at once."""
@@ -114,7 +118,7 @@ class TrainBatch:
         def tiled(rows: Tensor) -> Tensor:
             return rows.repeat(times, *[1] * (rows.ndim - 1))
 
-        rollout, old = self.rollout_log_probs, self.old_log_probs
+        rollout, old, gradient = self.rollout_log_probs, self.old_log_probs, self.gradient
         return replace(
             self,
             final=tiled(self.final),
@@ -126,6 +130,7 @@ class TrainBatch:
             seeds=self.seeds * times,
             versions=self.versions * times,
             groups=None if self.groups is None else self.groups.repeated(times),
+            gradient=None if gradient is None else tiled(gradient),
         )
 
 
@@ -177,7 +182,7 @@ class Algorithm(Protocol):
         """Its section of the configuration."""
 
     @property
-    def keeps(self) -> Literal["trajectory", "final"]:
+    def keeps(self) -> Keeps:
         """What a rollout must store for the loss."""
 
     @property

@@ -221,7 +221,7 @@ def count_passes(config: RunConfig, evaluation_images: int) -> Passes:
     updates = config.learner.updates_per_batch  # divides the samples
     later = trained - trained // updates
     return Passes(
-        rollout=0 if algorithm.trains_on_stored else samples * config.rollout.steps,
+        rollout=0 if algorithm.trains_on_stored else samples * algorithm.stops_at(config.rollout.steps),
         previews=_preview_passes(config),
         policy=trained,
         backward=trained,

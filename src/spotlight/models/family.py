@@ -465,6 +465,21 @@ class ModelFamily(FamilyTraits, ABC):
         frames = (decoded * 0.5 + 0.5).clamp(0, 1).permute(0, 2, 3, 4, 1)
         return frames.cpu().float().numpy()
 
+    def latent_gradient(self, latents: Tensor, gradient: NDArray[np.float32], size: MediaSize) -> Tensor:
+        """Of a value by one picture's final latents, in their shape on the CPU, through the VAE in float32.
+
+        Args:
+            gradient: of the value by the picture's pixels in [0, 1], [height, width, 3].
+        """
+        if getattr(self.vae, "_supports_gradient_checkpointing", False):
+            self.vae.enable_gradient_checkpointing()  # a decoder's activations take gigabytes
+        leaf = latents[None].to(self.device, torch.float32).requires_grad_()
+        with torch.enable_grad():
+            pixels = (self.decode_frames(leaf, size) * 0.5 + 0.5).clamp(0, 1)
+        by_pixels = torch.from_numpy(gradient.copy()).to(self.device).permute(2, 0, 1)[None, :, None]
+        (found,) = torch.autograd.grad(pixels, leaf, by_pixels)
+        return found[0].cpu()
+
     @torch.no_grad()
     def encode_pictures(self, pictures: NDArray[np.uint8], size: MediaSize) -> Tensor:
         """Float32 latents of [batch, height, width, 3] uint8, on the device; inverse of :meth:`decode`."""

@@ -111,7 +111,7 @@ class Engine:
         seeds = [recipe.initial_seed(rollout) for rollout in rollouts]
         noise = noise_batch(seeds, [INITIAL] * len(rollouts), shape, self._family.device)
         on_device = _Mover(self._family.device)
-        schedules = {rollout.steps: self._sigmas(rollout, recipe.size) for rollout in rollouts}
+        schedules = {rollout.steps: self._sigmas(rollout, recipe) for rollout in rollouts}
         for rollout in rollouts:
             _require_path(recipe, rollout)
             _require_preview(recipe, rollout)
@@ -290,10 +290,13 @@ class Engine:
         negative = self._family.negatives(conditions, self._negative)
         return Guidance(recipe.guidance_scale, negative, recipe.embedded_guidance, passes)
 
-    def _sigmas(self, rollout: Rollout, size: MediaSize) -> Tensor:
+    def _sigmas(self, rollout: Rollout, recipe: Recipe) -> Tensor:
         if rollout.steps < 1:
             raise ValueError(f"rollout {rollout.id} has {rollout.steps} denoising steps; expected at least 1")
-        return self._family.sigmas(rollout.steps, size)
+        if recipe.schedule_steps is None:
+            return self._family.sigmas(rollout.steps, recipe.size)
+        levels = self._family.sigmas(recipe.schedule_steps, recipe.size)[: rollout.steps]
+        return torch.cat([levels, levels.new_zeros(1)])
 
 
 class _Mover:
@@ -354,6 +357,8 @@ def _advance(state: RolloutState, latents: Tensor, log_prob: Tensor, added: Adde
     if following == state.rollout.steps or following % state.recipe.step_cache == 0:
         added = None
     kept, log_probs = state.kept, state.log_probs
+    if state.recipe.keeps == "query" and following == state.rollout.steps:
+        kept = (state.latents, latents)
     if state.stochastic and state.recipe.keeps_trajectory(state.rollout):
         kept = (*(kept or (state.latents,)), latents)
         log_probs = (*log_probs, log_prob)
@@ -364,6 +369,8 @@ def _advance(state: RolloutState, latents: Tensor, log_prob: Tensor, added: Adde
 
 def _sample_tensors(state: RolloutState) -> SampleTensors:
     final = state.latents.to("cpu", copy=True)
+    if state.recipe.keeps == "query":
+        return SampleTensors(final, state.sigmas[-2:].clone(), torch.stack(state.kept).cpu())
     if not state.recipe.keeps_trajectory(state.rollout):
         return SampleTensors(final, state.sigmas)
     return SampleTensors(

@@ -24,7 +24,7 @@ from spotlight.scheduler.seeds import derive_seed
 from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId, group_of
 from spotlight_rewards.base.prompts import PromptId
 
-_FORMAT = 6
+_FORMAT = 7
 CONDITION = "condition."
 """Begins the names of a condition's tensors among those of a state."""
 
@@ -42,7 +42,10 @@ class Recipe:
         window: the stochastic steps; None if and only if the sampler is deterministic.
         guidance_scale: true classifier-free guidance; 1 or less means none.
         embedded_guidance: input of a guidance-distilled model; None for others.
-        keeps: the states around the stochastic steps, or x0 alone; of shorter previews always x0 alone.
+        keeps: the states around the stochastic steps, or x0 alone, of shorter previews always x0 alone; or
+            the states around the last step.
+        schedule_steps: steps of the schedule of which rollouts take the first levels, and then go straight
+            to 0; None: they take all.
         path_steps: steps of the rollouts whose seeds the previews choose; shorter previews follow their
             coarsened noise path (:mod:`spotlight.diffusion.brownian`). None: no previews, or an ODE.
         step_cache: run all transformer blocks once per this many steps and reuse their residuals in between
@@ -55,12 +58,13 @@ class Recipe:
     sampler: Sampler
     window: SdeWindow | None
     guidance_scale: float
-    keeps: Literal["trajectory", "final"]
+    keeps: Literal["trajectory", "final", "query"]
     embedded_guidance: float | None = None
     path_steps: int | None = None
     step_cache: int = 1
     autocast: torch.dtype | None = None
     group_noise: int | None = None
+    schedule_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.sampler.stochastic != (self.window is not None):
@@ -99,7 +103,7 @@ class Recipe:
         steps: int,
         guidance_scale: float | None = None,
         *,
-        keeps: Literal["trajectory", "final"] = "final",
+        keeps: Literal["trajectory", "final", "query"] = "final",
         step_cache: int = 1,
         autocast: torch.dtype | None = None,
     ) -> Recipe:
@@ -252,14 +256,17 @@ class SampleTensors:
     Attributes:
         final: x0, in the family's ``latent_shape``.
         sigmas: noise levels of ``latents``, [S + 1]; without latents the whole schedule, [T + 1].
-        latents: around the stochastic steps, [S + 1, *latent_shape]; None if the recipe keeps x0 only.
-        log_probs: as scored while rolling out, [S]; None without ``latents``.
+        latents: around the stochastic steps, [S + 1, *latent_shape], or around the last step; None if the
+            recipe keeps x0 only.
+        log_probs: as scored while rolling out, [S]; None without ``latents``, or of the last step.
+        gradient: of the reward by ``final``, if it was asked for.
     """
 
     final: Tensor
     sigmas: Tensor
     latents: Tensor | None = None
     log_probs: Tensor | None = None
+    gradient: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

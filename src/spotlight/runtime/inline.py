@@ -397,9 +397,27 @@ class InlineDriver:
             [prompt.text for prompt in prompts],
             [prompt.metadata for prompt in prompts],
             [groups[rollout.id] for rollout in mine] if groups else None,
+            gradients=self._differentiates(rollouts),
         )
         names = tuple(rollout.id for rollout in mine)
         self._scoring.append(_Scoring(rollouts, names, future, self._lineage))
+
+    def _differentiates(self, rollouts: Sequence[Rollout]) -> bool:
+        needed = self.parts.feed.learner.algorithm.config.needs_gradients
+        return needed and any(rollout.purpose is Purpose.TRAIN for rollout in rollouts)
+
+    def _differentiate(self, scoring: _Scoring, batch: RewardBatch) -> None:
+        """Give samples the gradient of their reward, from pixels through the VAE to the latents."""
+        if not self._differentiates(scoring.rollouts):
+            return
+        family, size = self.parts.feed.learner.family, self.parts.denoiser.recipes.train.size
+        for name, result in zip(scoring.mine, batch.samples, strict=True):
+            if isinstance(result, ScoredSample) and name in self._samples:
+                assert result.gradient is not None, "rewards without one are refused when they are loaded"
+                sample = self._samples[name]
+                gradient = family.latent_gradient(sample.tensors.final, result.gradient, size)
+                tensors = replace(sample.tensors, gradient=gradient)
+                self._samples[name] = replace(sample, tensors=tensors)
 
     def _whole_groups(
         self, images: Mapping[RolloutId, Picture], groups: Mapping[RolloutId, SampleGroup]
@@ -429,6 +447,7 @@ class InlineDriver:
     def _collect(self, scoring: _Scoring) -> None:
         with self.parts.clock.phase(Phase.REWARD):
             batch = scoring.future.result()
+            self._differentiate(scoring, batch)
         results: dict[str, dict[str, float] | list[str]] = {
             rollout: result.curves()
             if isinstance(result, ScoredSample)

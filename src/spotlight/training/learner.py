@@ -451,7 +451,7 @@ class Learner:
 
     def _denoising_steps(self) -> int:
         local = [item.sample for item in self._waiting.values() if item.sample.tensors is not None]
-        if not local or self.algorithm.keeps == "final":
+        if not local or self.algorithm.keeps != "trajectory":
             return 0
         return max(item.sample.first_step for item in self._waiting.values()) + kept_steps(local[0])
 

@@ -141,7 +141,7 @@ def open_objects(address: str) -> Objects:
     except (BaseError, ValueError, OSError) as error:
         raise BucketError(
             f"runs_dir: {address} cannot be used: {_in_words(error)}; expected s3://BUCKET/PREFIX, "
-            "gs://BUCKET/PREFIX or az://ACCOUNT/CONTAINER/PREFIX, with its credentials in the environment."
+            "gs://BUCKET/PREFIX or az://CONTAINER/PREFIX, with its credentials in the environment."
         ) from error
     return Objects(store, address)
 

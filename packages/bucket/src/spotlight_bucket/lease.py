@@ -97,6 +97,7 @@ def claim(
         RunInUseError: another head works on it.
         BucketError: the bucket.
     """
+    _require_conditional_puts(objects)
     where, met, told = f"process {os.getpid()} on {socket.gethostname()}", None, False
     while True:
         found = objects.get(HEAD, _BYTES_MAX)
@@ -121,6 +122,16 @@ def claim(
             note(f"{objects.address}: {there.where} may still work here; its lease ends in {left_s:.0f} s")
             met, told = there, True
         sleep(min(left_s, _LOOKS_EVERY_S))
+
+
+def _require_conditional_puts(objects: Objects) -> None:
+    """Two heads would write over each other where the service takes a condition and does not heed it."""
+    objects.put(CLOCK, b"now")
+    if objects.create(CLOCK, b"once more"):
+        raise BucketError(
+            f"{objects.address}: an object that is there was made once more; expected a service that heeds "
+            "If-None-Match, as S3, Google Cloud Storage and Azure Blob Storage do. Take another service."
+        )
 
 
 def _age_s(objects: Objects, version: Version) -> float:

@@ -6,6 +6,7 @@ is sent. Only :meth:`Replicator.finish` waits, at the end.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 import time
@@ -72,11 +73,17 @@ class Replicator:
             return False
         if self._looks_again:
             self._look()
-        pointer = pointer_of(place.run)
+        pointer, began_s = pointer_of(place.run), time.monotonic()
+        before = dataclasses.replace(self.sender.sent)
         with consistent_files(place.run, place.backup) as files:
             stored = self.sender.send(files)
         if stored != self.newest.files:
             self._append(RunSnapshot(self.newest.serial + 1, self.newest.epoch, place.copy, stored))
+            sent, took_s = self.sender.sent, time.monotonic() - began_s
+            log.info(
+                "snapshot %d: %d bytes in %d requests, %.2f s",
+                *(self.newest.serial, sent.bytes - before.bytes, sent.requests - before.requests, took_s),
+            )
         self._pointer = pointer
         return True
 

@@ -170,6 +170,7 @@ REWARDS: Registry[Callable[..., Any]] = Registry(
     "spotlight.rewards",
     {
         "shapes": "spotlight_rewards.shapes:shapes",
+        "shape-counter": "spotlight_rewards.shape_counter:ShapeCounter",
         "motion": "spotlight_rewards.motion:motion",
         "ocr": "spotlight_rewards.ocr:ocr",
         "ocr-neural": "spotlight_rewards.reading.ocr_neural:OcrNeural",

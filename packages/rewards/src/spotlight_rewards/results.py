@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
+import numpy as np
+
 from spotlight_rewards import reward_registry as registry
-from spotlight_rewards.reward import RewardScore, RewardSetupError
+from spotlight_rewards.reward import Gradient, RewardScore, RewardSetupError
 from spotlight_rewards.reward_config import REWARD, RewardConfig
 
 
@@ -58,10 +60,12 @@ class ScoredSample:
     Attributes:
         total: weighted sum over the rewards.
         scores: by reward name.
+        gradient: of ``total`` by the pixels, if every reward that weighs in has one.
     """
 
     total: float
     scores: Mapping[str, RewardScore]
+    gradient: Gradient | None = field(default=None, compare=False, repr=False)
 
     def curves(self) -> dict[str, float]:
         """All values by curve name: ``reward`` (the total), ``<reward>``, ``<reward>/<detail>``."""
@@ -105,4 +109,16 @@ def combine(
         return RewardFailure(
             FailureKind.NOT_FINITE, REWARD, f"the weighted sum {parts} is {total}; use smaller weights"
         )
-    return ScoredSample(total, scores)
+    return ScoredSample(total, scores, _weighted_gradient(rewards, scores))
+
+
+def _weighted_gradient(
+    rewards: Mapping[str, RewardConfig], scores: Mapping[str, RewardScore]
+) -> Gradient | None:
+    parts = [
+        None if score.gradient is None else np.float32(rewards[name].weight) * score.gradient
+        for name, score in scores.items()
+        if rewards[name].weight != 0
+    ]
+    known = [part for part in parts if part is not None]
+    return np.sum(known, axis=0, dtype=np.float32) if known and len(known) == len(parts) else None

@@ -54,6 +54,9 @@ from spotlight_rewards.reward_facts import RewardFacts
 Image = NDArray[np.uint8]
 """uint8 [height, width, 3], sRGB; of a video [frames, height, width, 3]."""
 
+Gradient = NDArray[np.float32]
+"""[height, width, 3]: a picture's score by its pixels, which are in [0, 1]."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -115,12 +118,14 @@ class RewardTraits:
         batch_size: most samples in a call that make it faster; None: as many as there are.
         cores_per_process: one process per so many cores of the machine by default; None: one process.
         takes_groups, reads_files: see :func:`takes_groups` and :func:`reads_files`.
+        differentiable: it is a :class:`Reward` with a gradient.
     """
 
     batch_size: int | None = None
     cores_per_process: int | None = None
     takes_groups: bool = False
     reads_files: bool = False
+    differentiable: bool = False
 
 
 class RewardFunction(Protocol):
@@ -171,11 +176,13 @@ class RewardScore:
         value: what training maximises.
         details: additional curves, by name.
         scored_by: what the reward's ``scored_by`` returned; empty if it has none.
+        gradient: of ``value`` by the pixels, if it was asked for and the reward has one.
     """
 
     value: float
     details: Mapping[str, float]
     scored_by: str = ""
+    gradient: Gradient | None = field(default=None, compare=False, repr=False)
 
 
 Curves: TypeAlias = Mapping[str, Sequence[float | SampleError]]
@@ -214,6 +221,12 @@ class Reward(ABC):
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Sequence[float | SampleError] | Curves:
         """As a :class:`RewardFunction`."""
+
+    def gradient(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> Sequence[Gradient]:
+        """Of every picture's ``score``; a differentiable reward overrides this."""
+        raise NotImplementedError
 
     def check(self, prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]) -> None:
         """Raise RewardInputError for a prompt that cannot be scored, RewardSetupError if something lacks."""

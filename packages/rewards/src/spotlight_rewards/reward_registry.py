@@ -23,6 +23,8 @@ from spotlight_rewards.frames import FrameRule, OverFrames
 from spotlight_rewards.registry import REWARDS
 from spotlight_rewards.reward import (
     CODE,
+    Gradient,
+    Image,
     Reward,
     RewardContext,
     RewardFunction,
@@ -33,6 +35,9 @@ from spotlight_rewards.reward_facts import RewardFacts
 
 Check: TypeAlias = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], object]
 ScoredBy: TypeAlias = Callable[[], object]
+Differentiate: TypeAlias = Callable[
+    [Sequence[Image], Sequence[str], Sequence[Mapping[str, Any]]], Sequence[Gradient]
+]
 
 _RETIRED = {
     "pickle-server": "Unpickling runs whatever code the other side wrote: ask the server by JSON, with the "
@@ -61,6 +66,7 @@ class LoadedReward:
     """A reward with its parameters bound.
 
     Attributes:
+        gradient: of a differentiable reward.
         check: the module's ``check``, or None.
         scored_by: the module's ``scored_by``; else names the code, of a built-in reward None.
     """
@@ -69,6 +75,7 @@ class LoadedReward:
     check: Check | None
     scored_by: ScoredBy | None
     traits: RewardTraits
+    gradient: Differentiate | None = None
 
 
 def parse(name_or_path: str) -> Reference:
@@ -117,9 +124,11 @@ def load(
     function: RewardFunction
     check: Check | None
     scored_by: ScoredBy | None
+    gradient: Differentiate | None = None
     if isinstance(found, type) and issubclass(found, Reward):
         reward = found(**params, context=context)
         function, check, scored_by = reward, reward.check, reward.scored_by
+        gradient = reward.gradient if _differentiable(found) else None
         names_scorer = found.scored_by is not Reward.scored_by
     else:
         function = cast(RewardFunction, partial(found, **_context_for(found, context), **params))
@@ -133,11 +142,12 @@ def load(
         traits,
         takes_groups=getattr(found, "takes_groups", False),
         reads_files=getattr(found, "reads_files", False),
+        differentiable=gradient is not None,
     )
     if not getattr(found, "takes_videos", False):
         added: frozenset[str] = getattr(found, "added_curves", frozenset())
         function = OverFrames(function, frames or FrameRule(), added)
-    return LoadedReward(function, check, scored_by, traits)
+    return LoadedReward(function, check, scored_by, traits, gradient)
 
 
 def params_of(found: Callable[..., Any]) -> list[inspect.Parameter]:
@@ -162,6 +172,15 @@ def facts_of(name_or_path: str) -> RewardFacts | None:
 def compares_groups(name_or_path: str) -> bool:
     """Whether a reward scores whole groups. Raises RewardSetupError."""
     return bool(getattr(_found(name_or_path)[1], "takes_groups", False))
+
+
+def differentiable_names() -> list[str]:
+    """The built-in rewards that have a gradient."""
+    return [name for name in REWARDS.built_in if _differentiable(_found(name)[1])]
+
+
+def _differentiable(found: Callable[..., Any]) -> bool:
+    return isinstance(found, type) and issubclass(found, Reward) and found.gradient is not Reward.gradient
 
 
 def tiny_params(name_or_path: str, folder: Path, params: Mapping[str, Any]) -> dict[str, Any] | None:

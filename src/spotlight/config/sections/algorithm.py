@@ -135,6 +135,15 @@ class AlgorithmSection(Section):
         return False
 
     @property
+    def needs_gradients(self) -> bool:
+        """Whether its loss needs the reward's gradient by the clean prediction where a rollout stopped."""
+        return False
+
+    def stops_at(self, steps: int) -> int:
+        """Denoising steps of a training rollout; if fewer than a schedule's ``steps``, the last goes to 0."""
+        return steps
+
+    @property
     def trains_on_stored(self) -> bool:
         """Whether its samples are pictures of the training data, in place of rollouts."""
         return False

@@ -58,6 +58,7 @@ from spotlight_rewards.pool.reward_pool import RewardPool
 from spotlight_rewards.pool.reward_process import RewardProcess, Scorer
 from spotlight_rewards.results import require_names
 from spotlight_rewards.reward_config import RewardConfig
+from spotlight_rewards.reward_registry import differentiable_names
 
 if TYPE_CHECKING:
     from spotlight.rollout.engine import Engine
@@ -233,6 +234,7 @@ def make_recipes(config: RunConfig, algorithm: Algorithm) -> Recipes:
         algorithm.keeps,
         embedded,
         group_noise=config.run_seed if rollout.initial_noise == "group" else None,
+        schedule_steps=rollout.steps if algorithm.keeps == "query" else None,
     )
     judged = Recipe(size, ODE(), None, scale, "final", embedded)
     return Recipes(train, preview_recipe(config, train), judged)
@@ -258,7 +260,8 @@ def make_reward_pool(
 
     Raises:
         RewardSetupError: a reward cannot be loaded.
-        ConfigError: a reward compares groups, which this run does not score whole, or which are of one.
+        ConfigError: a reward compares groups, which this run does not score whole, or which are of one; or
+            has no gradient where the algorithm needs it.
     """
     policy = config.reward_policy
     require_names(config.rewards)
@@ -270,7 +273,11 @@ def make_reward_pool(
         merges=merges,
         starter=starter,
     )
-    if problems := list(_group_problems(config, pool.compares_groups)):
+    problems = [
+        *_group_problems(config, pool.compares_groups),
+        *_gradient_problems(config, pool.without_gradient, pool.compares_groups),
+    ]
+    if problems:
         pool.close()
         raise ConfigError("the configuration", problems)
     return pool
@@ -291,6 +298,27 @@ def _group_problems(config: RunConfig, comparing: Sequence[str]) -> Iterator[Pro
         yield Problem(
             "evaluation.images_per_prompt", str(evaluation.images_per_prompt), f"at least {_COMPARED_MIN}",
             f"Raise it: {two} compares the pictures of a prompt.",
+        )  # fmt: skip
+
+
+def _gradient_problems(
+    config: RunConfig, without: Sequence[str], comparing: Sequence[str]
+) -> Iterator[Problem]:
+    """Of the rewards that weigh in and cannot be differentiated, and of those that compare, by curve."""
+    if not config.algorithm.needs_gradients:
+        return
+    if comparing:
+        yield Problem(
+            "rewards", f"{' and '.join(map(repr, comparing))}, which compares the samples of a group",
+            f"rewards that score each sample by itself, with algorithm.name={config.algorithm.name}",
+            "A gradient is made where its sample is: leave it out.",
+        )  # fmt: skip
+    if without:
+        yield Problem(
+            "rewards", " and ".join(map(repr, without)),
+            f"rewards with a gradient, with algorithm.name={config.algorithm.name}: "
+            f"{', '.join(differentiable_names())}, or a class with `gradient`",
+            "Give others a weight of 0, to watch them, or take an algorithm for any reward.",
         )  # fmt: skip
 
 

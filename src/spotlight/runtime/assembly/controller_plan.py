@@ -22,7 +22,7 @@ def plan_of(config: RunConfig, ranks: int = 1, *, compares: bool = False) -> Pla
         iterations=config.iterations,
         prompts_per_iteration=config.rollout.prompts_per_iteration,
         group_size=config.rollout.group_size,
-        rollout_steps=config.rollout.steps,
+        rollout_steps=config.algorithm.stops_at(config.rollout.steps),
         evaluation=config.evaluation,
         updates_per_batch=config.learner.updates_per_batch,
         micro_batch_size=config.learner.micro_batch_size * ranks,

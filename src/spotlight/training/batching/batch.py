@@ -82,6 +82,7 @@ def stack(
         versions=tuple(sample.version for sample in samples),
         first_update=first_update,
         old_is_policy=old_is_policy,
+        gradient=_optional([t.gradient for t in tensors], "gradient", device),
     )
 
 

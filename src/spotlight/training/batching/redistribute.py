@@ -160,7 +160,7 @@ def deal(
     """
     if ranks.world == 1:
         return list(micro_batches), dict(held)
-    layout = [list(tensor.shape) for tensor in _flat(next(iter(held.values())))] if held else None
+    layout = _layout(next(iter(held.values()))) if held else None
     shapes = next(each for each in ranks.share(layout) if each is not None)
     holder = {rollout: rank for rank, each in enumerate(ranks.share(list(held))) for rollout in each}
     trained = list(micro_batches) if whole_groups else regrouped(micro_batches, holder, ranks.world)
@@ -170,23 +170,28 @@ def deal(
         leaving = [move for move in moves if move.source == source]
         if not leaving:
             continue
-        rows = torch.zeros(len(leaving), sum(math.prod(shape) for shape in shapes))
+        rows = torch.zeros(len(leaving), sum(math.prod(shape) for shape in shapes.values()))
         if source == ranks.rank:
             for row, move in zip(rows, leaving, strict=True):
-                torch.cat([tensor.reshape(-1) for tensor in _flat(dealt.pop(move.rollout))], out=row)
+                parts = _present(dealt.pop(move.rollout)).values()
+                torch.cat([each.reshape(-1) for each in parts], out=row)
         for row, move in zip(ranks.broadcast(rows, source), leaving, strict=True):
             if move.target == ranks.rank:
                 dealt[move.rollout] = _sample(row, shapes)
     return trained, dealt
 
 
-def _flat(sample: SampleTensors) -> list[Tensor]:
-    tensors = (sample.final, sample.sigmas, sample.latents, sample.log_probs)
-    return [tensor for tensor in tensors if tensor is not None]
+def _present(sample: SampleTensors) -> dict[str, Tensor]:
+    fields = {each.name: getattr(sample, each.name) for each in dataclasses.fields(sample)}
+    return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
 
-def _sample(row: Tensor, shapes: Sequence[Sequence[int]]) -> SampleTensors:
-    parts = torch.split(row, [math.prod(shape) for shape in shapes])
-    final, sigmas, *trajectory = (part.reshape(*shape) for part, shape in zip(parts, shapes, strict=True))
-    latents, log_probs = trajectory or (None, None)
-    return SampleTensors(final, sigmas, latents, log_probs)
+def _layout(sample: SampleTensors) -> dict[str, list[int]]:
+    return {name: list(tensor.shape) for name, tensor in _present(sample).items()}
+
+
+def _sample(row: Tensor, shapes: Mapping[str, Sequence[int]]) -> SampleTensors:
+    parts = torch.split(row, [math.prod(shape) for shape in shapes.values()])
+    return SampleTensors(
+        **{name: part.reshape(*shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    )

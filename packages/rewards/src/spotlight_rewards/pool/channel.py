@@ -17,7 +17,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from spotlight_rewards.frames import FrameRule
-from spotlight_rewards.reward import Image, RewardContext, RewardTraits
+from spotlight_rewards.reward import Gradient, Image, RewardContext, RewardTraits
 
 _LENGTH = struct.Struct("<Q")
 
@@ -59,11 +59,16 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """An image with its prompt and metadata; encoded once for all rewards."""
+    """An image with its prompt and metadata; encoded once for all rewards.
+
+    Attributes:
+        gradient: it is to be differentiated, too, by rewards that can.
+    """
 
     image: Image
     prompt: str
     metadata: Mapping[str, Any]
+    gradient: bool = False
 
 
 Request: TypeAlias = Load | CheckPrompts | Score
@@ -92,13 +97,14 @@ class Values:
     """A batch's scores by curve, including ``score``; lists as long as the batch, possibly not finite.
 
     ``failed``: by index, why a sample has no score; ``away``: of which what scores does not answer.
-    ``scored_by`` as in :class:`Done`.
+    ``scored_by`` as in :class:`Done`. ``gradients``: one a sample, or none.
     """
 
     curves: Mapping[str, Sequence[float]]
     scored_by: str = ""
     failed: Mapping[int, str] = field(default_factory=dict)
     away: frozenset[int] = frozenset()
+    gradients: Sequence[Gradient] = ()
 
 
 @dataclass(frozen=True, slots=True)

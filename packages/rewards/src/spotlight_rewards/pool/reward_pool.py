@@ -94,6 +94,15 @@ class RewardPool:
         return tuple(lane.reward.curve for lane in self._lanes if lane.traits.takes_groups)
 
     @property
+    def without_gradient(self) -> tuple[str, ...]:
+        """Names of the rewards that weigh in and cannot be differentiated."""
+        return tuple(
+            lane.reward.curve
+            for lane in self._lanes
+            if lane.reward.weight != 0 and not lane.traits.differentiable
+        )
+
+    @property
     def reads_files(self) -> tuple[str, ...]:
         """Names of the rewards that open files which the metadata of a sample names."""
         return tuple(lane.reward.curve for lane in self._lanes if lane.traits.reads_files)
@@ -149,6 +158,7 @@ class RewardPool:
         groups: Sequence[SampleGroup] | None = None,
         *,
         abandoned: Callable[[], bool] = lambda: False,
+        gradients: bool = False,
     ) -> Future[RewardBatch]:
         """Score samples in the background; see :meth:`submit_each`.
 
@@ -156,7 +166,9 @@ class RewardPool:
             The results, in the order of ``images``; :class:`PoolClosedError` if the pool is closed first, and
             :class:`SampleAbandonedError` if a sample was.
         """
-        pending = self.submit_each(images, prompts, metadata, groups, abandoned=abandoned)
+        pending = self.submit_each(
+            images, prompts, metadata, groups, abandoned=abandoned, gradients=gradients
+        )
         return _when_all(pending, lambda samples: RewardBatch(tuple(samples)))
 
     def submit_each(
@@ -167,6 +179,7 @@ class RewardPool:
         groups: Sequence[SampleGroup] | None = None,
         *,
         abandoned: Callable[[], bool] = lambda: False,
+        gradients: bool = False,
     ) -> list[Future[SampleResult]]:
         """Score samples in the background; each is done when every reward has scored it.
 
@@ -177,6 +190,7 @@ class RewardPool:
             metadata: one per image, picklable values.
             groups: the group of each image, for rewards that compare; default: images of one prompt.
             abandoned: asked in other threads before a sample is scored; then it fails, SampleAbandonedError.
+            gradients: of pictures, results have the gradient too, where all rewards that weigh in can.
 
         Raises:
             ValueError: arguments differ in length, or an image has the wrong type or shape.
@@ -190,7 +204,7 @@ class RewardPool:
             groups = [SampleGroup(prompt, sizes[prompt]) for prompt in prompts]
         rewards = {lane.reward.curve: lane.reward for lane in self._lanes}
         pending = [
-            PendingSample(Sample(image, prompt, record), rewards, abandoned)
+            PendingSample(Sample(image, prompt, record, gradients), rewards, abandoned)
             for image, prompt, record in zip(images, prompts, _plain(metadata), strict=True)
         ]
         for lane in self._lanes:

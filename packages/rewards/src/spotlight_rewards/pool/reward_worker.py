@@ -38,7 +38,15 @@ from spotlight_rewards.pool.channel import (
     Values,
 )
 from spotlight_rewards.pool.shared_limits import share_limits
-from spotlight_rewards.reward import AwayError, RewardInputError, RewardSetupError, SampleError, is_away
+from spotlight_rewards.reward import (
+    AwayError,
+    Gradient,
+    Image,
+    RewardInputError,
+    RewardSetupError,
+    SampleError,
+    is_away,
+)
 
 
 class RewardResultError(Exception):
@@ -80,14 +88,16 @@ def _serve(connection: socket.socket) -> None:
                 return Done()
             case Score():
                 assert reward is not None
-                found = reward.function(
-                    [sample.image for sample in samples],
-                    [sample.prompt for sample in samples],
-                    [sample.metadata for sample in samples],
-                )
+                images = [sample.image for sample in samples]
+                asked = [sample.prompt for sample in samples], [sample.metadata for sample in samples]
+                found = reward.function(images, *asked)
                 curves, errors = as_curves(found, len(samples)), sample_errors(found)
                 away = frozenset(index for index, each in errors.items() if isinstance(each, AwayError))
-                return Values(curves, scored_by, {index: str(each) for index, each in errors.items()}, away)
+                failed = {index: str(each) for index, each in errors.items()}
+                gradients: Sequence[Gradient] = ()
+                if reward.gradient is not None and any(sample.gradient for sample in samples):
+                    gradients = as_gradients(reward.gradient(images, *asked), images)
+                return Values(curves, scored_by, failed, away, gradients)
 
     while True:
         request = channel.receive(connection)
@@ -154,6 +164,15 @@ def as_curves(found: object, samples: int) -> dict[str, list[float]]:
             f"returned a dictionary with the keys {list(found)!r}; expected non-empty strings"
         )
     return {name: _as_floats(f"a {name!r}", values, samples) for name, values in found.items()}
+
+
+def as_gradients(found: Sequence[object], images: Sequence[Image]) -> list[Gradient]:
+    """In float32. Raises RewardResultError unless there is one in the shape of each image."""
+    gradients = [np.asarray(each, np.float32) for each in found]
+    shapes, expected = [each.shape for each in gradients], [image.shape for image in images]
+    if shapes != expected:
+        raise RewardResultError(f"returned gradients of shapes {shapes}; expected {expected}, as its images")
+    return gradients
 
 
 def sample_errors(found: object) -> dict[int, SampleError]:

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
+
 from spotlight_rewards.pool.channel import Blame, Failed, Sample, Score, Values, encode
 from spotlight_rewards.pool.reward_process import ProcessLost, Scorer
 from spotlight_rewards.results import FailureKind, RewardFailure
@@ -167,5 +169,9 @@ def _outcome(name: str, reply: Values, index: int) -> Outcome:
         if not math.isfinite(values[index]):
             message = f"reward {name!r} returned {values[index]} as {curve!r}; expected a finite number"
             return RewardFailure(FailureKind.NOT_FINITE, name, message)
+    gradient = reply.gradients[index] if reply.gradients else None
+    if gradient is not None and not np.isfinite(gradient).all():
+        message = f"reward {name!r} returned a gradient that is not finite; expected finite numbers"
+        return RewardFailure(FailureKind.NOT_FINITE, name, message)
     details = {curve: values[index] for curve, values in reply.curves.items() if curve != "score"}
-    return RewardScore(reply.curves["score"][index], details, reply.scored_by)
+    return RewardScore(reply.curves["score"][index], details, reply.scored_by, gradient)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from spotlight_rewards.models.pretrained_model import find_file, read_tensors, tensors_digest
 from spotlight_rewards.preference.clip_towers import load_towers
-from spotlight_rewards.reward import Image, RewardSetupError
+from spotlight_rewards.reward import Gradient, Image, RewardSetupError
 
 WIDTHS = (768, 1024, 128, 64, 16, 1)
 LAYERS = ("layers.0", "layers.2", "layers.4", "layers.6", "layers.7")
@@ -55,11 +55,17 @@ class AestheticModel:
         """The predictor's figure of each picture [height, width, 3]."""
         if not images:
             return []
-        found = self._towers.images(images)
-        for layer in LAYERS:
-            found = F.linear(found, self._tensors[f"{layer}.weight"], self._tensors[f"{layer}.bias"])
-        scores: list[float] = found[:, 0].tolist()
+        scores: list[float] = self._judged(self._towers.images(images)).tolist()
         return scores
+
+    def gradients(self, images: Sequence[Image]) -> list[Gradient]:
+        """Of the predictor's figures by pixels in [0, 1]; pictures of one size."""
+        return self._towers.gradients(images, lambda seen, _: self._judged(seen))
+
+    def _judged(self, seen: torch.Tensor) -> torch.Tensor:
+        for layer in LAYERS:
+            seen = F.linear(seen, self._tensors[f"{layer}.weight"], self._tensors[f"{layer}.bias"])
+        return seen[:, 0]
 
 
 def save_random_head(folder: Path, seed: int = 0) -> Path:

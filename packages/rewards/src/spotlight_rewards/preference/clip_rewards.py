@@ -16,7 +16,7 @@ from html import unescape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from spotlight_rewards.reward import Curves, Image, Reward, best_with
+from spotlight_rewards.reward import Curves, Gradient, Image, Reward, best_with
 from spotlight_rewards.reward_facts import Example, Reads, RewardFacts
 
 if TYPE_CHECKING:
@@ -98,6 +98,11 @@ class PickScore(ClipReward):
     ) -> Curves:
         return self.scorer.compare(images, prompts, self.scorer.logit_scale / _PICKSCORE_UNIT)
 
+    def gradient(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[Gradient]:
+        return self.scorer.compared_gradients(images, prompts, self.scorer.logit_scale / _PICKSCORE_UNIT)
+
     def tiny(self, folder: Path) -> dict[str, Any]:
         from spotlight_rewards.preference.tiny_clip import save_tiny_clip
 
@@ -133,6 +138,11 @@ class Hps(ClipReward):
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> Curves:
         return self.scorer.compare(images, [cleaned(prompt) for prompt in prompts])
+
+    def gradient(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[Gradient]:
+        return self.scorer.compared_gradients(images, [cleaned(prompt) for prompt in prompts])
 
     def tiny(self, folder: Path) -> dict[str, Any]:
         from spotlight_rewards.preference.tiny_clip import save_spelling_tokenizer, save_tiny_open_clip
@@ -170,6 +180,11 @@ class ClipScore(ClipReward):
     ) -> Curves:
         return self.scorer.compare(images, prompts)
 
+    def gradient(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[Gradient]:
+        return self.scorer.compared_gradients(images, prompts)
+
     def tiny(self, folder: Path) -> dict[str, Any]:
         from spotlight_rewards.preference.tiny_clip import save_tiny_clip
 
@@ -204,6 +219,11 @@ class Aesthetic(ClipReward):
         self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> list[float]:
         return self.scorer.score(images)
+
+    def gradient(
+        self, images: Sequence[Image], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[Gradient]:
+        return self.scorer.gradients(images)
 
     def tiny(self, folder: Path) -> dict[str, Any]:
         from spotlight_rewards.preference.aesthetic_head import WIDTHS, save_random_head

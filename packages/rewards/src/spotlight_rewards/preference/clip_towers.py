@@ -6,8 +6,10 @@ Imported in the reward's own process only: it imports torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image as PILImage
@@ -18,11 +20,12 @@ from spotlight_rewards.models.pretrained_model import (
     load_pretrained,
     load_tokenizer,
 )
-from spotlight_rewards.reward import Image, RewardSetupError
+from spotlight_rewards.reward import Gradient, Image, RewardSetupError
 
 UNREAD = r"position_ids$"
 Prepare: TypeAlias = Callable[[Sequence[Image]], torch.Tensor]
 """Pictures to pixels [pictures, 3, side, side]."""
+Soft: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 
 class ClipTowers:
@@ -30,6 +33,7 @@ class ClipTowers:
 
     Args:
         model: transformers' CLIPModel, on its device.
+        soft: what ``prepare`` does, of pixels [pictures, 3, height, width] in [0, 1] and differentiable.
         identity: what scores, as results have it.
         batch_size: pictures, or prompts, in a forward.
 
@@ -38,12 +42,21 @@ class ClipTowers:
     """
 
     def __init__(
-        self, name: str, model: Any, identity: str, *, tokenizer: Any, prepare: Prepare, batch_size: int
+        self,
+        name: str,
+        model: Any,
+        identity: str,
+        *,
+        tokenizer: Any,
+        prepare: Prepare,
+        soft: Soft,
+        batch_size: int,
     ) -> None:
         if not isinstance(batch_size, int) or batch_size < 1:
             raise RewardSetupError(f"{name} reward: batch_size is {batch_size!r}; expected 1 or more")
         self.model, self.identity = model, identity
         self._name, self._tokenizer, self._prepare, self._batch_size = name, tokenizer, prepare, batch_size
+        self._soft = soft
         self._tokens_max: int = model.config.text_config.max_position_embeddings
 
     @property
@@ -60,10 +73,37 @@ class ClipTowers:
         """
         parts = []
         for part in self._parts(images):
-            pixels = self._prepare(part).to(self.model.device)
-            pooled = self.model.vision_model(pixel_values=pixels).pooler_output
-            parts.append(self._unit(self.model.visual_projection(pooled)))
+            parts.append(self._seen(self._prepare(part)))
         return torch.cat(parts)
+
+    def gradients(
+        self, images: Sequence[Image], score: Callable[[torch.Tensor, slice], torch.Tensor]
+    ) -> list[Gradient]:
+        """Of each picture's score by its pixels in [0, 1]; pictures of one size.
+
+        Args:
+            score: [pictures] of unit vectors [pictures, width], and which of ``images`` they are of.
+        """
+        found: list[Gradient] = []
+        for start in range(0, len(images), self._batch_size):
+            part = slice(start, start + self._batch_size)
+            pixels = torch.from_numpy(np.stack(images[part])).permute(0, 3, 1, 2).float() / 255
+            pixels.requires_grad_()
+            total = score(self._seen(self._soft(pixels)), part).sum()
+            (gradient,) = torch.autograd.grad(total, pixels)
+            found.extend(gradient.permute(0, 2, 3, 1).numpy())
+        return found
+
+    def compared_gradients(
+        self, images: Sequence[Image], prompts: Sequence[str], factor: float = 1.0
+    ) -> list[Gradient]:
+        """Of the score of :meth:`compare`."""
+        texts = self.texts(prompts).clone()  # made in inference mode, which remembers nothing
+        return self.gradients(images, lambda seen, part: factor * (seen * texts[part]).sum(-1))
+
+    def _seen(self, pixels: torch.Tensor) -> torch.Tensor:
+        pooled = self.model.vision_model(pixel_values=pixels.to(self.model.device)).pooler_output
+        return self._unit(self.model.visual_projection(pooled))
 
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> torch.Tensor:
@@ -131,4 +171,20 @@ def load_towers(
         return prepared
 
     tokenizer = load_tokenizer(processor, key=key, remedy=remedy)
-    return ClipTowers(name, loaded, identity, tokenizer=tokenizer, prepare=prepare, batch_size=batch_size)
+    return ClipTowers(
+        name, loaded.requires_grad_(False), identity, tokenizer=tokenizer, prepare=prepare,
+        soft=partial(_softly, pixels), batch_size=batch_size,
+    )  # fmt: skip
+
+
+def _softly(processor: Any, pixels: torch.Tensor) -> torch.Tensor:
+    """What CLIP's image processor does: the shorter side scaled, the middle, normalised."""
+    side, crop = processor.size["shortest_edge"], processor.crop_size["height"]
+    shorter = min(pixels.shape[2:])
+    # The processor cuts off the longer side's fraction.
+    height, width = (side * each // shorter for each in pixels.shape[2:])
+    scaled = F.interpolate(pixels, (height, width), mode="bicubic", align_corners=False, antialias=True)
+    top, left = (height - crop) // 2, (width - crop) // 2
+    middle = scaled[:, :, top : top + crop, left : left + crop].clamp(0, 1)
+    mean, std = (torch.tensor(each)[:, None, None] for each in (processor.image_mean, processor.image_std))
+    return (middle - mean) / std

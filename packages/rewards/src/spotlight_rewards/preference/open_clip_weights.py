@@ -76,6 +76,7 @@ def load_hps(weights: str, tokenizer: str, device: str, batch_size: int) -> Clip
         "hps", model.requires_grad_(False).to(place), f"{weights}@{tensors_digest(state)}",
         tokenizer=load_tokenizer(tokenizer, key="hps reward: tokenizer", remedy=_REMEDY),
         prepare=partial(prepare, side_px=model.config.vision_config.image_size),
+        soft=partial(fitted, side_px=model.config.vision_config.image_size),
         batch_size=batch_size,
     )  # fmt: skip
 
@@ -85,17 +86,18 @@ def prepare(images: Sequence[Image], side_px: int) -> torch.Tensor:
 
     With torchvision's resize of tensors from version 0.17 on, which has an anti-aliasing filter.
     """
-    return torch.stack([_fitted(image, side_px) for image in images])
+    tensors = [torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1) for image in images]
+    return torch.cat([fitted(each[None].float() / 255, side_px) for each in tensors])
 
 
-def _fitted(image: Image, side_px: int) -> torch.Tensor:
-    pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1).float() / 255
-    height, width = pixels.shape[1:]
+def fitted(pixels: torch.Tensor, side_px: int) -> torch.Tensor:
+    """The same of pixels [pictures, 3, height, width] in [0, 1], differentiable."""
+    height, width = pixels.shape[2:]
     scale = side_px / max(height, width)
     if scale != 1:
         size = (round(height * scale), round(width * scale))
-        pixels = F.interpolate(pixels[None], size, mode="bicubic", align_corners=False, antialias=True)[0]
-    below, right = (side_px - side for side in pixels.shape[1:])
+        pixels = F.interpolate(pixels, size, mode="bicubic", align_corners=False, antialias=True)
+    below, right = (side_px - side for side in pixels.shape[2:])
     pixels = F.pad(pixels, (right // 2, right - right // 2, below // 2, below - below // 2))
     mean, std = (torch.tensor(each)[:, None, None] for each in (_MEAN, _STD))
     return (pixels - mean) / std

@@ -1,0 +1,239 @@
+"""What a bucket costs a run, and what it saves: heads that are killed with their disks.
+
+    python -m benchmarks.bucket_runs --json build/bucket_runs.json
+
+An S3 server (moto's, without a network's delays) on 127.0.0.1 holds the bucket. Three runs of one seed:
+
+- in a folder, undisturbed;
+- in the bucket, undisturbed: seconds of an iteration beside the first, and what a checkpoint takes;
+- in the bucket, killed with SIGKILL ``--kills`` times, each time with all of its machine's disk. The next
+  command finds an empty machine, waits for the lease of the dead one, and goes on.
+
+All three must end with the same weights and the same ledger, and the audit reads the third from the bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+import boto3
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from spotlight.store.checkpoints import CheckpointStore
+from spotlight.store.ledger import ledger_queries as queries
+from spotlight.store.manifest import sha256_of
+from spotlight.store.metrics import read_metrics
+from spotlight.store.run_directory import RunPaths
+
+BUCKET = "spotlight-benchmark"
+SETTINGS = (
+    *("device=cpu", "rollout.height=16", "rollout.width=16", "rollout.steps=4", "evaluation.every=1000"),
+    *("rollout.prompts_per_iteration=4", "rollout.group_size=8", "evaluation.prompts=4"),
+    *("evaluation.at_start=false", "learner.micro_batch_size=16", "checkpoint.every=1"),
+    "rewards=[{name: jpeg_size}]",
+)
+_SENT = re.compile(r"snapshot \d+: (\d+) bytes in (\d+) requests, ([\d.]+) s")
+
+
+@dataclass
+class BucketReport:
+    """Seconds, bytes and losses.
+
+    Attributes:
+        plain_s, kept_s: of an iteration, median, in a folder and in the bucket.
+        sent: bytes, requests and seconds of each snapshot of the undisturbed run.
+        lease_s: what each restart waited for the lease of the killed head; ``brought_s`` after that until it
+            went on, process start left out.
+        lost: iterations trained again, for each kill.
+    """
+
+    plain_s: float = 0.0
+    kept_s: float = 0.0
+    sent: list[tuple[int, int, float]] = field(default_factory=list)
+    lease_s: list[float] = field(default_factory=list)
+    brought_s: list[float] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+    equal: bool = False
+    audit: str = ""
+
+
+def main(
+    kills: Annotated[int, typer.Option(min=1)] = 5,
+    iterations: Annotated[int, typer.Option(min=6)] = 14,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything here.")] = None,
+) -> None:
+    """Train in a folder, in a bucket, and in a bucket under kills of head and disk."""
+    place = Path(tempfile.mkdtemp(prefix="spotlight-bucket-"))
+    report = BucketReport()
+    with _server() as environment:
+        address = f"s3://{BUCKET}/runs"
+        for where, name in ((str(place / "runs"), "plain"), (address, "kept")):
+            for _ in _training(environment, place / name, where, "same", iterations):
+                pass
+            if where == address:
+                _empty(environment)
+        plain, kept = place / "runs" / "same", _work(place / "kept") / "same"
+        report.plain_s, report.kept_s = _iteration_s(plain), _iteration_s(kept)
+        log = "".join(path.read_text(encoding="utf-8") for path in sorted((kept / "attempts").glob("*.log")))
+        report.sent = [(int(a), int(b), float(c)) for a, b, c in _SENT.findall(log)]
+        killed = _under_kills(environment, place / "killed", address, kills, iterations, report)
+        report.equal = len({_outcome(run) for run in (plain, kept, killed)}) == 1
+        audit = [sys.executable, "-m", "spotlight.cli", "audit", f"{address}/same"]
+        done = subprocess.run(audit, env=environment, capture_output=True, encoding="utf-8")
+        report.audit = done.stdout.splitlines()[-1] if done.stdout else done.stderr
+    _show(report)
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(dataclasses.asdict(report), indent=1) + "\n", encoding="utf-8")
+    shutil.rmtree(place)
+
+
+def _under_kills(
+    environment: dict[str, str], cache: Path, address: str, kills: int, iterations: int, report: BucketReport
+) -> Path:
+    run, every = _work(cache) / "same", max(1, iterations // (kills + 1))
+    for attempt in range(kills + 1):
+        began_s = met_s = 0.0
+        wanted = (attempt + 1) * every if attempt < kills else None
+        for now_s, line, process in _training(environment, cache, address, "same", iterations):
+            if "may still work here" in line:
+                began_s = now_s
+            elif "bringing" in line:
+                met_s = now_s
+                report.lease_s.append(now_s - began_s if began_s else 0.0)
+            elif match := re.search(r"resuming after iteration (\d+)", line):
+                report.brought_s.append(now_s - met_s)
+                report.lost.append((attempt * every) - int(match[1]))
+            if wanted is not None and _trained(run) >= wanted:
+                process.kill()
+                break
+        if wanted is not None:
+            shutil.rmtree(cache)
+    return run
+
+
+def _trained(run: Path) -> int:
+    rows = read_metrics(run) if RunPaths(run).metrics.exists() else []
+    return max((row.iteration for row in rows if "train/loss" in row.values), default=0)
+
+
+def _training(
+    environment: dict[str, str], cache: Path, runs_dir: str, name: str, iterations: int
+) -> Iterator[tuple[float, str, subprocess.Popen[str]]]:
+    """Lines of a process that trains, as they come; it has ended when this is over."""
+    arguments = (f"name={name}", f"runs_dir={runs_dir}", f"cache_dir={cache}", f"iterations={iterations}")
+    command = [sys.executable, "-m", "spotlight.cli", "train", "--plain", *SETTINGS, *arguments]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, encoding="utf-8"
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            yield time.monotonic(), line, process
+        assert process.wait() in (0, -9), line
+
+
+def _work(cache: Path) -> Path:
+    return cache / "bucket" / "s3" / BUCKET / "runs" / "work"
+
+
+def _iteration_s(run: Path) -> float:
+    ends = [row.wall_s for row in read_metrics(run) if "train/loss" in row.values]
+    return statistics.median(after - before for before, after in pairwise(ends))
+
+
+def _outcome(run: Path) -> tuple[str, str]:
+    newest = CheckpointStore(RunPaths(run).checkpoints, keep=2).newest_valid()
+    assert newest is not None
+    with closing(queries.open_readonly(RunPaths(run).ledger)) as connection:
+        files = sorted(path for path in (newest.directory / "learner").rglob("*") if path.is_file())
+        return queries.digest(connection), " ".join(map(sha256_of, files))
+
+
+@contextmanager
+def _server() -> Iterator[dict[str, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        environment = os.environ | {
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+            "AWS_ALLOW_HTTP": "true",
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+        }
+        _client(environment).create_bucket(Bucket=BUCKET)  # tries until the server is there
+        yield environment
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _client(environment: dict[str, str]):  # type: ignore[no-untyped-def]  # boto3 has no types
+    from botocore.config import Config
+
+    return boto3.client(
+        "s3",
+        endpoint_url=environment["AWS_ENDPOINT_URL"],
+        aws_access_key_id="key",
+        aws_secret_access_key="secret",
+        region_name="us-east-1",
+        config=Config(retries={"max_attempts": 12, "mode": "standard"}),
+    )
+
+
+def _empty(environment: dict[str, str]) -> None:
+    client = _client(environment)
+    while found := client.list_objects_v2(Bucket=BUCKET).get("Contents"):
+        names = [{"Key": each["Key"]} for each in found]
+        client.delete_objects(Bucket=BUCKET, Delete={"Objects": names})
+
+
+def _show(report: BucketReport) -> None:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    sent_bytes, requests, seconds = zip(*report.sent, strict=True)
+    for name, value in (
+        ("an iteration in a folder, median", f"{report.plain_s:.2f} s"),
+        ("an iteration in the bucket, median", f"{report.kept_s:.2f} s"),
+        ("snapshots", f"{len(report.sent)}"),
+        ("bytes sent by one, median", f"{statistics.median(sent_bytes) / 2**20:.1f} MiB"),
+        ("objects sent by one, median", f"{statistics.median(requests):.0f}"),
+        (
+            "seconds behind the run, median (largest)",
+            f"{statistics.median(seconds):.2f}, {max(seconds):.2f}",
+        ),
+        ("kills of head and disk", f"{len(report.lost)}"),
+        ("iterations trained again, for each", ", ".join(map(str, report.lost))),
+        ("waiting for the dead head's lease", ", ".join(f"{each:.0f} s" for each in report.lease_s)),
+        ("from then to going on", ", ".join(f"{each:.1f} s" for each in report.brought_s)),
+        ("weights and ledger as undisturbed, to the bit", "yes" if report.equal else "NO"),
+        ("audit of the bucket", report.audit),
+    ):
+        table.add_row(name, value)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

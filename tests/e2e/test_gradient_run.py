@@ -1,0 +1,50 @@
+"""Runs that follow a reward's gradient: they raise it, go on to the bit, and refuse other rewards."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+import pytest
+from main_job import Job, outcome, run_process
+
+from spotlight.store.metrics import read_metrics
+from spotlight_rewards.base.errors import ConfigError
+
+COUNTER = "rewards=[{name: shape-counter}, {name: jpeg_size, weight: 0}]"
+SIZES = ("rollout.prompts_per_iteration=4", "rollout.group_size=4", "learner.micro_batch_size=8")
+RATES = {"opsd": "learner.learning_rate=1e-2", "refl": "learner.learning_rate=3e-3"}
+
+
+def arguments(job: Job, name: str, algorithm: str, *more: str) -> list[str]:
+    tags = "data.tags=[counting]"
+    return job.arguments(name, f"algorithm.name={algorithm}", RATES[algorithm], COUNTER, tags, *SIZES, *more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", RATES)
+def test_a_run_goes_on_to_the_bit(job: Job, algorithm: str) -> None:
+    for name, pieces in (("straight", (4,)), ("parts", (2, 4))):
+        for iterations in pieces:
+            given = arguments(job, f"{algorithm}-{name}", algorithm, f"iterations={iterations}")
+            ended = run_process(given, answer=job.root / f"{algorithm}-{name}.json")
+            assert ended.finished, ended
+    assert outcome(job.root / f"{algorithm}-parts") == outcome(job.root / f"{algorithm}-straight")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", RATES)
+def test_a_run_raises_a_differentiable_reward_of_the_testbed(job: Job, algorithm: str) -> None:
+    testbed = ("model.path=testbed", "rollout.height=32", "rollout.width=32", "rollout.steps=10")
+    sizes = ("rollout.prompts_per_iteration=8", "rollout.group_size=8", "learner.micro_batch_size=32")
+    rate = ("learner.lora.rank=32", "learner.learning_rate=2e-3", "iterations=8", "evaluation.every=8")
+    job.train(f"{algorithm}-learns", *arguments(job, "", algorithm)[1:], *testbed, *sizes, *rate)
+    rows = [row.values for row in read_metrics(job.root / f"{algorithm}-learns")]
+    rewards = [row["rollout/reward"] for row in rows if "rollout/reward" in row]
+    assert fmean(rewards[-3:]) > fmean(rewards[:3]) + 0.3, rewards
+
+
+def test_a_reward_without_a_gradient_is_refused_by_a_list_of_those_that_have_one(job: Job) -> None:
+    with pytest.raises(ConfigError) as refused:
+        job.train("refused", "algorithm.name=opsd", "rewards=[{name: jpeg_size}]")
+    assert "found 'jpeg_size'; expected rewards with a gradient" in str(refused.value)
+    assert "shape-counter, pickscore, hps, clip-score, aesthetic" in str(refused.value)
