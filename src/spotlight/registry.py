@@ -90,11 +90,8 @@ NODE_PROVIDERS: Registry[NodeProviderKind] = Registry(
 SINKS: Registry[SinkFactory] = Registry(
     "metrics.sinks",
     "spotlight.sinks",
-    {
-        "tensorboard": "spotlight.store.sinks:TensorBoard",
-        "wandb": "spotlight.store.trackers.wandb_sink:WeightsAndBiases",
-        "trackio": "spotlight.store.trackers.trackio_sink:Trackio",
-    },
+    {"tensorboard": "spotlight.store.sinks:TensorBoard"},
+    extras={"wandb": "wandb", "trackio": "trackio"},
 )
 """Experiment trackers: a :class:`~spotlight.store.metrics.SinkFactory`."""
 

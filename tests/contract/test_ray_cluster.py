@@ -280,6 +280,21 @@ def test_a_node_comes_gets_notice_and_is_killed(cluster: LocalCluster, listener:
     print(f"gone from Ray's list after {since(began_s)}")
 
 
+def test_a_node_that_ray_drains_itself_is_noticed_once(
+    cluster: LocalCluster, listener: RecordingListener
+) -> None:
+    node = cluster.add_node("drained", NodeKind.SPOT, 1)
+    listener.wait("joined", "drained")
+    assert drain_node(node.ray_id, 300.0, "as an autoscaler does")
+    _, remaining_s = listener.wait("noticed", "drained")
+    assert isinstance(remaining_s, float)
+    assert 0 < remaining_s <= 300.0
+    cluster.notice("drained")  # of a later end
+    cluster.kill("drained")
+    listener.wait("lost", "drained")
+    assert not [entry for entry in listener.entries if entry[1:3] == ("noticed", "drained")]
+
+
 def wait_until(true: Callable[[], bool], timeout_s: float = 120.0) -> None:
     end_s = time.monotonic() + timeout_s
     while not true():

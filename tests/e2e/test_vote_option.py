@@ -49,7 +49,8 @@ def test_without_a_dashboard_nobody_could_vote(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_is_trained_by_the_votes_on_the_dashboard_beside_it(job: Job) -> None:
-    arguments = job.arguments("judged", *NFT, "iterations=1", "evaluation.every=1", "evaluation.prompts=1")
+    few = "evaluation.prompts=1", "evaluation.images_per_prompt=1", "evaluation.grid_images=1"
+    arguments = job.arguments("judged", *NFT, "iterations=1", "evaluation.every=1", *few)
     command = [sys.executable, "-m", "spotlight.cli", "train", "--vote", "--plain", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None

@@ -192,5 +192,43 @@ def test_a_node_is_not_noticed_when_ray_ends_its_agent(monkeypatch: pytest.Monke
         SimpleNamespace(name=name, ray_id=ray_id) for name, ray_id in (("head", "0"), ("spot", "1"))
     )
     membership._watched["0"] = SimpleNamespace(node=head)  # type: ignore[assignment]
-    membership._pass_on(spot, Message(1, NoticeUpdate.NOTICED, "SIGTERM", 10.0))  # type: ignore[arg-type]
+    told = node_membership._Watched(spot)  # type: ignore[arg-type]
+    membership._pass_on(told, Message(1, NoticeUpdate.NOTICED, "SIGTERM", 10.0))
     assert noticed == ["spot"] * lives
+
+
+def test_of_two_notices_the_earliest_counts_and_ray_s_own_drain_is_not_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[tuple[str, float]] = []
+    listener = RayLossListener()
+    listener.noticed = lambda node, left_s, detail: told.append((detail, left_s))  # type: ignore[attr-defined]
+    listener.notice_cancelled = lambda node, detail: told.append((detail, 0.0))  # type: ignore[attr-defined]
+    monkeypatch.setattr(node_membership, "drain_node", lambda *_: True)
+    monkeypatch.setattr(NodeMembership, "_ray_ends", lambda self: False)
+    drains: dict[str, int] = {}
+    monkeypatch.setattr(node_membership, "draining_nodes", lambda: drains)
+    membership = NodeMembership(listener, HERE, SETTINGS, lambda: 0.0)  # type: ignore[arg-type]
+
+    def look() -> None:
+        membership._look_at_drains()
+        assert membership._drains is not None
+        membership._drains.exception()
+
+    def watched(name: str) -> node_membership._Watched:
+        node = SimpleNamespace(name=name, ray_id=name)
+        membership._watched[name] = node_membership._Watched(node, facts=HERE)  # type: ignore[arg-type]
+        return membership._watched[name]
+
+    cloud, autoscaler = watched("cloud"), watched("autoscaler")
+    membership._pass_on(cloud, Message(1, NoticeUpdate.NOTICED, "a cloud", 30.0))
+    drains |= {"cloud": 0, "autoscaler": 0}
+    look()
+    look()
+    membership._pass_on(cloud, Message(2, NoticeUpdate.CANCELLED, "it stays", 0.0))
+    look()
+    later, sooner = (Message(1, NoticeUpdate.NOTICED, "a cloud", left_s) for left_s in (90.0, 9.0))
+    for message in (later, sooner, Message(2, NoticeUpdate.CANCELLED, "it stays", 0.0)):
+        membership._pass_on(autoscaler, message)
+    look()
+    assert told == [("a cloud", 30.0), ("Ray drains it", 30.0), ("it stays", 0.0), ("a cloud", 9.0)]

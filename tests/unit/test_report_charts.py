@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spotlight.report.charts import Series, line_chart, ticks
+from spotlight_rewards.base.charts import Series, line_chart, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 finite = st.floats(-1e6, 1e6, allow_nan=False)

@@ -19,6 +19,8 @@ from PIL import Image, ImageSequence
 from store_history import SCRATCH
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from spotlight.config.load import build_config
+from spotlight.registry import SINKS
 from spotlight.scheduler.types import DropReason, Phase
 from spotlight.store.images import Tile, write_grid
 from spotlight.store.metrics import MetricsRow, MetricsWriter, best_iterations, read_metrics
@@ -31,8 +33,9 @@ from spotlight.store.run_summary import (
     read_summary,
     write_summary,
 )
-from spotlight.store.sinks import TensorBoard
-from spotlight.store.trackers.wandb_sink import WeightsAndBiases
+from spotlight.store.sinks import TensorBoard, check_sinks
+from spotlight_dashboard.trackers.wandb_sink import WeightsAndBiases
+from spotlight_rewards.base.errors import UserError
 from spotlight_rewards.base.file_errors import StoreError
 
 
@@ -256,3 +259,12 @@ def test_an_older_summary_ended_with_an_evaluation(tmp_path: Path) -> None:
     del fields["iterations"]
     path.write_text(json.dumps(fields))
     assert read_summary(path) == SUMMARY
+
+
+@pytest.mark.parametrize("metrics", [{"wandb": {}}, {"sinks": {"trackio": {}}}])
+def test_a_tracker_whose_package_is_not_installed_is_an_error_with_the_remedy(
+    metrics: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SINKS.__dict__, "_added", {})
+    with pytest.raises(UserError, match=r"pip install 'spotlight-rl\[(wandb|trackio)\]' adds it\."):
+        check_sinks(build_config({"metrics": metrics}, "the test").metrics.chosen)

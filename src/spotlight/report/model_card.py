@@ -18,7 +18,6 @@ from pathlib import Path
 
 from spotlight.config.schema import RunConfig
 from spotlight.registry import FAMILIES
-from spotlight.report.charts import Series, line_chart
 from spotlight.report.final_screen import in_noise, prices, survived
 from spotlight.report.loading import loading_snippet, whole_base_note
 from spotlight.report.published_settings import hub_model, published_settings, reward_name, without_places
@@ -29,6 +28,7 @@ from spotlight.store.images import drawn_iterations, write_comparison, write_pro
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.metrics import GRADED, STRICT
 from spotlight.testbed import TESTBEDS
+from spotlight_rewards.base.charts import Series, line_chart
 from spotlight_rewards.base.file_errors import storage_errors
 from spotlight_rewards.base.files import write_atomically
 

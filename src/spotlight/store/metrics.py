@@ -77,7 +77,7 @@ class Sink(Protocol):
     """An additional destination for metrics.
 
     It may also have ``pictures(iteration)``, called when an evaluation's pictures are stored
-    (``trackers/shown_media.py``), ``table(iteration, table)``, for the :class:`FinalTable` at the end, and
+    (``shown_media.py``), ``table(iteration, table)``, for the :class:`FinalTable` at the end, and
     ``rewind(iteration)``, called when a run goes on from an earlier iteration without being started again.
     A resumed run, too, repeats iterations: a sink must not show them twice.
     """

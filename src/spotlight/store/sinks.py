@@ -1,4 +1,4 @@
-"""Experiment trackers: TensorBoard, those of ``trackers/``, and registered ones.
+"""Experiment trackers: TensorBoard, and registered ones.
 
 TensorBoard uses its own event writer, without torch. The iterations that a run repeats are purged.
 """
@@ -18,7 +18,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from spotlight.registry import SINKS
 from spotlight.store.metrics import FinalTable, MetricsRow, Sink
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.trackers.shown_media import ShownMedia, shown_media
+from spotlight.store.shown_media import ShownMedia, shown_media
 from spotlight_rewards.base.file_errors import StoreError, storage_errors
 
 Options = Mapping[str, Mapping[str, Any]]

@@ -42,10 +42,19 @@ class Registry(Generic[T]):
         group: the entry points' group.
         built_in: name -> ``module:attribute``.
         base: ``module:attribute`` of the class that these are subclasses of; None: they are no classes.
+        extras: extra of ``spotlight-rl`` that installs the package of a name.
     """
 
-    def __init__(self, key: str, group: str, built_in: Mapping[str, str], base: str | None = None) -> None:
+    def __init__(
+        self,
+        key: str,
+        group: str,
+        built_in: Mapping[str, str],
+        base: str | None = None,
+        extras: Mapping[str, str] | None = None,
+    ) -> None:
         self.key, self.group, self.built_in, self.base = key, group, built_in, base
+        self.extras = extras or {}
 
     def __iter__(self) -> Iterator[str]:
         """All names, built-in ones first."""
@@ -68,7 +77,7 @@ class Registry(Generic[T]):
             case [entry]:
                 return entry.value
             case []:
-                hint = did_you_mean(name, self, absent_remedy(name))
+                hint = did_you_mean(name, self, self._absent(name))
                 raise RegistryError(f"{self.key} is {name!r}; expected {self.expected()}. {hint}")
             case several:
                 raise RegistryError(
@@ -115,7 +124,8 @@ class Registry(Generic[T]):
             if name in without:
                 raise ValueError(f"no {name!r} here, which has a key of its own")
             if name not in besides and name not in self and not (info.context or {}).get(ANY_NAME):
-                raise ValueError(self.expected(*besides))
+                remedy = f". {self._absent(name)}" if name in self.extras else ""
+                raise ValueError(self.expected(*besides) + remedy)
             return name
 
         return check
@@ -138,6 +148,11 @@ class Registry(Generic[T]):
             for name in self.built_in
             for entry in self._added.get(name, [])
         ]
+
+    def _absent(self, name: str) -> str:
+        if name in self.extras:
+            return f"pip install 'spotlight-rl[{self.extras[name]}]' adds it."
+        return absent_remedy(name)
 
     @cached_property
     def _added(self) -> Mapping[str, list[EntryPoint]]:

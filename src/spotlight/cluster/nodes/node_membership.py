@@ -11,13 +11,14 @@ Listener methods run in this thread and must be quick.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 import ray
 from ray.actor import ActorHandle
@@ -25,7 +26,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from spotlight.cluster.nodes.agent import NodeAgent, plain_settings
-from spotlight.cluster.nodes.drain import drain_node
+from spotlight.cluster.nodes.drain import drain_node, draining_nodes
 from spotlight.cluster.nodes.facts import NodeFacts, incompatibility, read_facts
 from spotlight.cluster.nodes.listing import ALL_GPUS_VISIBLE, RayNode, diff, read_view
 from spotlight.cluster.nodes.node_list import Pulse, refuses
@@ -43,6 +44,8 @@ _EAGER_S = 3.0
 _EAGER_PERIOD_S = 0.05
 _PAUSE_FIRST_S, _PAUSE_MOST_S = 2.0, 60.0
 _CALLS_AT_ONCE = 4
+_UNSTATED_S = 30.0
+"""Until the end of a node that Ray drains without a deadline: the shortest notice of a cloud."""
 _HELPERS = 64
 """Threads for what may wait for a node that does not answer."""
 
@@ -109,6 +112,8 @@ class _Watched:
     seen: int = 0
     failures: int = 0
     refused: bool = False
+    told_by: Literal["agent", "ray"] | None = None
+    ends_s: float = math.inf
 
 
 @dataclass(slots=True)
@@ -168,6 +173,7 @@ class NodeMembership:
         self._pace = _Pace(settings.period_s)
         self._pulse = Pulse(settings.period_s, clock)
         self._silence_told = False
+        self._drains: Future[dict[str, int]] | None = None
         self._helpers = ThreadPoolExecutor(_HELPERS, "membership-helper")
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="membership", daemon=True)
@@ -216,6 +222,7 @@ class NodeMembership:
     def _turn(self) -> None:
         if self._clock() >= self._pace.next_s and (rows := self._rows()) is not None:
             self._look(rows)
+            self._look_at_drains()
             self._pace.looked(self._clock())
         self._start_agents()
         self._listen(max(0.0, min(self._pace.next_s - self._clock(), self._settings.period_s)))
@@ -251,6 +258,31 @@ class NodeMembership:
             self._lose(self._watched[node.ray_id])
         for node in change.joined:
             self._watched[node.ray_id] = _Watched(node)
+
+    def _look_at_drains(self) -> None:
+        """Nodes that Ray drains, but not because of our notice: its autoscaler does, KubeRay, an operator."""
+        if self._drains is not None and self._drains.done():
+            try:
+                found = self._drains.result()
+            except Exception as error:  # noqa: BLE001 - a private call may fail in any way but must not end the run
+                log.debug("Ray does not tell which nodes it drains: %r", error)
+                found = {}
+            self._drains = None
+            for watched in self._watched.values():
+                ends_ms = found.get(watched.node.ray_id)
+                if ends_ms is not None and watched.facts is not None and watched.told_by is None:
+                    watched.told_by = "ray"
+                    # 0 is an end at no stated time, as of idle nodes.
+                    left_s = max(0.0, ends_ms / 1000 - time.time()) if ends_ms > 0 else _UNSTATED_S
+                    self._notice(watched, left_s, "Ray drains it")
+        if self._drains is None:
+            self._drains = self._helpers.submit(draining_nodes)
+
+    def _notice(self, watched: _Watched, remaining_s: float, detail: str) -> None:
+        """Of several notices the earliest deadline counts."""
+        if remaining_s < watched.ends_s - self._clock():
+            watched.ends_s = self._clock() + remaining_s
+            self._listener.noticed(watched.node, remaining_s, detail)
 
     def _lose(self, watched: _Watched) -> None:
         del self._watched[watched.node.ray_id]
@@ -330,7 +362,7 @@ class NodeMembership:
         elif isinstance(content, list):
             for message in read_messages(content):
                 watched.seen = message.number
-                self._pass_on(watched.node, message)
+                self._pass_on(watched, message)
         self._ask(watched)
 
     def _ask(self, watched: _Watched) -> None:
@@ -343,14 +375,20 @@ class NodeMembership:
             watched.asked = watched.agent.notices.remote(watched.seen, _HANG_S)
             watched.due_s = self._clock() + _HANG_S + self._settings.answer_s
 
-    def _pass_on(self, node: RayNode, message: Message) -> None:
+    def _pass_on(self, watched: _Watched, message: Message) -> None:
+        node = watched.node
         match message.update:
             case NoticeUpdate.NOTICED if self._ray_ends():
                 log.info("node %s: no notice, Ray ends: %s", node.name, message.detail)
             case NoticeUpdate.NOTICED:
+                # For good: Ray goes on draining it after a cancelled notice.
+                watched.told_by = watched.told_by or "agent"
                 self._helpers.submit(drain_node, node.ray_id, message.remaining_s, message.detail)
-                self._listener.noticed(node, message.remaining_s, message.detail)
+                self._notice(watched, message.remaining_s, message.detail)
+            case NoticeUpdate.CANCELLED if watched.told_by == "ray":
+                log.info("node %s: Ray drains it nevertheless: %s", node.name, message.detail)
             case NoticeUpdate.CANCELLED:
+                watched.ends_s = math.inf
                 self._listener.notice_cancelled(node, message.detail)
             case NoticeUpdate.REBALANCE:
                 log.info("node %s: %s", node.name, message.detail)

@@ -126,6 +126,7 @@ class AnswerLimits:
         if len(recent) < AGREE:
             return []
         has = group.rollouts
+        # A list, not a generator: this runs for every answer and every grant.
         return sorted(
-            seconds if has <= held else seconds * min(MORE_MAX, has / held) for held, seconds in recent
+            [seconds if has <= held else seconds * min(MORE_MAX, has / held) for held, seconds in recent]
         )

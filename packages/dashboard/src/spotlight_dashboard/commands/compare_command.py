@@ -218,8 +218,8 @@ def _fields(found: Interval | None) -> dict[str, float | int | None]:
 
 
 def _draw(groups: Sequence[Seeds], name: str, by: Axis, path: Path) -> None:
-    from spotlight.report.charts import Series, line_chart
     from spotlight_dashboard.comparison import points
+    from spotlight_rewards.base.charts import Series, line_chart
 
     def lines() -> Iterator[Series]:
         for group in groups:

@@ -16,7 +16,7 @@ from typing import Any
 from spotlight.store.images import drawn_iterations
 from spotlight.store.metrics import SAMPLES_TRAINED, WALL_S, FinalTable, MetricsRow, read_metrics
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.trackers.shown_media import shown_media
+from spotlight.store.shown_media import shown_media
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import lasting_id
 

@@ -21,7 +21,7 @@ from spotlight.store.metrics import (
     read_metrics,
 )
 from spotlight.store.run_directory import RunPaths
-from spotlight.store.trackers.shown_media import shown_media
+from spotlight.store.shown_media import shown_media
 from spotlight_rewards.base.file_errors import StoreError
 from spotlight_rewards.base.files import lasting_id
 

@@ -1,0 +1,1 @@
+"""Experiment trackers of others: their packages are extras."""

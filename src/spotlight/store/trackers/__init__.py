@@ -1,1 +1,0 @@
-"""Trackers that are packages of their own, and what all trackers are shown besides numbers."""
