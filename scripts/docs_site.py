@@ -31,7 +31,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AlgorithmSection
 from spotlight.registry import ALGORITHMS
-from spotlight.runtime.course import mark_of
+from spotlight.runtime.resuming.course import mark_of
 from spotlight_rewards.base.strict_section import STATE, WhenResumed
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,7 +17,7 @@ from spotlight.cli.runs.audit import audit_run
 from spotlight.cli.runs.train import configuration_of, driver_of
 from spotlight.report.model_card import card_text
 from spotlight.report.record import read_run
-from spotlight.runtime.course import fork
+from spotlight.runtime.resuming.course import fork
 from spotlight.store.ledger.history import read_history
 from spotlight.store.store_errors import OtherConfigurationError
 from spotlight_rewards.base.errors import ConfigError

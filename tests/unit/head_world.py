@@ -29,8 +29,8 @@ from spotlight.config.load import dump_config, load_config
 from spotlight.rollout.serialization import pack_tensors
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import Attempt, RunResult, open_attempt
-from spotlight.runtime.course import Resuming
 from spotlight.runtime.observer import Silent
+from spotlight.runtime.resuming.course import Resuming
 from spotlight.scheduler import effects as ef
 from spotlight.scheduler import events as ev
 from spotlight.scheduler.controller import Controller

@@ -23,7 +23,7 @@ from spotlight.config.schema import RunConfig
 from spotlight.config.section import Section
 from spotlight.config.sections.algorithm import AdvantageConfig
 from spotlight.config.sections.learner_section import divisors_near
-from spotlight.runtime.course import Resuming, mark_of
+from spotlight.runtime.resuming.course import Resuming, mark_of
 from spotlight.store.run_directory import RunDirectory, check_run_directory, flatten
 from spotlight.store.store_errors import OtherConfigurationError
 from spotlight_rewards.base.errors import ConfigError, Problem

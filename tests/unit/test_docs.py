@@ -21,7 +21,7 @@ from spotlight.cli.main import app
 from spotlight.config.load import build_config, dump_config, load_config
 from spotlight.config.preset import with_preset
 from spotlight.config.schema import RunConfig
-from spotlight.runtime.course import marks
+from spotlight.runtime.resuming.course import marks
 from spotlight_plan.scenarios.scenario_load import build_scenario, load_scenario, scenario_names
 from spotlight_plan.sweep_file import grid_runs, sweep_of
 from spotlight_rewards.base.errors import ConfigError

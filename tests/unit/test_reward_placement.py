@@ -26,7 +26,7 @@ from spotlight.cluster.scorers.scorer_places import (
 )
 from spotlight.config.load import dump_config, load_config
 from spotlight.dry_run.reward_plan import reward_places
-from spotlight.runtime.course import Resuming
+from spotlight.runtime.resuming.course import Resuming
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.store.store_errors import OtherConfigurationError

@@ -110,7 +110,7 @@ class Run:
         """
         from spotlight.api.arguments import overrides_of
         from spotlight.config.load import load_run
-        from spotlight.runtime.course import fork
+        from spotlight.runtime.resuming.course import fork
 
         config = load_run(self.directory, [*overrides_of(keys), f"name={name}"])
         return Run(fork(self.directory, config, iteration))

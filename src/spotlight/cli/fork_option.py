@@ -15,10 +15,10 @@ def forked(
     """Make the fork if it is not there; the arguments that go on with it, none after a dry run.
 
     Raises:
-        ConfigError, StoreError: see :func:`spotlight.runtime.course.fork`.
+        ConfigError, StoreError: see :func:`spotlight.runtime.resuming.course.fork`.
     """
     from spotlight.config.load import load_run
-    from spotlight.runtime.course import fork, fork_plan
+    from spotlight.runtime.resuming.course import fork, fork_plan
     from spotlight.store.ledger.course_changes import CourseChange, course_words
 
     if parent is None:

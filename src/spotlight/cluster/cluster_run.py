@@ -40,10 +40,10 @@ from spotlight.rollout.sequence_parallel.rendezvous import serve
 from spotlight.runtime.assembly import components as build
 from spotlight.runtime.attempt import RunResult, open_attempt
 from spotlight.runtime.conclusion import conclude_run
-from spotlight.runtime.course import Resuming
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
 from spotlight.runtime.recorder import LEARNER_FOLDER
+from spotlight.runtime.resuming.course import Resuming
 from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory

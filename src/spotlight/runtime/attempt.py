@@ -21,11 +21,11 @@ import spotlight
 from spotlight.config.load import dump_config
 from spotlight.config.schema import RunConfig
 from spotlight.data.datasets import Prompts
-from spotlight.runtime.course import changed_course
 from spotlight.runtime.library_versions import library_versions, version_note
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import require_same_prompts
 from spotlight.runtime.recorder import RunRecorder
+from spotlight.runtime.resuming.course import changed_course
 from spotlight.scheduler.types import WorkerId
 from spotlight.store.checkpoints import Checkpoint, CheckpointStore
 from spotlight.store.images import drop_pictures

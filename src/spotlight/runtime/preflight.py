@@ -15,7 +15,7 @@ from spotlight.dry_run.memory_plan import checkpoint_parts, stored_parts
 from spotlight.dry_run.model_checks import require_model, require_prompts
 from spotlight.dry_run.model_plan import NotHere, read_transformer
 from spotlight.dry_run.run_plan import newest_checkpoint, parameters_trained, stored_tokens
-from spotlight.runtime.course import Resuming
+from spotlight.runtime.resuming.course import Resuming
 from spotlight.store.ledger import ledger_queries as queries
 from spotlight.store.ledger.ledger_schema import Ending
 from spotlight.store.run_directory import RunPaths, check_run_directory

@@ -27,13 +27,13 @@ from spotlight.runtime.attempt import RunResult as RunResult
 from spotlight.runtime.attempt import open_attempt
 from spotlight.runtime.clock import PhaseClock
 from spotlight.runtime.conclusion import conclude_run, export_judged
-from spotlight.runtime.course import Resuming
 from spotlight.runtime.inline import Denoiser, InlineDriver, InlineParts
 from spotlight.runtime.main_turn import MainTurn
 from spotlight.runtime.observer import Observer
 from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
 from spotlight.runtime.process import explain_out_of_memory, prepare_process
 from spotlight.runtime.recorder import CONTROLLER_FILE, LEARNER_FOLDER, PassiveRecorder, Recorder, RunRecorder
+from spotlight.runtime.resuming.course import Resuming
 from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.controller import Controller
 from spotlight.scheduler.types import Phase, WorkerId

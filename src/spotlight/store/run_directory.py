@@ -1,7 +1,7 @@
 """The directory of one run, locked by one process.
 
     runs/<name>/
-        config.yaml         the resolved configuration; what of it may change, runtime/course.py says
+        config.yaml         the resolved configuration; what of it may change, runtime/resuming/course.py says
         ledger.sqlite       store/ledger/sqlite_ledger.py
         metrics.jsonl       store/metrics.py       tensorboard/
         images/             store/images.py

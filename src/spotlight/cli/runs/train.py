@@ -341,8 +341,8 @@ def _print_plan(config: RunConfig, arguments: Sequence[str], ranks: int | None) 
     from spotlight.cluster.local.emulation import require_learner_room
     from spotlight.cluster.local.fleet_plan import plan_fleet
     from spotlight.dry_run.run_plan import make_plan
-    from spotlight.runtime.course import planned_changes
     from spotlight.runtime.preflight import finished_summary, require_disk, require_startable
+    from spotlight.runtime.resuming.course import planned_changes
     from spotlight.store.run_store import Wanted, default_cache, stored_runs
 
     with errors_without_traceback(), lasting():
