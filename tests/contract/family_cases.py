@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,77 +18,14 @@ import torch
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
 from diffusers.utils import load_image
 
-from spotlight.models.condition import Instruction, ModelInput
+from spotlight.models.condition import Instruction
 from spotlight.models.families.qwen_image_21 import TextProcessor
 from spotlight.models.families.qwen_image_edit import PictureProcessor
-from spotlight.models.family import Guidance, MediaSize, ModelFamily
+from spotlight.models.family import MediaSize, ModelFamily
+from spotlight.testing.family_contract import PROMPTS as PROMPTS
+from spotlight.testing.family_contract import FamilyCase, Setting, call_video_pipeline
 
 VARIANTS = range(4)
-PROMPTS = ("one red circle", "two blue squares left of a yellow triangle")  # of unequal length
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How one batch of pictures or videos is made by both sides.
-
-    Attributes:
-        scale: of true guidance, as ``rollout.true_cfg_scale``.
-        embedded: as ``rollout.embedded_guidance``.
-        prompts: one per row.
-    """
-
-    size: MediaSize
-    steps: int = 3
-    scale: float = 1.0
-    negative: str = " "
-    embedded: float | None = None
-    prompts: Sequence[str] = PROMPTS
-
-
-def call_pipeline(pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting) -> np.ndarray:
-    """A picture pipeline's results for a setting's prompts: [batch, frames, height, width, 3] in [0, 1]."""
-    guided = {"negative_prompt": [setting.negative] * len(setting.prompts)} if setting.scale > 1 else {}
-    pictures = pipe(
-        list(setting.prompts),
-        height=setting.size.height,
-        width=setting.size.width,
-        num_inference_steps=setting.steps,
-        latents=latents,
-        max_sequence_length=family.max_text_tokens,
-        output_type="np",
-        **guided,
-        **family.call_arguments(setting.scale, setting.embedded),
-    ).images
-    return np.asarray(pictures)[:, None]
-
-
-def load_pipeline(directory: Path) -> Any:
-    """What plain diffusers loads from a pipeline directory."""
-    return diffusers.DiffusionPipeline.from_pretrained(directory)
-
-
-def call_video_pipeline(
-    pipe: Any, family: ModelFamily, latents: torch.Tensor, setting: Setting
-) -> np.ndarray:
-    """As :func:`call_pipeline`, of a video pipeline."""
-    frames = pipe(
-        list(setting.prompts),
-        negative_prompt=[setting.negative] * len(setting.prompts),
-        height=setting.size.height,
-        width=setting.size.width,
-        num_frames=setting.size.frames,
-        num_inference_steps=setting.steps,
-        latents=latents,
-        max_sequence_length=family.max_text_tokens,
-        output_type="np",
-        **family.call_arguments(setting.scale, setting.embedded),
-    ).frames
-    return np.asarray(frames)
-
-
-def texts_alone(prompts: Sequence[str], negative: str = " ") -> Sequence[ModelInput]:
-    """What most families embed."""
-    return list(prompts)
 
 
 def instructions(prompts: Sequence[str], negative: str = " ") -> Sequence[Instruction]:
@@ -97,44 +33,6 @@ def instructions(prompts: Sequence[str], negative: str = " ") -> Sequence[Instru
     return [
         Instruction(prompt, PICTURES[: 1 + (len(prompt.split()) % 2 == 0)], negative) for prompt in prompts
     ]
-
-
-@dataclass(frozen=True)
-class FamilyCase:
-    """A family under test.
-
-    Attributes:
-        name: in the registry.
-        size: non-square, valid for every variant.
-        settings: compared with the pipeline on every variant.
-        first: the variants of the first tier; the others are slow.
-        max_text_tokens: shorter than the real one where prompts are padded.
-        call: runs the family's pipeline on initial latents of ours, [batch, *latent_shape].
-        load: loads the family's pipeline.
-        wide: changes to the transformer's configuration for a width of 256, 64 per head, and layers in the
-            published proportions: its activations are compared with the plan's.
-        unused: pattern of the parameters that no output of variant 0 depends on.
-        inputs: what the family embeds of prompts and a negative prompt.
-        trained: variants that are trained, exported and split over ranks too; slow unless in ``first``.
-    """
-
-    name: str
-    size: MediaSize
-    settings: Sequence[Setting]
-    max_text_tokens: int = 64
-    call: Callable[[Any, ModelFamily, torch.Tensor, Setting], np.ndarray] = call_pipeline
-    load: Callable[[Path], Any] = load_pipeline
-    unused: str = "^$"
-    first: tuple[int, ...] = (0,)
-    wide: Mapping[str, object] = field(default_factory=dict)
-    inputs: Callable[..., Sequence[ModelInput]] = texts_alone
-    trained: Sequence[int] = (0,)
-
-    def guidance(self, family: ModelFamily, setting: Setting) -> Guidance:
-        """A setting's guidance for ``family.velocity``."""
-        conditions = family.encode(self.inputs(PROMPTS, setting.negative))
-        negative = family.negatives(conditions, family.encode([setting.negative])[0])
-        return Guidance(setting.scale, negative, setting.embedded)
 
 
 def _parts_but_the_processor(directory: Path) -> dict[str, Any]:

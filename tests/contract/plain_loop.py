@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from tests.contract.family_cases import FamilyCase, Setting
 from torch import Tensor
 
 from spotlight.diffusion.noise import Stream, normal_batch, uniform
 from spotlight.models.family import ModelFamily
+from spotlight.testing.family_contract import FamilyCase, Setting
 
 LEARNING_RATE, EPSILON, WEIGHT_DECAY, MAX_GRAD_NORM = 1e-2, 1e-3, 0.1, 0.5
 TRAIN_TIMESTEPS = 2

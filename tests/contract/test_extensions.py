@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from contextlib import closing
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from tests.contract.family_cases import CASES
 from typer.testing import CliRunner
 
 from spotlight.algorithms import build_algorithm
@@ -447,3 +449,22 @@ def test_a_package_whose_commands_cannot_be_loaded_leaves_the_others(tmp_path: P
     Image.new("RGB", (8, 8)).save(picture)
     score = run("score", "needy", str(picture))
     assert "'needy' of the package bad needs the module 'nowhere_to_be_found'" in score.stderr, score.stderr
+
+
+@pytest.mark.slow
+def test_its_family_runs_our_contract_tests(tmp_path: Path) -> None:
+    """As the page on families shows it."""
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "own-model-family.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (block,) = (each for each in blocks if "FAMILY_CHECKS" in each)
+    theirs = block.replace("MyFamily", "OtherFamily").replace('"my-family"', '"other-family"')
+    theirs = theirs.replace("scale=3.0)])", f"scale=3.0)], unused={CASES['qwen-image'].unused!r})")
+    (tmp_path / "elsewhere.py").write_text(MODULE)
+    (tmp_path / "test_elsewhere.py").write_text(theirs)
+    paths = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "4 passed" in done.stdout

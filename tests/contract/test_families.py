@@ -10,7 +10,6 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,10 @@ from tests.contract.family_cases import (
     TRAINED_BY_TIER,
     TRAININGS,
     VARIATIONS,
-    FamilyCase,
-    Setting,
 )
 from tests.invariant import learner_world
 
 from spotlight.config.load import build_config
-from spotlight.diffusion.samplers import ODE
 from spotlight.models.experts import denoisers
 from spotlight.models.family import Guidance, MediaSize, ModelError, ModelFamily
 from spotlight.models.lora_file import LORA_FILE, lora_folder, part_prefix, read_lora
@@ -42,14 +38,21 @@ from spotlight.models.skeleton import base_state, filling
 from spotlight.models.slots import LoraSlots, LoraSpec
 from spotlight.registry import FAMILIES
 from spotlight.report.loading import loading_snippet
-from spotlight.rollout.engine import Engine
-from spotlight.rollout.state import FinishedRollout, Recipe
-from spotlight.scheduler.types import PolicyVersion, Purpose, Rollout, RolloutId
+from spotlight.testing.family_contract import (
+    TOLERANCE,
+    LoadedFamily,
+    Setting,
+    check_dimensions,
+    check_inputs,
+    check_weights,
+    draw,
+    load_family,
+    picture_difference,
+    plain_pipeline,
+)
 from spotlight.training.learner import TrainingSample
 from spotlight.training.recompute import recompute
-from spotlight_rewards.base.prompts import PromptId
 
-TOLERANCE = 1e-5
 PLAIN_TOLERANCE = 1e-4
 """Of an optimizer step's changes to parameters, relative to the largest; measured: at most 2.3e-5,
 which is 1e-7 of a weight."""
@@ -64,70 +67,21 @@ PLAIN = [
 """(family, variant, algorithm, mode) whose step is compared with a plain loop's: about 3 s each."""
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """One random pipeline, loaded by both sides."""
-
-    case: FamilyCase
-    directory: Path
-    family: ModelFamily
-    pipe: Any
-
-
-Load = Callable[[str, int], Loaded]
+Load = Callable[[str, int], LoadedFamily]
 
 
 @pytest.fixture(scope="module")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
     """Small random pipelines by family and variant, each written and loaded once."""
-    loaded: dict[tuple[str, int], Loaded] = {}
+    loaded: dict[tuple[str, int], LoadedFamily] = {}
 
-    def load_one(name: str, variant: int) -> Loaded:
+    def load_one(name: str, variant: int) -> LoadedFamily:
         if (name, variant) not in loaded:
-            loaded[name, variant] = _load(CASES[name], variant, tmp_path_factory.mktemp(name))
+            folder = tmp_path_factory.mktemp(name)
+            loaded[name, variant] = load_family(FAMILIES.load(name), CASES[name], folder, variant=variant)
         return loaded[name, variant]
 
     return load_one
-
-
-def _load(case: FamilyCase, variant: int, directory: Path) -> Loaded:
-    kind = FAMILIES.load(case.name)
-    pipeline = directory / "pipeline"
-    kind.tiny(pipeline, seed=variant, variant=variant)
-    family = kind.load(
-        pipeline,
-        device="cpu",
-        dtype=torch.float32,
-        embeddings_cache=directory / "embeddings",
-        max_text_tokens=case.max_text_tokens,
-    )
-    return Loaded(case, pipeline, family, plain_pipeline(case, pipeline))
-
-
-def plain_pipeline(case: FamilyCase, directory: Path) -> Any:
-    """What diffusers loads from the directory."""
-    pipe = case.load(directory)
-    pipe.set_progress_bar_config(disable=True)
-    exec("\n".join(FAMILIES.load(case.name).loading_lines), {"pipe": pipe})
-    return pipe
-
-
-def draw(
-    family: ModelFamily, setting: Setting, model: torch.nn.Module | None = None
-) -> tuple[torch.Tensor, np.ndarray]:
-    """(initial latents, decoded frames) of our rollout."""
-    engine = Engine(family, max_batch=8, negative=family.encode([setting.negative])[0])
-    recipe = Recipe(setting.size, ODE(), None, setting.scale, "final", setting.embedded)
-    rollouts = [
-        Rollout(RolloutId(f"r{i}"), Purpose.EVAL, 0, PromptId(f"p{i}"), 0, i, setting.steps, PolicyVersion(0))
-        for i in range(len(PROMPTS))
-    ]
-    conditions = family.encode(CASES[family.name].inputs(PROMPTS, setting.negative))
-    states = engine.start(rollouts, conditions, recipe)
-    results = engine.run(family.transformer if model is None else model, states)
-    finals = [result.tensors.final for result in results if isinstance(result, FinishedRollout)]
-    latents = torch.stack([state.latents for state in states])
-    return latents, family.decode_float(torch.stack(finals), setting.size)
 
 
 @pytest.mark.parametrize(("name", "variant"), VARIATIONS)
@@ -136,28 +90,14 @@ def test_pictures_equal_the_pipelines(
 ) -> None:
     loaded = load(name, variant)
     for setting in loaded.case.settings:
-        latents, ours = draw(loaded.family, setting)
-        theirs = loaded.case.call(loaded.pipe, loaded.family, latents, setting)
-        size = setting.size
-        assert ours.shape == theirs.shape == (len(PROMPTS), size.frames, size.height, size.width, 3)
-        difference = float(np.abs(ours - theirs).max())
+        difference = picture_difference(loaded, setting)
         record_property(f"{name}/picture", difference)
         assert difference <= TOLERANCE, setting
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_pictures_depend_on_all_inputs(load: Load, name: str) -> None:
-    """Or else the equality would prove little."""
-    loaded = load(name, 0)
-    setting = replace(loaded.case.settings[-1], scale=3.0)
-    others = [replace(setting, scale=1.0), replace(setting, negative="another"), replace(setting, steps=5)]
-    if setting.embedded is not None:
-        others.append(replace(setting, embedded=setting.embedded + 1))
-    _, base = draw(loaded.family, setting)
-    assert base.std() > 0.05
-    assert np.abs(base[0] - base[1]).max() > 100 * TOLERANCE
-    for other in others:
-        assert np.abs(draw(loaded.family, other)[1] - base).max() > 100 * TOLERANCE, other
+    check_inputs(load(name, 0))
 
 
 def test_wan_reads_prompts_as_it_was_trained_on_them(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,55 +111,12 @@ def test_wan_reads_prompts_as_it_was_trained_on_them(load: Load, monkeypatch: py
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_transformer_weight_matters(load: Load, name: str) -> None:
-    loaded = load(name, 0)
-    family, setting = loaded.family, loaded.case.settings[-1]
-    latents = torch.randn(
-        len(PROMPTS), *family.latent_shape(setting.size), generator=torch.Generator().manual_seed(0)
-    )
-    family.transformer.requires_grad_(True)
-    try:
-        family.velocity(
-            family.transformer,
-            latents,
-            torch.full([len(PROMPTS)], 0.6),
-            family.collate(family.encode(loaded.case.inputs(PROMPTS))),
-            loaded.case.guidance(family, setting),
-            setting.size,
-        ).square().sum().backward()
-        dead = [n for n, p in family.transformer.named_parameters() if p.grad is None or not p.grad.any()]
-    finally:
-        family.transformer.requires_grad_(False)
-        family.transformer.zero_grad()
-    assert [name for name in dead if not re.search(loaded.case.unused, name)] == []
+    check_weights(load(name, 0))
 
 
 @pytest.mark.parametrize(("name", "variant"), VARIATIONS)
 def test_dimensions_are_those_of_the_running_model(load: Load, name: str, variant: int) -> None:
-    loaded = load(name, variant)
-    family, size = loaded.family, loaded.case.size
-    seen: list[torch.Size] = []
-
-    def watch(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append(kwargs["hidden_states"].shape if "hidden_states" in kwargs else args[0].shape)
-
-    transformer: Any = denoisers(family.transformer)["transformer"]
-    blocks = [
-        part
-        for part in transformer.modules()
-        if (kind := type(part).__name__) in (transformer._no_split_modules or ()) and "Block" in kind
-    ]
-    handle = blocks[0].register_forward_pre_hook(watch, with_kwargs=True)
-    draw(family, Setting(size, steps=2, embedded=family.embedded_guidance))
-    handle.remove()
-    dimensions = family.dimensions
-    assert len(blocks) == dimensions.layers
-    _, tokens, width = seen[0]
-    assert width == dimensions.width
-    conditions = family.encode(loaded.case.inputs(PROMPTS))  # in one sequence in some models
-    besides = {each.shape[0] for condition in conditions for each in condition.tensors.values()}
-    assert tokens - dimensions.tokens(size) in {0, *besides, *(each.tokens for each in conditions)}
-    shape = family.latent_shape(size)
-    assert np.prod(shape) == dimensions.tokens(size) * dimensions.channels
+    check_dimensions(load(name, variant))
 
 
 PUBLISHED = [(name, model) for name in CASES for model in FAMILIES.load(name).published]
@@ -322,7 +219,9 @@ def test_one_step_equals_that_of_a_plain_loop(
     samples = learner_world.roll_out(world, learner, guidance=scale, batch=6)
     report = learner_world.train_batch(learner, samples, 3)
     setting = Setting(case.size, scale=scale, embedded=family.embedded_guidance)
-    loop = plain_loop.PlainLoop(case, family, plain_pipeline(case, loaded.directory), lora, setting)
+    loop = plain_loop.PlainLoop(
+        case, family, plain_pipeline(type(family), case, loaded.directory), lora, setting
+    )
     norm = loop.step([plain_sample(sample) for sample in samples], algorithm)
     after, plain = slots.state("policy"), loop.trained()
     assert after.keys() == plain.keys()
@@ -383,8 +282,8 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
         {n: 0.2 * torch.randn(t.shape, generator=generator) for n, t in slots.state("policy").items()},
     )
     with slots.use("policy") as model:
-        latents, ours = draw(family, setting, model)
-    lora = plain_pipeline(case, loaded.directory)
+        latents, ours = draw(family, case, setting, model)
+    lora = plain_pipeline(type(family), case, loaded.directory)
     assert np.abs(case.call(lora, family, latents, setting) - ours).max() > 100 * TOLERANCE
     folder = family.save_lora(tmp_path / "lora", slots.state("policy"), slots.metadata()).parent
     pattern = COMFYUI_NAMES.get(name, r"transformer\..*")
@@ -395,7 +294,9 @@ def test_plain_diffusers_draws_our_pictures_with_trained_weights(
         lora.load_lora_weights(folder / "transformer_2", load_into_transformer_2=True)
     read = read_lora(family.pipeline_class, str(folder), parts).with_alpha(3.0).layers
     torch.testing.assert_close(dict(read), dict(slots.state("policy")))
-    merged = plain_pipeline(case, family.save_merged(tmp_path / "merged", slots.merged_state("policy")))
+    merged = plain_pipeline(
+        FAMILIES.load(case.name), case, family.save_merged(tmp_path / "merged", slots.merged_state("policy"))
+    )
     for what, pipe in (("lora", lora), ("merged", merged)):
         difference = float(np.abs(case.call(pipe, family, latents, setting) - ours).max())
         record_property(f"{case.name}/{what}", difference)
@@ -493,7 +394,7 @@ def test_a_transformer_from_a_peer_is_the_one_on_disk(
         for key, target in targets.items():
             target.copy_(weights[key])
     setting = Setting(CASES[name].size, steps=2, embedded=here.embedded_guidance)
-    assert np.array_equal(draw(here, setting)[1], draw(there, setting)[1])
+    assert np.array_equal(draw(here, CASES[name], setting)[1], draw(there, CASES[name], setting)[1])
 
 
 @pytest.mark.slow  # four processes load everything

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,17 @@ from main_job import TINY, Job
 
 import spotlight
 from spotlight.api.arguments import overrides_of, prompt_files, reward_of
+from spotlight.cli.runs.notebook_progress import NotebookProgress
+from spotlight.cli.runs.progress import Facts
 from spotlight.config.load import dump_config, load_config
 from spotlight.data.datasets import load_prompts
+from spotlight.scheduler.types import Phase
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.file_errors import StoreError
-from spotlight_rewards.reward import Image
+from spotlight_rewards.pool import channel
+from spotlight_rewards.pool.reward_process import RewardProcess
+from spotlight_rewards.reward import Image, RewardSetupError
+from spotlight_rewards.reward_config import RewardConfig
 
 PROMPTS = [f"{number} red circles" for number in range(20)]
 HERE = Path(__file__).parent
@@ -93,11 +100,40 @@ def test_arguments_are_those_of_a_file(tmp_path: Path) -> None:
         spotlight.train(rollout={"stepps": 3})
 
 
-def test_rewards_that_no_process_can_import_are_refused() -> None:
-    assert reward_of("ocr") == {"name": "ocr"}
-    assert reward_of({"name": redness, "weight": 2}) == {"name": f"{__name__}:redness", "weight": 2}
-    with pytest.raises(ConfigError, match="%%writefile my_rewards"):
-        reward_of(lambda images, prompts, metadata: [0.0 for _ in images])
+def scored(section: dict[str, Any]) -> list[float]:
+    """By the reward's own process."""
+    image = np.full((4, 4, 3), 51, np.uint8)
+    with closing(RewardProcess(RewardConfig(**section), start_deadline_s=60)) as process:
+        process.start()
+        sample = channel.encode(channel.Sample(image, "a cat", {}))
+        found = process.ask(channel.Score(samples=1, deadline_s=60), [sample])
+    assert isinstance(found, channel.Values), found
+    return found.curves["score"]
+
+
+def test_functions_of_modules_are_named_and_others_copied(tmp_path: Path) -> None:
+    assert reward_of("ocr", tmp_path, tmp_path) == {"name": "ocr"}
+    own = reward_of({"name": redness, "weight": 2}, tmp_path, tmp_path)
+    assert own == {"name": f"{__name__}:redness", "weight": 2}
+    factor = 3
+
+    def bright(images: Sequence[Image], prompts: Sequence[str], metadata: object) -> list[float]:
+        return [factor * float(image.mean()) / 255 for image in images]
+
+    section = reward_of({"name": bright, "weight": 2}, tmp_path / "run", tmp_path)
+    assert (section["label"], section["weight"]) == ("bright", 2)
+    assert scored(section) == pytest.approx([0.6])
+    assert (
+        reward_of(bright, tmp_path / "run", tmp_path)["params"] == section["params"]
+    )  # the same call goes on
+    assert reward_of(bright, tmp_path / "other", tmp_path)["params"] != section["params"]
+    assert reward_of(lambda *_: [0.0], tmp_path, tmp_path)["label"] == "lambda"
+    lock = threading.Lock()
+    with pytest.raises(ConfigError, match=r"the function lambda, which cannot be copied .*cannot pickle"):
+        reward_of(lambda *_: [lock], tmp_path, tmp_path)
+    Path(section["params"]["path"]).unlink()
+    with pytest.raises(RewardSetupError, match=r"cannot be read here.*a function of a module"):
+        scored(section)
 
 
 @pytest.mark.parametrize(
@@ -140,10 +176,33 @@ def test_prompts_are_texts_rows_or_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_notebook_goes_from_a_function_to_a_lora(tmp_path: Path) -> None:
-    cells = json.loads((HERE.parents[1] / "examples" / "notebook.ipynb").read_text())["cells"]
-    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    assert len(cells) <= 12
-    # The process of a notebook imports what is beside it.
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
+def test_the_notebook_goes_from_an_installation_to_a_lora(tmp_path: Path) -> None:
+    import nbformat
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(HERE.parents[1] / "examples" / "notebook.ipynb", as_version=4)
+    assert len(notebook.cells) <= 12
+    assert "pip install" in notebook.cells[0].source
+    for cell in notebook.cells:  # what is installed here stays
+        cell.source = re.sub(r"(?m)^%pip install .*$", "", cell.source)
+    NotebookClient(notebook, timeout=None, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert (tmp_path / "lora-of-the-best" / "pytorch_lora_weights.safetensors").is_file()
+    (training,) = (cell for cell in notebook.cells if "spotlight.train(" in cell.source)
+    shown = [each.data.get("text/html", "") for each in training.outputs if "data" in each]
+    assert "4/4" in shown[0]  # the bar, drawn in place
+    assert "validation at iteration 4" in shown[0]
+    assert "notebook: 4 iterations, finished" in shown[1]
+    assert "stdout" not in {each.get("name") for each in training.outputs}
+
+
+def test_a_notebooks_bar_says_what_a_terminals_does() -> None:
+    progress = NotebookProgress(Facts(total=4, price_usd_h=0.0))
+    progress.work(Phase.ROLLOUT, 3, 6)
+    progress.note("a <note>")
+    progress.iterated(0, {"rollout/reward": 0.5})
+    progress.iterated(1, {"rollout/reward": 0.25})
+    shown = re.sub(r"<[^>]*>", "", progress.html())
+    assert "a &lt;note&gt;" in shown
+    assert "2/4" in shown
+    assert shown.count("reward 0.25") == 1
+    assert "reward 0.5" not in shown

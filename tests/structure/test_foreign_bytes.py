@@ -14,6 +14,10 @@ ALLOWED = {
     ("training/sharded_files.py", "pickle._Unpickler"),
     # Between a process and the reward process that it started, over a socket pair without an address.
     ("pool/channel.py", "pickle.loads"),
+    # A function of the user, between a script and the reward process that it starts: a file of mode 0600.
+    ("api/pickled_reward.py", "pickle.loads"),
+    # Lines of a family's own, in its tests.
+    ("testing/family_contract.py", "exec"),
     # Commands of the configuration, which is code.
     ("providers/shell_command.py", "shell=True"),
     # A loader derived from yaml.SafeLoader, with bounds.

@@ -66,7 +66,8 @@ MAY_IMPORT["runtime"] = set(MAY_IMPORT) - {"report", "weights", "worker"}
 MAY_IMPORT["cluster"] = MAY_IMPORT["runtime"] | {"runtime", "weights", "worker"}
 MAY_IMPORT["cli"] = set(MAY_IMPORT)
 MAY_IMPORT["api"] = set(MAY_IMPORT)
-"""Rooms of the trainer, and which others each may import."""
+MAY_IMPORT["testing"] = {"diffusion", "models", "rollout", "scheduler"}
+"""Rooms of the trainer, and which others each may import. Nothing of the trainer imports its ``testing``."""
 
 BASICS = ("spotlight_rewards.base.", "spotlight_rewards.registry", "spotlight_rewards.reward_config")
 """Of the leaf: what every room may import."""
@@ -135,6 +136,7 @@ INNER_ROOMS: dict[str, dict[str, set[str]]] = {
             "strategy_runs",
         },
         "output_files": set(),
+        "sweep_file": set(),
         "launch_files": {
             "candidates",
             "output_files",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -15,11 +16,13 @@ import pytest
 import typer
 from typer.core import TyperGroup, TyperOption
 
+from spotlight.api.arguments import overrides_of
 from spotlight.cli.main import app
 from spotlight.config.load import build_config, dump_config, load_config
 from spotlight.config.preset import with_preset
 from spotlight.config.schema import RESUMABLE_KEYS
 from spotlight_plan.scenarios.scenario_load import build_scenario, load_scenario, scenario_names
+from spotlight_plan.sweep_file import grid_runs, sweep_of
 from spotlight_rewards.base.errors import ConfigError
 from spotlight_rewards.base.yaml_tree import merge, parse_yaml
 
@@ -215,7 +218,24 @@ def test_yaml_blocks_are_configurations(page: Path) -> None:
             if "base" in tree:
                 assert build_scenario(merge(scenario_tree(tree.pop("base")), tree), by_name(page)).name
                 continue
+            if tree.keys() & {"grid", "search"}:
+                assert grid_runs(sweep_of({"name": "docs", **tree}, by_name(page)))
+                continue
             assert build_config(with_preset(tree), by_name(page))
+
+
+def test_the_readme_counts_the_programs_that_the_page_shows() -> None:
+    page = (ROOT / "docs" / "howto" / "coming-from.md").read_text(encoding="utf-8")
+    _, _, section = page.partition("## The same job in three programs")
+    blocks = [block for _, block in FENCE.findall(section.partition("\n## ")[0])]
+    lines = [sum(bool(line.strip()) for line in block.splitlines()) for block in blocks]
+    trl, module, settings, ours = lines
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    counted = re.findall(r"^\| (?:TRL|Flow-Factory|Spotlight)\b[^|]*\| (\d+)", readme, re.MULTILINE)
+    assert list(map(int, counted)) == [trl, module + settings, ours]
+    keywords = {each.arg: ast.literal_eval(each.value) for each in ast.walk(ast.parse(blocks[-1]))
+                if isinstance(each, ast.keyword) and each.arg in ("model", "rollout")}  # fmt: skip
+    assert load_config(Path(os.devnull), list(overrides_of(keywords))).model.family == "sd3"
 
 
 def test_the_tutorial_shows_its_example() -> None:

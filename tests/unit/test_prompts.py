@@ -209,7 +209,7 @@ class TestBadFiles:
     @pytest.mark.parametrize(
         ("content", "said"),
         [
-            (b"PAR1\x15\x04", "it is a Parquet file: convert it to a .txt file"),
+            (b"PAR1\x15\x04", "it is a Parquet file that is not named .parquet: convert it"),
             (b"train.txt".ljust(257, b"\0") + b"ustar\x0000", "it is a tar archive"),
             (gzip.compress(b"a cat", mtime=0), "it is compressed by gzip"),
             ("a cat".encode("utf-16"), "it is text in UTF-16"),

@@ -33,41 +33,61 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, Path) else list(value)  # type: ignore[call-overload]
 
 
-def rewards_of(rewards: object) -> list[dict[str, Any]]:
-    """Names, functions and sections as sections of the configuration. Raises ConfigError."""
+def rewards_of(rewards: object, run: Path, cache: Path) -> list[dict[str, Any]]:
+    """Names, functions and sections as sections of the configuration. Raises ConfigError.
+
+    Args:
+        run: its directory.
+        cache: where functions lie that are copied.
+    """
+    assert isinstance(rewards, Iterable), "as stand_ins_of has found"
+    return [reward_of(each, run, cache) for each in rewards]
+
+
+def stand_ins_of(rewards: object) -> list[dict[str, Any]]:
+    """Sections with the curves' names of :func:`rewards_of`, which raises as this does."""
     if isinstance(rewards, str | Mapping) or not isinstance(rewards, Iterable):
         _refuse("rewards", rewards, "a list of names, functions or sections", "Put it into a list.")
-    return [reward_of(each) for each in rewards]
+    return [_stand_in(each) for each in rewards]
+
+
+def _stand_in(reward: object) -> dict[str, Any]:
+    section = dict(reward) if isinstance(reward, Mapping) else {"name": reward}
+    given = section.get("name", "")
+    return {**section, "name": given if isinstance(given, str) else label_of(given)}
+
+
+def label_of(function: object) -> str:
+    """Of the curve of a function that is copied."""
+    return str(getattr(function, "__name__", type(function).__name__)).strip("<>")
 
 
 def _refuse(key: str, found: object, expected: str, remedy: str) -> NoReturn:
     raise ConfigError("the arguments of train", [Problem(key, repr(found), expected, remedy)])
 
 
-def reward_of(reward: RewardArgument) -> dict[str, Any]:
-    """A name, a function or a section of the configuration as a section. Raises ConfigError."""
-    if isinstance(reward, Mapping):
-        return {**reward, "name": _named(reward.get("name", ""))}
-    return {"name": _named(reward)}
+def reward_of(reward: RewardArgument, run: Path, cache: Path) -> dict[str, Any]:
+    """A name, a function or a section of the configuration as a section. Raises as :func:`rewards_of`."""
+    section = dict(reward) if isinstance(reward, Mapping) else {}
+    given = section.get("name", "") if isinstance(reward, Mapping) else reward
+    if isinstance(given, str):
+        return {**section, "name": given}
+    if not callable(given):
+        _refuse("rewards", given, "a name, a function or a section", "Name one that there is, or write one.")
+    if (name := importable(given)) is not None:
+        return {**section, "name": name}
+    from spotlight.api.pickled_reward import pickled
+
+    return {**pickled(given, run, cache), **{key: each for key, each in section.items() if key != "name"}}
 
 
-def _named(reward: str | Callable[..., Any]) -> str:
-    """``module:function``, by which a reward's own process imports it."""
-    if isinstance(reward, str):
-        return reward
-    if not callable(reward):
-        _refuse("rewards", reward, "a name, a function or a section", "Name one that there is, or write one.")
-    module, name = reward.__module__, reward.__qualname__
-    if module == "__main__" and (script := getattr(sys.modules["__main__"], "__file__", None)):
-        module = Path(script).stem
-    if module == "__main__" or "<" in name:
-        problem = Problem(
-            "rewards", f"the function {name} of {'this session' if module == '__main__' else module}",
-            "a function at the top of a module: a reward runs in a process of its own, which imports it",
-            "Write it into a file beside this one (in a notebook: %%writefile my_rewards.py) and import it.",
-        )  # fmt: skip
-        raise ConfigError("the arguments of train", [problem])
-    return f"{module}:{name}"
+def importable(function: Callable[..., Any]) -> str | None:
+    """``module:function``, by which another process imports it; None: it cannot."""
+    module, name = function.__module__, getattr(function, "__qualname__", "<object>")
+    if module == "__main__":
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        module = Path(script).stem if script else ""
+    return f"{module}:{name}" if module and "<" not in name else None
 
 
 def prompt_files(

@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spotlight.api.arguments import PromptsArgument, RewardArgument, overrides_of, prompt_files, rewards_of
+from spotlight.api.arguments import (
+    PromptsArgument,
+    RewardArgument,
+    overrides_of,
+    prompt_files,
+    rewards_of,
+    stand_ins_of,
+)
 from spotlight.api.opened_run import Run
 from spotlight.api.opened_run import open as open_run
 from spotlight_rewards.base.errors import UserError
@@ -35,7 +42,10 @@ def train(
         prompts: of training (``data.train``): a file; or texts, rows with a column ``prompt``, a DataFrame or
             a ``datasets.Dataset``, of which without ``test_prompts`` every tenth is held out.
         test_prompts: held-out prompts (``data.test``), likewise.
-        rewards: names, functions of modules, or sections as in ``rewards``.
+        rewards: names, functions, or sections as in ``rewards``. A function of a module is imported by the
+            reward's process; a closure, a lambda or a notebook's function is copied to it, for rewards on
+            this machine: where Ray places them elsewhere (``device: spot`` or ``cuda`` on a cluster), name
+            one of a module.
         algorithm: its name, or the section ``algorithm``.
         config: a configuration file; without one, keys that are not given have the reference's defaults.
         plain: one line per event, also on a terminal.
@@ -60,13 +70,16 @@ def train(
         "algorithm": {"name": algorithm} if isinstance(algorithm, str) else algorithm or {},
     }
     given = [*overrides_of({name: each for name, each in sections.items() if each}), *overrides_of(keys)]
-    if rewards is not None:
-        given += overrides_of({"rewards": rewards_of(rewards)})
     source = Path(os.devnull if config is None else config)
-    run_config = load_config(source, given)
+    # A key may name a reward's curve, so their places stand in for them where the run's own is sought.
+    stand_ins = [] if rewards is None else [*overrides_of({"rewards": stand_ins_of(rewards)})]
+    run_config = load_config(source, [*given, *stand_ins])
+    cache, directory = cache_dir(run_config), run_config.runs_dir / run_config.name
+    if rewards is not None:
+        given += overrides_of({"rewards": rewards_of(rewards, directory, cache)})
     if prompts is not None or test_prompts is not None:
-        files = prompt_files(prompts, test_prompts, cache_dir(run_config))
-        run_config = load_config(source, [*given, *overrides_of(files)])
+        given += overrides_of(prompt_files(prompts, test_prompts, cache))
+    run_config = load_config(source, given)
     progress = make_progress(run_config, plain)
     with progress, in_a_folder(run_config, progress.note) as run_config:
         if finished_summary(run_config) is None:

@@ -43,8 +43,8 @@ def prepare_process() -> None:
 
 
 _ELSEWHERE = {
-    **dict.fromkeys(("simulate", "plan", "calibrate", "prices", "traces"), "plan"),
-    **dict.fromkeys(("dashboard", "report"), "dashboard"),
+    **dict.fromkeys(("simulate", "plan", "calibrate", "prices", "traces", "sweep"), "plan"),
+    **dict.fromkeys(("dashboard", "report", "compare", "why"), "dashboard"),
 }
 """Commands of packages that may not be installed, with the extra that installs them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +14,13 @@ from spotlight.data.stored_data import folder_text, with_pairs
 from spotlight.scheduler.seeds import prompts_of_iteration, spares_of_iteration
 from spotlight.testbed import TESTBEDS
 from spotlight_rewards.base.errors import ConfigError, Problem
+from spotlight_rewards.base.prompt_datasets import is_dataset
 from spotlight_rewards.base.prompt_files import parse_prompts, read_text, with_found_pictures, with_tags
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
 _EVALUATED_SHARE_MAX = 0.5
+_REPLACEMENT = "\ufffd"
+_LINES_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,7 @@ class Prompts:
                 "not show how the model does on prompts that it was not trained on. "
                 "Take them out of data.train, or put others in data.test."
             )
+        notes += _replaced(config, self)
         limit = config.model.max_text_tokens
         if cut := [prompt for prompt in (*self.train, *self.test) if len(prompt.text.split()) > limit]:
             notes.append(
@@ -101,6 +106,29 @@ class Prompts:
         return [by_id[prompt] for prompt in met]
 
 
+def _replaced(config: RunConfig, prompts: Prompts) -> Iterator[str]:
+    """Where files hold what stands for bytes that were no text, as some published ones do."""
+    for key, some in (("train", prompts.train), ("test", prompts.test)):
+        if any(_REPLACEMENT in prompt.text for prompt in some):
+            path = _file_of(config, key)
+            lines = [
+                number
+                for number, line in enumerate(_text_of(key, path).split("\n"), start=1)
+                if _REPLACEMENT in line or json.dumps(_REPLACEMENT)[1:-1] in line
+            ]
+            shown = ", ".join(map(str, lines[:_LINES_SHOWN])) + ", ..." * (len(lines) > _LINES_SHOWN)
+            yield (
+                f"{len(lines)} lines of data.{key}={path} hold {_REPLACEMENT} (U+FFFD), which a converter "
+                f"left for bytes that it could not read: {shown}. The model reads it as it is: write "
+                "what was meant, or remove the lines."
+            )
+
+
+def _file_of(config: RunConfig, key: str) -> Path:
+    given = getattr(config.data, key)
+    return getattr(TESTBEDS[given], key) if given in TESTBEDS else Path(given)
+
+
 def load_prompts(config: RunConfig) -> Prompts:
     """Read the prompt files.
 
@@ -111,9 +139,7 @@ def load_prompts(config: RunConfig) -> Prompts:
     """
     if problems := list(_unset_files(config)):
         raise ConfigError("the configuration", problems)
-    train = config.data.train
-    path = TESTBEDS[train].train if train in TESTBEDS else Path(train)
-    trained = read_prompts("data.train", path, config.data.tags)
+    trained = read_prompts("data.train", _file_of(config, "train"), config.data.tags)
     if problems := list(_without_pictures(config, trained)):
         raise ConfigError("the configuration", problems)
     return Prompts(tuple(trained), load_held_out(config))
@@ -137,7 +163,7 @@ def _without_pictures(config: RunConfig, prompts: Sequence[Prompt]) -> Iterator[
 def load_held_out(config: RunConfig) -> tuple[Prompt, ...]:
     """Read the held-out prompts alone. Raises as :func:`load_prompts`."""
     tags, wanted, test = config.data.tags, config.evaluation.prompts, config.data.test
-    held_out = read_prompts("data.test", TESTBEDS[test].test if test in TESTBEDS else Path(test), tags)
+    held_out = read_prompts("data.test", _file_of(config, "test"), tags)
     if wanted is not None and wanted > len(held_out):
         problem = Problem(
             "evaluation.prompts", str(wanted),
@@ -163,8 +189,9 @@ def _unset_files(config: RunConfig) -> Iterator[Problem]:
     for key in keys_to_set(config):
         yield Problem(
             key, "nothing", f"a file of prompts for model.path={config.model.path}",
-            f"Set {key}=FILE (.txt: one prompt a line; .jsonl: one object a line; .csv, .tsv: a column "
-            f"prompt), or {key}=testbed for the coloured shapes of the testbed.",
+            f"Set {key}=FILE (.txt: one prompt a line; .jsonl: one object a line; .csv, .tsv, .parquet, a "
+            f"dataset's folder or hf:NAME: a column prompt), or {key}=testbed for the coloured shapes of the "
+            "testbed.",
         )  # fmt: skip
 
 
@@ -180,18 +207,30 @@ def evenly_spaced(prompts: Sequence[Prompt], count: int | None) -> tuple[Prompt,
 def read_prompts(key: str, path: Path, tags: Sequence[str] = ()) -> list[Prompt]:
     """Prompts of the file configured as ``key``. Raises as load_prompts."""
     try:
-        text = folder_text(path) if path.is_dir() else with_pairs(read_text(path))
+        text = _text_of(key, path)
     except (OSError, ValueError) as error:
         here = "" if path.is_absolute() else f" (relative to the current directory {Path.cwd()})"
-        expected = "a readable text file of prompts (.txt, .jsonl, .csv or .tsv), or a folder of pictures"
+        expected = (
+            "readable prompts: a .txt, .jsonl, .csv, .tsv or .parquet file, a folder of pictures, or a "
+            "dataset's folder or hf:NAME"
+        )
         problem = Problem(key, f"{path}{here}", expected, f"{error}.")
         raise ConfigError("the configuration", [problem]) from None
-    source = str(path / "metadata.jsonl" if path.is_dir() else path)
+    source = str(path / "metadata.jsonl" if _is_pictures(path) else path)
     prompts = parse_prompts(text, source)
     _require_read(key, prompts)
     prompts = with_found_pictures(prompts, source)
     with under("data"):
         return with_tags(prompts, str(path), tags)
+
+
+def _is_pictures(path: Path) -> bool:
+    return path.is_dir() and not is_dataset(path)
+
+
+def _text_of(key: str, path: Path) -> str:
+    """Raises OSError, or ValueError that says what is wrong."""
+    return folder_text(path) if _is_pictures(path) else with_pairs(read_text(path, key.rpartition(".")[2]))
 
 
 _PICTURES = "name pictures that a prompt is about in 'references'"

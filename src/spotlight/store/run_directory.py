@@ -110,7 +110,7 @@ def check_run_directory(
         return
     with storage_errors("cannot use the run directory", paths.path):
         _require_run_or_nothing(paths)
-        _require_unused(paths.lock)
+        require_unused(paths.lock)
     if paths.config.exists():
         _require_same_configuration(paths, config_text, may_differ, complete)
     if not os.access(paths.path, os.W_OK | os.X_OK):
@@ -227,7 +227,8 @@ def _require_run_or_nothing(paths: RunPaths) -> None:
         )
 
 
-def _require_unused(lock: Path) -> None:
+def require_unused(lock: Path) -> None:
+    """Raise RunInUseError if another process works on the run that has this lock."""
     try:
         descriptor = os.open(lock, os.O_RDONLY)
     except FileNotFoundError:

@@ -243,31 +243,35 @@ class LiveProgress(RunProgress):
         self._live.console.print(text, soft_wrap=True)
 
     def draw(self) -> RenderableType:
-        facts = self.facts
-        table = Table.grid(padding=(0, 1))
-        for _ in range(4):
-            table.add_column(no_wrap=True)
-        left = f", {duration(facts.left_s)} left" if math.isfinite(facts.left_s) else ""
+        return drawn(self.facts)
+
+
+def drawn(facts: Facts) -> RenderableType:
+    """Bars of the run and of its phase, the last validation and the newest iteration."""
+    table = Table.grid(padding=(0, 1))
+    for _ in range(4):
+        table.add_column(no_wrap=True)
+    left = f", {duration(facts.left_s)} left" if math.isfinite(facts.left_s) else ""
+    table.add_row(
+        Text("iteration", style="bold"),
+        ProgressBar(total=facts.total, completed=facts.done, width=32),
+        f"{facts.done}/{facts.total}",
+        f"{duration(facts.elapsed_s)}{left}, {money(facts.cost_usd)}",
+    )
+    if facts.work is not None:
+        phase, done, total = facts.work
         table.add_row(
-            Text("iteration", style="bold"),
-            ProgressBar(total=facts.total, completed=facts.done, width=32),
-            f"{facts.done}/{facts.total}",
-            f"{duration(facts.elapsed_s)}{left}, {money(facts.cost_usd)}",
+            phase.value,
+            ProgressBar(total=max(total, 1), completed=done, width=32),
+            f"{done:.0f}/{total}",
+            _rate(facts).strip(),
         )
-        if facts.work is not None:
-            phase, done, total = facts.work
-            table.add_row(
-                phase.value,
-                ProgressBar(total=max(total, 1), completed=done, width=32),
-                f"{done:.0f}/{total}",
-                _rate(facts).strip(),
-            )
-        lines: list[RenderableType] = [table]
-        if facts.last:
-            lines.append(Text(f"validation {gained(facts.first, facts.last)}", style="green"))
-        if facts.row:
-            lines.append(Text(training(facts.row), style="dim"))
-        return Group(*lines)
+    lines: list[RenderableType] = [table]
+    if facts.last:
+        lines.append(Text(f"validation {gained(facts.first, facts.last)}", style="green"))
+    if facts.row:
+        lines.append(Text(training(facts.row), style="dim"))
+    return Group(*lines)
 
 
 def make_progress(config: RunConfig, plain: bool) -> RunProgress:
@@ -277,6 +281,10 @@ def make_progress(config: RunConfig, plain: bool) -> RunProgress:
     if int(os.environ.get("RANK", "0")) > 0:
         return RunProgress(facts)
     console = RunConsole(highlight=False)
+    if console.is_jupyter and not plain:
+        from spotlight.cli.runs.notebook_progress import NotebookProgress
+
+        return NotebookProgress(facts)
     if plain or not sys.stdout.isatty() or not console.is_terminal:
         return PlainProgress(facts, console)
     return LiveProgress(facts, console)

@@ -30,6 +30,7 @@ FOLLOW_S = 30.0
 """When a rank failed, the others have so long to end by themselves."""
 _TAIL = 20
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
 
 
 def run_ranks(count: int, command: Sequence[str], follow_s: float = FOLLOW_S) -> int:
@@ -85,16 +86,16 @@ def _report(rank: int, process: subprocess.Popen[bytes], ends: queue.SimpleQueue
     ends.put(rank)
 
 
+def end_with_parent() -> None:
+    """Of a process that is just forked: a SIGTERM when the one that started it is gone."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 @contextmanager
 def _started(count: int, command: Sequence[str]) -> Iterator[tuple[list[subprocess.Popen[bytes]], Path]]:
     """The ranks, and the folder of the logs of all but rank 0, which stays if one failed."""
     logs = Path(tempfile.mkdtemp(prefix="spotlight-ranks-"))
     processes: list[subprocess.Popen[bytes]] = []
-    libc = ctypes.CDLL(None)
-
-    def end_with_parent() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     try:

@@ -148,8 +148,9 @@ class DataConfig(Section):
     """Training prompts, and held-out prompts for evaluation."""
 
     train: str = "testbed"
-    """File of training prompts (.txt: one per line; .jsonl, .csv, .tsv: also metadata), or a folder of
-    pictures with captions; ``testbed``, ``testbed-text`` and ``testbed-video``: built in. Must be set, like
+    """File of training prompts (.txt: one per line; .jsonl, .csv, .tsv, .parquet: also metadata), a folder of
+    pictures with captions, or a Hugging Face dataset, by its folder or as ``hf:OWNER/NAME``, with ``:SPLIT``
+    if not ``train``; ``testbed``, ``testbed-text`` and ``testbed-video``: built in. Must be set, like
     ``test``, for a model other than these.
     """
     test: str = "testbed"

@@ -17,6 +17,7 @@ from pathlib import Path, PurePath
 from typing import Literal, NoReturn, TypeAlias
 
 from spotlight_rewards.base.errors import UserError
+from spotlight_rewards.base.prompt_datasets import dataset_objects, is_dataset
 from spotlight_rewards.base.prompt_tables import DELIMITERS, objects
 from spotlight_rewards.base.prompts import Prompt, PromptId
 
@@ -30,11 +31,14 @@ _REMOVED_BY_NUMBER_MAX = 50
 _DISTINCT = r"""awk '{gsub(/^[ \t\r]+|[ \t\r]+$/, "")} !seen[$0]++'"""
 _ID_BYTES = 8
 
-_FORMATS = "a .txt file, one prompt a line, a .jsonl file, one JSON object a line, or a .csv or .tsv table"
+_FORMATS = (
+    "a .txt file, one prompt a line, a .jsonl file, one JSON object a line, a .csv, .tsv or .parquet table, "
+    "or a Hugging Face dataset"
+)
 _JSON_DOCUMENT = re.compile(r'\[\s*(\{|$|"[^"]*"\s*,?\s*$|".*"\s*\]\s*$)|\{\s*("[^}]*)?$')
 """First line of an array, or of an object over several lines."""
 _BINARY = {
-    "a Parquet file": (0, b"PAR1"),
+    "a Parquet file that is not named .parquet": (0, b"PAR1"),
     "a tar archive": (257, b"ustar"),
     "compressed by gzip": (0, b"\x1f\x8b"),
     "compressed by zstd": (0, b"\x28\xb5\x2f\xfd"),
@@ -67,13 +71,18 @@ def prompt_id(text: str, metadata: Mapping[str, object]) -> PromptId:
     return PromptId(hashlib.blake2b(content.encode(), digest_size=_ID_BYTES).hexdigest())
 
 
-def read_text(path: Path) -> str:
-    """A prompts file's content; of a .csv or .tsv table, an object for each row.
+def read_text(path: Path, split: str = "train") -> str:
+    """A prompts file's content; of a table or a dataset, an object for each row.
+
+    Args:
+        split: of a dataset that has several, and whose path names none.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is no text in UTF-8, or no table; says what it is and what to do.
     """
+    if is_dataset(path):
+        return "\n".join(dataset_objects(path, split))
     content = path.read_bytes()
     for kind, (at, magic) in _BINARY.items():
         if content.startswith(magic, at):
@@ -188,7 +197,8 @@ def _is_jsonl(first_line: str, source: str, format: PromptFormat) -> bool:
         raise PromptFileError(f"format of {source} is {format!r}; expected auto, txt or jsonl")
     if format == "auto":
         ending = PurePath(source).suffix.lower()
-        return ending == ".jsonl" or ending in DELIMITERS or (ending != ".txt" and first_line.startswith("{"))
+        tables = ending == ".jsonl" or ending in DELIMITERS or is_dataset(Path(source))
+        return tables or (ending != ".txt" and first_line.startswith("{"))
     return format == "jsonl"
 
 
@@ -326,6 +336,8 @@ def _require_distinct(source: str, prompts: Sequence[tuple[int, Prompt]]) -> Non
         few = len(repeated) <= _REMOVED_BY_NUMBER_MAX
         how = f"sed '{';'.join(f'{number}d' for number in repeated)}'" if few else _DISTINCT
         remedy = f"Keep one of each, for example with: {how} {source} > FILE"
+        if is_dataset(Path(source)):
+            remedy = "Keep one of each, for example with drop_duplicates of pandas."
         _refuse(source, "prompts that repeat an earlier one", list(repeated.values()), remedy)
 
 

@@ -1,0 +1,1 @@
+"""``spotlight sweep``: several runs of one configuration."""

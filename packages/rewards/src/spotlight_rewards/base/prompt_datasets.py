@@ -1,0 +1,123 @@
+"""Parquet files and Hugging Face datasets of prompts, as JSON objects one a line. Needs the extra `datasets`.
+
+A dataset is a directory, as ``save_to_disk`` writes it or as the hub holds it, or ``hf:OWNER/NAME`` of the
+hub; ``:SPLIT`` after either chooses a split.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+HUB = "hf:"
+"""What names of datasets on the hub begin with."""
+PARQUET = ".parquet"
+_INSTALL = "pip install 'spotlight-rl[datasets]'"
+_SAVED = ("dataset_info.json", "state.json", "dataset_dict.json")
+
+
+def is_dataset(path: Path) -> bool:
+    """Whether it is none of the files that hold text."""
+    text = str(path)
+    if text.startswith(HUB) or path.suffix.lower() == PARQUET:
+        return True
+    folder = Path(_parted(text)[0])
+    return folder.is_dir() and (_is_saved(folder) or any(folder.rglob(f"*{PARQUET}")))
+
+
+def _is_saved(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _SAVED)
+
+
+def dataset_objects(path: Path, split: str) -> Iterator[str]:
+    """An object for each row; cells without a value are left out.
+
+    Args:
+        split: which, where the path names none and there are several.
+
+    Raises:
+        OSError: it cannot be read, or had from the hub.
+        ValueError: not installed, no column ``prompt``, no such split, or cells that are neither text nor
+            numbers nor lists of them.
+    """
+    try:
+        rows = _rows(path, split)
+    except ImportError as error:
+        raise ValueError(f"{error.name} is missing: {_INSTALL}") from error
+    for number, row in enumerate(rows):
+        if number == 0 and "prompt" not in row:
+            raise ValueError(
+                f"its columns are {', '.join(row)}; expected one named prompt: rename_column of `datasets` "
+                "renames it, and to_parquet writes it"
+            )
+        yield "{" + ", ".join(_cells(row)) + "}"
+
+
+def _cells(row: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in row.items():
+        if value is None:
+            continue
+        try:
+            yield f"{json.dumps(name)}: {json.dumps(value, default=_plain)}"
+        except TypeError:
+            raise ValueError(
+                f"its column {name!r} holds {type(value).__name__}; expected texts, numbers or lists: "
+                "leave it out (remove_columns of `datasets`), and name pictures that a prompt is about in "
+                "'references'"
+            ) from None
+
+
+def _plain(value: object) -> str:
+    if isinstance(value, date):
+        return value.isoformat()
+    raise TypeError
+
+
+def _rows(path: Path, split: str) -> Iterable[Mapping[str, Any]]:
+    if path.suffix.lower() == PARQUET:
+        from pyarrow import ArrowException, parquet
+
+        try:
+            table = parquet.ParquetFile(path)
+            return [row for batch in table.iter_batches() for row in batch.to_pylist()]
+        except ArrowException as error:
+            raise ValueError(f"it is no Parquet file: {error}") from error
+    import datasets
+
+    place, named = _parted(str(path))
+    folder = Path(place)
+    try:
+        if _is_saved(folder):
+            found: Any = datasets.load_from_disk(place)
+        else:
+            found = datasets.load_dataset(place.removeprefix(HUB))
+    except datasets.exceptions.DatasetsError as error:
+        raise ValueError(f"it is no dataset: {error}") from error
+    if not isinstance(found, datasets.DatasetDict):
+        return _undecoded(found)
+    wanted = named or (split if split in found else next(iter(found)) if len(found) == 1 else split)
+    if wanted not in found:
+        expected = " or ".join(f"{place}:{each}" for each in found)
+        raise ValueError(f"it has no split {wanted!r}: say {expected}")
+    return _undecoded(found[wanted])
+
+
+def _undecoded(found: Any) -> Iterable[Mapping[str, Any]]:
+    """Rows with pictures and sounds as they are stored, which need no decoder to be refused."""
+    import datasets
+
+    for name, feature in found.features.items():
+        if isinstance(feature, datasets.Image | datasets.Audio | datasets.Video):
+            found = found.cast_column(name, type(feature)(decode=False))
+    rows: Iterable[Mapping[str, Any]] = found
+    return rows
+
+
+def _parted(text: str) -> tuple[str, str]:
+    """The place, and the split behind it."""
+    begin = len(HUB) if text.startswith(HUB) else 0
+    place, colon, split = text[begin:].rpartition(":")
+    return (text[:begin] + place, split) if colon else (text, "")

@@ -1,0 +1,117 @@
+"""What a sweep's file says: which runs, their names, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from spotlight.cli.config_command import split_arguments
+from spotlight.cli.main import app
+from spotlight.config.load import load_config
+from spotlight.config.schema import RUN_NAME
+from spotlight_plan.sweep_file import SweepRun, corners, grid_runs, read_sweep
+from spotlight_rewards.base.errors import ConfigError
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "rates.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def runs(folder: Path, text: str) -> list[SweepRun]:
+    return grid_runs(read_sweep(written(folder, text)))
+
+
+def test_every_combination_is_a_run_named_by_its_settings(tmp_path: Path) -> None:
+    grid = "set: {iterations: 7}\ngrid: {learner.learning_rate: [1e-4, 3e-4], run_seed: [0, 1]}"
+    found = runs(tmp_path, grid)
+    assert [run.name for run in found] == [
+        "rates-learning_rate-0.0001-run_seed-0",
+        "rates-learning_rate-0.0001-run_seed-1",
+        "rates-learning_rate-0.0003-run_seed-0",
+        "rates-learning_rate-0.0003-run_seed-1",
+    ]
+    config = load_config(*split_arguments(found[2].arguments))
+    assert (config.iterations, config.learner.learning_rate, config.run_seed) == (7, 3e-4, 0)
+    more = runs(tmp_path, grid.replace("[1e-4, 3e-4]", "[1e-5, 1e-4, 3e-4]"))
+    assert {run.name for run in found} < {run.name for run in more}
+
+
+def test_cases_change_together(tmp_path: Path) -> None:
+    text = (
+        "cases:\n"
+        "- {learner.learning_rate: 2e-3, algorithm.name: dgpo}\n"
+        "- {learner.learning_rate: 1e-3, algorithm.name: awm}\n"
+        "grid: {run_seed: [0, 1]}"
+    )
+    found = [load_config(*split_arguments(run.arguments)) for run in runs(tmp_path, text)]
+    assert [(each.algorithm.name, each.learner.learning_rate, each.run_seed) for each in found] == [
+        ("dgpo", 2e-3, 0), ("dgpo", 2e-3, 1), ("awm", 1e-3, 0), ("awm", 1e-3, 1),
+    ]  # fmt: skip
+
+
+def test_names_stay_apart_whatever_the_settings_are(tmp_path: Path) -> None:
+    text = "grid: {rewards: [[{name: blue}], [{name: red}]], data.tags: [[a b], [a_b]], name_: ['%s']}"
+    found = [run.name for run in runs(tmp_path, text % ("x" * 300))]
+    assert len(set(found)) == 4
+    assert all(RUN_NAME.match(name) and len(name) < 100 for name in found)
+
+
+def test_a_search_is_checked_at_the_ends_of_its_ranges(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        "search:\n  trials: 3\n  space:\n    learner.learning_rate: {low: 1e-5, high: 1e-3, log: true}\n"
+        "    rollout.group_size: {low: 4, high: 8, whole: true}\n    rollout.sampler: [ode, cps]",
+    )
+    low, high = corners(read_sweep(path))
+    assert low.settings == {"learner.learning_rate": 1e-5, "rollout.group_size": 4, "rollout.sampler": "ode"}
+    assert high.settings == {"learner.learning_rate": 1e-3, "rollout.group_size": 8, "rollout.sampler": "cps"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("grids: {a: [1]}", r"grids: found an unknown key; expected one of .*Did you mean 'grid'\?"),
+        ("grid: {run_seed: 3}", r"grid.run_seed: found 3; expected a list"),
+        ("set: {run_seed: 3}", "neither grid or cases, and search"),
+        ("grid: {run_seed: [1]}\nsearch: {trials: 1, space: {a: [1]}}", "both grid or cases"),
+        ("grid: {run_seed: [1, 1]}", "rates-run_seed-1 twice; expected every combination once"),
+        ("set: {run_seed: 1}\ngrid: {run_seed: [1, 2]}", "run_seed: found a key that varies"),
+        ("grid: {name: [a, b]}", "name: found a key that varies"),
+        ("search: {trials: 1, space: {a: {low: 2, high: 1}}}", r"search.space.a: found 2 to 1; expected low"),
+        ("search: {trial: 1, space: {a: [1]}}", r"search.trial: found an unknown key.*'trials'"),
+        ("search: {trials: 0, space: {a: [1]}}", r"search.trials: found 0; expected greater than 0"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        runs(tmp_path, text)
+
+
+def test_a_wrong_setting_is_refused_before_any_run(tmp_path: Path) -> None:
+    text = f"set: {{runs_dir: {tmp_path}}}\ngrid: {{learner.learning_rat: [1e-4]}}"
+    result = CliRunner().invoke(app, ["sweep", str(written(tmp_path, text))])
+    assert result.exit_code == 2
+    assert "Did you mean 'learning_rate'?" in " ".join(result.output.split())
+    assert [path.name for path in tmp_path.iterdir()] == ["rates.yaml"]
+
+
+def test_a_dry_run_lists_runs_and_does_nothing(tmp_path: Path) -> None:
+    text = f"set: {{runs_dir: {tmp_path}/runs}}\ngrid: {{rollout.steps: [4, 8], run_seed: [0]}}"
+    result = CliRunner().invoke(
+        app, ["sweep", str(written(tmp_path, text)), "--dry-run"], env={"COLUMNS": "160"}
+    )
+    assert result.exit_code == 0, result.output
+    assert [line.split()[1:3] for line in result.output.splitlines()[1:3]] == [["4", "0"], ["8", "0"]]
+    assert "--measured RUN" in result.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_runs_together_on_one_cluster_are_refused(tmp_path: Path) -> None:
+    text = "set: {fleet.driver: ray, fleet.address: 'localhost:1'}\ngrid: {run_seed: [0, 1]}"
+    result = CliRunner().invoke(app, ["sweep", str(written(tmp_path, text)), "--together", "2"])
+    assert result.exit_code == 2
+    assert "a run takes all nodes of its cluster" in " ".join(result.output.split())
