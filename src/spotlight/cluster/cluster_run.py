@@ -27,7 +27,6 @@ from spotlight.cluster.local.emulation import (
     spot_slots,
     spot_trace,
 )
-from spotlight.cluster.nodes.connection import connected
 from spotlight.cluster.nodes.listing import LearnerSlots, read_view, require_usable
 from spotlight.cluster.nodes.node_list import list_nodes
 from spotlight.cluster.remote_calls import RayLostError
@@ -48,6 +47,7 @@ from spotlight.runtime.signals import stopping_gracefully
 from spotlight.scheduler.types import NodeKind
 from spotlight.store.run_directory import RunDirectory
 from spotlight.training.sharding import Ranks
+from spotlight_fleet.connection import connected
 from spotlight_fleet.emulated.local_cluster import local_cluster
 from spotlight_fleet.emulated.market import LocalMachines, Market
 from spotlight_fleet.providers.emulated_provider import EmulatedProvider
