@@ -65,6 +65,7 @@ NO_HISTORY = History(
     prices_usd_h=(),
     filled_s={},
     incidents={},
+    course=(),
 )
 ALERT = Alert("a run", "idle", True, "It idles.", "Do this.", False, 1.0)
 
